@@ -11,15 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import vescale
 from tests.fsdp.compare import gradients_of
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import Plan
+from vescale.checks import StepMismatchError
 from vescale.comm import record_comms
 from vescale.fsdp import MixedPrecisionPolicy, fully_shard
 from vescale.gradients import OrderMismatchError
+from vescale.plans import PlanMismatchError
 from vescale.runtime import parallelize
 
 EQUAL, DIFFERENT = (8, 8, 8), (8, 12, 20)
@@ -53,10 +56,10 @@ def made(widths: tuple[int, ...], replicas: int = 1, **options: Any) -> tuple[nn
     return fully_shard(model, mesh=mesh, **options), one
 
 
-def raises_alike(run: Callable[[], Any], *texts: str) -> None:
+def raises_alike(run: Callable[[], Any], *texts: str, error: type[RuntimeError] = OrderMismatchError) -> None:
     """On every rank, with one text (of each shard group, where one finds it) that has the given parts."""
     found: list[str | None] = [None] * dist.get_world_size()
-    with pytest.raises(OrderMismatchError) as caught:
+    with pytest.raises(error) as caught:
         run()
     dist.all_gather_object(found, str(caught.value))
     own = str(found[dist.get_rank()])
@@ -179,6 +182,123 @@ def of_a_plan(widths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("widths", [EQUAL, DIFFERENT], ids=["equal", "different"])
 def test_units_of_a_plan(ranks: RankPools, widths: tuple[int, ...]) -> None:
     ranks.run(of_a_plan, widths, world_size=2)
+
+
+def roots(widths: tuple[int, ...]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Modules that are given to ``fully_shard`` by themselves, and whole ones."""
+    torch.manual_seed(0)
+    alone = [nn.Sequential(nn.Linear(4, n), nn.Linear(n, 4)) for n in widths]
+    whole = copy.deepcopy(alone)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in alone:
+        fully_shard(module, mesh=mesh)
+    return alone, whole
+
+
+def through(modules: list[nn.Module], order: tuple[int, ...]) -> torch.Tensor:
+    x = X
+    for number in order:
+        x = modules[number](x)
+    return x.square().mean()
+
+
+def by_themselves(widths: tuple[int, ...], check: str) -> None:
+    """Roots in another order: nothing above them knows all. Without checks that wait for each other, gathers tell."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_CHECK", check)
+        alone, whole = roots(widths)
+        names = (
+            ("of Sequential (number ", "on rank 0", "on rank 1") if check else ("Sequential, in training", ", model ")
+        )
+
+        def equal(order: tuple[int, ...]) -> None:
+            for module in (*alone, *whole):
+                module.zero_grad()
+            loss, expected = through(alone, order), through(whole, order)
+            loss.backward()
+            expected.backward()
+            assert torch.equal(loss, expected)
+            for own, reference in zip(alone, whole):
+                for name, gradient in gradients_of(own).items():
+                    one = reference.get_parameter(name).grad
+                    assert (gradient is None) == (one is None), name
+                    assert one is None or torch.allclose(gradient, one, rtol=1e-5, atol=1e-7), name
+
+        for order in ((0, 1), (0, 1), (1,), (0,), (0, 1)):
+            equal(order)
+        raised: type[RuntimeError] = OrderMismatchError if check else StepMismatchError
+        raises_alike(lambda: through(alone, (0, 1) if rank == 0 else (1, 0)).backward(), *names, error=raised)
+        equal((0, 1))
+        equal((1, 0))
+        with torch.no_grad():  # evaluations
+            for order in ((1,), (0, 1), (0,)):
+                assert torch.equal(through(alone, order), through(whole, order))
+            raises_alike(lambda: through(alone, (rank,)), *names, error=raised)
+        equal((0, 1))
+
+
+@pytest.mark.parametrize("check", ["off", ""])
+@pytest.mark.parametrize("widths", [(8, 8), (8, 12)], ids=["equal", "different"])
+def test_modules_by_themselves(ranks: RankPools, widths: tuple[int, ...], check: str) -> None:
+    ranks.run(by_themselves, widths, check, world_size=2)
+
+
+def first_forwards() -> None:
+    alone, _ = roots((8, 8))
+    raises_alike(lambda: alone[dist.get_rank()](X), "calls of fully_shard", error=PlanMismatchError)
+
+
+def test_first_forwards_of_different_roots(ranks: RankPools) -> None:
+    ranks.run(first_forwards, world_size=2)
+
+
+def two_reductions(widths: tuple[int, ...]) -> None:
+    """All modules have been gathered by all ranks, and stay: gradients of another root are reduced on each rank."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_CHECK", "off")
+        alone, _ = roots(widths)
+        for _ in range(2):
+            losses = [module(X).square().mean() for module in alone]
+            (losses[0] + losses[1]).backward()
+        losses = [module(X).square().mean() for module in alone]
+        raises_alike(losses[rank].backward, "of Sequential (number ", "on rank 0", "on rank 1")
+        assert all(parameter.grad is None for parameter in alone[rank].parameters())
+
+
+def test_reductions_of_different_roots(ranks: RankPools) -> None:
+    ranks.run(two_reductions, (8, 8), world_size=2)
+
+
+def models_of_plans(check: str, units: bool) -> None:
+    """Two models of one class, of equal sizes, in another order on each rank."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_CHECK", check)
+        plan = Plan(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        plan.shard("<in:x>", Shard(0), mesh="dp")
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(parallelize(Mixture((8,)).double(), sharded_at_rest(plan) if units else plan))
+        x = torch.randn(4, 4, dtype=torch.float64)
+
+        def step(order: tuple[int, ...]) -> None:
+            for number in order:
+                models[number](x, (0,)).backward()
+
+        for _ in range(3):
+            step((0, 1))
+        error: type[RuntimeError] = OrderMismatchError if check else StepMismatchError
+        name = "first." if check and not units else "Mixture"
+        raises_alike(lambda: step((0, 1) if rank == 0 else (1, 0)), name, error=error)
+
+
+@pytest.mark.parametrize("units", [True, False], ids=["units", "buckets"])
+@pytest.mark.parametrize("check", ["off", ""])
+def test_models_of_plans(ranks: RankPools, check: str, units: bool) -> None:
+    ranks.run(models_of_plans, check, units, world_size=2)
 
 
 def communicated() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,41 @@ def test_fields_are_added_once() -> None:
         ValueError, match=r"aten\.trace\.default has rule registered already; each op belongs to one file"
     ):
         register(op, rule=rule)
+
+
+def test_tables_do_not_change_while_they_are_read() -> None:
+    """What one thread reads stays as it is when another one registers; nothing that threads register gets lost."""
+
+    def rule(call: Any) -> None: ...
+
+    before = entries()
+    size, seen = len(before), 0
+    for _ in before:
+        if not seen:
+            register(aten.tril_indices.default, rule=rule)
+        seen += 1
+    assert seen == size == len(before) and aten.tril_indices.default not in before
+    assert aten.tril_indices.default in entries()
+
+    op, num_threads, num_rules = aten.triu_indices.default, 4, 300
+    together = threading.Barrier(num_threads)
+
+    def registering() -> None:
+        together.wait()
+        for _ in range(num_rules):
+            registry.register_user_rule(op, lambda call: None)
+
+    before_switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=registering) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before_switch)
+    assert len(entries()[op].user_rules) == num_threads * num_rules
 
 
 def test_the_order_of_rules() -> None:

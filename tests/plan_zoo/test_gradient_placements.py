@@ -72,12 +72,11 @@ def test_sharded_at_rest_beside_an_axis_of_size_1(name: str) -> None:
     assert placed_otherwise(name, sizes_of(name, "dp"), sharded=True) == []
 
 
-# The search for the products of GPT-OSS's own attention takes PyTorch minutes on three axes.
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("wide", ["dp", "cp", "tp", None], ids=str)
-@pytest.mark.parametrize("name", [name for name in plan_zoo.names() if name != "gpt_oss_cp"])
+@pytest.mark.parametrize("name", plan_zoo.names())
 def test_every_plan_on_every_mesh(name: str, wide: str | None, sharded: bool) -> None:
     sizes = sizes_of(name, wide)
     if wide in (None, *sizes):

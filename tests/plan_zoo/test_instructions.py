@@ -14,18 +14,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.plan_zoo.models import model_of
+from tests.plan_zoo.models import model_of, tokens
 from tests.plan_zoo.test_zero import CALLED_ALONE
 from tests.runtime.zero import sharded_at_rest
 from vescale import lower, plan_zoo
 from vescale.fsdp import state_of
 from vescale.ir import Attention, Factory, Hook, Instruction, Local, Op, Place, Program, Redistribute, Unit, Wrap
 from vescale.plans import INIT, RUN, MeshAxes, PlanError
-from vescale.runtime import _parallelize, install
+from vescale.runtime import _gradient_hooks, _parallelize, install
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._expert_region import ExpertRegion
 from vescale.runtime._gradient_hooks import full_name
 from vescale.runtime._local_region import LocalRegion
+from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
 
 R, S0 = Replicate(), Shard(0)
@@ -95,13 +96,16 @@ def region_of(runtime: Runtime, path: str) -> Local:
 
 
 @pytest.mark.parametrize("name", plan_zoo.names())
-def test_what_explain_shows_is_installed(one_rank: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each instruction of the printed program is held by the part that executes it, once, and nothing else is."""
+def test_what_explain_shows_is_installed(
+    one_rank: None, name: str, monkeypatch: pytest.MonkeyPatch, ran: set[int]
+) -> None:
+    """Each instruction of the printed program is held by the part that executes it, once, and nothing else is. A step
+    carries all of them out, except those of inputs that the model is not given."""
     monkeypatch.setattr(_parallelize, "native_hooks", lambda: None)  # those in C++ do not show what they call
     sizes = dict.fromkeys(plan_zoo.about(name).axes, 1)
     zoo = model_of(name)
     zoo.need()
-    model = zoo.build()
+    model = zoo.build().double()
     plan = plan_zoo.load(name, sizes)
     program = lower(plan, model)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -125,6 +129,31 @@ def test_what_explain_shows_is_installed(one_rank: None, name: str, monkeypatch:
             held = {parameter.name for group in state.groups for parameter in group.parameters}
             prefix = f"{instruction.path}." if instruction.path else ""
             assert {prefix + each for each in instruction.op.names} <= held | tied(model), instruction
+
+    inputs = zoo.inputs() if "cp" not in sizes else {"input_ids": tokens()}
+    zoo.objective(model, inputs).backward()
+    carried_out = (Executor.INPUT, Executor.OUTPUT, Executor.GRADIENT)
+    left = [i for i in program if executor_of(i) in carried_out and id(i) not in ran]
+    assert all(i.path == "" and isinstance(i.op, Wrap) and i.index not in inputs for i in left), left
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The ids of the instructions of inputs, outputs and gradients that are carried out."""
+    found: set[int] = set()
+    place, rule = Placing.__call__, _gradient_hooks._rule
+
+    def placing(self: Placing, *args: Any) -> Any:
+        found.add(id(self.instruction))
+        return place(self, *args)
+
+    def ruling(instructions: Any, *args: Any) -> Any:
+        found.update(map(id, instructions))
+        return rule(instructions, *args)
+
+    monkeypatch.setattr(Placing, "__call__", placing)
+    monkeypatch.setattr(_gradient_hooks, "_rule", ruling)
+    return found
 
 
 def tied(model: nn.Module) -> set[str]:

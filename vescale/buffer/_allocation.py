@@ -94,7 +94,7 @@ class Allocation:
         self._tell()
 
     def _tell(self) -> None:
-        for observer in _OBSERVERS:
+        for observer in tuple(_OBSERVERS):  # another thread may add one
             for storage in (self._storage, *(storage for storage, _ in self._attached.values())):
                 if storage is not None:
                     observer(storage)

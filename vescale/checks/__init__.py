@@ -11,7 +11,8 @@ from vescale.checks._replaced_parameters import (
     replacement_of,
 )
 from vescale.checks._settings import check_every, check_mode, is_unchecked, unchecked
-from vescale.checks._steps import LocalPart, StepChecks, start_checks, start_checks_among, step_checks
+from vescale.checks._start import start_checks, start_checks_among, step_checks
+from vescale.checks._steps import LocalPart, StepChecks
 
 __all__ = [
     "SEED",

@@ -28,17 +28,14 @@ every rank that has come.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import threading
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.checks._axis_meetings import AxisMeetings
 from vescale.checks._call_site import call_site
@@ -56,7 +53,7 @@ from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecke
 from vescale.comm import Board, Consensus, ConsensusError, CrossWaitError, RankGoneError, wait_limit
 from vescale.compat import default_store, default_timeout, is_alone
 
-__all__ = ["LocalPart", "StepChecks", "start_checks", "step_checks"]
+__all__ = ["LocalPart", "StepChecks"]
 
 Rows = Sequence[tuple[str, str]]
 
@@ -76,14 +73,15 @@ class LocalPart:
 
 
 class StepChecks:
-    """The checks on one mesh, and all that are equal to it, or among some ranks; use :func:`start_checks` or
-    :func:`start_checks_among`.
+    """The checks on one mesh, and all that are equal to it, or among some ranks; use
+    :func:`vescale.checks.start_checks` or :func:`vescale.checks.start_checks_among`.
 
     Args:
         ranks: and their ``coordinates``.
 
     Attributes:
         is_on: whether there is somebody to compare with.
+        num_models: that are, or were, compared here. Models are known by their numbers, as they may be of one class.
     """
 
     def __init__(self, ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> None:
@@ -96,7 +94,8 @@ class StepChecks:
         self._is_ready = False
         self._numbers = [0] * self._meetings.count
         self._forwards = 0
-        self._awaited: tuple[str, int] | None
+        self._awaited: tuple[str, int, int] | None
+        self.num_models = 0
         self._noted: list[tuple[str, str]]
         self._open: deque[str] = deque()
         self._lock = threading.Lock()  # one event at a time
@@ -105,6 +104,7 @@ class StepChecks:
 
     def begin(self) -> None:
         """A new model; settings are read anew."""
+        self.num_models += 1
         self._mode, self._every = check_mode(), check_every()
         self.is_on = self._has_others and self._mode != "off"
         self._forwards, self._noted, self._awaited = 0, [], None
@@ -134,25 +134,25 @@ class StepChecks:
         self._forwards = number
 
     def forward(
-        self, model: str, mode: str, inputs: Rows, parts: Sequence[LocalPart]
+        self, model: str, mode: str, inputs: Rows, parts: Sequence[LocalPart], number: int = 0
     ) -> list[Mapping[int, Any]] | None:
-        """Before a forward. Returns None, or where ranks give parts of different sizes, the shape of each part by position
-        of the rank.
+        """Before a forward of a model, and its number. Returns None, or where ranks give parts of different sizes, the shape
+        of each part by position of the rank.
 
         Raises StepMismatchError and InputMismatchError, on every rank that comes.
         """
         self._threads.add(threading.get_ident())
-        return self._meet(f"forward {self._forwards} of {model}, {mode}", inputs, parts)
+        return self._meet(f"forward {self._forwards} of {model}, {mode}", inputs, parts, model=number)
 
-    def await_backward(self, model: str) -> int:
+    def await_backward(self, model: str, number: int = 0) -> int:
         """After a forward with gradients, which number it has."""
-        self._awaited = model, self._forwards
+        self._awaited = model, self._forwards, number
         return self._forwards
 
-    def backward(self, model: str, step: int) -> None:
+    def backward(self, model: str, step: int, number: int = 0) -> None:
         """Before the backward of a forward."""
         self._awaited = None
-        self._meet(f"the backward of forward {step} of {model}", (), ())
+        self._meet(f"the backward of forward {step} of {model}", (), (), model=number)
 
     def replicas(self, model: str, rows: Rows, axes: Sequence[int]) -> None:
         """In a forward: parameters of which ranks that differ along ``axes`` only have the same part.
@@ -177,12 +177,13 @@ class StepChecks:
             if self.waits:
                 self._meet(what, rows, ())
             else:
-                self._compare(self._exchange(self._description(what, rows, ())))
+                self._compare(self._exchange(self._description(_Site(what), rows, ())))
 
-    def step(self, what: str, axes: Sequence[int] | None = None) -> None:
-        """Before something that all ranks do, or those that differ from this one along ``axes`` only."""
+    def step(self, what: str, axes: Sequence[int] | None = None, number: int = 0) -> None:
+        """Before something that all ranks do, or those that differ from this one along ``axes`` only; with the model
+        ``number``, if it is one model's."""
         if self.is_on and self._is_ready:
-            self._meet(what, (), (), 0 if axes is None else self._meetings.channel(axes))
+            self._meet(what, (), (), 0 if axes is None else self._meetings.channel(axes), number)
 
     def read(self, what: str, axes: Sequence[int]) -> None:
         """Before a value is read whose parts are on the ranks along ``axes``."""
@@ -215,13 +216,13 @@ class StepChecks:
                 self._board = Board.open(self.ranks, self._consensus[0].place, channels)
 
     def _meet(
-        self, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int = 0
+        self, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int = 0, model: int = 0
     ) -> list[Mapping[int, Any]] | None:
         with self._lock:
-            return self._meet_alone(site, inputs, parts, channel)
+            return self._meet_alone(_Site(site, model), inputs, parts, channel)
 
     def _meet_alone(
-        self, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int
+        self, site: _Site, inputs: Rows, parts: Sequence[LocalPart], channel: int
     ) -> list[Mapping[int, Any]] | None:
         self._numbers[channel] += 1
         if not channel:  # of what all ranks are given
@@ -232,27 +233,27 @@ class StepChecks:
             return self._compare(self._exchange(self._description(site, inputs, parts), channel), channel)
         if not channel:
             self._look_at_open()
-            if self.is_due and site.startswith("forward"):
+            if self.is_due and site.text.startswith("forward"):
                 self._put(self._description(site, inputs, parts))
         return None
 
     def _meet_on_board(
-        self, board: Board, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int
+        self, board: Board, site: _Site, inputs: Rows, parts: Sequence[LocalPart], channel: int
     ) -> list[Mapping[int, Any]] | None:
-        where = "" if site.startswith("the backward") else call_site()
+        where = "" if site.text.startswith("the backward") else call_site()
         digests = [_digest(site), _digest(inputs) if inputs else 0, 0, 0]
         if parts:
             digests[2] = _digest([(part.name, part.shape) for part in parts])
             digests[3] = _digest([(part.name, part.text) for part in parts])
         number = self._numbers[channel]
-        marks = board.post(number, digests, f"{site} ({where})" if where else site, channel)
+        marks = board.post(number, digests, f"{site.text} ({where})" if where else site.text, channel)
         if len(board.ranks) == 1:
             return None
         num_marks = 4 if parts else 3
         try:
-            rows = board.wait(number, num_marks, _limit(), _is_paused, site, channel)
+            rows = board.wait(number, num_marks, _limit(), site.text, channel)
         except (TimeoutError, RankGoneError, CrossWaitError) as problem:
-            raise self._absence(board, site, where or call_site(), channel, problem) from None
+            raise self._absence(board, site.text, where or call_site(), channel, problem) from None
         first = marks[:3]
         for row in rows:
             if row[:3] != first:
@@ -297,9 +298,10 @@ class StepChecks:
 
     # Descriptions, where digests differ or nobody waits
 
-    def _description(self, site: str, inputs: Rows, parts: Sequence[LocalPart], where: str | None = None) -> bytes:
+    def _description(self, site: _Site, inputs: Rows, parts: Sequence[LocalPart], where: str | None = None) -> bytes:
         own = {
-            "site": site,
+            "site": site.text,
+            "model": site.model,
             "where": call_site() if where is None else where,
             "inputs": list(inputs),
             "parts": [[part.name, part.shape, part.text, part.axes] for part in parts],
@@ -339,11 +341,21 @@ class StepChecks:
 
     def _compare(self, found: Sequence[dict[str, Any]], channel: int = 0) -> list[Mapping[int, Any]] | None:
         ranks = self._channels[channel]
+        if len({each["site"] for each in found}) == 1 < len({each["model"] for each in found}):
+            for each in found:
+                each["site"] += f", model {each['model']} on these ranks"
         if len({each["site"] for each in found}) > 1:
             places = {rank: f"{each['site']} ({each['where']})" for rank, each in zip(ranks, found)}
             sites = {rank: each["site"] for rank, each in zip(ranks, found)}
             raise StepMismatchError(*places_text(places, self._advice(), sites))
         return compare_data(found, ranks, self._coordinates)
+
+
+class _Site(NamedTuple):
+    """What is about to be done, and the number of the model if it is one model's."""
+
+    text: str
+    model: int = 0
 
 
 _MAX_NOTED = 64
@@ -355,46 +367,3 @@ def _digest(value: object) -> int:
 
 def _limit() -> float:
     return (wait_limit() or default_timeout()).total_seconds()
-
-
-def _is_paused() -> bool:
-    """Whether ranks are stopped at a breakpoint."""
-    with contextlib.suppress(RuntimeError):
-        return bool(default_store().add("vescale paused", 0))
-    return False
-
-
-# By default group. Equal meshes share one: ops give results on any of them (PyTorch remembers decisions by equal specs), and
-# which of them are still there depends on each rank's garbage collector.
-_BY_WORLD: weakref.WeakKeyDictionary[Any, dict[DeviceMesh | tuple[object, ...], StepChecks]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def step_checks(mesh: DeviceMesh) -> StepChecks | None:
-    """The checks on a mesh; None: no model has been parallelized on it."""
-    return _BY_WORLD.get(dist.group.WORLD, _NONE).get(mesh) if dist.is_initialized() else None
-
-
-def start_checks(mesh: DeviceMesh) -> StepChecks:
-    """The checks on a mesh, for a new model, whose first forwards are compared fully. Called in one order on all ranks."""
-    return _begun(mesh, mesh.mesh.flatten().tolist(), [tuple(i) for i in (mesh.mesh >= 0).nonzero().tolist()])
-
-
-def start_checks_among(ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> StepChecks:
-    """The same for a model that is on no mesh of its own; these are not those of any mesh."""
-    return _begun((tuple(ranks), tuple(coordinates)), ranks, coordinates)
-
-
-def _begun(
-    key: DeviceMesh | tuple[object, ...], ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]
-) -> StepChecks:
-    known = _BY_WORLD.setdefault(dist.group.WORLD, {})
-    found = known.get(key)
-    if found is None:
-        found = known[key] = StepChecks(ranks, coordinates)
-    found.begin()
-    return found
-
-
-_NONE: dict[DeviceMesh | tuple[object, ...], StepChecks] = {}

@@ -17,7 +17,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -110,8 +110,13 @@ class Board:
                 path.unlink()
             store.set(f"{place} all", "1")
         store.get(f"{place} all")
-        if memory is None or store.check([f"{place} lacks"]):
+        is_lacking = memory is None or store.check([f"{place} lacks"])
+        if store.add(f"{place} left", 1) == len(ranks):
+            for key in ("file", "opened", "all", "left", *(["lacks"] if is_lacking else ()), *range(len(ranks))):
+                store.delete_key(f"{place} {key}" if isinstance(key, str) else f"{place} host {key}")
+        if is_lacking:
             return None
+        assert memory is not None
         return cls(ranks, own, memory, channels)
 
     def post(self, number: int, digests: Sequence[int], text: str, channel: int = 0) -> list[int]:
@@ -139,14 +144,12 @@ class Board:
             found.append(marks)
         return found
 
-    def wait(
-        self, number: int, num_marks: int, limit: float, is_paused: Callable[[], bool], what: str, channel: int = 0
-    ) -> list[list[int]]:
+    def wait(self, number: int, num_marks: int, limit: float, what: str, channel: int = 0) -> list[list[int]]:
         """:meth:`rows`, when all have posted. A hang report is told of a long wait, as ``what``.
 
         Raises RankGoneError if the process of a rank that has not posted ends; CrossWaitError if ranks wait for each other;
         TimeoutError after ``limit`` seconds (twice that under a hang report, which names the ranks and where they are), of
-        which those do not count in which ``is_paused()``.
+        which those do not count in which ranks are stopped at a breakpoint.
         """
         for _ in range(_LOOKS):
             found = self.rows(number, num_marks, channel)
@@ -179,7 +182,7 @@ class Board:
                     if gone and self.rows(number, num_marks, channel) is None:
                         raise RankGoneError(self.ranks[gone[0]])
                     if now - begin > limit:
-                        if not is_paused():
+                        if not _is_paused():
                             raise TimeoutError
                         begin = now
         finally:
@@ -227,6 +230,13 @@ class Board:
 
 def _row_cells(channels: Channels) -> int:
     return _MARKS + 2 * NUM_MARKS * len(channels)
+
+
+def _is_paused() -> bool:
+    """Whether ranks are stopped at a breakpoint."""
+    with contextlib.suppress(RuntimeError):
+        return bool(default_store().add("vescale paused", 0))
+    return False
 
 
 def _host() -> str:

@@ -125,7 +125,7 @@ def record(
     if _OPEN:
         rank = _own_rank()
         entry = CommRecord(op, num_ranks, num_bytes, padding_bytes, who, axes_of(group) if group is not None else "")
-        for listener, ledger in _OPEN:
+        for listener, ledger in tuple(_OPEN):  # another thread may close one
             if listener == rank:
                 ledger.records.append(entry)
     return Part(op, num_bytes, who)

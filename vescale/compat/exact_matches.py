@@ -70,6 +70,8 @@ def exact_match(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpS
     if prepared.num_inputs != len(specs) or prepared.num_outputs == 0 or not _is_function(prepared):
         return None
     strategy = prepared.try_propagate(mesh, tuple(spec.placements for spec in specs), specs)
+    if strategy is None and 1 in mesh.shape and mesh.ndim > 2 and any(map(_is_strided, specs)):
+        strategy = _match_beside_trivial_axes(mesh, prepared, specs)
     if strategy is None:
         return None
     outputs = strategy.strategies[0].output_specs
@@ -80,6 +82,26 @@ def exact_match(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpS
         return None
     if any(_is_strided(spec) for spec in specs):
         return _with_cuts_as_they_are(strategy)
+    return strategy
+
+
+def _match_beside_trivial_axes(
+    mesh: Any, prepared: _PreparedSingleDimStrategy, specs: Sequence[DTensorSpec]
+) -> OpStrategy | None:
+    """The match of operands as if they were Replicate on axes of size 1, where all placements are the same. For meshes on
+    which the search would take minutes."""
+    plain = [
+        DTensorSpec(
+            mesh,
+            tuple(Replicate() if size == 1 else p for size, p in zip(mesh.shape, spec.placements)),
+            tensor_meta=spec.tensor_meta,
+            use_strided_shard_as_shard_order=spec.use_strided_shard_as_shard_order,
+        )
+        for spec in specs
+    ]
+    strategy: OpStrategy | None = prepared.try_propagate(mesh, tuple(spec.placements for spec in plain), plain)
+    if strategy is not None:
+        strategy.strategies[0].input_specs = list(specs)  # nothing moves
     return strategy
 
 

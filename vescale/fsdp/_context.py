@@ -64,6 +64,11 @@ class CommContext:
             found = self.orders[group] = CollectiveOrder(axes)
         return found
 
+    def begin(self, model: str) -> None:
+        """See :meth:`CollectiveOrder.begin`."""
+        for order in self.orders.values():
+            order.begin(model)
+
     def compare_gathers(self) -> None:
         """See :meth:`CollectiveOrder.compare_gathers`; raises when all groups have compared."""
         error: OrderMismatchError | None = None

@@ -16,7 +16,7 @@ from vescale.errors import GroupMemoryError
 from vescale.fsdp._context import CommContext
 from vescale.fsdp._residency import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import ShardedParameters
-from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, ShardedReduction
+from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, ShardedReduction, next_unit_number
 
 __all__ = ["GroupMemory"]
 
@@ -35,6 +35,7 @@ class GroupMemory:
     Attributes:
         gathered: memory of the gathered buffer; None until the first gather.
         custom_all_gather: see :meth:`FSDPModule.set_custom_all_gather`.
+        number: of the group, among those that communicate along the same axes.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class GroupMemory:
         self._pending: list[PendingBuffer] = []
         self._event: object = None  # after the gathers, or the copies of pieces
         self._unit: OrderedUnit | None = None
+        self.number = next_unit_number(at_rest.axes)
 
     @cached_property
     def comm(self) -> CommContext:
@@ -60,7 +62,7 @@ class GroupMemory:
         """This group in the order of collectives. A root enrolls its groups, in the same order on every rank."""
         order = self.comm.order_along(self.at_rest.axes)
         if self._unit is None or self._unit.order is not order:
-            self._unit = order.enroll(lambda: self.at_rest.path, len(self.at_rest.parameters))
+            self._unit = order.enroll(self.number, lambda: self.at_rest.path, len(self.at_rest.parameters))
         return self._unit
 
     def _move(self, event: Event) -> None:

@@ -87,7 +87,8 @@ class HookGather:
         return self._axes.mesh.get_group(self._axes.shard)
 
     def start(self, unit: OrderedUnit, requester: str, custom: Any = None) -> PendingBuffer:
-        """Ask the hooks what to gather, and gather all of it; the other hooks get it when it is there."""
+        """Ask the hooks what to gather, and gather all of it; the other hooks get it when it is there. Raises as
+        :meth:`BufferGather.start` does."""
         with torch.inference_mode(False), torch.no_grad():
             inputs, metadata = self._ask(requester)
             exchange = self.exchange
@@ -96,10 +97,12 @@ class HookGather:
             piece = wide.piece((self._axes.shard,))
             for source, target in zip(_flat(inputs), exchange.places(piece.local), strict=True):
                 target.copy_(source)
+            unit.agree_on_size(wide.local.nbytes // self._axes.shard_size)
         pending = all_gather(piece, wide, self._axes, requester, custom)
 
         def copy_out() -> None:
             pending.wait()
+            unit.check_gathered(wide.local)
             exchange.fill_outputs(wide)
             wide.free()
 

@@ -22,13 +22,18 @@ class ShardingMismatchError(PlanMismatchError, BufferMismatchError):
     code = "VS0601"
 
 
-def compare_groups(model: str, parameters: Rows, buffers: Rows, along: dist.ProcessGroup) -> None:
+def compare_groups(model: str, parameters: Rows, buffers: Rows, numbers: Rows, along: dist.ProcessGroup) -> None:
     """Compare the groups that communicate ``along`` a process group: descriptions of their parameters and buffers, by name
-    and in their order. No collective.
+    and in their order, and the numbers that they were made with. No collective.
 
     Raises ShardingMismatchError, the same on every rank of ``along``: what differs, and on which ranks.
     """
-    sections = {"versions": [("torch", torch.__version__)], "parameters": parameters, "buffers": buffers}
+    sections = {
+        "versions": [("torch", torch.__version__)],
+        "parameters": parameters,
+        "buffers": buffers,
+        "calls of fully_shard": numbers,
+    }
     _compare(
         sections,
         "fully_shard",

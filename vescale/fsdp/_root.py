@@ -43,4 +43,5 @@ def check_root(root: nn.Module, groups: Sequence[ParameterGroup], ignored: Seque
             for group in members
             for number, bucket in enumerate(group.buckets)
         ]
-        compare_groups(type(root).__name__, described, buffers, process_group)
+        numbers = [(group.path or "the root", str(group.memory.number)) for group in members]
+        compare_groups(type(root).__name__, described, buffers, numbers, process_group)

@@ -376,7 +376,7 @@ class ModuleState(FSDP2State):
             group.rebuild()
             group.memory.prepare()
             _ = group.memory.unit
-        self.tree.compare_steps(root, () if self.ignored is None else groups)
+        self.tree.begin(root, groups, compares_steps=self.ignored is not None)
 
     def abandon_iteration(self) -> None:
         """See :meth:`FSDPModule.reset_iter_state`."""

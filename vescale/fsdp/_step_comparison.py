@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale.checks import StepChecks, start_checks_among
+from vescale.checks import StepChecks, StepMismatchError, start_checks_among
 from vescale.fsdp._group import ParameterGroup
 from vescale.gradients import DataParallelAxes
 
@@ -47,6 +47,7 @@ class StepComparison:
         self._everywhere = tuple(range(len(own)))
         self._checks = start_checks_among(dist.get_process_group_ranks(along.group), coordinates)
         self._checks.start()
+        self._number = self._checks.num_models
 
     def forward(self, module: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         """Before a forward of the root, or of a part of it, which has ``groups``.
@@ -65,7 +66,11 @@ class StepComparison:
         of = f"{name} of {self._model}" if name != self._model else name
         mode = "in training" if module.training else "in evaluation"
         mode += ", with gradients" if torch.is_grad_enabled() else ", without gradients"
-        checks.step(f"forward {self._num_forwards} of {of}, {mode}", self._along_shard)
+        try:
+            checks.step(f"forward {self._num_forwards} of {of}, {mode}", self._along_shard, self._number)
+        except StepMismatchError:
+            self._num_forwards -= 1  # it does not run
+            raise
 
     def backward(self, groups: Sequence[ParameterGroup]) -> None:
         """When a backward begins that reduces gradients of ``groups``.
@@ -78,7 +83,7 @@ class StepComparison:
         self._num_backwards += 1
         across_replicas = any(group.options.all_reduce for group in groups)
         axes = self._everywhere if across_replicas else self._along_shard
-        checks.step(f"the backward of step {self._num_backwards} of {self._model}", axes)
+        checks.step(f"the backward of step {self._num_backwards} of {self._model}", axes, self._number)
 
 
 def _num_ranks(axes: DataParallelAxes) -> int:

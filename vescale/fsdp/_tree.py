@@ -48,9 +48,12 @@ class Tree(Generic[MemberT]):
         self._backward = BackwardTracker(self.conclude)
         self._steps: StepComparison | None = None
 
-    def compare_steps(self, root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
-        """From now on. All data-parallel ranks call it together."""
-        self._steps = StepComparison(type(root).__name__.removeprefix("FSDP"), groups)
+    def begin(self, root: nn.Module, groups: Sequence[ParameterGroup], *, compares_steps: bool) -> None:
+        """Before the first forward of ``root``, which has ``groups``. All data-parallel ranks call it together, and compare
+        their steps from now on, if ``compares_steps``."""
+        name = type(root).__name__.removeprefix("FSDP")
+        self.comm.begin(name)
+        self._steps = StepComparison(name, groups if compares_steps else ())
 
     def begin_forward(self, module: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         """Before the outermost forward of an iteration, of a module that has ``groups``.

@@ -7,7 +7,7 @@ on: gradients that are reduced where their parameters were gathered, and end sha
 from vescale.gradients._agreement import GradientMismatchError
 from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
-from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit, OrderMismatchError
+from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit, OrderMismatchError, next_unit_number
 from vescale.gradients._comm_hook import CommHook, GradientBucket
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._data_parallel_axes import DataParallelAxes
@@ -49,6 +49,7 @@ __all__ = [
     "StageShare",
     "UnreducedGradients",
     "local_part",
+    "next_unit_number",
     "other_stages",
     "reduce_pending",
     "reduce_unused",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,6 +14,7 @@ from vescale.gradients._agreement import ObservedArrival, agree_on_arrivals, agr
 from vescale.gradients._axis_sets import unite
 from vescale.gradients._hooked_parameters import HookedParameters
 from vescale.gradients._parameter import GradientRule, ReducedParameter
+from vescale.gradients._reducer_turns import ReducerTurn
 from vescale.gradients._reduction import Arrival
 
 __all__ = ["AgreedParameters"]
@@ -24,6 +26,7 @@ class AgreedParameters:
     Attributes:
         agreed: the parameters that the ranks have agreed on, by number.
         is_outdated: whether removed parameters still have slots in the schedule.
+        turn: of the reducer, among those of the same ranks.
     """
 
     def __init__(self, hooked: HookedParameters, mesh: DeviceMesh, settings: str, timeout: timedelta | None) -> None:
@@ -36,6 +39,7 @@ class AgreedParameters:
         new, _ = hooked.changes()
         self._consensus = Consensus(_ranks(new, mesh), "GradientReducer", timeout)
         self._agree(new, settings)
+        self.turn = ReducerTurn(self._consensus.ranks, self._name, torch.device(mesh.device_type))
         hooked.watch(new)
 
     def __iter__(self) -> Iterator[ReducedParameter]:
@@ -118,7 +122,18 @@ class AgreedParameters:
             reduced.notify(True)
         self._unoffered = list(self.agreed)
 
+    def _name(self) -> str:
+        names = [reduced.name for reduced in self]
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        return f"{names[0]}{others}" if names else "nothing"
+
+    def drop_gradients(self) -> None:
+        """Forget this backward's; complete ones of before are kept aside."""
+        for reduced in self:
+            reduced.parameter.grad = None
+
     def release_all(self) -> None:
+        self.turn.remove()
         self._hooked.release(list(self))
         for listed in (self.agreed, self._new, self._removed):
             listed.clear()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from vescale.errors import Coded
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._gather_sizes import GatherSizes
 
-__all__ = ["CollectiveOrder", "OrderMismatchError", "OrderedUnit"]
+__all__ = ["CollectiveOrder", "OrderMismatchError", "OrderedUnit", "next_unit_number"]
 
 _DIGEST_BYTES = 8
 _SLOT_BYTES = 2 * _DIGEST_BYTES  # a digest and its complement: their maxima over the ranks fit if all are equal
@@ -59,12 +61,53 @@ class _Log:
     def clear(self) -> None:
         self.__init__()  # type: ignore[misc]
 
-    def entries(self, what: str, name_of: Callable[[int], str]) -> Entries:
-        return [(f"{what} {place}", name_of(n)) for place, n in enumerate(self.numbers, self._num_earlier + 1)]
+    def entries(self, what: str) -> list[tuple[str, int]]:
+        """Places in the order, and numbers of units."""
+        return [(f"{what} {place}", number) for place, number in enumerate(self.numbers, self._num_earlier + 1)]
+
+
+class _History:
+    """What ranks have in common that communicate along the same axes, whichever models they run.
+
+    Attributes:
+        sizes: of gathers; reduced: units in the order of their reductions; units: by number, as far as they are there.
+        message_bytes: the longest message of a model.
+    """
+
+    def __init__(self, shard_group: dist.ProcessGroup) -> None:
+        self.sizes, self.reduced = GatherSizes(shard_group), _Log()
+        self.units: weakref.WeakValueDictionary[int, OrderedUnit] = weakref.WeakValueDictionary()
+        self.numbers = itertools.count(1)
+        self.message_bytes = 0
+
+    def name_of(self, number: int) -> tuple[str, str]:
+        """Its path, and a longer name for where other units have this path, too."""
+        unit = self.units.get(number)
+        path, model = ("a module", "a model") if unit is None else (unit.path() or "the root", unit.order.model)
+        return path, f"{path} of {model} (number {number} of what fully_shard was given)"
+
+
+# By default group, then by the name of the group along which there are shards, and all data-parallel ranks.
+_HISTORIES: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], _History]] = weakref.WeakKeyDictionary()
+
+
+def _history(axes: DataParallelAxes) -> _History:
+    known = _HISTORIES.setdefault(dist.group.WORLD, {})
+    shard_group = axes.mesh.get_group(axes.shard)
+    key = shard_group.group_name, axes.data_parallel_ranks
+    if key not in known:
+        known[key] = _History(shard_group)
+    return known[key]
+
+
+def next_unit_number(axes: DataParallelAxes) -> int:
+    """Of units that communicate along ``axes``, of all models, in the order in which they were made: from 1. On a
+    rank outside of the mesh: 0."""
+    return 0 if axes.mesh.get_coordinate() is None else next(_history(axes).numbers)
 
 
 class OrderedUnit:
-    """A unit among those that communicate along the same axes; ``first_flag``: of its parameters among all."""
+    """A unit among those that communicate along the same axes; ``first_flag``: of its parameters, among its model's."""
 
     def __init__(self, order: CollectiveOrder, number: int, first_flag: int, path: Callable[[], str]) -> None:
         self.order, self.number, self.first_flag, self.path = order, number, first_flag, path
@@ -75,28 +118,29 @@ class OrderedUnit:
     def agree_on_size(self, num_bytes: int) -> None:
         """Before each gather of pieces of ``num_bytes``.
 
-        Raises OrderMismatchError on every rank if another one wants to gather another size.
+        Raises OrderMismatchError on every rank if another one wants to gather another size, or a unit of another model.
         """
         order = self.order
-        if order.shard_group.size() > 1 and not order.sizes.agree(num_bytes, order.device):
+        if order.shard_group.size() > 1 and not order.history.sizes.agree(order.number, num_bytes, order.device):
             order.raise_gathers()
 
     def check_gathered(self, gathered: torch.Tensor) -> None:
         """After a gather, before its data are used; raises as :meth:`agree_on_size`."""
         group = self.order.shard_group
-        if not gathered.is_cuda and group.size() > 1 and self.order.sizes.has_notice(gathered, group.size()):
+        if not gathered.is_cuda and group.size() > 1 and GatherSizes.has_notice(gathered, group.size()):
             self.order.raise_gathers()
 
     def reduces(self) -> None:
-        self.order.reduced.add(self.number)
+        self.order.history.reduced.add(self.number)
 
 
 class CollectiveOrder:
-    """The units that communicate along ``axes``, and the order in which this rank has gathered and reduced them since the
-    ranks last compared it.
+    """The units of one model that communicate along ``axes``, and the order in which this rank has gathered and reduced them
+    since the ranks last compared it.
 
     Gathers are compared between the ranks of a shard group, reductions between all data-parallel ranks: replicas may run
-    different numbers of forwards.
+    different numbers of forwards. What several models have reduced along the same axes is one order; that their gathers meet
+    is found before each (:class:`GatherSizes`).
 
     ===================  ==============================================================================================
     moment               comparison
@@ -106,26 +150,39 @@ class CollectiveOrder:
     end of a forward     :meth:`compare_gathers`: an all-reduce of 16 bytes over the shard group, if there were gathers
     without gradients
     ===================  ==============================================================================================
+
+    Attributes:
+        number: of the first unit, which is that of no other order; model: the name of its class.
     """
 
     def __init__(self, axes: DataParallelAxes) -> None:
         self._axes = axes
-        self._units: list[OrderedUnit] = []
-        self._num_flags = 0
-        self.gathered, self.reduced = _Log(), _Log()
+        self._num_flags = self.number = 0
+        self.model = ""
+        self.gathered = _Log()
+        self.history = _history(axes)
         self.shard_group, self.device = axes.mesh.get_group(axes.shard), axes.device
-        self.sizes = GatherSizes(self.shard_group)
         coordinate = axes.mesh.get_coordinate() or [0] * axes.mesh.ndim
         self._replica = 0
         for axis in axes.replicate:
             self._replica = self._replica * axes.mesh.size(axis) + coordinate[axis]
 
-    def enroll(self, path: Callable[[], str], num_flags: int) -> OrderedUnit:
-        """Add a unit with ``num_flags`` parameters; in the same order on every rank. ``path``: its name."""
-        unit = OrderedUnit(self, len(self._units), self._num_flags, path)
-        self._units.append(unit)
+    def enroll(self, number: int, path: Callable[[], str], num_flags: int) -> OrderedUnit:
+        """Add a unit with a :func:`next_unit_number` and ``num_flags`` parameters; in the same order on every rank.
+        ``path``: its name."""
+        unit = OrderedUnit(self, number, self._num_flags, path)
+        history = self.history
+        history.units[number] = unit
         self._num_flags += num_flags
+        self.number = self.number or number
+        history.message_bytes = max(history.message_bytes, self.header_bytes + self._num_flags)
         return unit
+
+    def begin(self, model: str) -> None:
+        """All data-parallel ranks have found out together that they run ``model``, whose units have been enrolled."""
+        self.model = model
+        self.history.sizes.begin(self.number)
+        self.history.reduced.clear()
 
     # At the end of a backward
 
@@ -135,10 +192,11 @@ class CollectiveOrder:
         return _SLOT_BYTES * (1 + self._axes.num_replicas)
 
     def message(self, flags: Mapping[int, Sequence[int]]) -> bytearray:
-        """Bytes of which the ranks take the maximum: a slot for reductions, one for the gathers of each replica, and a byte
-        for each parameter of all units. ``flags``: those that are not 0, by their first place."""
-        found = bytearray(self.header_bytes + self._num_flags)
-        found[:_SLOT_BYTES] = _slot(self.reduced.digest())
+        """Bytes of which the ranks take the maximum: a slot for reductions and the model, one for the gathers of each
+        replica, and a byte for each parameter of all units. As long as that of any other model along these axes, whose
+        message it would meet. ``flags``: those that are not 0, by their first place."""
+        found = bytearray(self.history.message_bytes)
+        found[:_SLOT_BYTES] = _slot(_digest(self.history.reduced.digest(), [self.number]))
         own = _SLOT_BYTES * (1 + self._replica)
         found[own : own + _SLOT_BYTES] = _slot(self.gathered.digest())
         for first, codes in flags.items():
@@ -160,8 +218,8 @@ class CollectiveOrder:
 
     def _begin(self) -> None:
         self.gathered.clear()
-        self.reduced.clear()
-        self.sizes.begin()
+        self.history.reduced.clear()
+        self.history.sizes.begin()
 
     # At the end of a forward, and before and after a gather
 
@@ -177,7 +235,7 @@ class CollectiveOrder:
         if not _is_one(all_reduce_(own, "max", group, requester="which units were gathered").wait().tolist()):
             self.raise_gathers()
         self.gathered.clear()
-        self.sizes.begin()
+        self.history.sizes.begin()
 
     def raise_gathers(self) -> NoReturn:
         """Called by all ranks of the shard group, whose gathers differ."""
@@ -186,20 +244,42 @@ class CollectiveOrder:
     def _raise(self, replica: int, group: dist.ProcessGroup) -> NoReturn:
         """``replica``: whose gathers differ; -1: reductions do."""
         consensus = Consensus(dist.get_process_group_ranks(group), f"order of units along {group.group_name}")
-        log, what = (self.reduced, "reduction") if replica < 0 else (self.gathered, "gather")
-        own = log.entries(what, lambda number: self._units[number].path() or "the root")
-        log_of = {}
+        log, what = (self.history.reduced, "reduction") if replica < 0 else (self.gathered, "gather")
+        entries = [*log.entries(what), ("the model that runs", self.number)]
+        own = [(place, *self.history.name_of(number)) for place, number in entries]
+        found: dict[int, list[tuple[str, str, str]]] = {}
         for rank, message in zip(
             consensus.ranks,
             consensus.exchange(json.dumps([self._replica, own]).encode(), lambda: "comparing the order of units"),
         ):
-            of, entries = json.loads(message)
+            of, rows = json.loads(message)
             if replica in (-1, of):
-                log_of[rank] = [(name, unit) for name, unit in entries]
-        self._begin()
+                found[rank] = rows
+        log_of = _named(found)
+        self.gathered.clear()
+        self.history.reduced.clear()
+        self.history.sizes.begin_after_error()
         with contextlib.suppress(RuntimeError):  # the rank that holds the store may exit after this: let all have read
             consensus.exchange(b"read", lambda: "leaving the comparison of the order of units")
+        if len({tuple(entries) for entries in log_of.values()}) == 1:
+            raise OrderMismatchError(
+                f"ranks {sorted(log_of)} have found each other in different gathers, and have gathered the same since they "
+                "compared last: an error has ended a forward or backward of some of them at another place. End the program "
+                "on every rank where one rank raises"
+            )
         raise _mismatch(first_difference("units since the last comparison", log_of))
+
+
+def _named(found: Mapping[int, Sequence[tuple[str, str, str]]]) -> dict[int, Entries]:
+    """Each place with the path of its unit, or the longer name where units have one path. Of each rank."""
+    longer: dict[str, set[str]] = {}
+    for rows in found.values():
+        for _, path, name in rows:
+            longer.setdefault(path, set()).add(name)
+    return {
+        rank: [(place, path if len(longer[path]) == 1 else name) for place, path, name in rows]
+        for rank, rows in found.items()
+    }
 
 
 def _mismatch(found: Difference) -> OrderMismatchError:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import AxisGroup, axis_group, join_axes
+from vescale.compat import without_modes
 from vescale.errors import GradientReducerError
 from vescale.placements import RaggedShard
 
@@ -117,6 +118,16 @@ class DataParallelAxes:
     def data_parallel(self) -> AxisGroup:
         """All ranks that take part in a group's communication."""
         return axis_group(self.mesh, sorted((*self.replicate, self.shard)))
+
+    @property
+    def data_parallel_ranks(self) -> tuple[int, ...]:
+        """The ranks of that group, which is not made for it."""
+        own = self.mesh.get_coordinate()
+        assert own is not None
+        kept = (*self.replicate, self.shard)
+        place = tuple(slice(None) if axis in kept else index for axis, index in enumerate(own))
+        with without_modes():  # the mesh is a tensor, and a program may be traced
+            return tuple(sorted(self.mesh.mesh[place].flatten().tolist()))
 
     @property
     def device(self) -> torch.device:

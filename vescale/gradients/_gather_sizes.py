@@ -1,9 +1,10 @@
-"""``GatherSizes``: before data are used, ranks learn that they were about to gather units of different sizes."""
+"""``GatherSizes``: before data are used, ranks learn that they were about to gather units of different sizes, or models."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,16 @@ _MOST_GUARDED = 10_000
 
 
 class GatherSizes:
-    """The number of bytes of each gather, as the ranks of a shard group have agreed on it.
+    """The number of bytes of each gather, and the model whose units are gathered, as the ranks of a shard group have agreed
+    on them.
 
-    What a rank expects follows from the sizes of the gathers before, since the ranks last compared their order: that which
-    came next the last time, else that of the gather before. All ranks expect the same, because they agree on each change:
+    What a rank expects follows from the gathers before, since the ranks last compared their order: that which came next the
+    last time, else one like the gather before. All ranks expect the same, because they agree on each change:
 
-    1. A rank that wants to gather pieces of another size waits in the store for all others to want the same.
+    1. A rank that wants to gather pieces of another size, or of another model, waits in the store for all others to want the
+       same.
     2. If they do not come within 3 s, it tells them in a gather of pieces of the expected size, in which its piece is a
-       notice. If all ranks have sent one with the same size, the gather follows. Otherwise ranks that sent one raise, and so
+       notice. If all ranks have sent the same one, the gather follows. Otherwise ranks that sent one raise, and so
        do ranks that find one where they expected parameters (on a CPU; a device would have to be waited for).
 
     So steps that are like earlier ones communicate nothing more, a first one asks the store where sizes change, and no rank
@@ -34,30 +37,43 @@ class GatherSizes:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._last = group, 0
+        self._group = group
+        self._last = self._last_compared = (0, 0)
         self._consensus = Consensus(dist.get_process_group_ranks(group), f"gathers along {group.group_name}")
-        self._next: dict[int, int] = {}
-        self._history = self._num_since = self._num_comparisons = 0
-
-    def begin(self) -> None:
-        """The ranks have compared their order."""
+        self._next: dict[int, tuple[int, int]] = {}
         self._history = self._num_since = 0
-        self._num_comparisons += 1
+        self._place: tuple[object, int] = ("", 0)
 
-    def agree(self, num_bytes: int, device: torch.device) -> bool:
-        """Called before each gather of pieces of ``num_bytes``; False: some rank wants to gather another size."""
+    def begin(self, place: object = None) -> None:
+        """The ranks have compared their order. ``place``: where they did, the same on all of them, and at no other time;
+        None: after an iteration."""
+        self._last_compared = self._last
+        self._history = hash(self._last[0])  # models may take turns
+        self._num_since = 0
+        self._place = (self._place[0], self._place[1] + 1) if place is None else (place, 0)
+
+    def begin_after_error(self) -> None:
+        """The ranks have found out that they differ: some have gathered what others have not."""
+        self._next.clear()
+        self._last = self._last_compared
+        self.begin()
+
+    def agree(self, model: int, num_bytes: int, device: torch.device) -> bool:
+        """Called before each gather of pieces of ``num_bytes`` of a unit of ``model``; False: some rank wants to gather
+        another size, or another model's unit."""
         self._num_since += 1
         if self._num_since > _MOST_GUARDED:  # forwards whose backward never comes
             return True
+        wanted = model, num_bytes
         expected = self._next.get(self._history, self._last)
-        if expected != num_bytes and expected >= _NOTICE.size:
-            moment = f"comparison {self._num_comparisons} gather {self._num_since}"
-            together = self._consensus.have_all_come(moment, str(num_bytes))
-            if not together and not _is_agreed(expected, num_bytes, self._group, device):
+        if expected != wanted and expected[1] >= _NOTICE.size:
+            moment = f"comparison {self._place} gather {self._num_since}"
+            together = self._consensus.have_all_come(moment, str(wanted))
+            if not together and not _is_agreed(expected[1], wanted, self._group, device):
                 return False
-        if self._next.get(self._history) != num_bytes:
-            self._next[self._history] = num_bytes
-        self._history, self._last = hash((self._history, num_bytes)), num_bytes
+        if self._next.get(self._history) != wanted:
+            self._next[self._history] = wanted
+        self._history, self._last = hash((self._history, wanted)), wanted
         return True
 
     @staticmethod
@@ -69,11 +85,12 @@ class GatherSizes:
         return any(ctypes.c_uint64.from_address(place + rank * stride).value == _MARK for rank in range(num_ranks))
 
 
-def _is_agreed(expected: int, wanted: int, group: dist.ProcessGroup, device: torch.device) -> bool:
+def _is_agreed(expected: int, wanted: tuple[int, int], group: dist.ProcessGroup, device: torch.device) -> bool:
     with torch.inference_mode(False), torch.no_grad():
+        notice = _NOTICE.pack(_MARK, zlib.crc32(repr(wanted).encode()))
         piece = torch.zeros(expected, dtype=torch.uint8)
-        piece[: _NOTICE.size] = torch.frombuffer(bytearray(_NOTICE.pack(_MARK, wanted)), dtype=torch.uint8)
+        piece[: _NOTICE.size] = torch.frombuffer(bytearray(notice), dtype=torch.uint8)
         out = torch.empty(expected * group.size(), dtype=torch.uint8, device=device)
         found = all_gather_into(out, piece.to(device), group, requester="agreement on the size of a gather").wait()
         heads = found.view(group.size(), expected)[:, : _NOTICE.size].cpu().contiguous()
-    return all(_NOTICE.unpack(bytes(head.tolist())) == (_MARK, wanted) for head in heads)
+    return all(bytes(head.tolist()) == notice for head in heads)

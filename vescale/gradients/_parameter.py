@@ -110,6 +110,11 @@ class ReducedParameter:
         usual = self._usual
         if usual is not None and spec is not None and spec is self._usual_spec:
             return usual
+        if gradient.layout is not torch.strided:
+            raise GradientError(
+                f"{self.name}.grad comes as a {gradient.layout} tensor, which is not reduced; make it dense "
+                "(nn.Embedding(sparse=False))"
+            )
         placements = self._placements_of(gradient)
         if usual is None or usual.placements != placements or usual.dtype != gradient.dtype:
             arrival = Arrival(placements, gradient.dtype)

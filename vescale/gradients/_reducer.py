@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes
 from vescale.compat import in_backward, no_torch_function
-from vescale.errors import ArgumentTypeError, CommHookError, GradientError
+from vescale.errors import ArgumentTypeError, CommHookError
 from vescale.gradients._agreed_parameters import AgreedParameters
 from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
@@ -58,8 +58,8 @@ class GradientReducer:
     parameter, it contributes zeros. Gradients that arrive for the first time later (another part of the model is trained,
     other placements) get their buckets in the same way at the end of their backward.
 
-    Parameters may be frozen, unfrozen, replaced and added later, in the same way on every rank. Changes are detected at the
-    module's forward, at the beginning of a backward, and in :meth:`finish`.
+    Parameters may be frozen, unfrozen, replaced and added later, in the same way on every rank. Reducers of the same ranks
+    reduce in one order on all of them: with several, ranks compare who reduces before each reduction.
 
     Args:
         module: its parameters are reduced, except those on meshes that this rank is not part of.
@@ -73,7 +73,8 @@ class GradientReducer:
 
     Raises:
         GradientMismatchError: on every rank, if the ranks have different modules or settings; later, in ``backward()``, if
-            the gradient of one parameter arrives in different ways.
+            the gradient of one parameter arrives in different ways; there OrderMismatchError, if reducers take turns in
+            different orders.
         ConsensusError: some ranks do not take part in a comparison; the error names them.
         TypeError: ``module`` is no module, or ``mesh`` no mesh.
         ValueError: a mesh that overlaps a parameter's without both being parts of one mesh; an unknown op or dtype; invalid
@@ -91,10 +92,8 @@ class GradientReducer:
         timeout: timedelta | None = None,
     ) -> None:
         check_settings(module, mesh, bucket_bytes, reduce_dtype, op)
-        self._mesh = mesh
-        self._bucket_bytes: BucketBytes = bucket_bytes
+        self._mesh, self._bucket_bytes = mesh, bucket_bytes
         self._policy = Policy(mesh, op, reduce_dtype)
-        self._schedule = Schedule()
         self._hook: CommHook | None = None
         self._syncs = True
         self.around_no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -104,12 +103,10 @@ class GradientReducer:
         self._backward = BackwardTracker(self._end)
         self._complete = CompleteArrivals()
         self._is_begun = False  # a backward has begun, and its end has not been handled
-        self._is_synced = False
-        self._arrived = False
+        self._is_synced = self._arrived = False
         self._has_checked = False  # the module has been checked for changes before the next backward
         self._has_older = False  # contributions of earlier backwards are in `.grad`
-        self._has_previous = False  # complete gradients are kept aside
-        self._has_reduced = False
+        self._has_reduced = self._has_previous = False  # complete gradients are kept aside
         self._unplaced: dict[tuple[ReducedParameter, Arrival], tuple[torch.Tensor, int]] = {}
         self._parameters = AgreedParameters(
             HookedParameters(module, self._policy, self._begin, self._take, self._backward.gate),
@@ -117,6 +114,7 @@ class GradientReducer:
             f"op={op} bucket_bytes={bucket_bytes} reduce_dtype={reduce_dtype}",
             timeout,
         )
+        self._schedule = Schedule(self._parameters.turn)
         self._handle = module.register_forward_pre_hook(lambda *_: self.recover())
 
     def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
@@ -130,8 +128,7 @@ class GradientReducer:
 
     @property
     def num_buckets(self) -> int:
-        """The number of buckets of a step. Before the first step: if the gradient of every replicated parameter is
-        Partial."""
+        """Of a step. Before the first step: if the gradient of every replicated parameter is Partial."""
         return len(self.buckets)
 
     @property
@@ -179,7 +176,7 @@ class GradientReducer:
         """Remove the reducer from the module: gradients stay each rank's own again."""
         self._handle.remove()
         self._parameters.release_all()
-        self._schedule = Schedule()
+        self._schedule = Schedule(self._parameters.turn)
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """Replace the all-reduces of buckets, for example to compress them: ``hook`` gets each :class:`GradientBucket`.
@@ -224,6 +221,7 @@ class GradientReducer:
             self._break_off()
             self._backward.follow()
             self._is_begun, self._is_synced = True, self._syncs
+            self._parameters.turn.begin(self._backward.current, self._give_up)
             self._prepare()
 
     def _prepare(self) -> None:
@@ -270,13 +268,8 @@ class GradientReducer:
         """Move this rank's contribution to its bucket."""
         gradient = reduced.parameter.grad
         assert gradient is not None
-        if gradient.layout is not torch.strided:
-            raise GradientError(
-                f"{reduced.name}.grad comes as a {gradient.layout} tensor, which is not reduced; make it dense "
-                "(nn.Embedding(sparse=False))"
-            )
-        reduced.parameter.grad = None
         arrival = reduced.arrival_of(gradient)
+        reduced.parameter.grad = None
         local = local_part(gradient)
         for slot in reduced.slots:
             if (slot.arrival is arrival or slot.arrival == arrival) and not slot.bucket.is_launched:
@@ -304,10 +297,10 @@ class GradientReducer:
                 self._reduce()
                 self._has_reduced = True
                 return
-            if self._arrived:
-                self._has_reduced = False  # there is something to reduce again
+            self._has_reduced &= not self._arrived  # there may be something to reduce again
             for reduced in self._parameters:
                 reduced.settle()
+            self._parameters.turn.end()
             self._is_begun = False
 
     def recover(self) -> None:
@@ -319,6 +312,12 @@ class GradientReducer:
                 self._break_off()
         self._check_changes()
         self._has_checked = True
+
+    def _give_up(self) -> None:
+        """Of a backward in which ranks reduce in different orders, nothing remains. Nothing has been launched."""
+        self._backward.forget()
+        self._parameters.drop_gradients()
+        self._finish_step()
 
     def _break_off(self) -> None:
         """Finish a backward that an exception ended, if there was one. Collectives that other ranks may have started are
@@ -336,6 +335,7 @@ class GradientReducer:
 
     def _reduce(self) -> None:
         """Launch the remaining buckets, add slots for new gradients, and complete all gradients."""
+        self._parameters.turn.take()
         removed = self._parameters.agree_on_changes()
         if removed:
             self._unplaced = {key: value for key, value in self._unplaced.items() if key[0] not in removed}
@@ -372,7 +372,7 @@ class GradientReducer:
             for reduced in self._parameters:
                 reduced.restore_previous()
         if self._parameters.is_outdated:
-            self._schedule = Schedule()
+            self._schedule = Schedule(self._parameters.turn)
             self._parameters.drop_slots()
         self._is_begun = False
 

@@ -12,6 +12,7 @@ from vescale.comm import BucketBytes, bucket_limits, link_of, plan_buckets
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._comm_hook import CommHook
+from vescale.gradients._reducer_turns import ReducerTurn
 
 __all__ = ["Schedule", "make_buckets"]
 
@@ -24,6 +25,7 @@ class Schedule:
     order is the same on every rank, as it must be within a group, and the first collective has had time to finish.
     """
 
+    turn: ReducerTurn
     buckets: list[Bucket] = field(default_factory=list)
     num_launched: int = 0
     versions: dict[int, int] = field(default_factory=dict)
@@ -41,7 +43,9 @@ class Schedule:
         self.buckets += make_buckets(slots, bucket_bytes, device_type, len(self.buckets), hook)
 
     def launch_full(self) -> None:
-        """Launch buckets in order, up to the first one that is not ready."""
+        """Launch buckets in order, up to the first one that is not ready, unless other reducers come first."""
+        if not self.turn.may_launch:
+            return
         while self.num_launched < len(self.buckets) and self.buckets[self.num_launched].is_ready(self.versions):
             self._launch_next()
 
@@ -51,6 +55,10 @@ class Schedule:
             self._launch_next(missing)
 
     def _launch_next(self, missing: float | None = None) -> None:
+        if not self.num_launched:
+            self.turn.take()
+        if missing is None:
+            self.buckets[self.num_launched].is_ready(self.versions)
         self.buckets[self.num_launched].launch(self.versions, missing)
         if self.num_launched:
             self.buckets[self.num_launched - 1].advance()
@@ -95,6 +103,7 @@ class Schedule:
         """Prepare for the next step."""
         self.num_launched = 0
         self.versions = {}
+        self.turn.end()
         for bucket in self.buckets:
             bucket.close()
 

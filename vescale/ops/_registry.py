@@ -20,6 +20,7 @@ A placement rule is looked for in this order; the first one that returns a decis
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -110,9 +111,10 @@ class OpFamily:
     rule: Callable[..., Any]
 
 
-# Replaced, not changed: another thread may be reading it.
+# Replaced, not changed: other threads may be reading them.
 _ENTRIES: dict[Any, OpEntry] = {}
 _FAMILIES: dict[str, OpFamily] = {}
+_LOCK = threading.Lock()  # of writers
 
 
 def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> None:
@@ -121,11 +123,14 @@ def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> Non
     Raises ValueError for a field that is registered already: two families would each believe that theirs runs.
     """
     global _ENTRIES
-    known = _ENTRIES.get(op, OpEntry())
-    taken = sorted(name for name in fields if name not in ("backward", "when") and getattr(known, name) is not None)
-    if taken:
-        raise RuleError(f"{op} has {', '.join(taken)} registered already; each op belongs to one file of vescale.ops")
-    _ENTRIES = {**_ENTRIES, op: replace(known, communicates=known.communicates | frozenset(communicates), **fields)}
+    with _LOCK:
+        known = _ENTRIES.get(op, OpEntry())
+        taken = sorted(name for name in fields if name not in ("backward", "when") and getattr(known, name) is not None)
+        if taken:
+            raise RuleError(
+                f"{op} has {', '.join(taken)} registered already; each op belongs to one file of vescale.ops"
+            )
+        _ENTRIES = {**_ENTRIES, op: replace(known, communicates=known.communicates | frozenset(communicates), **fields)}
 
 
 def register_aten(names: str, **fields: Any) -> None:
@@ -144,17 +149,20 @@ def register_family(name: str, covers: Callable[[Any], bool], rule: Callable[...
 
     Raises ValueError for a name that is not in :data:`FAMILY_ORDER`, or is registered already.
     """
+    global _FAMILIES
     if name not in FAMILY_ORDER or name in _FAMILIES:
         known = "is registered already" if name in _FAMILIES else f"is not in FAMILY_ORDER {FAMILY_ORDER}"
         raise RuleError(f"op family {name!r} {known}; give each family one place in FAMILY_ORDER")
-    _FAMILIES[name] = OpFamily(name, covers, rule)
+    with _LOCK:
+        _FAMILIES = {**_FAMILIES, name: OpFamily(name, covers, rule)}
 
 
 def register_user_rule(op: Any, rule: Callable[..., Any]) -> None:
     """Add a rule that is called before all others; :func:`vescale.ops.register_rule` checks the arguments."""
     global _ENTRIES
-    known = _ENTRIES.get(op, OpEntry())
-    _ENTRIES = {**_ENTRIES, op: replace(known, user_rules=(rule, *known.user_rules))}
+    with _LOCK:
+        known = _ENTRIES.get(op, OpEntry())
+        _ENTRIES = {**_ENTRIES, op: replace(known, user_rules=(rule, *known.user_rules))}
 
 
 def entries() -> Mapping[Any, OpEntry]:
@@ -164,7 +172,8 @@ def entries() -> Mapping[Any, OpEntry]:
 
 def families() -> tuple[OpFamily, ...]:
     """The registered families, in the order in which they are tried."""
-    return tuple(_FAMILIES[name] for name in FAMILY_ORDER if name in _FAMILIES)
+    known = _FAMILIES
+    return tuple(known[name] for name in FAMILY_ORDER if name in known)
 
 
 def rules_of(op: Any) -> Iterator[Callable[..., Any]]:

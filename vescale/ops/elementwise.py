@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from vescale.compat import TensorMeta
 from vescale.ops._alignment import align
 from vescale.ops._call import OpCall, names
 from vescale.ops._decision import Decision
+from vescale.ops._registration import replaces
 from vescale.ops._registry import register_family
 from vescale.placements import has_custom, ragged_axis
 
@@ -65,3 +67,30 @@ def elementwise_rule(call: OpCall) -> Decision | None:
 
 
 register_family("elementwise", covers=is_elementwise, rule=elementwise_rule)
+
+# Their derivatives are zeros that autograd makes by the sizes of a DTensor: plain tensors, which no op of DTensors takes.
+_SIGNS: dict[Any, Any] = {
+    torch.sgn: torch.sign,
+    torch.Tensor.sgn: torch.Tensor.sign,
+    torch.Tensor.sgn_: torch.Tensor.sign_,
+}
+_COMPARISONS: dict[Any, Any] = {
+    getattr(torch.Tensor, f"{name}_"): getattr(torch, name)
+    for name in names("eq ne lt gt le ge not_equal less greater less_equal greater_equal")
+}
+
+
+@replaces(*_SIGNS)
+def _sgn(context: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``sign`` of real numbers, which has the same values."""
+    x = args[0] if args else kwargs["input"]
+    return (function if x.is_complex() else _SIGNS[function])(*args, **kwargs)
+
+
+@replaces(*_COMPARISONS)
+def _compare_in_place(context: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The comparison, copied to what it is written to."""
+    flows = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+    if not (flows and isinstance(args[0], DTensor)):
+        return function(*args, **kwargs)
+    return args[0].copy_(_COMPARISONS[function](*args, **kwargs))

@@ -5,6 +5,7 @@ Everything here is an attribute of the model's own modules that the tool asks fo
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -104,6 +105,16 @@ def _changes_nothing(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.T
     return is_conversion and same and found.device.type == tensor.device.type == "cpu"
 
 
+def _comes_from(error: BaseException, function: Any) -> bool:
+    """Whether ``function`` has raised the error, or the one that caused it."""
+    found: BaseException | None = error
+    while found is not None:
+        if any(frame.f_code is function.__code__ for frame, _ in traceback.walk_tb(found.__traceback__)):
+            return True
+        found = found.__cause__
+    return False
+
+
 def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     """``to``, ``half``, ``cuda`` and the like: nothing where they change nothing.
 
@@ -116,7 +127,7 @@ def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tens
     try:
         return type(model)._apply(model, fn, *args, **kwargs)
     except RuntimeError as error:
-        if "swap" not in str(error):
+        if not _comes_from(error, torch.utils.swap_tensors):
             raise
         raise ForeignToolError(
             f"this {type(model).__name__} cannot be moved or converted after parallelize, whose gradient hooks hold its "

@@ -17,7 +17,6 @@ from vescale.checks import (
     STATE,
     InputMismatchError,
     LocalPart,
-    StepChecks,
     describe,
     hash_of,
     step_checks,
@@ -95,7 +94,7 @@ def check_inputs(
         module = runtime.root
         mode = "" if module is None else "in training" if module.training else "in evaluation"
         mode += ", with gradients" if torch.is_grad_enabled() else ", without gradients"
-        shapes = checks.forward(model, mode, inputs, parts)
+        shapes = checks.forward(model, mode, inputs, parts, runtime.number)
         for alike, rows in sorted(replicas.items()):
             checks.replicas(model, rows, alike)
         if shapes is not None:
@@ -198,15 +197,15 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
     for tensor in tensors_in(outputs):
         node = tensor.grad_fn
         if node is not None:
-            step, reducer = checks.await_backward(model), runtime.gradients.reducer
+            step, reducer = checks.await_backward(model, runtime.number), runtime.gradients.reducer
 
-            node.register_prehook(functools.partial(_begin_backward, checks, reducer, model, step))
+            node.register_prehook(functools.partial(_begin_backward, runtime, reducer, model, step))
             return
 
 
-def _begin_backward(checks: StepChecks, reducer: GradientReducer | None, model: str, step: int, _: Any) -> None:
+def _begin_backward(runtime: Runtime, reducer: GradientReducer | None, model: str, step: int, _: Any) -> None:
     if reducer is None or reducer.syncs:
-        checks.backward(model, step)
+        runtime.checks.backward(model, step, runtime.number)
 
 
 def check_read(tensor: DTensor, how: str) -> None:

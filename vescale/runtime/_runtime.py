@@ -53,7 +53,8 @@ class Runtime:
         native: the module of the forward hooks in C++; None: they are in Python.
         timeline: attributes autograd nodes to modules; all models of a process share it.
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
-        checks: what its ranks compare before they communicate; num_forwards: how many of the model have begun.
+        checks: what its ranks compare before they communicate; num_forwards: how many of the model have begun;
+            number: of the model among those that were compared there.
         compiles: whether torch.compile has an effect on what the model runs.
         missing_values: parameters that had none when the model was parallelized; None: not known.
         saved: what the last forward held for its backward.
@@ -93,6 +94,7 @@ class Runtime:
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self.checks: StepChecks = start_checks(mesh)
+        self.number = self.checks.num_models
         gradients.before_finish = self.checks.finish
         self.num_forwards = 0
         self._root: weakref.ref[nn.Module] | None = None
