@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import no_torch_function, tensors_in
 
-__all__ = ["describe", "hash_of", "sum_of_bits", "tensor_text"]
+__all__ = ["describe", "hash_of", "sample", "sum_of_bits", "tensor_text"]
 
 _SAMPLES = 8
 _NUMBERS = (bool, int, float, complex)
@@ -47,6 +47,33 @@ def describe(name: str, value: Any, *, fully: bool) -> Iterator[tuple[str, str]]
             yield from describe(f"{name}, tensor {index}", tensor, fully=fully)
 
 
+def sample(value: Any, seen: list[object]) -> None:
+    """Append to ``seen`` what the texts of ``describe(name, value, fully=False)`` would say, without making them."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        bits = _some_bits(value) if value.layout is torch.strided and value.dtype in _NUMPY else b""
+        seen.append((value.shape, value.dtype, bits))
+    elif kind in _NUMBERS or value is None:
+        seen.append(value)
+    elif kind is list or kind is tuple:
+        for item in value:
+            sample(item, seen)
+    elif kind is dict:
+        for key, item in value.items():
+            seen.append(key)
+            sample(item, seen)
+    else:
+        seen += describe("", value, fully=False)
+
+
+def _some_bits(x: torch.Tensor) -> bytes:
+    """Of elements of a tensor of a dtype that numpy has; none of one outside of the host's memory."""
+    if not (x.is_cpu and x.is_contiguous()):
+        return b""
+    bits = (x.detach() if x.requires_grad else x).numpy().ravel()
+    return bytes(bits[:: bits.size // _SAMPLES or 1].tobytes()[:64])
+
+
 def hash_of(text: str) -> str:
     """Eight hexadecimal digits."""
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
@@ -64,10 +91,8 @@ def tensor_text(x: torch.Tensor, *, fully: bool) -> str:
             if x.device.type == "cpu" and x.numel():
                 text += f" beginning with {x.detach().reshape(-1)[:_SAMPLES].tolist()}"
             return f"{text}, sum of bits {sum_of_bits(x):x}"
-    if x.dtype in _NUMPY and x.is_cpu and x.is_contiguous():
-        bits = (x.detach() if x.requires_grad else x).numpy().ravel()
-        text += f", bits of some elements {bits[:: bits.size // _SAMPLES or 1].tobytes()[:64].hex()}"
-    return text
+    bits = _some_bits(x) if x.dtype in _NUMPY else b""
+    return f"{text}, bits of some elements {bits.hex()}" if bits else text
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:

@@ -29,16 +29,14 @@ every rank that has come.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import threading
-import weakref
+import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.checks._axis_meetings import AxisMeetings
 from vescale.checks._call_site import call_site
@@ -56,7 +54,7 @@ from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecke
 from vescale.comm import Board, Consensus, ConsensusError, CrossWaitError, RankGoneError, wait_limit
 from vescale.compat import default_store, default_timeout, is_alone
 
-__all__ = ["LocalPart", "StepChecks", "start_checks", "step_checks"]
+__all__ = ["LocalPart", "StepChecks"]
 
 Rows = Sequence[tuple[str, str]]
 
@@ -123,6 +121,11 @@ class StepChecks:
         return self.is_on and not is_unchecked() and (self.is_due or not self._is_ready or self.waits)
 
     @property
+    def samples(self) -> bool:
+        """Whether what is given in this forward is compared by samples of it, and described only where these differ."""
+        return self._board is not None and self._mode != "steps" and not self.is_due
+
+    @property
     def waits(self) -> bool:
         """Whether ranks wait for each other."""
         return self._board is not None or self._mode == "steps"
@@ -143,6 +146,12 @@ class StepChecks:
         """
         self._threads.add(threading.get_ident())
         return self._meet(f"forward {self._forwards} of {model}, {mode}", inputs, parts)
+
+    def sampled_forward(self, model: str, mode: str, seen: Sequence[object], describe: Callable[[], Rows]) -> None:
+        """The same for what ranks have seen of their inputs, which ``describe()`` describes; where :attr:`samples`."""
+        self._threads.add(threading.get_ident())
+        with self._lock:
+            self._meet_alone(f"forward {self._forwards} of {model}, {mode}", (), (), 0, seen, describe)
 
     def await_backward(self, model: str) -> int:
         """After a forward with gradients, which number it has."""
@@ -221,13 +230,19 @@ class StepChecks:
             return self._meet_alone(site, inputs, parts, channel)
 
     def _meet_alone(
-        self, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int
+        self,
+        site: str,
+        inputs: Rows,
+        parts: Sequence[LocalPart],
+        channel: int,
+        seen: Sequence[object] = (),
+        describe: Callable[[], Rows] | None = None,
     ) -> list[Mapping[int, Any]] | None:
         self._numbers[channel] += 1
         if not channel:  # of what all ranks are given
             inputs, self._noted = (*self._noted, *inputs), []
         if self._board is not None and self._mode != "steps":
-            return self._meet_on_board(self._board, site, inputs, parts, channel)
+            return self._meet_on_board(self._board, site, inputs, parts, channel, seen, describe)
         if self._mode == "steps":
             return self._compare(self._exchange(self._description(site, inputs, parts), channel), channel)
         if not channel:
@@ -237,34 +252,41 @@ class StepChecks:
         return None
 
     def _meet_on_board(
-        self, board: Board, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int
+        self,
+        board: Board,
+        site: str,
+        inputs: Rows,
+        parts: Sequence[LocalPart],
+        channel: int,
+        seen: Sequence[object],
+        describe: Callable[[], Rows] | None,
     ) -> list[Mapping[int, Any]] | None:
         where = "" if site.startswith("the backward") else call_site()
-        digests = [_digest(site), _digest(inputs) if inputs else 0, 0, 0]
+        digests = [_digest((site, inputs, seen)), 0, 0]
         if parts:
-            digests[2] = _digest([(part.name, part.shape) for part in parts])
-            digests[3] = _digest([(part.name, part.text) for part in parts])
+            digests[1] = _digest([(part.name, part.shape) for part in parts])
+            digests[2] = _digest([(part.name, part.text) for part in parts])
         number = self._numbers[channel]
         marks = board.post(number, digests, f"{site} ({where})" if where else site, channel)
-        if len(board.ranks) == 1:
+        if len(board.ranks) == 1 or (not parts and board.have_all_posted(number, marks, channel)):
             return None
-        num_marks = 4 if parts else 3
         try:
-            rows = board.wait(number, num_marks, _limit(), _is_paused, site, channel)
+            rows = board.wait(number, _limit(), _is_paused, site, channel)
         except (TimeoutError, RankGoneError, CrossWaitError) as problem:
             raise self._absence(board, site, where or call_site(), channel, problem) from None
-        first = marks[:3]
+        first = list(marks[:2])
         for row in rows:
-            if row[:3] != first:
+            if row[:2] != first:
+                inputs = (*inputs, *describe()) if describe is not None else inputs
                 message = self._description(site, inputs, parts, where or call_site())
                 return self._compare(self._exchange(message, channel), channel)
         if parts:
-            seen: dict[tuple[int, ...], int] = {}
+            known: dict[tuple[int, ...], int] = {}
             keys = self._part_keys(parts)
             if self.is_due:
-                self._repeated.look([part.name for part in parts], keys, [row[3] for row in rows])
+                self._repeated.look([part.name for part in parts], keys, [row[2] for row in rows])
             for coordinate, row in zip(keys, rows):
-                if seen.setdefault(coordinate, row[3]) != row[3]:
+                if known.setdefault(coordinate, row[2]) != row[2]:
                     return self._compare(self._exchange(self._description(site, inputs, parts, where)))
         return None
 
@@ -350,7 +372,9 @@ _MAX_NOTED = 64
 
 
 def _digest(value: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
+    """Of 48 bits."""
+    text = repr(value).encode()
+    return (len(text) & 0xFFFF) << 32 | zlib.crc32(text)
 
 
 def _limit() -> float:
@@ -362,39 +386,3 @@ def _is_paused() -> bool:
     with contextlib.suppress(RuntimeError):
         return bool(default_store().add("vescale paused", 0))
     return False
-
-
-# By default group. Equal meshes share one: ops give results on any of them (PyTorch remembers decisions by equal specs), and
-# which of them are still there depends on each rank's garbage collector.
-_BY_WORLD: weakref.WeakKeyDictionary[Any, dict[DeviceMesh | tuple[object, ...], StepChecks]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def step_checks(mesh: DeviceMesh) -> StepChecks | None:
-    """The checks on a mesh; None: no model has been parallelized on it."""
-    return _BY_WORLD.get(dist.group.WORLD, _NONE).get(mesh) if dist.is_initialized() else None
-
-
-def start_checks(mesh: DeviceMesh) -> StepChecks:
-    """The checks on a mesh, for a new model, whose first forwards are compared fully. Called in one order on all ranks."""
-    return _begun(mesh, mesh.mesh.flatten().tolist(), [tuple(i) for i in (mesh.mesh >= 0).nonzero().tolist()])
-
-
-def start_checks_among(ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> StepChecks:
-    """The same for a model that is on no mesh of its own; these are not those of any mesh."""
-    return _begun((tuple(ranks), tuple(coordinates)), ranks, coordinates)
-
-
-def _begun(
-    key: DeviceMesh | tuple[object, ...], ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]
-) -> StepChecks:
-    known = _BY_WORLD.setdefault(dist.group.WORLD, {})
-    found = known.get(key)
-    if found is None:
-        found = known[key] = StepChecks(ranks, coordinates)
-    found.begin()
-    return found
-
-
-_NONE: dict[DeviceMesh | tuple[object, ...], StepChecks] = {}

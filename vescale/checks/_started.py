@@ -1,0 +1,49 @@
+"""The :class:`StepChecks` of each mesh, and of ranks without one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.checks._steps import StepChecks
+
+__all__ = ["start_checks", "start_checks_among", "step_checks"]
+
+# By default group. Equal meshes share one: ops give results on any of them (PyTorch remembers decisions by equal specs), and
+# which of them are still there depends on each rank's garbage collector.
+_BY_WORLD: weakref.WeakKeyDictionary[Any, dict[DeviceMesh | tuple[object, ...], StepChecks]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def step_checks(mesh: DeviceMesh) -> StepChecks | None:
+    """The checks on a mesh; None: no model has been parallelized on it."""
+    return _BY_WORLD.get(dist.group.WORLD, _NONE).get(mesh) if dist.is_initialized() else None
+
+
+def start_checks(mesh: DeviceMesh) -> StepChecks:
+    """The checks on a mesh, for a new model, whose first forwards are compared fully. Called in one order on all ranks."""
+    return _begun(mesh, mesh.mesh.flatten().tolist(), [tuple(i) for i in (mesh.mesh >= 0).nonzero().tolist()])
+
+
+def start_checks_among(ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> StepChecks:
+    """The same for a model that is on no mesh of its own; these are not those of any mesh."""
+    return _begun((tuple(ranks), tuple(coordinates)), ranks, coordinates)
+
+
+def _begun(
+    key: DeviceMesh | tuple[object, ...], ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]
+) -> StepChecks:
+    known = _BY_WORLD.setdefault(dist.group.WORLD, {})
+    found = known.get(key)
+    if found is None:
+        found = known[key] = StepChecks(ranks, coordinates)
+    found.begin()
+    return found
+
+
+_NONE: dict[DeviceMesh | tuple[object, ...], StepChecks] = {}
