@@ -192,6 +192,17 @@ def test_values_of_before_are_not_read_after_a_load(way: Way) -> None:
         old.detach()
 
 
+def test_a_model_without_values_gets_them_while_old_parameters_are_held() -> None:
+    with torch.device("meta"):
+        model = build()
+    old = list(model.parameters())
+    with pytest.warns(UserWarning):
+        by_plan(model)
+    model.to_empty(device="cpu")
+    assert all(p.is_meta for p in old) and not any(p.is_meta for p in model.parameters())
+    assert old[0].detach().is_meta
+
+
 def test_a_parameter_that_another_module_has_is_in_use() -> None:
     model, other = build(), nn.Linear(4, 8)
     other.weight = model[0].weight  # type: ignore[index]

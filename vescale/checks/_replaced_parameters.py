@@ -80,8 +80,7 @@ class Replacement:
 
     def __post_init__(self) -> None:
         first = self.successor
-        self._first = None if first is None else weakref.ref(first)
-        self._state = _state(first)
+        self._first, self._state = id(first), _state(first)  # a weak reference would be in the way of swap_tensors
 
     @property
     def successor(self) -> nn.Parameter | None:
@@ -93,7 +92,7 @@ class Replacement:
     def is_outdated(self) -> bool:
         """Whether the parameter in its place has been written to since."""
         now = self.successor
-        if now is None or self._first is None or now is not self._first():
+        if now is None or id(now) != self._first:
             return False
         (version, some), (first_version, first) = _state(now), self._state
         return version != first_version or not torch.equal(some, first)
