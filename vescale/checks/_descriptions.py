@@ -14,7 +14,7 @@ from vescale.compat import no_torch_function, tensors_in
 __all__ = ["describe", "hash_of", "sample", "sum_of_bits", "tensor_text"]
 
 _SAMPLES = 8
-_NUMBERS = (bool, int, float, complex)
+_CONSTANTS = (bool, int, float, complex, str)
 _MAX_TEXT = 60
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8, torch.float16))
@@ -22,7 +22,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def describe(name: str, value: Any, *, fully: bool) -> Iterator[tuple[str, str]]:
-    """(name, text) of each plain tensor and number in ``value``; ``fully``: with a sum over all elements.
+    """(name, text) of each plain tensor, number and string in ``value``; ``fully``: with a sum over all elements.
 
     Of other objects, the tensors in them. Nothing waits for a device unless ``fully``.
     """
@@ -31,7 +31,7 @@ def describe(name: str, value: Any, *, fully: bool) -> Iterator[tuple[str, str]]
         yield name, f"a DTensor of shape {tuple(value.shape)} placed as {tuple(value.placements)}"
     elif isinstance(value, torch.Tensor):
         yield name, tensor_text(value, fully=fully)
-    elif kind in _NUMBERS:
+    elif kind in _CONSTANTS:
         text = repr(value)
         yield name, text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... of length {len(text)}, {hash_of(text)}"
     elif value is None:
@@ -53,7 +53,7 @@ def sample(value: Any, seen: list[object]) -> None:
     if kind is torch.Tensor:
         bits = _some_bits(value) if value.layout is torch.strided and value.dtype in _NUMPY else b""
         seen.append((value.shape, value.dtype, bits))
-    elif kind in _NUMBERS or value is None:
+    elif kind in _CONSTANTS or value is None:
         seen.append(value)
     elif kind is list or kind is tuple:
         for item in value:
