@@ -2,7 +2,7 @@
 
     python examples/finetune_lora.py --out lora
     torchrun --nproc-per-node 4 examples/finetune_lora.py --mesh dp=2,tp=2 --out lora
-    torchrun ... examples/finetune_lora.py --base meta-llama/Llama-3.2-1B --out lora   # a folder with HF weights
+    torchrun ... examples/finetune_lora.py --base models/Llama-3.2-1B --out lora   # a folder of Hugging Face weights
 
 Without --base the example makes a small Llama in OUT/base first. Each rank reads only the slices that it holds.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import tomllib
@@ -55,3 +56,15 @@ def test_commands_are_shell(step: dict[str, Any]) -> None:
     expressions = re.findall(r"\$\{\{(.*?)\}\}", step["run"])
     assert all(KNOWN.search(expression) for expression in expressions)
     subprocess.run(["bash", "-n", "-c", re.sub(r"\$\{\{.*?\}\}", "x", step["run"])], check=True)
+
+
+def test_wheels_are_built_for_the_oldest_python_and_tried() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheels = project["tool"]["cibuildwheel"]
+    oldest = project["project"]["requires-python"].removeprefix(">=").replace(".", "")
+    assert wheels["build"][0] == f"cp{oldest}-manylinux_*"
+    sources = {path.stem for path in (ROOT / "vescale" / "csrc").glob("*.cpp")}
+    using_torch = ast.literal_eval(re.search(r"^USING_TORCH = (.*)$", (ROOT / "setup.py").read_text(), re.M)[1])  # type: ignore[index]
+    tried = re.findall(r"'(\w+)'", wheels["test-command"])
+    assert set(tried) == sources - using_torch
+    subprocess.run(["bash", "-n", "-c", wheels["test-command"]], check=True)

@@ -155,6 +155,54 @@ def test_values_of_before_may_be_read_and_copied(way: Way) -> None:
         torch.nn.utils.parameters_to_vector([before])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_values_of_before_are_not_read_after_a_step(way: Way, fused: bool) -> None:
+    """On one device they would have moved: averages by hand, norms that are logged, distances from the start."""
+    model = build()
+    old = list(model.parameters())
+    shadows = [p.data.clone() for p in old]
+    model = way(model)
+    shadows[0].mul_(0.9).add_(old[0].data, alpha=0.1)  # nothing has moved yet
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    backward(model)
+    optimizer.step()
+    error = pytest.raises(vescale.ReplacedParameterError, match=r"reads after the model has been trained.*0\.weight")
+    for read in (
+        lambda p: p.data,
+        lambda p: p.detach(),
+        lambda p: p.norm(),
+        lambda p: shadows[0].add_(p),
+        lambda p: p.tolist(),
+    ):
+        with error, torch.no_grad():
+            read(old[0])
+    optimizer.zero_grad()
+    assert old[0].shape == shadows[0].shape and "Parameter" in repr(old[0])
+    assert torch.zeros_like(old[0]).sum() == old[0].new_zeros(3).sum() == 0
+    assert old[0].requires_grad_() is old[0] and isinstance(copy.deepcopy(old[0]), nn.Parameter)
+
+
+@pytest.mark.parametrize("way", [by_plan, by_unit])
+def test_values_of_before_are_not_read_after_a_load(way: Way) -> None:
+    model, state = build(), {name: torch.ones_like(p) for name, p in build().named_parameters()}
+    old = model[0].weight  # type: ignore[index]
+    way(model).load_state_dict(state)
+    with pytest.raises(vescale.ReplacedParameterError, match=r"0\.weight"):
+        old.detach()
+
+
+def test_a_model_without_values_gets_them_while_old_parameters_are_held() -> None:
+    with torch.device("meta"):
+        model = build()
+    old = list(model.parameters())
+    with pytest.warns(UserWarning):
+        by_plan(model)
+    model.to_empty(device="cpu")
+    assert all(p.is_meta for p in old) and not any(p.is_meta for p in model.parameters())
+    assert old[0].detach().is_meta
+
+
 def test_a_parameter_that_another_module_has_is_in_use() -> None:
     model, other = build(), nn.Linear(4, 8)
     other.weight = model[0].weight  # type: ignore[index]

@@ -102,6 +102,13 @@ def different_number() -> None:
     step(parallel(), batch(), temperature=1.0 + dist.get_rank())
 
 
+def different_constants_in_the_fifth_step() -> None:
+    model = tensor_parallel()
+    for number in range(6):
+        kind = "row" if dist.get_rank() and number == 4 else "column"
+        step(model, {"x": batch(number), "kinds": [kind], 3: None}, None, temperature=2.0)
+
+
 def different_dtypes() -> None:
     step(parallel(), batch().double().float() if dist.get_rank() else batch().to(torch.bfloat16))
 
@@ -331,6 +338,8 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (different_data_in_the_fourth_step, InputMismatchError, "the input 'x' of forward 4 of Net"),
     (different_data_in_a_container, InputMismatchError, r"the input \"x\['ids'\]\[0\]\" of forward 1"),
     (different_number, InputMismatchError, "the input 'temperature' of forward 1 of Net.*1.0 on rank 0 and 2.0 on rank 1"),
+    (different_constants_in_the_fifth_step, InputMismatchError,
+     r"the input \"x\['kinds'\]\[0\]\" of forward 5 of Net.*'column' on rank 0 and 'row' on rank 1"),
     (different_dtypes, InputMismatchError, r"bfloat16\[4, 4\].*on rank 0 and float32\[4, 4\]"),
     (different_sizes, InputMismatchError, r"float32\[4, 4\].*on rank 0 and float32\[6, 4\]"),
     (an_input_of_one_rank, InputMismatchError, "the input 'mask' of forward 1 of Net.*nothing on rank 0"),

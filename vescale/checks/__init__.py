@@ -1,7 +1,7 @@
 """Mistakes of the script around a model that would end in wrong numbers or a hang: found, and told with the edit."""
 
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
-from vescale.checks._descriptions import describe, hash_of, sum_of_bits, tensor_text
+from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
 from vescale.checks._mismatches import SEED, STATE, InputMismatchError, StepMismatchError
 from vescale.checks._repeated_parts import RepeatedPartsWarning
 from vescale.checks._replaced_parameters import (
@@ -33,6 +33,7 @@ __all__ = [
     "is_unchecked",
     "listed_optimizers",
     "replacement_of",
+    "sample",
     "start_checks",
     "start_checks_among",
     "step_checks",

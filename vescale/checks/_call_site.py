@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from types import CodeType
 from typing import Any
 
 import torch
@@ -15,17 +13,23 @@ __all__ = ["call_site"]
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)) if path)
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_of_a_library(code: CodeType) -> bool:
-    return code.co_filename.startswith(_LIBRARIES) or code.co_filename.startswith("<")
+_IS_OF_A_LIBRARY: dict[str, bool] = {}  # by file
+
+
+def _is_of_a_library(file: str) -> bool:
+    found = _IS_OF_A_LIBRARY[file] = file.startswith(_LIBRARIES) or file.startswith("<")
+    return found
 
 
 def call_site() -> str:
     """``train.py:37 (main)``: the innermost line outside of PyTorch and vescale; "" if there is none."""
     frame: Any = sys._getframe(1)
-    while frame is not None and _is_of_a_library(frame.f_code):
+    while frame is not None:
+        code = frame.f_code
+        known = _IS_OF_A_LIBRARY.get(code.co_filename)
+        if not (_is_of_a_library(code.co_filename) if known is None else known):
+            break
         frame = frame.f_back
-    if frame is None:
+    else:
         return ""
-    code = frame.f_code
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})"

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import no_torch_function, tensors_in
 
-__all__ = ["describe", "hash_of", "sum_of_bits", "tensor_text"]
+__all__ = ["describe", "hash_of", "sample", "sum_of_bits", "tensor_text"]
 
 _SAMPLES = 8
-_NUMBERS = (bool, int, float, complex)
+_CONSTANTS = (bool, int, float, complex, str)
 _MAX_TEXT = 60
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8, torch.float16))
@@ -22,7 +22,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def describe(name: str, value: Any, *, fully: bool) -> Iterator[tuple[str, str]]:
-    """(name, text) of each plain tensor and number in ``value``; ``fully``: with a sum over all elements.
+    """(name, text) of each plain tensor, number and string in ``value``; ``fully``: with a sum over all elements.
 
     Of other objects, the tensors in them. Nothing waits for a device unless ``fully``.
     """
@@ -31,7 +31,7 @@ def describe(name: str, value: Any, *, fully: bool) -> Iterator[tuple[str, str]]
         yield name, f"a DTensor of shape {tuple(value.shape)} placed as {tuple(value.placements)}"
     elif isinstance(value, torch.Tensor):
         yield name, tensor_text(value, fully=fully)
-    elif kind in _NUMBERS:
+    elif kind in _CONSTANTS:
         text = repr(value)
         yield name, text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... of length {len(text)}, {hash_of(text)}"
     elif value is None:
@@ -45,6 +45,33 @@ def describe(name: str, value: Any, *, fully: bool) -> Iterator[tuple[str, str]]
     else:
         for index, tensor in enumerate(tensors_in(value)):
             yield from describe(f"{name}, tensor {index}", tensor, fully=fully)
+
+
+def sample(value: Any, seen: list[object]) -> None:
+    """Append to ``seen`` what the texts of ``describe(name, value, fully=False)`` would say, without making them."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        bits = _some_bits(value) if value.layout is torch.strided and value.dtype in _NUMPY else b""
+        seen.append((value.shape, value.dtype, bits))
+    elif kind in _CONSTANTS or value is None:
+        seen.append(value)
+    elif kind is list or kind is tuple:
+        for item in value:
+            sample(item, seen)
+    elif kind is dict:
+        for key, item in value.items():
+            seen.append(key)
+            sample(item, seen)
+    else:
+        seen += describe("", value, fully=False)
+
+
+def _some_bits(x: torch.Tensor) -> bytes:
+    """Of elements of a tensor of a dtype that numpy has; none of one outside of the host's memory."""
+    if not (x.is_cpu and x.is_contiguous()):
+        return b""
+    bits = (x.detach() if x.requires_grad else x).numpy().ravel()
+    return bytes(bits[:: bits.size // _SAMPLES or 1].tobytes()[:64])
 
 
 def hash_of(text: str) -> str:
@@ -64,10 +91,8 @@ def tensor_text(x: torch.Tensor, *, fully: bool) -> str:
             if x.device.type == "cpu" and x.numel():
                 text += f" beginning with {x.detach().reshape(-1)[:_SAMPLES].tolist()}"
             return f"{text}, sum of bits {sum_of_bits(x):x}"
-    if x.dtype in _NUMPY and x.is_cpu and x.is_contiguous():
-        bits = (x.detach() if x.requires_grad else x).numpy().ravel()
-        text += f", bits of some elements {bits[:: bits.size // _SAMPLES or 1].tobytes()[:64].hex()}"
-    return text
+    bits = _some_bits(x) if x.dtype in _NUMPY else b""
+    return f"{text}, bits of some elements {bits.hex()}" if bits else text
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:

@@ -5,15 +5,16 @@ silently. So a replaced parameter that is still referenced gets a class of its o
 an optimizer, clipping or an average would go on with it. Nothing of PyTorch is changed, and all other tensors are as they
 were.
 
-====================================  =====================================================================
+=====================================  =====================================================================
 of a replaced parameter               what happens
-====================================  =====================================================================
-its values are read                   as before: the values when it was replaced
+=====================================  =====================================================================
+its values are read                   as before, the values when it was replaced; raises when the model has been trained
+                                       since, or has loaded others: on one device they would have changed
 ``grad`` is read (``step``, clipping)  raises ReplacedParameterError
 its values are written                 raises, for the model would not see it
 it is averaged (``lerp_`` into others) raises
 ``zero_grad()``                       nothing: there is no gradient
-====================================  =====================================================================
+=====================================  =====================================================================
 
 A parameter that does not require a gradient, that has got one since, or that another module has registered is in use:
 nothing raises then.
@@ -32,8 +33,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from vescale.compat import no_torch_function
+from vescale.compat import local_of, no_torch_function
 from vescale.errors import Coded
 
 __all__ = ["RegisteredParameters", "ReplacedParameterError", "Replacement", "replacement_of"]
@@ -45,6 +47,8 @@ _WRITES = frozenset(
     ("add_", "addcdiv_", "addcmul_", "copy_", "div_", "fill_", "lerp_", "mul_", "normal_", "sub_", "zero_")
 )
 _AVERAGES = frozenset(["lerp_", "_foreach_lerp_"])
+_SAMPLES = 64
+_VALUES = frozenset(["__array__", "item", "numpy", "tolist"])
 
 
 class ReplacedParameterError(Coded, RuntimeError):
@@ -74,11 +78,24 @@ class Replacement:
     _module: weakref.ref[nn.Module]
     _attribute: str
 
+    def __post_init__(self) -> None:
+        first = self.successor
+        self._first, self._state = id(first), _state(first)  # a weak reference would be in the way of swap_tensors
+
     @property
     def successor(self) -> nn.Parameter | None:
         """The parameter that is registered in its place now; None: the model is gone."""
         module = self._module()
         return module._parameters.get(self._attribute) if module is not None else None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the parameter in its place has been written to since."""
+        now = self.successor
+        if now is None or id(now) != self._first:
+            return False
+        (version, some), (first_version, first) = _state(now), self._state
+        return version != first_version or not torch.equal(some, first)
 
     def error(self, use: str) -> ReplacedParameterError:
         return ReplacedParameterError(
@@ -161,7 +178,24 @@ def _torch_function(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (),
             if name in _AVERAGES:
                 for read in _tensors(args[1:]):
                     _refuse(read, "something averages")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in _VALUES or (_tensors(result) and not name.endswith("_like") and not name.startswith("new_")):
+            for read in _tensors(list(args)):
+                found = None if read is result else replacement_of(read)
+                if found is not None and found.is_outdated and not read.is_meta:
+                    _refuse(read, "something, such as an average, reads after the model has been trained")
+        return result
+
+
+def _state(parameter: torch.Tensor | None) -> tuple[int, torch.Tensor]:
+    """How often a parameter has been written to, and some of its elements: fused optimizers write without counting."""
+    if parameter is None or parameter.is_meta:
+        return 0, torch.empty(0)
+    with torch.no_grad():
+        local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+        some = local.detach().reshape(-1)[:: local.numel() // _SAMPLES or 1].clone().view(torch.uint8)
+        return (0 if local.is_inference() else local._version), some
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

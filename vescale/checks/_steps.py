@@ -28,11 +28,11 @@ every rank that has come.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
+import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -123,6 +123,11 @@ class StepChecks:
         return self.is_on and not is_unchecked() and (self.is_due or not self._is_ready or self.waits)
 
     @property
+    def samples(self) -> bool:
+        """Whether what is given in this forward is compared by samples of it, and described only where these differ."""
+        return self._board is not None and self._mode != "steps" and not self.is_due
+
+    @property
     def waits(self) -> bool:
         """Whether ranks wait for each other."""
         return self._board is not None or self._mode == "steps"
@@ -143,6 +148,15 @@ class StepChecks:
         """
         self._threads.add(threading.get_ident())
         return self._meet(f"forward {self._forwards} of {model}, {mode}", inputs, parts, model=number)
+
+    def sampled_forward(
+        self, model: str, mode: str, seen: Sequence[object], describe: Callable[[], Rows], number: int = 0
+    ) -> None:
+        """The same for what ranks have seen of their inputs, which ``describe()`` describes; where :attr:`samples`."""
+        self._threads.add(threading.get_ident())
+        with self._lock:
+            site = _Site(f"forward {self._forwards} of {model}, {mode}", number)
+            self._meet_alone(site, (), (), 0, seen, describe)
 
     def await_backward(self, model: str, number: int = 0) -> int:
         """After a forward with gradients, which number it has."""
@@ -222,13 +236,19 @@ class StepChecks:
             return self._meet_alone(_Site(site, model), inputs, parts, channel)
 
     def _meet_alone(
-        self, site: _Site, inputs: Rows, parts: Sequence[LocalPart], channel: int
+        self,
+        site: _Site,
+        inputs: Rows,
+        parts: Sequence[LocalPart],
+        channel: int,
+        seen: Sequence[object] = (),
+        describe: Callable[[], Rows] | None = None,
     ) -> list[Mapping[int, Any]] | None:
         self._numbers[channel] += 1
         if not channel:  # of what all ranks are given
             inputs, self._noted = (*self._noted, *inputs), []
         if self._board is not None and self._mode != "steps":
-            return self._meet_on_board(self._board, site, inputs, parts, channel)
+            return self._meet_on_board(self._board, site, inputs, parts, channel, seen, describe)
         if self._mode == "steps":
             return self._compare(self._exchange(self._description(site, inputs, parts), channel), channel)
         if not channel:
@@ -238,34 +258,41 @@ class StepChecks:
         return None
 
     def _meet_on_board(
-        self, board: Board, site: _Site, inputs: Rows, parts: Sequence[LocalPart], channel: int
+        self,
+        board: Board,
+        site: _Site,
+        inputs: Rows,
+        parts: Sequence[LocalPart],
+        channel: int,
+        seen: Sequence[object],
+        describe: Callable[[], Rows] | None,
     ) -> list[Mapping[int, Any]] | None:
         where = "" if site.text.startswith("the backward") else call_site()
-        digests = [_digest(site), _digest(inputs) if inputs else 0, 0, 0]
+        digests = [_digest((*site, inputs, seen)), 0, 0]
         if parts:
-            digests[2] = _digest([(part.name, part.shape) for part in parts])
-            digests[3] = _digest([(part.name, part.text) for part in parts])
+            digests[1] = _digest([(part.name, part.shape) for part in parts])
+            digests[2] = _digest([(part.name, part.text) for part in parts])
         number = self._numbers[channel]
         marks = board.post(number, digests, f"{site.text} ({where})" if where else site.text, channel)
-        if len(board.ranks) == 1:
+        if len(board.ranks) == 1 or (not parts and board.have_all_posted(number, marks, channel)):
             return None
-        num_marks = 4 if parts else 3
         try:
-            rows = board.wait(number, num_marks, _limit(), site.text, channel)
+            rows = board.wait(number, _limit(), site.text, channel)
         except (TimeoutError, RankGoneError, CrossWaitError) as problem:
             raise self._absence(board, site.text, where or call_site(), channel, problem) from None
-        first = marks[:3]
+        first = list(marks[:2])
         for row in rows:
-            if row[:3] != first:
+            if row[:2] != first:
+                inputs = (*inputs, *describe()) if describe is not None else inputs
                 message = self._description(site, inputs, parts, where or call_site())
                 return self._compare(self._exchange(message, channel), channel)
         if parts:
-            seen: dict[tuple[int, ...], int] = {}
+            known: dict[tuple[int, ...], int] = {}
             keys = self._part_keys(parts)
             if self.is_due:
-                self._repeated.look([part.name for part in parts], keys, [row[3] for row in rows])
+                self._repeated.look([part.name for part in parts], keys, [row[2] for row in rows])
             for coordinate, row in zip(keys, rows):
-                if seen.setdefault(coordinate, row[3]) != row[3]:
+                if known.setdefault(coordinate, row[2]) != row[2]:
                     return self._compare(self._exchange(self._description(site, inputs, parts, where)))
         return None
 
@@ -362,7 +389,9 @@ _MAX_NOTED = 64
 
 
 def _digest(value: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
+    """Of 48 bits."""
+    text = repr(value).encode()
+    return (len(text) & 0xFFFF) << 32 | zlib.crc32(text)
 
 
 def _limit() -> float:

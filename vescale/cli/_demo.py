@@ -13,21 +13,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vescale import plan_zoo
 from vescale.cli._demo_chart import loss_chart
-from vescale.cli._demo_job import Collective, Job, make_model, tokens_of_topics, train_mesh, train_one_device
 from vescale.cli._main import UsageError
-from vescale.debug import ProcessFailed, messages
-from vescale.ir import lower
-from vescale.plans import MeshAxes, PlanError
+
+if TYPE_CHECKING:
+    from vescale.cli._demo_job import Collective, Job
 
 __all__ = ["add_arguments", "run"]
 
@@ -105,6 +101,8 @@ class Result:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0: the losses agree; 1: they differ, or a process failed; 2: bad usage."""
     job = _job(args)
+    from vescale.debug import ProcessFailed
+
     console = Console(stderr=args.json)
     begin = time.perf_counter()
     try:
@@ -128,6 +126,13 @@ def _job(args: argparse.Namespace) -> Job:
     """The validated job: all errors are raised before a process starts."""
     if args.steps < 1:
         raise UsageError(f"--steps {args.steps}: train at least one step")
+    import torch
+
+    from vescale import plan_zoo
+    from vescale.cli._demo_job import Job, make_model
+    from vescale.ir import lower
+    from vescale.plans import MeshAxes, PlanError
+
     try:
         name = args.plan.replace("-", "_")
         given = MeshAxes.parse(args.mesh)
@@ -151,6 +156,8 @@ def _job(args: argparse.Namespace) -> Job:
 
 
 def _work(job: Job, rank: int, send: Any) -> None:
+    from vescale.cli._demo_job import train_mesh, train_one_device
+
     if rank < 0:
         train_one_device(job, send)
     else:
@@ -158,6 +165,11 @@ def _work(job: Job, rank: int, send: Any) -> None:
 
 
 def _train(job: Job, tolerance: float, console: Console) -> Result:
+    import numpy as np
+
+    from vescale.cli._demo_job import tokens_of_topics
+    from vescale.debug import messages
+
     result = Result(job, tolerance)
     num_ranks = math.prod(size for _, size in job.axes)
     with tempfile.TemporaryDirectory(prefix="vescale-demo-") as folder, _progress(console) as progress:

@@ -15,6 +15,7 @@ import contextlib
 import mmap
 import os
 import socket
+import struct
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,11 +29,13 @@ from vescale.errors import Coded
 
 __all__ = ["Board", "CrossWaitError", "RankGoneError"]
 
-NUM_MARKS = 4
+NUM_MARKS = 3
+_MARKS_OF_A_POST = struct.Struct(f"{NUM_MARKS}Q")
 # A row: the process, the start of the process, where it waits, the text; then 2 * NUM_MARKS marks for each channel.
 _PROCESS, _WAITS, _TEXT_AT, _MARKS = 0, 2, 24, 32
 _TEXT_BYTES = 8 * _MARKS - _TEXT_AT - 1
 _DIGEST_BITS = 48
+_DIGEST = (1 << _DIGEST_BITS) - 1
 # Ranks that share a core let each other run at once; after so many looks they sleep.
 _LOOKS = 50
 _SLEEP = 0.0002
@@ -119,32 +122,38 @@ class Board:
         assert memory is not None
         return cls(ranks, own, memory, channels)
 
-    def post(self, number: int, digests: Sequence[int], text: str, channel: int = 0) -> list[int]:
-        """Write this rank's marks, and a text about them; returns the marks."""
+    def post(self, number: int, digests: Sequence[int], text: str, channel: int = 0) -> tuple[int, ...]:
+        """Write this rank's marks, one for each of the three digests, and a text about them; returns the marks."""
         low = (number & 0xFFFF) << _DIGEST_BITS
-        marks = [low | (digest & ((1 << _DIGEST_BITS) - 1)) for digest in digests]
+        marks = tuple([low | (digest & _DIGEST) for digest in digests])
         base = self._own * self._width
         line = text.encode()[:_TEXT_BYTES]
         at = 8 * base + _TEXT_AT
         self._bytes[at : at + len(line) + 1] = line + b"\0"
-        start = base + _MARKS + (2 * channel + (number & 1)) * NUM_MARKS
-        for index, mark in enumerate(marks):
-            self._cells[start + index] = mark
+        _MARKS_OF_A_POST.pack_into(self._bytes, 8 * (base + _MARKS + (2 * channel + (number & 1)) * NUM_MARKS), *marks)
         return marks
 
-    def rows(self, number: int, num_marks: int, channel: int = 0) -> list[list[int]] | None:
+    def have_all_posted(self, number: int, marks: tuple[int, ...], channel: int = 0) -> bool:
+        """Whether every rank of a channel has posted these very marks by now."""
+        offset = (number & 1) * NUM_MARKS
+        for place in self._places[channel]:
+            if _MARKS_OF_A_POST.unpack_from(self._bytes, 8 * (place + offset)) != marks:
+                return False
+        return True
+
+    def rows(self, number: int, channel: int = 0) -> list[list[int]] | None:
         """The marks of this number of every rank of a channel; None: some have not posted it."""
         wanted, offset, found = number & 0xFFFF, (number & 1) * NUM_MARKS, []
         for place in self._places[channel]:
             start = place + offset
-            marks = self._cells[start : start + num_marks].tolist()
+            marks = self._cells[start : start + NUM_MARKS].tolist()
             for mark in marks:
                 if mark >> _DIGEST_BITS != wanted:
                     return None
             found.append(marks)
         return found
 
-    def wait(self, number: int, num_marks: int, limit: float, what: str, channel: int = 0) -> list[list[int]]:
+    def wait(self, number: int, limit: float, what: str, channel: int = 0) -> list[list[int]]:
         """:meth:`rows`, when all have posted. A hang report is told of a long wait, as ``what``.
 
         Raises RankGoneError if the process of a rank that has not posted ends; CrossWaitError if ranks wait for each other;
@@ -152,7 +161,7 @@ class Board:
         which those do not count in which ranks are stopped at a breakpoint.
         """
         for _ in range(_LOOKS):
-            found = self.rows(number, num_marks, channel)
+            found = self.rows(number, channel)
             if found is not None:
                 return found
             os.sched_yield()
@@ -162,7 +171,7 @@ class Board:
         try:
             begin = looked = time.monotonic()
             while True:
-                found = self.rows(number, num_marks, channel)
+                found = self.rows(number, channel)
                 if found is not None:
                     self._cells[waits] = 0
                     return found
@@ -175,11 +184,11 @@ class Board:
                         limit *= 2
                     looked = now
                     before, crossed = crossed, self._crossed_waits()
-                    if crossed and crossed == before and self.rows(number, num_marks, channel) is None:
+                    if crossed and crossed == before and self.rows(number, channel) is None:
                         # What this rank has written stays, so that the others find the same.
                         raise CrossWaitError([self.ranks[index] for index, *_ in crossed])
                     gone = [index for index in self.absent(number, channel) if self._has_ended(index)]
-                    if gone and self.rows(number, num_marks, channel) is None:
+                    if gone and self.rows(number, channel) is None:
                         raise RankGoneError(self.ranks[gone[0]])
                     if now - begin > limit:
                         if not _is_paused():

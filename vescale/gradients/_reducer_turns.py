@@ -152,9 +152,9 @@ class _Among:
     def _is_alike_on_board(self, board: Board, turn: ReducerTurn) -> bool:
         what, number = f"the reduction of {turn.name}", self._num_meetings
         limit = (wait_limit() or default_timeout()).total_seconds()
-        (mark,) = board.post(number, [turn.number], what)
+        mark, *_ = board.post(number, [turn.number, 0, 0], what)
         try:
-            rows = board.wait(number, 1, limit, what)
+            rows = board.wait(number, limit, what)
         except (TimeoutError, RankGoneError, CrossWaitError) as error:
             absent = [board.ranks[position] for position in board.absent(number)]
             raise OrderMismatchError(

@@ -19,6 +19,8 @@ from vescale.checks import (
     LocalPart,
     describe,
     hash_of,
+    is_unchecked,
+    sample,
     step_checks,
     tensor_text,
 )
@@ -53,10 +55,14 @@ __all__ = [
 def check_inputs(
     runtime: Runtime,
     model: str,
-    named: Callable[[], Iterable[tuple[str, Any, Placing | None]]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    named: Callable[[tuple[Any, ...], dict[str, Any]], Iterable[tuple[str, Any, Placing | None]]],
+    *,
+    takes_local_parts: bool,
 ) -> None:
-    """Compare this forward of the model ``model``, and its inputs: ``named`` yields name, value and the entry that
-    places it.
+    """Compare this forward of the model ``model``, and its inputs: of ``args`` and ``kwargs``, ``named`` yields name, value
+    and the entry that places it; ``takes_local_parts``: some entry takes parts.
 
     Raises StepMismatchError, and InputMismatchError, on every rank that comes.
     """
@@ -67,6 +73,15 @@ def check_inputs(
     with no_torch_function():
         runtime.num_forwards += 1
         checks.begin_forward(runtime.num_forwards)
+        module = runtime.root
+        mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
+        if checks.samples and not takes_local_parts:
+            seen: list[object] = []
+            if not (is_unchecked() or has_dispatch_modes()):
+                sample(args, seen)
+                sample(kwargs, seen)
+            checks.sampled_forward(model, mode, seen, lambda: _descriptions(named(args, kwargs)), runtime.number)
+            return
         inputs: list[tuple[str, str]] = []
         parts: list[LocalPart] = []
         tensors: list[tuple[torch.Tensor, tuple[Placement, ...]]] = []
@@ -78,7 +93,7 @@ def check_inputs(
             if fully and not watched:
                 replicas = _replicas(runtime)
                 inputs += replicas.pop(_long_axes(runtime), [])
-            for name, value, placing in named():
+            for name, value, placing in named(args, kwargs):
                 if placing is None or not placing.takes_local_parts:
                     if not watched:
                         inputs += describe(name, value, fully=fully)
@@ -91,9 +106,6 @@ def check_inputs(
                     text = tensor_text(tensor, fully=fully and not watched) if not watched else ""
                     parts.append(LocalPart(f"{name}, tensor {index}" if index else name, tensor.shape, text, axes))
                     tensors.append((tensor, placements))
-        module = runtime.root
-        mode = "" if module is None else "in training" if module.training else "in evaluation"
-        mode += ", with gradients" if torch.is_grad_enabled() else ", without gradients"
         shapes = checks.forward(model, mode, inputs, parts, runtime.number)
         for alike, rows in sorted(replicas.items()):
             checks.replicas(model, rows, alike)
@@ -104,6 +116,15 @@ def check_inputs(
             }
 
 
+def _descriptions(named: Iterable[tuple[str, Any, Placing | None]]) -> list[tuple[str, str]]:
+    return [row for name, value, _ in named for row in describe(name, value, fully=False)]
+
+
+_MODES = {
+    (training, grad): f"in {'training' if training else 'evaluation'}, {'with' if grad else 'without'} gradients"
+    for training in (True, False)
+    for grad in (True, False)
+}
 _MAX_NAMES = 120
 
 

@@ -69,6 +69,7 @@ class _Instructions:
         self.shown = list(dict.fromkeys([*(i.target for i in self.parameters), *self.casts.parameters]))
         self._hidden: list[list[tuple[nn.Module, str, Any]]] = []  # by running call: what was shown before
         self.outputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.OUTPUT]
+        self._takes_local_parts = any(placing.takes_local_parts for placing in self.inputs)
         self._named = [placing.index for placing in self.inputs if placing.index is not None]
         self._positions = _positions(module) if self.inputs or self.is_root else {}
         self._names = {position: name for name, position in self._positions.items()} if self.is_root else {}
@@ -91,7 +92,8 @@ class _Instructions:
             self.runtime.missing_values.check((args, kwargs))
         if self.runtime.strays:
             check_strays(self.runtime)
-        check_inputs(self.runtime, self._model, lambda: self._named_inputs(args, kwargs))
+        parts = self._takes_local_parts
+        check_inputs(self.runtime, self._model, args, kwargs, self._named_inputs, takes_local_parts=parts)
         if not self.inputs and not self.casts.param:
             return args, kwargs, None
         try:
