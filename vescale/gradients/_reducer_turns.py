@@ -162,7 +162,7 @@ class _Among:
                 "Run the same backwards in the same order on every rank, or call reducer.finish() on ranks without one",
                 absent,
             ) from None
-        return all(row == [mark] for row in rows)
+        return all(row[0] == mark for row in rows)
 
     def _raise(self, turn: ReducerTurn) -> NoReturn:
         consensus = self._consensus
