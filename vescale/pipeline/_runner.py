@@ -19,7 +19,7 @@ from vescale.comm import record, requested_by
 from vescale.compat.random_ops import without_native_fills
 from vescale.errors import PipelineCallError, PipelineTraceError
 from vescale.gradients import StageShare, set_share
-from vescale.pipeline._batches import Signature, like, microbatches_of
+from vescale.pipeline._batches import Signature, inputs_of, like, microbatches_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import running
 from vescale.pipeline._headers import Header, HeaderExchange
@@ -237,8 +237,10 @@ class Runner:
             for module, twin in zip(self.model.modules(), self.skeleton.modules()):
                 twin.training = module.training
             grad, source = torch.is_grad_enabled(), self.entry.source
-            whole = trace(self.skeleton, self.cut, batch, source, grad=grad)
-            part = trace(self.skeleton, self.cut, self._batches[0], source, grad=grad)
+            whole, part = (
+                trace(self.skeleton, self.cut, inputs_of(self.skeleton, given, self.entry), source, grad=grad)
+                for given in (batch, self._batches[0])
+            )
             check_loss(part.output, self.entry)
             headers = HeaderExchange(f"{self._place}/{len(self._signatures)}")
             found = self._signatures[key] = Signature(whole, part, headers, self.entry)
@@ -295,7 +297,7 @@ class Runner:
         self._begin(stage, microbatch, "F")
         with drawing_rows(rows), running(run), requested_by(f"stage {stage}, micro-batch {microbatch}"):
             run.loss_mode = self._loss.around_forward if stage == self.cut.num_stages - 1 else None
-            out = self.model(**batch)
+            out = self.model(**inputs_of(self.skeleton, batch, self.entry))
         if stage < self.cut.num_stages - 1:
             if run.made is None:
                 raise PipelineTraceError(
