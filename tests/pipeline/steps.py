@@ -122,6 +122,7 @@ def same_steps(
             torch.manual_seed(100 + step)
         actual = model.step(**given(batch))
         assert not actual.requires_grad and type(actual) is torch.Tensor
+        assert loss is not None or actual.dtype == expected.dtype
         assert not draws or torch.equal(torch.get_rng_state(), state), "the generator is elsewhere than on one device"
         found["loss"] = max(found["loss"], rel(actual, expected.detach()))
         for name, parameter in model.named_parameters():
@@ -154,4 +155,4 @@ def same_steps(
 
 def _taken(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     """Without what the loss alone needs."""
-    return {name: batch[name] for name in inspect.signature(model.forward).parameters}
+    return {name: batch[name] for name in inspect.signature(model.forward).parameters if name in batch}

@@ -145,12 +145,12 @@ BATCHES: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]] 
         Early,
         {"split_before": ["blocks.1", "blocks.2", "blocks.3"], "schedule": "ZBV"},
         {},
-        r"'blocks.2', before which stage 2 begins, gets a tensor of shape \(2, 6, 16\) that stage 0 has made, and that "
+        r"'blocks.2', before which stage 2 begins, gets a tensor of shape .* that stage 0 has made, and that "
         "stage 1 does not have: it is no argument of 'blocks.1'",
     ),
     "never called": (Unused, {}, {}, "the forward does not call 'blocks.2', before which a stage begins"),
     "loss path": (Net, {"loss": "out.losses"}, {}, "the model's output, a dict, has no 'losses'"),
-    "loss of dims": (Net, {"loss": "out.logits"}, {}, r"loss='out.logits' is a tensor of shape \(2, 6, 32\)"),
+    "loss of dims": (Net, {"loss": "out.logits"}, {}, r"loss='out.logits' is a tensor of shape \(.*, 32\)"),
     "other order": (
         Net,
         {"split_before": None, "stages": [["embed", "norm"], ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]]},
@@ -163,8 +163,9 @@ BATCHES: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]] 
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches(name: str) -> None:
     cls, options, batch, message = BATCHES[name]
-    program = lower(pipeline(**options), cls())
     with pytest.raises(PlanError, match=message):
+        program = lower(pipeline(**options), cls())
+        assert name in ("indivisible", "loss path", "loss of dims"), "inputs can be guessed: found without a batch"
         program.pipeline.counts(token_batch(0, names=NAMES, **batch))
 
 
@@ -179,8 +180,8 @@ def raised_everywhere() -> list[str]:
         cls, options, batch, _ = BATCHES[name]
         torch.manual_seed(0)
         plan = Plan(mesh_of(pp=2)).pipeline(**{"split_before": ["blocks.2"], "microbatches": 4, **options})
-        model = parallelize(cls(), plan)
         try:
+            model = parallelize(cls(), plan)
             model.step(**token_batch(0, names=NAMES, **batch))
         except PlanError as error:
             found.append(str(error))

@@ -25,7 +25,7 @@ from vescale.pipeline._gates import running
 from vescale.pipeline._headers import Header, HeaderExchange
 from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss
-from vescale.pipeline._loss_path import check_loss
+from vescale.pipeline._loss_path import check_loss, output_at
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Action, Schedule, build
 from vescale.pipeline._stage import ModelStage
@@ -191,6 +191,11 @@ class Runner:
         return torch.tensor(value / count if count else float("nan"), dtype=dtype, device=self.device), count or 1.0
 
     def _loss_dtype(self) -> torch.dtype:
+        """The dtype of the output's loss; of a callable's, which one rank alone knows: that of parameters."""
+        assert self._known is not None
+        if not callable(self.entry.loss):
+            found: torch.dtype = output_at(self._known.part.output, self.entry.loss, self.entry.source).dtype
+            return found
         return next((p.dtype for p in self.skeleton.parameters() if p.dtype.is_floating_point), torch.float32)
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from vescale.ir import Local, Program, Unit, UnitBucket, predict, predict_bucket
 from vescale.pipeline._batches import inputs_of, microbatches_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
+from vescale.pipeline._guessed_check import check_with_guesses
 from vescale.pipeline._loss_path import check_loss
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Schedule, make_schedule
@@ -45,7 +46,8 @@ class StagedProgram:
 
     @classmethod
     def of(cls, plan: Plan, model: nn.Module, program: Program) -> StagedProgram:
-        """Raises PlanError for a pipeline that does not fit the model, the mesh or the program."""
+        """Raises PlanError for a pipeline that does not fit the model, the mesh or the program, also in a forward of guessed
+        inputs, if there are any that the model takes."""
         entry = plan.pipeline_entry
         assert entry is not None
         num_ranks = plan.axes.size(entry.mesh)
@@ -58,6 +60,7 @@ class StagedProgram:
                 stand_in_for_experts(skeleton.get_submodule(instruction.path))
         skeleton.__dict__["_pipeline_dtypes"] = TracedDtypes(skeleton, program)
         add_gates(skeleton, cut)
+        check_with_guesses(model, skeleton, cut, entry)
         return cls(entry, cut, schedule, program, skeleton)
 
     def traced(self, batch: Mapping[str, Any]) -> Trace:
