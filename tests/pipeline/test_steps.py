@@ -93,6 +93,20 @@ def clip_case() -> list[tuple[float, float]]:
     return found
 
 
+def groups_case() -> list[tuple[str, list[str]]]:
+    model = parallelize(make_net(), Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4))
+    groups = optim.muon_groups(model, adamw=["position.weight", "head.weight", "norm.*"], verbose=False)
+    with pytest.raises(ValueError, match="'heads' of adamw matches none"):
+        optim.muon_groups(model, adamw=["heads"], verbose=False)
+    return [(group["algorithm"], [name for name, _ in group["params"]]) for group in groups]
+
+
+def test_patterns_of_other_stages_parameters(ranks: RankPools) -> None:
+    both = [dict(groups) for groups in ranks.run(groups_case, world_size=2)]
+    assert "position.weight" in both[0]["adamw"] and "norm.weight" in both[1]["adamw"]
+    assert all("embed.weight" in groups["adamw"] for groups in both)  # tied to the head
+
+
 def test_norms_are_over_all_stages(ranks: RankPools) -> None:
     """``same_steps`` clips with both functions, too."""
     for found in ranks.run(clip_case, world_size=2):
