@@ -43,7 +43,7 @@ FLOORS = {
 }
 SIDEWAYS = {("comm", "compat"), ("comm", "csrc"), ("compat", "csrc"), ("ops", "rng"), ("plan_zoo", "plans")}
 SIDEWAYS |= {("comm", "errors"), ("compat", "errors")}
-SIDEWAYS |= {("debug", "estimation")}
+SIDEWAYS |= {("debug", "estimation"), ("pipeline", "optim")}
 
 
 def sources() -> list[Path]:

@@ -114,6 +114,33 @@ def test_without_inputs_all_is_in_the_second_half() -> None:
     assert layer.weight.grad is not None
 
 
+def test_roots_that_do_not_depend_on_the_inputs() -> None:
+    """A stage may send what it computes from its parameters alone: an embedding for the next one, or a parameter."""
+    torch.manual_seed(0)
+    table, layer, start = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4))
+    given = torch.randn(3, 4)
+
+    def roots() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        x = given.clone().requires_grad_()
+        own = table(torch.arange(3))
+        return x, [layer(x) @ table.weight.T, own, own.exp(), start]
+
+    parameters = [*table.parameters(), *layer.parameters(), start]
+    x, made = roots()
+    gradients = [torch.randn_like(one) for one in made]
+    torch.autograd.backward(made, gradients)
+    expected = [x.grad, *(p.grad for p in parameters)]
+    for parameter in parameters:
+        parameter.grad = None
+    x, made = roots()
+    halves = SplitBackward(made, gradients, [x], lambda node: False)
+    halves.inputs()
+    assert all(parameter.grad is None for parameter in parameters)
+    halves.weights()
+    for found, wanted in zip([x.grad, *(p.grad for p in parameters)], expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 def arrivals_case(policy: str | None) -> tuple[Counter[str], Counter[str]]:
     """Of one step: the parameters whose gradients arrive in second halves, and in others, with how often."""
     plan = Plan(mesh_of(pp=2)).pipeline(split_before=[f"blocks.{n}" for n in (1, 2, 3)], schedule="ZBV", microbatches=4)

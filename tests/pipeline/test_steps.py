@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.pipeline.steps import Net, make_gpt2, mesh_of, same_steps, token_batch
 from tests.ranks import RankPools
 from tests.runtime.llama import make_llama, tensor_parallel
-from vescale import parallelize, report
+from vescale import optim, parallelize, report
 from vescale.compat import local_of
 from vescale.plans import Plan
 
@@ -60,6 +60,58 @@ def test_gradients_accumulate_over_steps(ranks: RankPools) -> None:
 
 def test_reduction_after_each_microbatch(ranks: RankPools) -> None:
     assert_exact(ranks.run(net_case, "1F1B", 4, [2], reduce="microbatch", accumulate=True, world_size=2))
+
+
+def clip_case() -> list[tuple[float, float]]:
+    """Norms by PyTorch's functions and ours, of a model in stages and of one device: of all orders, of gradients, and of
+    parameters that one stage has, where the other rank gives none; beside a model of one device."""
+    reference, plain = make_net(), torch.nn.Linear(4, 4).double()
+    model = parallelize(make_net(), Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4))
+    batch = token_batch(0, names=NAMES)
+    torch.manual_seed(1)
+    reference(**batch)["loss"].backward()
+    torch.manual_seed(1)
+    model.step(**batch)
+    plain(torch.ones(2, 4).double()).sum().backward()
+    found = []
+    for of in (torch.nn.utils, optim):
+
+        def pair(choose: Any, order: float = 2.0, of: Any = of) -> None:
+            norms = (
+                of.clip_grad_norm_(choose(model), 1e6, order),
+                torch.nn.utils.clip_grad_norm_(choose(reference), 1e6, order),
+            )
+            assert norms[0].dtype == norms[1].dtype
+            found.append((float(norms[0]), float(norms[1])))
+
+        for order in (1.0, 2.0, 0.0, float("inf"), float("-inf")):
+            pair(lambda net: net.parameters(), order)
+        pair(lambda net: [*net.parameters(), *plain.parameters()])
+        pair(lambda net: [p for name, p in net.named_parameters() if name.startswith("blocks.3")])
+        gradients = [[p.grad for p in net.parameters() if p.grad is not None] for net in (model, reference)]
+        found.append((float(of.get_total_norm(gradients[0])), float(torch.nn.utils.get_total_norm(gradients[1]))))
+    return found
+
+
+def groups_case() -> list[tuple[str, list[str]]]:
+    model = parallelize(make_net(), Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4))
+    groups = optim.muon_groups(model, adamw=["position.weight", "head.weight", "norm.*"], verbose=False)
+    with pytest.raises(ValueError, match="'heads' of adamw matches none"):
+        optim.muon_groups(model, adamw=["heads"], verbose=False)
+    return [(group["algorithm"], [name for name, _ in group["params"]]) for group in groups]
+
+
+def test_patterns_of_other_stages_parameters(ranks: RankPools) -> None:
+    both = [dict(groups) for groups in ranks.run(groups_case, world_size=2)]
+    assert "position.weight" in both[0]["adamw"] and "norm.weight" in both[1]["adamw"]
+    assert all("embed.weight" in groups["adamw"] for groups in both)  # tied to the head
+
+
+def test_norms_are_over_all_stages(ranks: RankPools) -> None:
+    """``same_steps`` clips with both functions, too."""
+    for found in ranks.run(clip_case, world_size=2):
+        assert len(found) == 16
+        assert all(ours == pytest.approx(theirs, rel=1e-12, abs=0) for ours, theirs in found), found
 
 
 CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"

@@ -135,6 +135,7 @@ torch.distributed.tensor._sharding_prop: ShardingPropagator.propagate_op_shardin
 torch.distributed.tensor._utils: ExplicitRedistributionContext._local;
     ExplicitRedistributionContext.observe_redistribution(src_spec, dst_spec)
 torch.distributed.tensor.placement_types: _MaskPartial; _StridedShard; Partial._reduce_value(tensor, mesh, mesh_dim)
+torch.nn.utils.clip_grad: _get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
 torch.overrides: _get_current_function_mode_stack; TorchFunctionMode
 torch.utils._device: DeviceContext
 torch.utils._python_dispatch: TorchDispatchMode; _disable_current_modes; _get_current_dispatch_mode_stack;

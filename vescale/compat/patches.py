@@ -6,6 +6,7 @@ Importing vescale changes nothing. The patches of a *part* are put in place toge
 ``placements``  the first placement that stock DTensor does not know (also :func:`fully_shard`)
 ``models``      :func:`vescale.parallelize`
 ``ops``         with the first of these two
+``stages``      :func:`vescale.parallelize` of a plan with a pipeline
 ``random``      :func:`vescale.rng.enable`, which ``parallelize``, ``fully_shard`` and ``deferred_init`` call
 ``observation`` while collectives are observed (hang report, trace, ``verify``)
 ==============  ==================================================================================
@@ -29,6 +30,7 @@ from vescale.compat import (
 )
 from vescale.compat.collective_kernels import register_collective_kernels
 from vescale.compat.exact_matches import search_only_mismatches
+from vescale.compat.gradient_norms import take_norms_over_stages
 from vescale.compat.meta_shapes import run_on_meta
 from vescale.compat.native_dispatch import install_native_dispatch
 from vescale.compat.needs import CHECKPOINTS, EXACT_MATCHES, OBSERVATION, lacking, self_check
@@ -104,16 +106,14 @@ PATCHES: tuple[Patch, ...] = (
           "the blocks of vescale's placements",
           "PyTorch saves one block a rank and skips placements that it does not know", "placements",
           checkpoint_plans.wrap_protocol, issue="pytorch#169320"),
-    Patch("torch.distributed.checkpoint: _create_default_metadata_only_plan, create_default_local_load_plan",
-          "plans with these blocks, and a check of what is loaded", "PyTorch plans one block a rank", "placements",
-          checkpoint_plans.wrap_planning, issue="pytorch#169320", feature=CHECKPOINTS),
+    Patch("torch.distributed.checkpoint: _create_default_metadata_only_plan, create_default_local_load_plan, "
+          "prepare_global_plan of the file and Hugging Face writers",
+          "plans with these blocks, a check of what is loaded, and an error where blocks would be lost",
+          "PyTorch plans one block a rank; a safetensors file keeps one block of each tensor, silently", "placements",
+          checkpoint_plans.wrap_plans, issue="pytorch#169320", feature=CHECKPOINTS),
     Patch("torch.distributed._state_dict_utils: _distribute_tensors, _broadcast_state_dict, _distribute_state_dict",
           "cut full tensors for vescale's placements", _CUSTOM, "placements", checkpoint_plans.wrap_full_state_dicts,
           issue="pytorch#169320", feature=CHECKPOINTS),
-    Patch("torch.distributed.checkpoint: prepare_global_plan of the file and Hugging Face writers",
-          "raises where blocks would be lost",
-          "a safetensors file keeps one block of each tensor; PyTorch drops the others silently", "placements",
-          checkpoint_plans.refuse_lossy_safetensors, feature=CHECKPOINTS),
     Patch(f"{_DTENSOR}.__deepcopy__, __reduce_ex__",
           "copy and pickle DTensors whose local tensor is inside of a larger storage",
           "PyTorch raises 'invalid python storage'", "placements", dtensor_methods.wrap_copying),
@@ -164,6 +164,9 @@ PATCHES: tuple[Patch, ...] = (
           "run on the local tensors of DTensors with equal placements",
           "PyTorch dispatches each op, 2 to 10 times the step on local tensors, and keeps a spec a parameter and step",
           "ops", optimizers.run_on_local_tensors, issue="pytorch#188174"),
+    Patch("torch.nn.utils.clip_grad._get_total_norm, wherever it is imported",
+          "the norm over all stages of a model", "PyTorch takes this rank's gradients for all", "stages",
+          take_norms_over_stages),
     Patch("kernels of the c10d operators at BackendSelect", "tell observers of a collective, then call the backend's",
           "PyTorch has no hook for collectives of C++ and Python alike", "observation", register_collective_kernels,
           issue="pytorch#186300", feature=OBSERVATION),
@@ -173,7 +176,7 @@ PATCHES: tuple[Patch, ...] = (
 # Parts that a program asks for by name; "ops" comes with the first two.
 _ON_DTENSORS = ("placements", "models")
 # Parts that no sharding decision depends on: they come and go while a model trains, and decisions take longer than a step.
-_WITHOUT_DECISIONS = frozenset({"observation"})
+_WITHOUT_DECISIONS = frozenset({"observation", "stages"})
 _LOCK = threading.RLock()
 _APPLIED: list[tuple[Patch, Changes]] = []
 # Hooks of the parts that the last uninstall() removed.

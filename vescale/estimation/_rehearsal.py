@@ -25,7 +25,7 @@ from vescale.estimation._stages import follow_stages
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
 from vescale.fsdp import state_of
-from vescale.pipeline import current_run
+from vescale.pipeline import current_run, without_guesses
 from vescale.plans import MeshAxes, Plan
 from vescale.runtime import current_activation, locate, parallelize
 
@@ -137,7 +137,8 @@ def rehearse(
         with mode, observe_allocations(log.resized), balanced_tokens(routing):
             model.to_empty(device="cpu")
             if headers is not None:  # a pipeline holds its parameters, which cannot be moved afterwards
-                parallelize(model, plan)
+                with without_guesses():
+                    parallelize(model, plan)
                 follow_stages(model, place, headers)
             inputs = {name: given(mode, value) for name, value in batch.items()}
             for value in inputs.values():

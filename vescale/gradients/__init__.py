@@ -19,9 +19,11 @@ from vescale.gradients._pipeline_shares import (
     OtherStages,
     StageShare,
     other_stages,
+    pipeline_groups,
     set_other_stages,
     set_share,
     shares_of,
+    shares_of_gradients,
 )
 from vescale.gradients._reducer import GradientReducer
 from vescale.gradients._sharded_gradients import ShardedGradients
@@ -51,10 +53,12 @@ __all__ = [
     "local_part",
     "next_unit_number",
     "other_stages",
+    "pipeline_groups",
     "reduce_pending",
     "reduce_unused",
     "refuse_reducers_of",
     "set_other_stages",
     "set_share",
     "shares_of",
+    "shares_of_gradients",
 ]

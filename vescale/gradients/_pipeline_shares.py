@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["OtherStages", "StageShare", "other_stages", "set_other_stages", "set_share", "shares_of"]
+__all__ = [
+    "OtherStages",
+    "StageShare",
+    "other_stages",
+    "pipeline_groups",
+    "set_other_stages",
+    "set_share",
+    "shares_of",
+    "shares_of_gradients",
+]
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,18 @@ def set_share(parameter: torch.Tensor, share: StageShare) -> None:
 
 def shares_of(parameters: Sequence[torch.Tensor]) -> list[StageShare | None]:
     return [_SHARES.get(parameter) for parameter in parameters]
+
+
+def shares_of_gradients(gradients: Sequence[torch.Tensor]) -> list[StageShare | None]:
+    """Of the parameters whose ``.grad`` they are."""
+    known = {id(p.grad): share for p, share in list(_SHARES.items()) if p.grad is not None}
+    return [known.get(id(gradient)) for gradient in gradients]
+
+
+def pipeline_groups() -> dict[dist.ProcessGroup, torch.Tensor]:
+    """The groups over which models of this process are cut into stages, while such a model exists, each with one of the
+    model's parameters on this rank."""
+    return {share.group: parameter for parameter, share in list(_SHARES.items())}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from vescale.comm import AxisGroup
 from vescale.compat import AsyncCollectiveTensor, foreach_mul_, has_foreach, local_of
 from vescale.errors import ArgumentTypeError, TotalNormError
-from vescale.gradients import reduce_pending, shares_of
+from vescale.gradients import StageShare, reduce_pending, shares_of, shares_of_gradients
+from vescale.optim._stage_norms import norm_over_stages, stages_that_wait
 from vescale.optim._total_norm import parts_of, result_dtype, total_norm
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
@@ -42,8 +41,8 @@ def clip_grad_norm_(
     sharded in any way    one reduction of one number for each distinct set of ranks that hold different parts
     Partial               is reduced first, all over the same ranks with the same op and dtype in one all-reduce, and
                           ``grad`` is then the reduced gradient, Replicate where it was Partial
-    of a pipeline         one number more, over the ranks of all stages, all of which call this; a parameter that
-                          several stages have counts once
+    of a pipeline         one number more, over the ranks of all stages, all of which call this (also with none, where a
+                          rank's stages have no such parameters); a parameter that several stages have counts once
     ====================  =======================================================================================
 
     The host waits for the device once with ``error_if_nonfinite``, and never without.
@@ -70,31 +69,13 @@ def clip_grad_norm_(
     for (parameter, before), gradient in zip(owned, gradients):
         if before is not gradient:
             parameter.grad = gradient
-    locals_, groups = parts_of(gradients)
-    shares = shares_of(listed)
-    stages = next((share.group for share in shares if share is not None), None)
-    if stages is None:
-        norm = _norm(locals_, groups, norm_type, error_if_nonfinite, foreach)
-    else:
-        copies = {id(p) for p, share in zip(listed, shares) if share is not None and not share.counts}
-        counted = [n for n, (parameter, _) in enumerate(owned) if id(parameter) not in copies]
-        own = _norm([locals_[n] for n in counted], [groups[n] for n in counted], norm_type, False, foreach)
-        norm = _over_stages(own, stages, float(norm_type))
-        _refuse_nonfinite(norm, float(norm_type), error_if_nonfinite)
+    shares = dict(zip(map(id, listed), shares_of(listed)))
+    waiting = {} if listed else stages_that_wait()
+    of_models = {share.group for share in shares.values() if share is not None} or waiting
+    of_gradients = [shares[id(parameter)] for parameter, _ in owned]
+    locals_, norm = _norm(gradients, of_gradients, of_models, norm_type, error_if_nonfinite, foreach)
     _scale(locals_, max_norm, norm, foreach)
-    return norm.to(result_dtype(locals_))
-
-
-def _over_stages(norm: torch.Tensor, group: dist.ProcessGroup, order: float) -> torch.Tensor:
-    """The norm of a model from those of the stages of each rank. Communication: one number."""
-    number = norm.double() if math.isinf(order) or order == 0 else norm.double().pow(order)
-    gathered = [torch.empty_like(number) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, number, group=group)  # a maximum that is reduced may lose nan
-    every = torch.stack(gathered)
-    if math.isinf(order):
-        return (every.amax() if order > 0 else every.amin()).to(norm.dtype)
-    total = every.sum()
-    return (total if order == 0 else total.pow(1 / order)).to(norm.dtype)
+    return norm.to(result_dtype(gradients or listed or list(waiting.values())))
 
 
 @torch.no_grad()
@@ -105,13 +86,18 @@ def get_total_norm(
 
     Arguments, result, errors and communication as in :func:`clip_grad_norm_`. A copy of Partial tensors is reduced.
 
+    Gradients of a model in stages are recognised; the norm is over all stages.
+
     Args:
         tensors: gradients, for example.
         norm_type, error_if_nonfinite, foreach: as of :func:`clip_grad_norm_`.
     """
-    gradients = reduce_pending(_listed(tensors, "get_total_norm"))
-    locals_, groups = parts_of(gradients)
-    return _norm(locals_, groups, norm_type, error_if_nonfinite, foreach).to(result_dtype(locals_))
+    listed = _listed(tensors, "get_total_norm")
+    waiting = {} if listed else stages_that_wait()
+    shares = shares_of_gradients(listed)
+    gradients = reduce_pending(listed)
+    _, norm = _norm(gradients, shares, waiting, norm_type, error_if_nonfinite, foreach)
+    return norm.to(result_dtype(gradients or list(waiting.values())))
 
 
 @torch.no_grad()
@@ -160,17 +146,24 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(
-    locals_: Sequence[torch.Tensor],
-    groups: Sequence[AxisGroup | None],
+    gradients: Sequence[torch.Tensor],
+    shares: Sequence[StageShare | None],
+    of_models: Iterable[dist.ProcessGroup],
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
-) -> torch.Tensor:
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(this rank's part of each gradient, the norm)"""
     order = float(norm_type)
+    locals_, groups = parts_of(gradients)
     _check_foreach(locals_, foreach)
-    norm = total_norm(locals_, groups, order, foreach)
+
+    def norm_of(indices: Sequence[int]) -> torch.Tensor:
+        return total_norm([locals_[n] for n in indices], [groups[n] for n in indices], order, foreach)
+
+    norm = norm_over_stages(shares, order, norm_of, of_models)
     _refuse_nonfinite(norm, order, error_if_nonfinite)
-    return norm
+    return locals_, norm
 
 
 def _refuse_nonfinite(norm: torch.Tensor, order: float, error_if_nonfinite: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.errors import MatrixBlocksError
+from vescale.gradients import other_stages
 from vescale.optim._matrix_blocks import MatrixGrid, matrix_grid
 from vescale.plans import Path, did_you_mean
 
@@ -47,9 +48,10 @@ def muon_groups(
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
-    for_adamw = _matching(adamw, names_of, "adamw")
+    elsewhere = other_stages(model).names
+    for_adamw = _matching(adamw, names_of, "adamw", elsewhere)
     cut = list((blocks or {}).items())
-    with_blocks = _matching([pattern for pattern, _ in cut], names_of, "blocks")
+    with_blocks = _matching([pattern for pattern, _ in cut], names_of, "blocks", elsewhere)
     chosen: dict[str, tuple[Any, list[tuple[str, nn.Parameter]]]] = {}
     rest: list[tuple[str, nn.Parameter]] = []
     for parameter, names in names_of.items():
@@ -78,16 +80,17 @@ def muon_groups(
 
 
 def _matching(
-    patterns: Sequence[str], names_of: Mapping[nn.Parameter, Sequence[str]], what: str
+    patterns: Sequence[str], names_of: Mapping[nn.Parameter, Sequence[str]], what: str, elsewhere: Collection[str]
 ) -> dict[nn.Parameter, str]:
-    """The first pattern that matches a name of each parameter; raises ValueError for one that matches none."""
+    """The first pattern that matches a name of each parameter; raises ValueError for one that matches none, nor one of those
+    that other stages of a pipeline have."""
     if isinstance(patterns, str):
         raise MatrixBlocksError(f"{what}={patterns!r}; give a list of patterns")
     found: dict[nn.Parameter, str] = {}
     for pattern in patterns:
         path = Path.parse(pattern)
         hits = [parameter for parameter, names in names_of.items() if any(path.matches(name) for name in names)]
-        if not hits:
+        if not hits and not any(path.matches(name) for name in elsewhere):
             everything = [name for names in names_of.values() for name in names]
             raise MatrixBlocksError(
                 f"pattern {pattern!r} of {what} matches none of {len(everything)} parameters"

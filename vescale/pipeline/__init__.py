@@ -4,6 +4,7 @@
 from vescale.pipeline._balance import partition, state_bytes
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import current_run
+from vescale.pipeline._guessed_check import without_guesses
 from vescale.pipeline._install import PipelineModule, parallelize
 from vescale.pipeline._measured_costs import measure_costs
 from vescale.pipeline._runner import Runner
@@ -27,4 +28,5 @@ __all__ = [
     "program_of_stages",
     "schedule_page",
     "state_bytes",
+    "without_guesses",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
 from vescale.errors import PipelineBatchError, PipelineLossError
@@ -15,7 +17,7 @@ from vescale.pipeline._loss_sums import LossShare, share_of_microbatches
 from vescale.pipeline._trace import Trace
 from vescale.plans import PipelineEntry
 
-__all__ = ["Signature", "like", "microbatches_of"]
+__all__ = ["Signature", "inputs_of", "like", "microbatches_of"]
 
 
 class Signature:
@@ -26,6 +28,17 @@ class Signature:
         self.dims = _batch_dims(whole, part, entry)
         self.share = _share(whole, part, entry)
         self.whole, self.part = whole.without_values(), part.without_values()
+
+
+def inputs_of(model: nn.Module, batch: Mapping[str, Any], entry: PipelineEntry) -> dict[str, Any]:
+    """What of a batch the model's forward is called with: all, or beside a callable loss, what it takes; the rest is the
+    loss's."""
+    if not callable(entry.loss):
+        return dict(batch)
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(batch)
+    return {name: value for name, value in batch.items() if name in parameters}
 
 
 def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry) -> list[dict[str, Any]]:

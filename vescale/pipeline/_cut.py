@@ -74,9 +74,10 @@ class Cut:
                         f"pipeline: stages= names no module of stage {stage}; name the one before which it begins",
                         entry.source,
                     )
-            splits = [min(names, key=order.__getitem__) for names in listed[1:]]
+            splits = [_first_called(model, min(names, key=order.__getitem__)) for names in listed[1:]]
         elif entry.split_before:
-            splits = sorted({n for path in entry.split_before for n in _matching(path, order, entry)}, key=order.get)  # type: ignore[arg-type]
+            found = {_first_called(model, n) for path in entry.split_before for n in _matching(path, order, entry)}
+            splits = sorted(found, key=order.__getitem__)
         else:
             splits = balanced_splits(model, entry, num_ranks, program)
         return cls._of_splits(model, entry, tuple(splits), explicit, parameters)
@@ -162,6 +163,15 @@ class Cut:
                 entry.source,
             )
         return cls(splits, bound, {names[key]: frozenset(stages) for key, stages in owners.items()})
+
+
+def _first_called(model: nn.Module, name: str) -> str:
+    """The module itself, or the first module of a list or dict of modules, which are never called."""
+    module = model.get_submodule(name)
+    while isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module):
+        child, module = next(module.named_children())
+        name = f"{name}.{child}"
+    return name
 
 
 def _matching(path: Path, order: Mapping[str, int], entry: PipelineEntry) -> Sequence[str]:

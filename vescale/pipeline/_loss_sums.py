@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from vescale.compat.tensor_subclasses import tree_leaves
+from vescale.compat.tensor_subclasses import tree_leaves, tree_map, without_modes
 from vescale.errors import PipelineLossError
 
 __all__ = ["LossCalls", "LossNodes", "LossShare", "is_mean_of_labels", "share_of_microbatches", "two_scalars"]
@@ -27,6 +27,7 @@ _SCALED = (
     | {getattr(torch.Tensor, name) for name in ("div", "divide", "true_divide", "mul", "multiply", "div_", "mul_")}
     | {getattr(torch.Tensor, name) for name in ("__truediv__", "__mul__", "__rmul__", "__itruediv__", "__imul__")}
 )
+_ON_ONE_DEVICE = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 def two_scalars(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -102,7 +103,8 @@ class LossNodes:
 
 
 class LossCalls(TorchFunctionMode):
-    """Beside a trace: numbers the multiplications of scalars, from :meth:`restart` on, and notes means over labels."""
+    """Beside a trace: numbers the multiplications of scalars, from :meth:`restart` on, and notes means over labels.
+    Functions that refuse operands on several devices before any op runs get all of them on the meta device."""
 
     def __init__(self, nodes: LossNodes) -> None:
         super().__init__()
@@ -120,6 +122,9 @@ class LossCalls(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 self.current = None
+        if func in _ON_ONE_DEVICE and any(isinstance(v, torch.Tensor) and v.is_meta for v in tree_leaves(args)):
+            with without_modes():
+                args = tree_map(lambda v: v.to("meta") if isinstance(v, torch.Tensor) and not v.is_meta else v, args)
         result = func(*args, **kwargs)
         given = is_mean_of_labels(func, args, kwargs)
         if given is not None:

@@ -34,6 +34,8 @@ SHAPE_ONLY = {
     aten.new_full.default,
 }
 
+_LENGTH = 16  # tokens of guessed inputs: recurrent layers take as many steps
+
 
 def stages_that_read(model: nn.Module, splits: Sequence[str]) -> Mapping[str, frozenset[int]]:
     """The stages by parameter, as far as a forward on meta tensors runs; its inputs are guessed.
@@ -44,7 +46,7 @@ def stages_that_read(model: nn.Module, splits: Sequence[str]) -> Mapping[str, fr
     skeleton = skeleton_of(model).to("meta")
     found: dict[str, frozenset[int]] = {}
     most = -1
-    for inputs in guessed_inputs(skeleton):
+    for inputs in guessed_inputs(skeleton, length=_LENGTH):
         reads = _Reads({id(p): name for name, p in skeleton.named_parameters()})
         handles = [
             skeleton.get_submodule(path).register_forward_pre_hook(reads.at_begin(stage))

@@ -19,13 +19,13 @@ from vescale.comm import record, requested_by
 from vescale.compat.random_ops import without_native_fills
 from vescale.errors import PipelineCallError, PipelineTraceError
 from vescale.gradients import StageShare, set_share
-from vescale.pipeline._batches import Signature, like, microbatches_of
+from vescale.pipeline._batches import Signature, inputs_of, like, microbatches_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import running
 from vescale.pipeline._headers import Header, HeaderExchange
 from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss
-from vescale.pipeline._loss_path import check_loss
+from vescale.pipeline._loss_path import check_loss, output_at
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Action, Schedule, build
 from vescale.pipeline._stage import ModelStage
@@ -191,6 +191,11 @@ class Runner:
         return torch.tensor(value / count if count else float("nan"), dtype=dtype, device=self.device), count or 1.0
 
     def _loss_dtype(self) -> torch.dtype:
+        """The dtype of the output's loss; of a callable's, which one rank alone knows: that of parameters."""
+        assert self._known is not None
+        if not callable(self.entry.loss):
+            found: torch.dtype = output_at(self._known.part.output, self.entry.loss, self.entry.source).dtype
+            return found
         return next((p.dtype for p in self.skeleton.parameters() if p.dtype.is_floating_point), torch.float32)
 
     @contextlib.contextmanager
@@ -237,8 +242,10 @@ class Runner:
             for module, twin in zip(self.model.modules(), self.skeleton.modules()):
                 twin.training = module.training
             grad, source = torch.is_grad_enabled(), self.entry.source
-            whole = trace(self.skeleton, self.cut, batch, source, grad=grad)
-            part = trace(self.skeleton, self.cut, self._batches[0], source, grad=grad)
+            whole, part = (
+                trace(self.skeleton, self.cut, inputs_of(self.skeleton, given, self.entry), source, grad=grad)
+                for given in (batch, self._batches[0])
+            )
             check_loss(part.output, self.entry)
             headers = HeaderExchange(f"{self._place}/{len(self._signatures)}")
             found = self._signatures[key] = Signature(whole, part, headers, self.entry)
@@ -295,7 +302,7 @@ class Runner:
         self._begin(stage, microbatch, "F")
         with drawing_rows(rows), running(run), requested_by(f"stage {stage}, micro-batch {microbatch}"):
             run.loss_mode = self._loss.around_forward if stage == self.cut.num_stages - 1 else None
-            out = self.model(**batch)
+            out = self.model(**inputs_of(self.skeleton, batch, self.entry))
         if stage < self.cut.num_stages - 1:
             if run.made is None:
                 raise PipelineTraceError(

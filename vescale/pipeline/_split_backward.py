@@ -26,6 +26,15 @@ class _Junction:
     gradients: tuple[torch.Tensor | None, ...] = ()
 
 
+@dataclass
+class _Apart:
+    """A root that does not depend on the inputs, with its gradient and the parameters that it depends on."""
+
+    root: torch.Tensor
+    gradient: torch.Tensor | None
+    leaves: list[torch.Tensor]
+
+
 class SplitBackward:
     """The backward of ``roots`` in two halves, each of which computes nothing that the other does.
 
@@ -34,8 +43,8 @@ class SplitBackward:
     =========  ========================================================================================================
     `inputs`   the nodes on the way to the inputs, and only their parts for it; their gradients are kept where the way to
                a parameter branches off
-    `weights`  from there, the rest, as one backward: gradients arrive at parameters, and hooks of parameters run, as
-               without the split
+    `weights`  from there, and from roots that do not depend on the inputs, the rest, as one backward: gradients arrive at
+               parameters, and hooks of parameters run, as without the split
     =========  ========================================================================================================
 
     Parameters whose way cannot be left out of the first half get their gradients there: those of nodes for which
@@ -58,6 +67,7 @@ class SplitBackward:
     ) -> None:
         self._roots, self._gradients, self._inputs = list(roots), gradients, list(inputs)
         self._junctions: list[_Junction] = []
+        self._apart: list[_Apart] = []
         self._early: list[torch.Tensor] = []
         if self._inputs:
             self._find(is_whole)
@@ -67,9 +77,10 @@ class SplitBackward:
         if not self._inputs:
             return
         handles = [one.node.register_prehook(_keeping(one)) for one in self._junctions]
+        retain = bool(self._junctions or self._apart)
         try:
             torch.autograd.backward(
-                self._roots, self._gradients, retain_graph=bool(self._junctions), inputs=[*self._inputs, *self._early]
+                self._roots, self._gradients, retain_graph=retain, inputs=[*self._inputs, *self._early]
             )
         finally:
             for handle in handles:
@@ -83,12 +94,13 @@ class SplitBackward:
             self._roots, self._gradients = [], None
             return
         reached = [one for one in self._junctions if any(g is not None for g in one.gradients)]
-        self._junctions = []
-        if reached:
-            like = next(g for one in reached for g in one.gradients if g is not None)
-            anchor = torch.empty((), device=like.device, requires_grad=True)
+        apart = self._apart
+        self._junctions, self._apart = [], []
+        if reached or apart:
+            leaves = apart[0].leaves if apart else reached[0].leaves
+            anchor = torch.empty((), device=leaves[0].device, requires_grad=True)
             with torch.enable_grad():
-                start = _Together.apply(anchor, lambda: _run(reached))
+                start = _Together.apply(anchor, lambda: _run(reached, apart))
             torch.autograd.backward([start], inputs=[anchor])
 
     def _find(self, is_whole: Callable[[Node], bool]) -> None:
@@ -129,6 +141,15 @@ class SplitBackward:
             rest = [leaf for key, leaf in leaves.items() if key not in early]
             if rest:
                 self._junctions.append(_Junction(node, rest))
+        given: Sequence[torch.Tensor | None] = self._gradients or [None] * len(self._roots)
+        for root, gradient in zip(self._roots, given):
+            if root.grad_fn is None:
+                leaves = {id(root): root} if id(root) not in wanted and root.requires_grad else {}
+            else:
+                leaves = below.get(root.grad_fn, {})
+            rest = [leaf for key, leaf in leaves.items() if key not in early]
+            if rest:
+                self._apart.append(_Apart(root, gradient, rest))
 
 
 class _Together(torch.autograd.Function):
@@ -145,7 +166,7 @@ class _Together(torch.autograd.Function):
         return gradient, None
 
 
-def _run(junctions: list[_Junction]) -> None:
+def _run(junctions: list[_Junction], apart: list[_Apart]) -> None:
     for one in junctions:
         given = [(GradientEdge(one.node, n), g) for n, g in enumerate(one.gradients) if g is not None]
         # Hooks on the node have seen these gradients in the first half; what they make of them now is put aside.
@@ -156,7 +177,10 @@ def _run(junctions: list[_Junction]) -> None:
             )
         finally:
             handle.remove()
+    for root in apart:
+        torch.autograd.backward([root.root], [root.gradient], retain_graph=True, inputs=root.leaves)
     junctions.clear()
+    apart.clear()
 
 
 def _keeping(junction: _Junction) -> Callable[..., None]:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from vescale.ir import Local, Program, Unit, UnitBucket, predict, predict_buckets, stand_in_for_experts, unit_buckets
-from vescale.pipeline._batches import microbatches_of
+from vescale.pipeline._batches import inputs_of, microbatches_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
+from vescale.pipeline._guessed_check import check_with_guesses
 from vescale.pipeline._loss_path import check_loss
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Schedule, make_schedule
@@ -45,7 +46,8 @@ class StagedProgram:
 
     @classmethod
     def of(cls, plan: Plan, model: nn.Module, program: Program) -> StagedProgram:
-        """Raises PlanError for a pipeline that does not fit the model, the mesh or the program."""
+        """Raises PlanError for a pipeline that does not fit the model, the mesh or the program, also in a forward of guessed
+        inputs, if there are any that the model takes."""
         entry = plan.pipeline_entry
         assert entry is not None
         num_ranks = plan.axes.size(entry.mesh)
@@ -58,14 +60,19 @@ class StagedProgram:
                 stand_in_for_experts(skeleton.get_submodule(instruction.path))
         skeleton.__dict__["_pipeline_dtypes"] = TracedDtypes(skeleton, program)
         add_gates(skeleton, cut)
+        check_with_guesses(model, skeleton, cut, entry)
         return cls(entry, cut, schedule, program, skeleton)
 
     def traced(self, batch: Mapping[str, Any]) -> Trace:
         """The forward of the first micro-batch of ``batch``. Raises PlanError for one that the stages do not fit."""
-        part = microbatches_of(batch, self.entry)[0]
+        part = self._inputs(batch)
         found = trace(self.skeleton, self.cut, part, self.entry.source, grad=True)
         check_loss(found.output, self.entry)
         return found
+
+    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the first micro-batch."""
+        return inputs_of(self.skeleton, microbatches_of(batch, self.entry)[0], self.entry)
 
     def counts(self, batch: Mapping[str, Any]) -> dict[int, dict[str, int]]:
         """What one ``.step(**batch)`` communicates, for each stage, on each of its ranks.
@@ -85,7 +92,7 @@ class StagedProgram:
                 if boundary is not None:
                     found[stage][into] += messages[f"forward_{into}"] * len(boundary.leaves)
                     found[stage][out] += messages[f"backward_{out}"] * sum(boundary.requires_grad)
-        part = microbatches_of(batch, self.entry)[0]
+        part = self._inputs(batch)
         meta = {name: v.to("meta") if isinstance(v, torch.Tensor) else v for name, v in part.items()}
         gradients = predict(self.program, self.skeleton, meta).gradients
         for rank in range(len(self.schedule.actions)):

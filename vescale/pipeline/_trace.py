@@ -224,10 +224,19 @@ class _Recorder(TorchDispatchMode):
                 "give the beginnings of stages in the order in which the forward calls them",
                 self.source,
             )
-        self.stage = gate.begins
-        self.loss_calls.restart()
         leaves, _ = tree_flatten(arguments)
         found = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) in self.made]
+        for n in found:
+            made = self.made[id(leaves[n])]
+            if made < self.stage and id(leaves[n]) not in self.carried:
+                raise PipelineTraceError(
+                    f"pipeline: {gate.path!r}, before which stage {gate.begins} begins, gets a tensor of shape "
+                    f"{tuple(leaves[n].shape)} that stage {made} has made, and that stage {self.stage} does not have: it is "
+                    f"no argument of {self.cut.splits[self.stage - 1]!r}. Begin the stages before other modules",
+                    self.source,
+                )
+        self.stage = gate.begins
+        self.loss_calls.restart()
         self.carried = {id(leaves[n]) for n in found}
         self.aliases = set(self.carried)
         shapes = tuple(tuple(leaves[n].shape) for n in found)

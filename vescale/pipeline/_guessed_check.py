@@ -1,0 +1,74 @@
+"""What of a pipeline can be checked before there is a batch: its cut and its loss, in a forward of guessed inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Iterator
+
+from torch import nn
+
+from vescale.errors import PipelineBatchError, PipelineLossError, PipelineTraceError
+from vescale.ir import random_inputs
+from vescale.pipeline._batches import Signature, microbatches_of
+from vescale.pipeline._block_work import guessed_inputs
+from vescale.pipeline._cut import Cut
+from vescale.pipeline._headers import HeaderExchange
+from vescale.pipeline._loss import BatchLoss
+from vescale.pipeline._loss_path import check_loss
+from vescale.pipeline._skeleton import skeleton_of
+from vescale.pipeline._trace import Trace, trace
+from vescale.plans import PipelineEntry
+
+__all__ = ["check_with_guesses", "without_guesses"]
+
+_LENGTH = 16  # tokens
+
+
+_OFF: contextvars.ContextVar[bool] = contextvars.ContextVar("_OFF", default=False)
+
+
+@contextlib.contextmanager
+def without_guesses() -> Iterator[None]:
+    """A context in which plans are lowered without :func:`check_with_guesses`: of a plan that has passed it."""
+    token = _OFF.set(True)
+    try:
+        yield
+    finally:
+        _OFF.reset(token)
+
+
+def check_with_guesses(model: nn.Module, skeleton: nn.Module, cut: Cut, entry: PipelineEntry) -> None:
+    """Trace the gated ``skeleton`` of ``model`` with the first guess of inputs that its forward takes. Where it takes none,
+    the first step is the first check.
+
+    Raises PlanError for a forward that the cut does not fit, and for a loss that does not add up over micro-batches. What
+    depends on the sizes of a batch is left to the steps, and so is an output without a loss: labels may be missing.
+    """
+    if _OFF.get():
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about guesses
+        for guess in guessed_inputs(skeleton_of(model).to("meta"), 2 * entry.microbatches, _LENGTH):
+            try:
+                batch = random_inputs(guess, model, 0)
+                whole, part = (
+                    trace(skeleton, cut, given, entry.source, grad=True)
+                    for given in (batch, microbatches_of(batch, entry)[0])
+                )
+            except PipelineTraceError:
+                raise
+            except Exception:  # the forward does not take this guess
+                continue
+            if not callable(entry.loss) and _has_loss(part, entry):
+                with contextlib.suppress(PipelineBatchError):  # of the sizes that were guessed
+                    BatchLoss(entry, Signature(whole, part, HeaderExchange(""), entry), batch)
+            return
+
+
+def _has_loss(traced: Trace, entry: PipelineEntry) -> bool:
+    with contextlib.suppress(PipelineLossError):
+        check_loss(traced.output, entry)
+        return True
+    return False
