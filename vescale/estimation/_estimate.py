@@ -13,6 +13,7 @@ from torch import nn
 
 from vescale.errors import EstimateArgumentError
 from vescale.estimation._compare import Comparison, compare
+from vescale.estimation._device_attention import attention_of_gpu
 from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
 from vescale.estimation._devices import Device, device_of
 from vescale.estimation._memory_timeline import timeline_of
@@ -207,6 +208,7 @@ def estimate(
                 num_steps=num_steps,
                 routing=routing_of(program, load, own),
                 headers=into if entry is not None else None,
+                attention=attention_of_gpu() if table.is_gpu else None,
             )
 
         if entry is not None and not into:
