@@ -19,8 +19,9 @@ _THREAD = threading.local()
 
 @contextlib.contextmanager
 def attention_by(attend: Callable[..., torch.Tensor | None]) -> Iterator[None]:
-    """Inside, ``attend`` gets the arguments of ``scaled_dot_product_attention`` on plain tensors of the host, from this thread;
-    where it returns None, the host's kernel runs. Also where torch functions are not passed to modes."""
+    """Inside, ``attend`` gets the arguments of ``scaled_dot_product_attention`` on plain tensors, in this thread.
+
+    Where it returns None, the host's kernel runs. Modes would not see all calls: some run without torch functions."""
     registered = library.Library("aten", "IMPL")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ import contextlib
 import torch
 
 from vescale.compat.attention_kernels import attention_by, host_has_attention_kernel
+from vescale.errors import UnsupportedRandomOpError
 
 __all__ = ["attention_of_gpu"]
 
@@ -14,8 +15,8 @@ _aten = torch.ops.aten
 
 
 def attention_of_gpu() -> contextlib.AbstractContextManager[None]:
-    """Inside, where the host would multiply queries and keys as matrices (dropout, values with fewer numbers than keys), the
-    operator of a GPU's kernel runs, which keeps one number for each query and head. It must run without values."""
+    """Inside, where the host would multiply queries and keys as matrices (values with fewer numbers than keys), the operator
+    of a GPU's kernel runs, which keeps one number for each query and head. It must run without values."""
     return attention_by(_attend)
 
 
@@ -33,7 +34,10 @@ def _attend(
     options = {"scale": scale, "enable_gqa": enable_gqa}
     if not query.ndim == key.ndim == value.ndim == 4 or query.is_meta:
         return None
-    if host_has_attention_kernel(query, key, value, attn_mask, dropout_p, is_causal, **options):
+    try:
+        if host_has_attention_kernel(query, key, value, attn_mask, dropout_p, is_causal, **options):
+            return None
+    except UnsupportedRandomOpError:  # a part of one device's dropout is drawn, which kernels cannot
         return None
     groups = query.shape[1] // key.shape[1]
     if groups > 1:

@@ -13,8 +13,8 @@ from torch import nn
 
 from vescale.errors import EstimateArgumentError
 from vescale.estimation._compare import Comparison, compare
-from vescale.estimation._device_attention import attention_of_gpu
 from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
+from vescale.estimation._device_attention import attention_of_gpu
 from vescale.estimation._devices import Device, device_of
 from vescale.estimation._memory_timeline import timeline_of
 from vescale.estimation._optimizers import make_optimizer

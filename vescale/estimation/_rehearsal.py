@@ -117,7 +117,7 @@ def rehearse(
 ) -> Rehearsal:
     """Run ``num_steps`` training steps of ``rank``. ``model`` is on the meta device, and is used up.
 
-    ``headers``: of a pipeline, of what enters each stage; empty: they are learned. ``attention``: how another device attends.
+    ``headers``: of a pipeline, of what enters each stage; empty: they are learned. ``attention``: of another device.
     """
     place = _Place()
     log = MemoryLog(place)

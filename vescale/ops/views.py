@@ -20,6 +20,7 @@ from vescale.ops._refit import refit_ragged, runs_of
 from vescale.ops._registry import register_aten
 from vescale.ops._regrouped_dims import is_cut_unevenly, regrouped
 from vescale.placements import (
+    FlattenedShard,
     InterleavedShard,
     RaggedShard,
     coordinates,
@@ -170,7 +171,7 @@ def _is_even(shape: tuple[int, ...], placements: Sequence[Placement], mesh_shape
         dim, pieces = shard_dim(placement), split_factor(placement)
         if placement.is_replicate():
             continue
-        if dim is None or dim in in_pieces or type(placement) not in (Shard, InterleavedShard):
+        if dim is None or dim in in_pieces or isinstance(placement, FlattenedShard):
             return False
         cuts[dim] *= size * pieces
         if pieces > 1:
