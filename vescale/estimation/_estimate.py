@@ -47,6 +47,7 @@ class Estimate:
         time: seconds of a step.
         notes: what was assumed.
         given: the arguments of :func:`estimate`.
+        padding_bytes: of the parameters of a rank, padding of buffers.
         zero_table, what_if: rows of :mod:`vescale.estimation._variants`, where they were asked for.
     """
 
@@ -60,6 +61,7 @@ class Estimate:
     given: Mapping[str, Any] = field(default_factory=dict, repr=False)
     zero_table: tuple[dict[str, Any], ...] = ()
     what_if: tuple[dict[str, Any], ...] = ()
+    padding_bytes: int = 0
 
     def again(self, **changes: Any) -> Estimate:
         """The estimate of the same arguments but for those in ``changes``."""
@@ -235,6 +237,7 @@ def estimate(
     times: list[StepTime] = []
     passes: dict[tuple[int, str], float] = {}
     ran: list[int] = []
+    padding = (0, 0)
     for column in range(num_columns):
         part = program
         if entry is not None:
@@ -252,7 +255,9 @@ def estimate(
                 again_ = run(repeats, other, column, {})
                 seen.append(SeenRank(other, again_, timeline_of(again_, repeats, table.rounding_bytes)))
         ran += [global_rank(column, one.rank) for one in seen]
-        for one in memory_of_ranks(part, seen, uneven, repeats, rank_states(part, skeleton)):
+        states = rank_states(part, skeleton)
+        padding = max(padding, (states.padding, int(states.parameters.max())))
+        for one in memory_of_ranks(part, seen, uneven, repeats, states):
             ranks = tuple(sorted(global_rank(column, own) for own in one.ranks))
             where = dict(zip(axes.names, map(int, np.unravel_index(ranks[0], axes.sizes))))
             memory.append(replace(one, ranks=ranks, coordinates=where))
@@ -263,6 +268,11 @@ def estimate(
         time = _with_bubble(times, passes, staged.schedule)
     numbers = " and ".join(map(str, ran))
     notes.insert(0, f"rank {numbers} was run for {steps} steps without numbers, with the engine's own code")
+    if padding[0] > 0.1 * padding[1]:
+        notes.append(
+            f"of {padding[1]:,} bytes of parameters of a rank, {padding[0]:,} are padding, because blocks that stay whole "
+            "do not fill the ranks: give smaller ones, as Ragged(block=...), or fewer ranks (see vescale advise)"
+        )
     ranks_found = tuple(memory)
     outside = table.outside(axes)
 
@@ -278,7 +288,7 @@ def estimate(
         "rank": rank,
         "reduce_depth": reduce_depth,
     }
-    return Estimate(program, axes, table, ranks_found, outside, time, tuple(notes), given)
+    return Estimate(program, axes, table, ranks_found, outside, time, tuple(notes), given, padding_bytes=padding[0])
 
 
 def _with_bubble(times: list[StepTime], passes: dict[tuple[int, str], float], schedule: Schedule) -> StepTime:

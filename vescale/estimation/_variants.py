@@ -27,7 +27,7 @@ from vescale.plans import (
     with_pipeline,
 )
 
-__all__ = ["WHAT_IF", "changed", "unit_paths", "what_if", "zero_plan", "zero_table"]
+__all__ = ["WHAT_IF", "changed", "hybrid_plan", "unit_paths", "what_if", "zero_plan", "zero_table"]
 
 WHAT_IF = (
     "batch=16, sequence=4096, stage=2 (of ZeRO), offload=true, checkpoint=full (selective, offload, none), "
@@ -177,7 +177,7 @@ def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
         for part in (n for n in range(2, size) if size % n == 0):
             given = dict(estimate.given)
             try:
-                given["plan"] = _hybrid(plan, data[0], part, _unit_paths(estimate))
+                given["plan"] = hybrid_plan(plan, data[0], part, _unit_paths(estimate))
                 row = row_of(estimate.again(**given))
             except PlanError as error:
                 row = {"error": str(error)}
@@ -185,8 +185,8 @@ def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "what_if"} for row in rows]
 
 
-def _hybrid(plan: Plan, axis: str, part: int, units: tuple[str, ...]) -> Plan:
-    """Stage 3 over ``part`` neighbours on ``axis``, which becomes two axes: replicas, and those that share parameters."""
+def hybrid_plan(plan: Plan, axis: str, part: int, units: tuple[str, ...]) -> Plan:
+    """Stage 3 of ZeRO over ``part`` neighbours on ``axis``, which becomes two axes: replicas, and those that share."""
     replicas = f"{axis}_replicas"
     names: list[str] = []
     sizes: list[int] = []
