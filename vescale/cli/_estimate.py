@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from vescale.estimation import Estimate
 
-__all__ = ["add_arguments", "parse_dtype", "parse_input", "run"]
+__all__ = ["add_arguments", "parse_dtype", "parse_input", "parse_load", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", metavar="DTYPE", help="of the model's parameters, as bfloat16 (default: as it is built)"
     )
-    parser.add_argument("--load", type=float, default=1.0, help="of experts: how many times the mean (default: 1)")
-    parser.add_argument("--rank", type=int, default=0, help="whose activations are measured (default: 0)")
+    parser.add_argument(
+        "--load",
+        type=parse_load,
+        default=1.0,
+        help="of experts: how many times the mean (default: 1), or tokens of each expert, as 120,80,95,105",
+    )
+    parser.add_argument("--rank", type=int, help="whose activations are measured (default: that of most tokens)")
     parser.add_argument("--steps", type=int, default=3, help="how many steps are run (default: 3)")
     parser.add_argument("--zero-table", action="store_true", help="also stages 0 to 3 of ZeRO, and HSDP")
     parser.add_argument(
@@ -117,6 +122,14 @@ def parse_input(text: str) -> tuple[str, Any]:
         raise UsageError(f"--batch {text}: write NAME=SHAPE[:DTYPE], as input_ids=8x4096 or x=8x16:bfloat16")
     numbers = tuple(int(size) for size in sizes)
     return name, torch.empty(numbers, dtype=parse_dtype(dtype_name), device="meta") if dtype_name else numbers
+
+
+def parse_load(text: str) -> float | list[float]:
+    """A factor, or a histogram with commas."""
+    found = [float(part) for part in text.split(",")]
+    if any(not number >= 0 for number in found) or not sum(found):
+        raise ValueError(text)
+    return found[0] if len(found) == 1 else found
 
 
 def parse_dtype(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -146,7 +147,7 @@ def estimate(
     steps: int = 3,
     loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
     load: float | list[float] = 1.0,
-    rank: int = 0,
+    rank: int | None = None,
     reduce_depth: bool = True,
 ) -> Estimate:
     """Memory of every rank and seconds of a step, by running the engine's own code for one rank without numbers.
@@ -164,7 +165,8 @@ def estimate(
         steps: how many steps are run; the last one is the steady state.
         loss: of the model's output and the batch; by default ``output.loss``, or the mean of the first output.
         load: of experts: how many times the mean this rank's experts get, or relative numbers of tokens of all experts.
-        rank: whose activations are measured. Parameters, gradients and optimizer states are those of every rank.
+        rank: whose activations are measured; None: 0, or the one whose experts get most of a histogram. Parameters,
+            gradients and optimizer states are those of every rank.
         reduce_depth: False runs every module.
 
     Raises:
@@ -181,6 +183,8 @@ def estimate(
         plan = plan.without_mesh()
     program = lower(plan, skeleton)
     axes, entry, staged = plan.axes, plan.pipeline_entry, program.pipeline
+    asked = rank
+    rank = _busiest(program, axes, load) if rank is None else rank
     places = np.unravel_index(rank, axes.sizes)
     by_axis = {name: int(c) for name, c in zip(axes.names, places)}
     inner = int(np.ravel_multi_index([by_axis.get(n, 0) for n in program.axes.names], program.axes.sizes))
@@ -285,7 +289,7 @@ def estimate(
         "steps": steps,
         "loss": loss,
         "load": load,
-        "rank": rank,
+        "rank": asked,
         "reduce_depth": reduce_depth,
     }
     return Estimate(program, axes, table, ranks_found, outside, time, tuple(notes), given, padding_bytes=padding[0])
@@ -315,7 +319,7 @@ def _with_bubble(times: list[StepTime], passes: dict[tuple[int, str], float], sc
 def routing_of(program: Program, load: float | list[float], rank: int) -> Routing:
     """How tokens choose among the experts of a rank; ``load`` as in :func:`estimate`."""
     sizes = dict(zip(program.axes.names, program.axes.sizes))
-    experts = next((i.op.experts for i in program if isinstance(i.op, Local) and i.op.kind == "experts"), ())
+    experts = _expert_axes(program)
     coordinate = np.unravel_index(rank, program.axes.sizes)
     index, count = 0, 1
     for axis, own in zip(program.axes.names, coordinate):
@@ -324,3 +328,18 @@ def routing_of(program: Program, load: float | list[float], rank: int) -> Routin
     if isinstance(load, int | float):
         return Routing(factor=float(load), share=(index, count))
     return Routing(histogram=tuple(load), share=(index, count))
+
+
+def _expert_axes(program: Program) -> tuple[str, ...]:
+    return next((i.op.experts for i in program if isinstance(i.op, Local) and i.op.kind == "experts"), ())
+
+
+def _busiest(program: Program, axes: MeshAxes, load: float | list[float]) -> int:
+    """The first rank whose experts get most tokens."""
+    own = [axis for axis in program.axes.names if axis in _expert_axes(program)]
+    shape = [axes.size(axis) for axis in own]
+    if isinstance(load, int | float) or not own or len(load) % math.prod(shape):
+        return 0
+    shares = np.asarray(load, dtype=np.float64).reshape(math.prod(shape), -1).sum(axis=1)
+    found = dict(zip(own, np.unravel_index(int(shares.argmax()), shape)))
+    return int(np.ravel_multi_index([int(found.get(name, 0)) for name in axes.names], axes.sizes))
