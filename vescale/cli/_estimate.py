@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import bytes_text, new_console, new_table, print_json, working
@@ -59,12 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0: it fits; 1: it does not, or the plan does not fit the model."""
     with working("loading torch"):
-        from vescale.estimation import calibrate, estimate, page, what_if, zero_table
+        from vescale.estimation import estimate, page, what_if, zero_table
         from vescale.plans import PlanError
 
     if args.calibrate:
         with working("measuring this machine"):
-            calibrate(args.calibrate)
+            _calibrate(args.calibrate)
         if args.plan is None:
             return 0
     if args.plan is None or args.model is None or not args.batch:
@@ -111,6 +112,17 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
+def _calibrate(file: str) -> None:
+    from vescale.estimation import calibrate
+
+    if not os.path.isdir(os.path.dirname(os.path.abspath(file))):
+        raise UsageError(f"--calibrate {file}: there is no such folder")
+    try:
+        calibrate(file)
+    except OSError as error:
+        raise UsageError(f"--calibrate {file}: {error.strerror}") from None
+
+
 def parse_input(text: str) -> tuple[str, Any]:
     """An input of ``--batch``: its name, and a shape or a meta tensor."""
     import torch
@@ -126,9 +138,12 @@ def parse_input(text: str) -> tuple[str, Any]:
 
 def parse_load(text: str) -> float | list[float]:
     """A factor, or a histogram with commas."""
-    found = [float(part) for part in text.split(",")]
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
     if any(not number >= 0 for number in found) or not sum(found):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a factor, as 1.2, nor tokens of each expert, as 120,80")
     return found[0] if len(found) == 1 else found
 
 

@@ -184,7 +184,10 @@ def estimate(
     program = lower(plan, skeleton)
     axes, entry, staged = plan.axes, plan.pipeline_entry, program.pipeline
     asked = rank
+    num_ranks = math.prod(axes.sizes)
     rank = _busiest(program, axes, load) if rank is None else rank
+    if not 0 <= rank < num_ranks:
+        raise EstimateArgumentError(f"rank is {rank}; the mesh has ranks 0 to {num_ranks - 1}")
     places = np.unravel_index(rank, axes.sizes)
     by_axis = {name: int(c) for name, c in zip(axes.names, places)}
     inner = int(np.ravel_multi_index([by_axis.get(n, 0) for n in program.axes.names], program.axes.sizes))
@@ -270,8 +273,8 @@ def estimate(
     time = times[0]
     if entry is not None:
         time = _with_bubble(times, passes, staged.schedule)
-    numbers = " and ".join(map(str, ran))
-    notes.insert(0, f"rank {numbers} was run for {steps} steps without numbers, with the engine's own code")
+    numbers = f"rank {ran[0]} was" if len(ran) == 1 else f"ranks {' and '.join(map(str, ran))} were"
+    notes.insert(0, f"{numbers} run for {steps} steps without numbers, with the engine's own code")
     if padding[0] > 0.1 * padding[1]:
         notes.append(
             f"of {padding[1]:,} bytes of parameters of a rank, {padding[0]:,} are padding, because blocks that stay whole "

@@ -81,7 +81,7 @@ def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]
     elif name == "stage":
         given["plan"] = zero_plan(plan, _batch_axes(plan), _number(name, value), units)
     elif name == "checkpoint":
-        given["plan"] = _checkpointed(plan, value)
+        given["plan"] = _checkpointed(plan, value, units)
     elif name == "offload":
         given["plan"] = _with_offload(plan, units) if value.lower() in ("1", "true", "yes") else plan
     elif name == "precision":
@@ -89,7 +89,10 @@ def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]
     elif name == "mesh":
         given["plan"] = _on_mesh(plan, value)
     elif name == "load":
-        given["load"] = float(value)
+        try:
+            given["load"] = float(value)
+        except ValueError:
+            raise WhatIfError(f"what-if load={value}: give how many times the mean, as 1.2") from None
     elif name in ("optimizer", "device"):
         given[name] = value
     else:
@@ -218,13 +221,17 @@ def unit_paths(model: nn.Module) -> tuple[str, ...]:
     return tuple(re.escape(path) + r"\.\d+" for path in outer)
 
 
-def _checkpointed(plan: Plan, policy: str) -> Plan:
+def _checkpointed(plan: Plan, policy: str, units: tuple[str, ...]) -> Plan:
+    if policy not in ("none", "full", "selective", "offload"):
+        raise WhatIfError(f"what-if checkpoint={policy}: give none, full, selective or offload")
     found = _without(plan, CheckpointEntry)
-    return (
-        found
-        if policy == "none"
-        else found.checkpoint(r"(.*\.)?(layers|blocks|block|h|layer|transformer_blocks)\.\d+", policy)
-    )
+    if policy == "none":
+        return found
+    if not units:
+        raise EstimateError("the model has no list of blocks (nn.ModuleList), whose activations would be checkpointed")
+    for path in units:
+        found.checkpoint(path, policy)
+    return found
 
 
 def _with_precision(plan: Plan, dtype: str) -> Plan:
