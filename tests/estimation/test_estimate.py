@@ -181,7 +181,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*call, "--device", str(small), "--steps", "1"]) == 1
     assert "does not fit" in capsys.readouterr().out
     assert main([*call, "--device", "h1000"]) == 2 and main(call[:4]) == 2
-    assert main([*call, "--optimizer", "adamv"]) == 2 and main([*call, "--what-if", "x"]) == 2
+    wrong = (["--optimizer", "adamv"], ["--rank", "4"], ["--calibrate", "/no/such/folder/x.yaml"])
+    wrong += tuple(["--what-if", text] for text in ("x", "load=x", "checkpoint=most"))
+    assert [main([*call, *more]) for more in wrong] == [2] * len(wrong)
+    with pytest.raises(SystemExit):
+        main([*call, "--load", "many"])
 
 
 @pytest.mark.parametrize("name", device_names())

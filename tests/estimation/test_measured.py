@@ -7,18 +7,16 @@ import pytest
 from tests.estimation.measure import CASES, estimated, measured
 from tests.ranks import RankPools
 
-# Asked for: at most 1 % under. One rank is 1.06 % under (its layers route differently; an estimate gives all one load).
-_UNDER = pytest.mark.xfail(reason="1.06 % under on one rank", strict=False)
 
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=_UNDER if n == "experts tp" else ()) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_bytes_of_a_step(ranks: RankPools, name: str) -> None:
     case = CASES[name]
     found = ranks.run(measured, case, world_size=2)
     loads = [sum(counts) for counts in zip(*(one.loads for one in found))]
-    estimate = estimated(case, load=loads or 1.0)
     tolerance = 0.02 if "experts" in name else 0.01
     for rank, measured_bytes in enumerate(found):
+        # Ranks of experts get different numbers of tokens: each is estimated with its own.
+        estimate = estimated(case, load=loads or 1.0, rank=rank if loads else None)
         (own,) = (r for r in estimate.ranks if rank in r.ranks)
         assert own.maximum["parameters"] == measured_bytes.parameters
         assert own.maximum["gradients"] == measured_bytes.gradients

@@ -573,6 +573,13 @@ def on_rank_arguments() -> None:
             with strict_placements():
                 assert_same(torch.add(floats, floats, alpha=factor), torch.add(whole, whole, alpha=factor))
                 assert_same(torch.clamp(floats, min=factor), torch.clamp(whole, min=factor))
+    full = torch.arange(60.0).reshape(5, 4, 3)
+    cut = place(full, ((2,), (InterleavedShard(0, 2),)))
+    for made in (cut.new_zeros(5, 4, 7), cut.new_full((5, 2, 3), 2.0), cut.new_ones(5, 4, 7)):
+        assert made.placements == cut.placements  # where only sharded dims keep their sizes, as in DeepSeek's keys
+    assert_same(cut.new_full((5, 2, 3), 2.0), full.new_full((5, 2, 3), 2.0))
+    for size in ((4, 4, 3), (5, 4), (5, 4, 3, 1)):
+        assert cut.new_zeros(size).placements == (Replicate(),)
     whole = torch.arange(96.0).reshape(4, 2, 3, 4)
     images = place(whole, ((2,), (InterleavedShard(0, 2),)))
     for order in (torch.preserve_format, torch.channels_last, torch.preserve_format):

@@ -125,7 +125,7 @@ _LATENT = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
+    "v_head_dim": 12,
 }
 
 

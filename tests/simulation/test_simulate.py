@@ -62,6 +62,15 @@ optimizer = torch.optim.AdamW(model.parameters())
 model(torch.ones(2, 1024)).sum().backward()
 optimizer.step()
 """,
+    "bytes": """
+x = torch.randn(1 << 19)
+dist.all_reduce(x)
+dist.all_gather([torch.empty(1 << 19) for _ in range(world)], x)
+dist.all_gather_into_tensor(torch.empty(world << 19), x)
+dist.reduce_scatter_tensor(torch.empty(1 << 19), torch.randn(world << 19))
+dist.all_to_all_single(torch.empty(1 << 19), x)
+dist.broadcast(x, 0)
+""",
     "stages": """
 import vescale
 mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("pp",))
@@ -83,6 +92,7 @@ JOBS = {
     "key": (2, [1]),
     "sizes": (1, [0]),
     "sharded": (1024, [0, 511]),
+    "bytes": (4, [0, 1]),
     "stages": (4, [3]),
 }
 
@@ -143,6 +153,17 @@ def test_a_rank_that_does_not_end(simulations: dict[str, Simulation]) -> None:
 def test_a_key_that_nobody_sets(simulations: dict[str, Simulation]) -> None:
     (finding,) = simulations["key"].findings
     assert finding.kind == "never-comes" and "from nobody" in finding.text and "key.py:10" in finding.at
+
+
+def test_bytes_of_large_collectives(simulations: dict[str, Simulation]) -> None:
+    """Those that a rank receives, and where in the script, though nothing of these tensors is computed or moved."""
+    found = simulations["bytes"].to_json()
+    assert not found["findings"]
+    size = 4 << 19
+    for rank in ("0", "1"):
+        calls = found["ranks"][rank]["collectives"]
+        assert [c["bytes"] for c in calls] == [3 * size // 2, 3 * size, 3 * size, 3 * size, 3 * size // 4, size]
+        assert [Path(c["site"].split()[0]).name for c in calls] == [f"bytes.py:{n}" for n in range(12, 18)]
 
 
 def test_memory_by_category(simulations: dict[str, Simulation]) -> None:

@@ -12,12 +12,12 @@ from vescale.errors import BufferMemoryError
 
 __all__ = ["Allocation", "observe_allocations"]
 
-_OBSERVERS: list[Callable[[torch.UntypedStorage], None]] = []
+_OBSERVERS: list[Callable[[torch.UntypedStorage, int], None]] = []
 
 
 @contextlib.contextmanager
-def observe_allocations(observer: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside, ``observer`` is called with each storage that an :class:`Allocation` has allocated or freed."""
+def observe_allocations(observer: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Inside, ``observer`` is called with each storage that an :class:`Allocation` has allocated or freed, and its bytes."""
     _OBSERVERS.append(observer)
     try:
         yield
@@ -43,6 +43,7 @@ class Allocation:
         self.pool = pool
         self.num_bytes = 0
         self._storage: torch.UntypedStorage | None = None
+        self._is_free = True
         self._attached: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def reserve(self, num_bytes: int) -> int:
@@ -55,7 +56,7 @@ class Allocation:
 
     @property
     def is_allocated(self) -> bool:
-        return self._storage is not None and (self.num_bytes == 0 or self._storage.size() > 0)
+        return self._storage is not None and (self.num_bytes == 0 or not self._is_free)
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -78,23 +79,29 @@ class Allocation:
         if self._storage is None:
             block = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pin_memory)
             self._storage = block.untyped_storage()
-        elif self._storage.size() != self.num_bytes and self.device.type != "meta":
-            self._storage.resize_(self.num_bytes)
+        else:
+            self._resize(self._storage, self.num_bytes)
         for storage, num_bytes in self._attached.values():
-            if storage.nbytes() != num_bytes:
-                storage.resize_(num_bytes)
+            self._resize(storage, num_bytes)
+        self._is_free = False
         self._tell()
 
     def free(self) -> None:
         """Free the memory; tensors over it must not be used until :meth:`allocate`."""
-        if self._storage is not None and self._storage.size() and self.device.type != "meta":
-            self._storage.resize_(0)
+        if self._storage is not None:
+            self._resize(self._storage, 0)
         for storage, _ in self._attached.values():
-            storage.resize_(0)
+            self._resize(storage, 0)
+        self._is_free = True
         self._tell()
+
+    def _resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Addresses without memory, which an estimate takes for more than the host has, stay."""
+        if storage.nbytes() != num_bytes and self.device.type != "meta" and storage.resizable():
+            storage.resize_(num_bytes)
 
     def _tell(self) -> None:
         for observer in tuple(_OBSERVERS):  # another thread may add one
             for storage in (self._storage, *(storage for storage, _ in self._attached.values())):
                 if storage is not None:
-                    observer(storage)
+                    observer(storage, 0 if self._is_free else storage.nbytes())

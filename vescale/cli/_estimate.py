@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import bytes_text, new_console, new_table, print_json, working
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from vescale.estimation import Estimate
 
-__all__ = ["add_arguments", "parse_dtype", "parse_input", "run"]
+__all__ = ["add_arguments", "parse_dtype", "parse_input", "parse_load", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", metavar="DTYPE", help="of the model's parameters, as bfloat16 (default: as it is built)"
     )
-    parser.add_argument("--load", type=float, default=1.0, help="of experts: how many times the mean (default: 1)")
-    parser.add_argument("--rank", type=int, default=0, help="whose activations are measured (default: 0)")
+    parser.add_argument(
+        "--load",
+        type=parse_load,
+        default=1.0,
+        help="of experts: how many times the mean (default: 1), or tokens of each expert, as 120,80,95,105",
+    )
+    parser.add_argument("--rank", type=int, help="whose activations are measured (default: that of most tokens)")
     parser.add_argument("--steps", type=int, default=3, help="how many steps are run (default: 3)")
     parser.add_argument("--zero-table", action="store_true", help="also stages 0 to 3 of ZeRO, and HSDP")
     parser.add_argument(
@@ -54,12 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0: it fits; 1: it does not, or the plan does not fit the model."""
     with working("loading torch"):
-        from vescale.estimation import calibrate, estimate, page, what_if, zero_table
+        from vescale.estimation import estimate, page, what_if, zero_table
         from vescale.plans import PlanError
 
     if args.calibrate:
         with working("measuring this machine"):
-            calibrate(args.calibrate)
+            _calibrate(args.calibrate)
         if args.plan is None:
             return 0
     if args.plan is None or args.model is None or not args.batch:
@@ -106,6 +112,17 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
+def _calibrate(file: str) -> None:
+    from vescale.estimation import calibrate
+
+    if not os.path.isdir(os.path.dirname(os.path.abspath(file))):
+        raise UsageError(f"--calibrate {file}: there is no such folder")
+    try:
+        calibrate(file)
+    except OSError as error:
+        raise UsageError(f"--calibrate {file}: {error.strerror}") from None
+
+
 def parse_input(text: str) -> tuple[str, Any]:
     """An input of ``--batch``: its name, and a shape or a meta tensor."""
     import torch
@@ -117,6 +134,17 @@ def parse_input(text: str) -> tuple[str, Any]:
         raise UsageError(f"--batch {text}: write NAME=SHAPE[:DTYPE], as input_ids=8x4096 or x=8x16:bfloat16")
     numbers = tuple(int(size) for size in sizes)
     return name, torch.empty(numbers, dtype=parse_dtype(dtype_name), device="meta") if dtype_name else numbers
+
+
+def parse_load(text: str) -> float | list[float]:
+    """A factor, or a histogram with commas."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if any(not number >= 0 for number in found) or not sum(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a factor, as 1.2, nor tokens of each expert, as 120,80")
+    return found[0] if len(found) == 1 else found
 
 
 def parse_dtype(name: str) -> Any:

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from vescale.cli._console import bytes_text, new_console, new_table, print_json
-from vescale.cli._estimate import parse_dtype, parse_input
+from vescale.cli._estimate import parse_dtype, parse_input, parse_load
 from vescale.cli._inputs import MODEL_HELP, add_json, load_model
 from vescale.cli._main import UsageError
 
@@ -38,7 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="its name (default: adamw), or none")
     parser.add_argument("--dtype", metavar="DTYPE", help="of the model's parameters (default: as it is built)")
     parser.add_argument("--precision", metavar="DTYPE", help="to compute in, in every plan, as bfloat16")
-    parser.add_argument("--load", type=float, default=1.0, help="of experts: how many times the mean (default: 1)")
+    parser.add_argument(
+        "--load",
+        type=parse_load,
+        default=1.0,
+        help="of experts: how many times the mean, or tokens of each (default: 1)",
+    )
     parser.add_argument(
         "--exact", type=int, default=3, metavar="N", help="how many are estimated one by one (default: 3)"
     )

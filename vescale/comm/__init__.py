@@ -17,7 +17,7 @@ from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._joined_axes import join_axes
 from vescale.comm._kept_results import KeptResults, keep_tensors, keeps_result, outside_of_kept, watch_holder
 from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requester, record, record_comms, requested_by
-from vescale.comm._observation import Observer, Operation, axes_of, expect_message, name_group, observe
+from vescale.comm._observation import Observer, Operation, axes_of, expect_message, name_group, observe, received_bytes
 from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
 from vescale.comm._rank_comparison import Description, Difference, compare_descriptions, first_difference
 from vescale.comm._ring_cost import (
@@ -85,6 +85,7 @@ __all__ = [
     "outside_of_kept",
     "per_axis_bytes",
     "plan_buckets",
+    "received_bytes",
     "record",
     "record_comms",
     "reduce_scatter_into",

@@ -97,7 +97,8 @@ def _world() -> dist.ProcessGroup:
 
 def _build(mesh: DeviceMesh, axes: tuple[int, ...], own: Sequence[int], group: dist.ProcessGroup | None) -> AxisGroup:
     choices = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
-    by_rank = {int(mesh.mesh[coordinate]): coordinate for coordinate in itertools.product(*choices)}
+    ranks = mesh.mesh.numpy()
+    by_rank = {int(ranks[coordinate]): coordinate for coordinate in itertools.product(*choices)}
     group = group if group is not None else group_of_ranks(tuple(sorted(by_rank)))
     names = _LABELS.get(mesh) or mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     order = dist.get_process_group_ranks(group)

@@ -29,6 +29,7 @@ __all__ = [
     "expect_message",
     "name_group",
     "observe",
+    "received_bytes",
     "wait_for_message",
 ]
 
@@ -281,7 +282,7 @@ def _new(
             _COUNTS[group_name] = number + 1
     ranks = tuple(dist.get_process_group_ranks(group))
     if part is None:
-        received = _received(name, len(ranks), inputs, outputs)
+        received = received_bytes(name, len(ranks), inputs, outputs)
         operation = Operation(name, number, group_name, ranks, axes_of(group), received)
         if name in _SILENT and _EXPECTED:
             tensor = (*inputs, *outputs)[0]
@@ -295,7 +296,7 @@ def _new(
     return operation
 
 
-def _received(name: str, num_ranks: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+def received_bytes(name: str, num_ranks: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
     """The bytes that a rank receives from others by the usual algorithm."""
     given, got = (sum(t.numel() * t.element_size() for t in side) for side in (inputs, outputs))
     others = (num_ranks - 1) / num_ranks

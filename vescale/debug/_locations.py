@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typing_extensions
 from torch import nn
 
 from vescale.compat import current_autograd_node
@@ -30,6 +31,7 @@ __all__ = [
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
+_DEPRECATIONS = str(Path(typing_extensions.__file__))  # wrappers around functions of torch
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
@@ -135,7 +137,7 @@ def place_of_frames(frames: list[tuple[types.FrameType, int]]) -> Place:
     owners: list[nn.Module] = []
     for frame, number in frames:
         code = frame.f_code
-        is_library = code.co_filename.startswith((_PACKAGE, _TORCH, "<"))
+        is_library = code.co_filename.startswith((_PACKAGE, _TORCH, _DEPRECATIONS, "<"))
         if not is_library and not line and _is_program(code):
             line = f"{code.co_filename}:{number} ({code.co_name})"
         if "torch/distributed/checkpoint" in code.co_filename or "vescale/checkpoint" in code.co_filename:

@@ -5,6 +5,7 @@ from vescale.estimation._compare import Comparison, EstimateWarning, compare
 from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
 from vescale.estimation._devices import Device, Efficiency, device_names, device_of
 from vescale.estimation._estimate import Estimate, estimate, routing_of
+from vescale.estimation._extrapolate import Extrapolation, ScaledTerm, extrapolate
 from vescale.estimation._html import page
 from vescale.estimation._implicit import implicit_reports
 from vescale.estimation._memory_log import Instant, MemoryLog
@@ -26,7 +27,7 @@ from vescale.estimation._step_time import (
 )
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
-from vescale.estimation._variants import WHAT_IF, unit_paths, what_if, zero_plan, zero_table
+from vescale.estimation._variants import WHAT_IF, hybrid_plan, unit_paths, what_if, zero_plan, zero_table
 
 __all__ = [
     "CATEGORIES",
@@ -37,6 +38,7 @@ __all__ = [
     "Efficiency",
     "Estimate",
     "EstimateWarning",
+    "Extrapolation",
     "Instant",
     "MemoryLog",
     "MemoryTimeline",
@@ -46,6 +48,7 @@ __all__ = [
     "Rehearsal",
     "Repeats",
     "Routing",
+    "ScaledTerm",
     "StepTime",
     "UnfilledTensors",
     "balanced_tokens",
@@ -55,7 +58,9 @@ __all__ = [
     "device_names",
     "device_of",
     "estimate",
+    "extrapolate",
     "first_and_last_of",
+    "hybrid_plan",
     "implicit_reports",
     "is_of_parameters",
     "loss_of",

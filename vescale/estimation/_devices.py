@@ -108,6 +108,11 @@ class Device:
         values = {**data, "efficiency": Efficiency(tuple((float(f), float(s)) for f, s in sorted(points)))}
         return cls(**values)
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether PyTorch's caching allocator gives its memory, in blocks; a host's allocator gives what is asked for."""
+        return self.rounding_bytes > 1
+
     def peak_flops(self, dtype: torch.dtype) -> float:
         name = str(dtype).removeprefix("torch.")
         return float(self.flops.get(name, self.flops.get("float32", max(self.flops.values()))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch import nn
 from vescale.errors import EstimateArgumentError
 from vescale.estimation._compare import Comparison, compare
 from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
+from vescale.estimation._device_attention import attention_of_gpu
 from vescale.estimation._devices import Device, device_of
 from vescale.estimation._memory_timeline import timeline_of
 from vescale.estimation._optimizers import make_optimizer
@@ -46,6 +48,7 @@ class Estimate:
         time: seconds of a step.
         notes: what was assumed.
         given: the arguments of :func:`estimate`.
+        padding_bytes: of the parameters of a rank, padding of buffers.
         zero_table, what_if: rows of :mod:`vescale.estimation._variants`, where they were asked for.
     """
 
@@ -59,6 +62,7 @@ class Estimate:
     given: Mapping[str, Any] = field(default_factory=dict, repr=False)
     zero_table: tuple[dict[str, Any], ...] = ()
     what_if: tuple[dict[str, Any], ...] = ()
+    padding_bytes: int = 0
 
     def again(self, **changes: Any) -> Estimate:
         """The estimate of the same arguments but for those in ``changes``."""
@@ -143,7 +147,7 @@ def estimate(
     steps: int = 3,
     loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
     load: float | list[float] = 1.0,
-    rank: int = 0,
+    rank: int | None = None,
     reduce_depth: bool = True,
 ) -> Estimate:
     """Memory of every rank and seconds of a step, by running the engine's own code for one rank without numbers.
@@ -161,7 +165,8 @@ def estimate(
         steps: how many steps are run; the last one is the steady state.
         loss: of the model's output and the batch; by default ``output.loss``, or the mean of the first output.
         load: of experts: how many times the mean this rank's experts get, or relative numbers of tokens of all experts.
-        rank: whose activations are measured. Parameters, gradients and optimizer states are those of every rank.
+        rank: whose activations are measured; None: 0, or the one whose experts get most of a histogram. Parameters,
+            gradients and optimizer states are those of every rank.
         reduce_depth: False runs every module.
 
     Raises:
@@ -178,6 +183,11 @@ def estimate(
         plan = plan.without_mesh()
     program = lower(plan, skeleton)
     axes, entry, staged = plan.axes, plan.pipeline_entry, program.pipeline
+    asked = rank
+    num_ranks = math.prod(axes.sizes)
+    rank = _busiest(program, axes, load) if rank is None else rank
+    if not 0 <= rank < num_ranks:
+        raise EstimateArgumentError(f"rank is {rank}; the mesh has ranks 0 to {num_ranks - 1}")
     places = np.unravel_index(rank, axes.sizes)
     by_axis = {name: int(c) for name, c in zip(axes.names, places)}
     inner = int(np.ravel_multi_index([by_axis.get(n, 0) for n in program.axes.names], program.axes.sizes))
@@ -207,6 +217,7 @@ def estimate(
                 num_steps=num_steps,
                 routing=routing_of(program, load, own),
                 headers=into if entry is not None else None,
+                attention=attention_of_gpu() if table.is_gpu else None,
             )
 
         if entry is not None and not into:
@@ -233,6 +244,7 @@ def estimate(
     times: list[StepTime] = []
     passes: dict[tuple[int, str], float] = {}
     ran: list[int] = []
+    padding = (0, 0)
     for column in range(num_columns):
         part = program
         if entry is not None:
@@ -250,7 +262,9 @@ def estimate(
                 again_ = run(repeats, other, column, {})
                 seen.append(SeenRank(other, again_, timeline_of(again_, repeats, table.rounding_bytes)))
         ran += [global_rank(column, one.rank) for one in seen]
-        for one in memory_of_ranks(part, seen, uneven, repeats, rank_states(part, skeleton)):
+        states = rank_states(part, skeleton)
+        padding = max(padding, (states.padding, int(states.parameters.max())))
+        for one in memory_of_ranks(part, seen, uneven, repeats, states):
             ranks = tuple(sorted(global_rank(column, own) for own in one.ranks))
             where = dict(zip(axes.names, map(int, np.unravel_index(ranks[0], axes.sizes))))
             memory.append(replace(one, ranks=ranks, coordinates=where))
@@ -259,8 +273,13 @@ def estimate(
     time = times[0]
     if entry is not None:
         time = _with_bubble(times, passes, staged.schedule)
-    numbers = " and ".join(map(str, ran))
-    notes.insert(0, f"rank {numbers} was run for {steps} steps without numbers, with the engine's own code")
+    numbers = f"rank {ran[0]} was" if len(ran) == 1 else f"ranks {' and '.join(map(str, ran))} were"
+    notes.insert(0, f"{numbers} run for {steps} steps without numbers, with the engine's own code")
+    if padding[0] > 0.1 * padding[1]:
+        notes.append(
+            f"of {padding[1]:,} bytes of parameters of a rank, {padding[0]:,} are padding, because blocks that stay whole "
+            "do not fill the ranks: give smaller ones, as Ragged(block=...), or fewer ranks (see vescale advise)"
+        )
     ranks_found = tuple(memory)
     outside = table.outside(axes)
 
@@ -273,10 +292,10 @@ def estimate(
         "steps": steps,
         "loss": loss,
         "load": load,
-        "rank": rank,
+        "rank": asked,
         "reduce_depth": reduce_depth,
     }
-    return Estimate(program, axes, table, ranks_found, outside, time, tuple(notes), given)
+    return Estimate(program, axes, table, ranks_found, outside, time, tuple(notes), given, padding_bytes=padding[0])
 
 
 def _with_bubble(times: list[StepTime], passes: dict[tuple[int, str], float], schedule: Schedule) -> StepTime:
@@ -303,7 +322,7 @@ def _with_bubble(times: list[StepTime], passes: dict[tuple[int, str], float], sc
 def routing_of(program: Program, load: float | list[float], rank: int) -> Routing:
     """How tokens choose among the experts of a rank; ``load`` as in :func:`estimate`."""
     sizes = dict(zip(program.axes.names, program.axes.sizes))
-    experts = next((i.op.experts for i in program if isinstance(i.op, Local) and i.op.kind == "experts"), ())
+    experts = _expert_axes(program)
     coordinate = np.unravel_index(rank, program.axes.sizes)
     index, count = 0, 1
     for axis, own in zip(program.axes.names, coordinate):
@@ -312,3 +331,18 @@ def routing_of(program: Program, load: float | list[float], rank: int) -> Routin
     if isinstance(load, int | float):
         return Routing(factor=float(load), share=(index, count))
     return Routing(histogram=tuple(load), share=(index, count))
+
+
+def _expert_axes(program: Program) -> tuple[str, ...]:
+    return next((i.op.experts for i in program if isinstance(i.op, Local) and i.op.kind == "experts"), ())
+
+
+def _busiest(program: Program, axes: MeshAxes, load: float | list[float]) -> int:
+    """The first rank whose experts get most tokens."""
+    own = [axis for axis in program.axes.names if axis in _expert_axes(program)]
+    shape = [axes.size(axis) for axis in own]
+    if isinstance(load, int | float) or not own or len(load) % math.prod(shape):
+        return 0
+    shares = np.asarray(load, dtype=np.float64).reshape(math.prod(shape), -1).sum(axis=1)
+    found = dict(zip(own, np.unravel_index(int(shares.argmax()), shape)))
+    return int(np.ravel_multi_index([int(found.get(name, 0)) for name in axes.names], axes.sizes))

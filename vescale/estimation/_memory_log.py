@@ -97,9 +97,9 @@ class MemoryLog:
                 self._allocate(number, storage.nbytes())
         return number
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """A storage that several others may share has been allocated, or freed."""
-        number, num_bytes = self.see(storage), storage.nbytes()
+        number = self.see(storage)
         block = self._alive.get(number)
         if block is None or block.num_bytes != num_bytes:
             self._free(number)

@@ -113,10 +113,11 @@ def rehearse(
     num_steps: int = 3,
     routing: Routing | None = None,
     headers: dict[int, Any] | None = None,
+    attention: contextlib.AbstractContextManager[Any] | None = None,
 ) -> Rehearsal:
     """Run ``num_steps`` training steps of ``rank``. ``model`` is on the meta device, and is used up.
 
-    ``headers``: of a pipeline, of what enters each stage; empty: they are learned.
+    ``headers``: of a pipeline, of what enters each stage; empty: they are learned. ``attention``: of another device.
     """
     place = _Place()
     log = MemoryLog(place)
@@ -131,7 +132,11 @@ def rehearse(
     size = 1
     for n in axes.sizes:
         size *= n
-    with fake_world(size, rank), apart():  # the lock of worlds also serialises what apart changes in the process
+    with (
+        fake_world(size, rank),
+        apart(),
+        attention or contextlib.nullcontext(),
+    ):  # the lock of worlds also serialises what apart changes in the process
         if headers is None:
             parallelize(model, plan)
         with mode, observe_allocations(log.resized), balanced_tokens(routing):

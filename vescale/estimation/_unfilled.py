@@ -93,7 +93,7 @@ class UnfilledTensors(TorchDispatchMode):
             return func(*args, **kwargs) if any(issubclass(t, FakeTensor) for t in types) else NotImplemented
         tensors = tensors_in(args, kwargs)
         if any(x.is_meta for x in tensors) or str(kwargs.get("device", "")) == "meta":
-            result = func(*args, **kwargs)
+            result = self._of_meta(func, args, kwargs)
             for x in tensors_in(result):
                 if not x.is_meta and x.is_floating_point():  # memory for a parameter that had none
                     self.forget(x)
@@ -105,6 +105,15 @@ class UnfilledTensors(TorchDispatchMode):
         if self._listener is not None:
             self._listener(func, args, kwargs, result)
         return result
+
+    @staticmethod
+    def _of_meta(func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:  # more than the host has
+            if str(kwargs.get("device")) != "cpu":
+                raise
+            return tree_map(_reserved, func(*args, **{**kwargs, "device": "meta"}))
 
     # What is known
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ __all__ = ["Routing", "unknown_scalar", "unknown_values"]
 
 _aten = torch.ops.aten
 _CHOICES = 1 << 24  # elements of a table of random numbers
+_TUNED, _ROUNDS = 4096, 10  # rows, and rounds, in which weights are found
 _TRUE = ("eq", "le", "lt", "ne", "isfinite", "logical_or", "equal", "is_same_size")
 
 
@@ -30,14 +31,24 @@ class Routing:
     histogram: Sequence[float] | None = None
     share: tuple[int, int] = (0, 1)
     seed: int = 0
+    _chosen: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def choose(self, num_rows: int, num_experts: int, num_choices: int) -> torch.Tensor:
         """Different experts for each row, of shape (rows, choices)."""
+        key = num_rows, num_experts, num_choices
+        if key not in self._chosen:
+            self._chosen.clear()
+            self._chosen[key] = self._choose(*key)
+        return self._chosen[key]
+
+    def _choose(self, num_rows: int, num_experts: int, num_choices: int) -> torch.Tensor:
         weights = self._weights(num_experts)
         if num_rows * num_experts <= _CHOICES:
             generator = torch.Generator().manual_seed(self.seed)
-            keys = torch.rand(num_rows, num_experts, generator=generator).log_() / weights
-            return keys.topk(num_choices, dim=1, sorted=False).indices
+            keys = torch.rand(num_rows, num_experts, generator=generator).log_()
+            if num_rows and num_choices < num_experts:
+                weights = _reaching(weights, keys[:_TUNED], num_choices)
+            return (keys / weights).topk(num_choices, dim=1, sorted=False).indices
         # Systematic sampling: evenly spaced points, moved from row to row.
         edges = (weights / weights.sum()).cumsum(0)
         start = torch.arange(num_rows, dtype=torch.float64).mul_(0.6180339887498949).frac_() / num_choices
@@ -55,6 +66,21 @@ class Routing:
             weights[:] = max((num_experts - factor * own) / (num_experts - own), 1e-9)
             weights[index * own : (index + 1) * own] = factor
         return weights
+
+
+def _reaching(wanted: torch.Tensor, keys: torch.Tensor, num_choices: int) -> torch.Tensor:
+    """Weights with which experts get shares ``wanted`` of these rows, whose choices differ, and are random."""
+    weights, num_experts = wanted.clone(), len(wanted)
+    target = (wanted / wanted.sum() * len(keys) * num_choices).clamp_(max=len(keys))
+    best, least = weights, float("inf")
+    for _ in range(_ROUNDS):
+        chosen = (keys / weights).topk(num_choices, dim=1, sorted=False).indices
+        counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+        error = float((counts - target).abs().sum())
+        if error < least:
+            best, least = weights.clone(), error
+        weights *= (target + 0.5) / (counts + 0.5)
+    return best
 
 
 def unknown_scalar(dtype: torch.dtype) -> bool | int | float:

@@ -27,7 +27,7 @@ from vescale.plans import (
     with_pipeline,
 )
 
-__all__ = ["WHAT_IF", "changed", "unit_paths", "what_if", "zero_plan", "zero_table"]
+__all__ = ["WHAT_IF", "changed", "hybrid_plan", "unit_paths", "what_if", "zero_plan", "zero_table"]
 
 WHAT_IF = (
     "batch=16, sequence=4096, stage=2 (of ZeRO), offload=true, checkpoint=full (selective, offload, none), "
@@ -81,7 +81,7 @@ def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]
     elif name == "stage":
         given["plan"] = zero_plan(plan, _batch_axes(plan), _number(name, value), units)
     elif name == "checkpoint":
-        given["plan"] = _checkpointed(plan, value)
+        given["plan"] = _checkpointed(plan, value, units)
     elif name == "offload":
         given["plan"] = _with_offload(plan, units) if value.lower() in ("1", "true", "yes") else plan
     elif name == "precision":
@@ -89,7 +89,10 @@ def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]
     elif name == "mesh":
         given["plan"] = _on_mesh(plan, value)
     elif name == "load":
-        given["load"] = float(value)
+        try:
+            given["load"] = float(value)
+        except ValueError:
+            raise WhatIfError(f"what-if load={value}: give how many times the mean, as 1.2") from None
     elif name in ("optimizer", "device"):
         given[name] = value
     else:
@@ -177,7 +180,7 @@ def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
         for part in (n for n in range(2, size) if size % n == 0):
             given = dict(estimate.given)
             try:
-                given["plan"] = _hybrid(plan, data[0], part, _unit_paths(estimate))
+                given["plan"] = hybrid_plan(plan, data[0], part, _unit_paths(estimate))
                 row = row_of(estimate.again(**given))
             except PlanError as error:
                 row = {"error": str(error)}
@@ -185,8 +188,8 @@ def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "what_if"} for row in rows]
 
 
-def _hybrid(plan: Plan, axis: str, part: int, units: tuple[str, ...]) -> Plan:
-    """Stage 3 over ``part`` neighbours on ``axis``, which becomes two axes: replicas, and those that share parameters."""
+def hybrid_plan(plan: Plan, axis: str, part: int, units: tuple[str, ...]) -> Plan:
+    """Stage 3 of ZeRO over ``part`` neighbours on ``axis``, which becomes two axes: replicas, and those that share."""
     replicas = f"{axis}_replicas"
     names: list[str] = []
     sizes: list[int] = []
@@ -218,13 +221,17 @@ def unit_paths(model: nn.Module) -> tuple[str, ...]:
     return tuple(re.escape(path) + r"\.\d+" for path in outer)
 
 
-def _checkpointed(plan: Plan, policy: str) -> Plan:
+def _checkpointed(plan: Plan, policy: str, units: tuple[str, ...]) -> Plan:
+    if policy not in ("none", "full", "selective", "offload"):
+        raise WhatIfError(f"what-if checkpoint={policy}: give none, full, selective or offload")
     found = _without(plan, CheckpointEntry)
-    return (
-        found
-        if policy == "none"
-        else found.checkpoint(r"(.*\.)?(layers|blocks|block|h|layer|transformer_blocks)\.\d+", policy)
-    )
+    if policy == "none":
+        return found
+    if not units:
+        raise EstimateError("the model has no list of blocks (nn.ModuleList), whose activations would be checkpointed")
+    for path in units:
+        found.checkpoint(path, policy)
+    return found
 
 
 def _with_precision(plan: Plan, dtype: str) -> Plan:

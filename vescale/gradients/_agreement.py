@@ -62,17 +62,21 @@ def agree_on_arrivals(
         return first or "no gradient came in this backward"
 
     payload: Any = [(o.index, o.arrival.placements, o.arrival.dtype, o.count) for o in observed], list(unseen)
-    found: list[list[ObservedArrival]] = []
+    found: dict[int, list[ObservedArrival]] = {}  # of the first rank with each message: others say nothing new
     unseen_anywhere: dict[int, None] = {}
-    for message in consensus.exchange(pickle.dumps(payload), about):
+    messages: set[bytes] = set()
+    for rank, message in zip(consensus.ranks, consensus.exchange(pickle.dumps(payload), about)):
+        if message in messages:
+            continue
+        messages.add(message)
         rows, indices = pickle.loads(message)
-        found.append(
-            [ObservedArrival(index, Arrival(placements, dtype), count) for index, placements, dtype, count in rows]
-        )
+        found[rank] = [
+            ObservedArrival(index, Arrival(placements, dtype), count) for index, placements, dtype, count in rows
+        ]
         unseen_anywhere.update(dict.fromkeys(indices))
     merged: dict[tuple[int, Arrival], ObservedArrival] = {}
     kinds: dict[int, tuple[int, frozenset[Arrival]]] = {}
-    for rank, list_ in zip(consensus.ranks, found):
+    for rank, list_ in found.items():
         own: dict[int, set[Arrival]] = {}
         for item in list_:
             own.setdefault(item.index, set()).add(item.arrival)

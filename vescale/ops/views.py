@@ -20,6 +20,7 @@ from vescale.ops._refit import refit_ragged, runs_of
 from vescale.ops._registry import register_aten
 from vescale.ops._regrouped_dims import is_cut_unevenly, regrouped
 from vescale.placements import (
+    FlattenedShard,
     InterleavedShard,
     RaggedShard,
     coordinates,
@@ -144,8 +145,38 @@ def _holds_the_same(spec: DTensorSpec, shape: tuple[int, ...], placements: Place
     return all(
         list(local_region(old, spec.placements, mesh_shape, where).runs())
         == list(local_region(new, placements, mesh_shape, where).runs())
-        for where in coordinates(mesh_shape)
+        for where in _deciding(mesh_shape, (old, spec.placements), (new, placements))
     )
+
+
+def _deciding(
+    mesh_shape: tuple[int, ...], *sides: tuple[tuple[int, ...], Sequence[Placement]]
+) -> Iterator[tuple[int, ...]]:
+    """Ranks that decide for all. Where all cuts are even, a rank holds what the first rank holds, moved by a multiple of
+    each of its coordinates: the first rank and its neighbours decide. Else all ranks."""
+    if not all(_is_even(shape, placements, mesh_shape) for shape, placements in sides):
+        yield from coordinates(mesh_shape)
+        return
+    yield (0,) * len(mesh_shape)
+    for axis, size in enumerate(mesh_shape):
+        if size > 1:
+            yield tuple(int(other == axis) for other in range(len(mesh_shape)))
+
+
+def _is_even(shape: tuple[int, ...], placements: Sequence[Placement], mesh_shape: tuple[int, ...]) -> bool:
+    """Whether all cuts are into equal parts; where a dim is cut in pieces for each rank, by the last axis that cuts it."""
+    cuts = [1] * len(shape)
+    in_pieces: set[int] = set()
+    for placement, size in zip(placements, mesh_shape):
+        dim, pieces = shard_dim(placement), split_factor(placement)
+        if placement.is_replicate():
+            continue
+        if dim is None or dim in in_pieces or isinstance(placement, FlattenedShard):
+            return False
+        cuts[dim] *= size * pieces
+        if pieces > 1:
+            in_pieces.add(dim)
+    return all(size % count == 0 for size, count in zip(shape, cuts))
 
 
 def _shrunk(

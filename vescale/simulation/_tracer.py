@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale.comm import Operation
+from vescale.comm import Operation, received_bytes
 from vescale.compat import tree_leaves
 from vescale.compat.simulated_ranks import reduction_name
 from vescale.debug import CommTrace
@@ -73,6 +73,18 @@ class Call:
             call.agreed["dtype"] = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in tensors}))
         return call
 
+    def sides(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors that the rank gives, and those that it gets."""
+        given = [n for n in self.arguments if n.startswith("input")]
+        got = [n for n in self.arguments if n.startswith("output")]
+        if not any(isinstance(x, torch.Tensor) for n in (*given, *got) for x in tree_leaves(self.arguments[n])):
+            given = got = ["tensors"]
+        found = [
+            [x for n in names for x in tree_leaves(self.arguments.get(n, ())) if isinstance(x, torch.Tensor)]
+            for names in (given, got)
+        ]
+        return found[0], found[1]
+
 
 class Tracer(CommTrace):
     """A communication trace, with what ranks must agree on and with waits.
@@ -97,6 +109,8 @@ class Tracer(CommTrace):
         if not self.operations or self.operations[-1] is not operation:
             return
         number, call = len(self.collectives), self._call
+        if call is not None and not operation.requester:  # it runs on tensors without elements
+            operation.bytes = received_bytes(operation.op, len(call.ranks), *call.sides())
         one = Collective(
             operation.op, operation.group, list(operation.ranks), operation.axes, operation.bytes, _site(operation)
         )
