@@ -119,12 +119,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, .
 
 
 def _counts(values: Any) -> bool:
-    if not isinstance(values, list):
-        return False
-    for value in values:
-        if type(value) is not int or not 0 <= value < 1 << 63:
-            return False
-    return True
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def _check_cover(path: Path, spans: Mapping[str, tuple[Any, Any, int, int]], size: int) -> None:
