@@ -26,8 +26,16 @@ from vescale.gradients import OtherStages, other_stages
 __all__ = ["load_stored"]
 
 # What other programs put in front of the names of a model's tensors.
-_PREFIXES = ("model.", "", "module.", "state_dict.", "state_dict.model.", "model_state_dict.")
-_PREFIXES += ("model.module.", "app.model.")
+_PREFIXES = (
+    "model.",
+    "",
+    "module.",
+    "state_dict.",
+    "state_dict.model.",
+    "model_state_dict.",
+    "model.module.",
+    "app.model.",
+)
 # And in front of states of their only optimizer.
 _OPTIMIZER_PREFIXES = ("optimizer", "optim", "app.optim", "app.optimizer", "optimizer_state_dict")
 
@@ -240,10 +248,10 @@ def _by_names(stored: Stored, prefix: str, state: ModelState) -> dict[str, Any] 
     if stored.format == "vescale":
         return None
     prefixes = _OPTIMIZER_PREFIXES if prefix == "optimizer" else (prefix,)
-    start = next((s for p in prefixes for s in (f"{p}.state.",) if any(n.startswith(s) for n in stored.tensors)), None)
+    start = next((s for p in prefixes for s in (f"{p}.state.",) if any(n.startswith(s) for n in stored.tensors)), "")
     found: dict[str, dict[str, Any]] = {}
     parameters = sorted(state.names.values(), key=len, reverse=True)
-    for name in stored.tensors if start is not None else ():
+    for name in stored.tensors if start else ():
         if name.startswith(start):
             rest = name.removeprefix(start)
             owner = next((each for each in parameters if rest.startswith(f"{each}.")), None)
