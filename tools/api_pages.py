@@ -125,6 +125,7 @@ PAGES: dict[str, list[str]] = {
         "calibrate",
         "device_names",
         "zero_table",
+        "extrapolate",
         "page",
         "EstimateWarning",
     ],

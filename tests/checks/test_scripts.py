@@ -33,7 +33,9 @@ class Net(nn.Module):
         self.drop = nn.Dropout(0.5)
         self.register_buffer("scale", torch.ones(2))
 
-    def forward(self, x: torch.Tensor, mask: Any = None, temperature: float = 1.0) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: Any = None, temperature: float = 1.0, kind: str = "column"
+    ) -> torch.Tensor:
         if isinstance(x, dict):
             x = x["x"]
         if mask is not None:
@@ -106,7 +108,8 @@ def different_constants_in_the_fifth_step() -> None:
     model = tensor_parallel()
     for number in range(6):
         kind = "row" if dist.get_rank() and number == 4 else "column"
-        step(model, {"x": batch(number), "kinds": [kind], 3: None}, None, temperature=2.0)
+        names = [f"a file of rank {dist.get_rank()}"]
+        step(model, {"x": batch(number), "names": names, 3: None}, None, temperature=2.0, kind=kind)
 
 
 def different_dtypes() -> None:
@@ -339,7 +342,7 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (different_data_in_a_container, InputMismatchError, r"the input \"x\['ids'\]\[0\]\" of forward 1"),
     (different_number, InputMismatchError, "the input 'temperature' of forward 1 of Net.*1.0 on rank 0 and 2.0 on rank 1"),
     (different_constants_in_the_fifth_step, InputMismatchError,
-     r"the input \"x\['kinds'\]\[0\]\" of forward 5 of Net.*'column' on rank 0 and 'row' on rank 1"),
+     r"the input 'kind' of forward 5 of Net.*'column' on rank 0 and 'row' on rank 1"),
     (different_dtypes, InputMismatchError, r"bfloat16\[4, 4\].*on rank 0 and float32\[4, 4\]"),
     (different_sizes, InputMismatchError, r"float32\[4, 4\].*on rank 0 and float32\[6, 4\]"),
     (an_input_of_one_rank, InputMismatchError, "the input 'mask' of forward 1 of Net.*nothing on rank 0"),

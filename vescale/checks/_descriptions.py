@@ -21,16 +21,20 @@ _NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torc
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def describe(name: str, value: Any, *, fully: bool) -> Iterator[tuple[str, str]]:
-    """(name, text) of each plain tensor, number and string in ``value``; ``fully``: with a sum over all elements.
+def describe(name: str, value: Any, *, fully: bool, is_nested: bool = False) -> Iterator[tuple[str, str]]:
+    """(name, text) of each plain tensor and number in ``value``, and of itself if it is a string; ``fully``: with a sum over
+    all elements.
 
-    Of other objects, the tensors in them. Nothing waits for a device unless ``fully``.
+    Strings in containers are names of what a rank was given. Of other objects, the tensors in them. Nothing waits for a
+    device unless ``fully``.
     """
     kind = type(value)
     if kind is DTensor or isinstance(value, DTensor):
         yield name, f"a DTensor of shape {tuple(value.shape)} placed as {tuple(value.placements)}"
     elif isinstance(value, torch.Tensor):
         yield name, tensor_text(value, fully=fully)
+    elif kind is str and is_nested:
+        return
     elif kind in _CONSTANTS:
         text = repr(value)
         yield name, text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... of length {len(text)}, {hash_of(text)}"
@@ -38,32 +42,34 @@ def describe(name: str, value: Any, *, fully: bool) -> Iterator[tuple[str, str]]
         return
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from describe(f"{name}[{index}]", item, fully=fully)
+            yield from describe(f"{name}[{index}]", item, fully=fully, is_nested=True)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from describe(f"{name}[{key!r}]", item, fully=fully)
+            yield from describe(f"{name}[{key!r}]", item, fully=fully, is_nested=True)
     else:
         for index, tensor in enumerate(tensors_in(value)):
             yield from describe(f"{name}, tensor {index}", tensor, fully=fully)
 
 
-def sample(value: Any, seen: list[object]) -> None:
+def sample(value: Any, seen: list[object], is_nested: bool = False) -> None:
     """Append to ``seen`` what the texts of ``describe(name, value, fully=False)`` would say, without making them."""
     kind = type(value)
     if kind is torch.Tensor:
         bits = _some_bits(value) if value.layout is torch.strided and value.dtype in _NUMPY else b""
         seen.append((value.shape, value.dtype, bits))
+    elif kind is str and is_nested:
+        return
     elif kind in _CONSTANTS or value is None:
         seen.append(value)
     elif kind is list or kind is tuple:
         for item in value:
-            sample(item, seen)
+            sample(item, seen, True)
     elif kind is dict:
         for key, item in value.items():
             seen.append(key)
-            sample(item, seen)
+            sample(item, seen, True)
     else:
-        seen += describe("", value, fully=False)
+        seen += describe("", value, fully=False, is_nested=is_nested)
 
 
 def _some_bits(x: torch.Tensor) -> bytes:

@@ -3,6 +3,7 @@
 from vescale.estimation._calibrate import calibrate
 from vescale.estimation._compare import Comparison, EstimateWarning, compare
 from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
+from vescale.estimation._device_attention import attention_of_gpu
 from vescale.estimation._devices import Device, Efficiency, device_names, device_of
 from vescale.estimation._estimate import Estimate, estimate, routing_of
 from vescale.estimation._extrapolate import Extrapolation, ScaledTerm, extrapolate
@@ -51,6 +52,7 @@ __all__ = [
     "ScaledTerm",
     "StepTime",
     "UnfilledTensors",
+    "attention_of_gpu",
     "balanced_tokens",
     "calibrate",
     "classify",

@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 from vescale.comm import CommRecord
 from vescale.compat import local_of, tree_leaves
 from vescale.estimation import (
+    Device,
     MemoryTimeline,
     OpSeconds,
     Rehearsal,
     Repeats,
+    attention_of_gpu,
     is_of_parameters,
     loss_of,
     make_batch,
@@ -187,7 +189,7 @@ def profile_of(
     rows: int,
     repeats: tuple[Repeats, ...],
     *,
-    rounding: int,
+    device: Device,
     load: Any = 1.0,
     loss: Any = None,
 ) -> Profile:
@@ -225,6 +227,7 @@ def profile_of(
         loss or loss_of,
         num_steps=1,
         routing=routing_of(program, load, 0),
+        attention=attention_of_gpu() if device.is_gpu else None,
     )
     for hook in hooks:
         hook.remove()
@@ -233,7 +236,7 @@ def profile_of(
         repeats,
         rows,
         plan.axes.size("dp") if "dp" in plan.axes else 1,
-        rounding,
+        device.rounding_bytes,
         seen[0] if seen else 0,
         num_tensors + sum(per_block),
         late,

@@ -235,7 +235,7 @@ class Looked:
                 self._resized(rows * cell.dp * cell.ep),
                 rows,
                 self.repeats,
-                rounding=self.table.rounding_bytes,
+                device=self.table,
                 load=self.load,
                 loss=self.loss,
             )

@@ -78,8 +78,11 @@ def check_inputs(
         if checks.samples and not takes_local_parts:
             seen: list[object] = []
             if not (is_unchecked() or has_dispatch_modes()):
-                sample(args, seen)
-                sample(kwargs, seen)
+                for value in args:
+                    sample(value, seen)
+                for name, value in kwargs.items():
+                    seen.append(name)
+                    sample(value, seen)
             checks.sampled_forward(model, mode, seen, lambda: _descriptions(named(args, kwargs)), runtime.number)
             return
         inputs: list[tuple[str, str]] = []
