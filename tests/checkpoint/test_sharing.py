@@ -291,6 +291,9 @@ def in_different_calls(folder: str) -> None:
             with pytest.raises(ConsensusError, match=r"rank 0 is at 'load'.*rank 1 is at 'parallelize'"):
                 comparison.exchange(b"", lambda: "parallelize")
     dist.barrier()
+    if rank == 1:  # a rank that comes later learns of it, and is in step again
+        with pytest.raises(CheckpointError, match=r"ranks \[1\] did not come to load"):
+            load(folder, model=model)
 
 
 def run_all(folder: str) -> None:
