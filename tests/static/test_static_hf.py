@@ -26,8 +26,11 @@ DAILY = {
     "minicpm3:MiniCPM3Config": 2,  # the gradient of what is written has other placements
     "lfm2_moe:Lfm2MoeConfig": 0,
     "gemma4:Gemma4TextConfig": 0,  # a configuration whose layers differ
+    "inkling:InklingTextConfig": 0,  # whole attention before sharded layers: its gradient arrives as a pending sum
     "t5gemma2:T5Gemma2TextConfig": 1,  # functions of DTensors under torch.vmap: the model as a whole
 }
+# Gradients of hyper-connections nearly cancel, and are computed in float32.
+TOLERANCE = {"hy_v4:HYV4Config": 1e-5, "hy_v4_vl:HYV4VLTextConfig": 1e-5}
 NUM_STEPS = 3
 
 
@@ -46,14 +49,15 @@ def made(name: str, mode: str) -> tuple[Any, dict[str, torch.Tensor]]:
     quiet()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
-    model = tiny_model(planned_config(name))
-    inputs = tiny_inputs(model)
+    model = tiny_model(planned_config(name)).double()
+    inputs = {key: x.double() if x.is_floating_point() else x for key, x in tiny_inputs(model).items()}
     return parallelize(model, Plan.from_hf(model, mesh), mode=mode), inputs
 
 
 def compare(name: str) -> tuple[int, str]:
     """How many parts of the model fell back to eager mode, and where numbers are others than those of eager mode."""
     (eager, inputs), (static, _) = made(name, "eager"), made(name, "static")
+    tolerance = TOLERANCE.get(name, 1e-6)
     for seed in range(NUM_STEPS):
         expected, found = step(eager, inputs, seed), step(static, inputs, seed)
         if list(expected) != list(found):
@@ -63,7 +67,7 @@ def compare(name: str) -> tuple[int, str]:
                 return 0, f"step {seed}: {key} has other placements"
             # Gradients of some tensors are reduced at another place, so that sums have another order.
             a, b = whole(x), whole(found[key])
-            if not torch.allclose(a, b, rtol=1e-6, atol=1e-6 * float(a.abs().max()), equal_nan=True):
+            if not torch.allclose(a, b, rtol=0, atol=tolerance * float(a.abs().max()), equal_nan=True):
                 return 0, f"step {seed}: {key} differs by {float((a - b).abs().max() / a.abs().max())}"
     return len({fallback.path for fallback in report(static).fallbacks}), ""
 

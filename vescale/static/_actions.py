@@ -129,7 +129,21 @@ def _why_not_in_backward(call: Call, mesh: DeviceMesh) -> str:
             )
             if found != settled:
                 return f"it sends a gradient with placements {found}, and the tensor's gradient has {settled}"
-    return "its backward moves tensors" if call.moves_gradients and not _is_whole(call, mesh) else ""
+    if call.moves_gradients and not _is_whole(call, mesh):
+        return "its backward moves tensors"
+    return "its backward reduces pending sums" if _reduces_gradients(call, mesh) else ""
+
+
+def _reduces_gradients(call: Call, mesh: DeviceMesh) -> bool:
+    """Whether gradients arrived as pending sums along an axis, and one was sent that is none: attention, whose backward is
+    not linear. Functions of vescale's reduce the gradient themselves, and no op is seen to move it."""
+    arrived = [p for r in call.outputs if r.value is not None for p in r.value.grads]
+    sent = [p for r in call.inputs for p in r.grads]
+    return any(
+        any(p[axis].is_partial() for p in arrived) and any(not p[axis].is_partial() for p in sent)
+        for axis in range(mesh.ndim)
+        if mesh.size(axis) > 1
+    )
 
 
 def _is_whole(call: Call, mesh: DeviceMesh) -> bool:
