@@ -9,7 +9,6 @@ median of the ratios. No module writes to its inputs, as in most models.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import vescale
-from benchmarks.checks import TOKENS, VOCABULARY, Model
+from benchmarks.checks import TOKENS, VOCABULARY, Model, compare_pairs
 from vescale.runtime._placing import Placing
 from vescale.runtime._shared_conversion import Stages
 
@@ -67,17 +66,8 @@ def main() -> None:
         model.zero_grad()
         return time.thread_time() - begin
 
-    for _ in range(20):
-        step(True), step(False)
-    ratios, times = [], []
-    for pair in range(options.pairs):
-        found = {linked: step(linked) for linked in ((True, False) if pair % 2 else (False, True))}
-        ratios.append(found[True] / found[False])
-        times.append(found)
-    without = statistics.median(found[False] for found in times)
-    added = statistics.median(found[True] - found[False] for found in times)
-    print(f"a step without links: {without * 1e3:.2f} ms; with links {statistics.median(ratios):.4f} times that")
-    print(f"added: {added * 1e6:.0f} us a step, {6 * options.layers + 2} entries")
+    compare_pairs(step, options.pairs, "links")
+    print(f"{6 * options.layers + 2} entries")
     dist.destroy_process_group()
 
 

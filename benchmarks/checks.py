@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,21 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+def compare_pairs(step: Callable[[bool], float], num_pairs: int, what: str) -> None:
+    """Print what ``what`` costs: medians of pairs of ``step(True)``, with it, and ``step(False)``, both in seconds."""
+    for _ in range(20):
+        step(True), step(False)
+    ratios, times = [], []
+    for pair in range(num_pairs):
+        found = {is_on: step(is_on) for is_on in ((True, False) if pair % 2 else (False, True))}
+        ratios.append(found[True] / found[False])
+        times.append(found)
+    without = statistics.median(found[False] for found in times)
+    added = statistics.median(found[True] - found[False] for found in times)
+    print(f"a step without {what}: {without * 1e3:.2f} ms; with {what} {statistics.median(ratios):.4f} times that")
+    print(f"added: {added * 1e6:.0f} us a step")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
@@ -81,17 +97,7 @@ def main() -> None:
         model.zero_grad()
         return time.thread_time() - begin
 
-    for _ in range(20):
-        step(True), step(False)
-    ratios, times = [], []
-    for pair in range(options.pairs):
-        found = {checked: step(checked) for checked in ((True, False) if pair % 2 else (False, True))}
-        ratios.append(found[True] / found[False])
-        times.append(found)
-    without = statistics.median(found[False] for found in times)
-    added = statistics.median(found[True] - found[False] for found in times)
-    print(f"a step without checks: {without * 1e3:.2f} ms; with checks {statistics.median(ratios):.4f} times that")
-    print(f"added: {added * 1e6:.0f} us a step")
+    compare_pairs(step, options.pairs, "checks")
     dist.destroy_process_group()
 
 
