@@ -12,8 +12,13 @@ from typing import Any
 
 from setuptools import Extension, setup
 
-USING_TORCH = {"dispatch", "grads", "hook_gate", "module_hooks", "random_fills"}
-USING_PYTHON = {"dispatch", "module_hooks", "random_fills"}  # Python modules; the others are plain C libraries
+USING_TORCH = {"dispatch", "grads", "hook_gate", "module_hooks", "random_fills", "step_marks"}
+USING_PYTHON = {
+    "dispatch",
+    "module_hooks",
+    "random_fills",
+    "step_marks",
+}  # Python modules; the others are plain C libraries
 # Arithmetic whose bits a Python fallback gives, too: no contraction of products and sums, vectors of square roots.
 EXACT = {"adamw8bit": ["-ffp-contract=off", "-fno-math-errno"]}
 SOURCES = sorted(Path("vescale/csrc").glob("*.cpp"))

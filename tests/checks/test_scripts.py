@@ -582,7 +582,8 @@ def plain_models_on_one_rank() -> None:
     model, other = parallel(), Net()
     for number in range(3):
         if dist.get_rank() == 0:
-            step(other, batch(number))
+            with torch.random.fork_rng():  # its dropout would draw from what the other model draws from
+                step(other, batch(number))
         step(model, batch(number))
 
 

@@ -14,6 +14,7 @@ from tests.first_day.jobs import Script, run
 
 FOLDER = Path(__file__).parent
 DAILY = [
+    "a_buffer_written_on_rank_0",
     "a_contradiction",
     "a_meta_model",
     "a_path_that_matches_nothing",
@@ -31,6 +32,7 @@ DAILY = [
     "ddp_around",
     "evaluation_on_rank_0",
     "load_state_dict_of_another_run",
+    "numpy_numbers_in_a_forward",
     "optimizer_before_fully_shard",
     "optimizer_before_parallelize",
     "other_labels_outside",
@@ -38,11 +40,25 @@ DAILY = [
 ]
 
 
+NIGHTLY = [
+    "a_frozen_batch_norm",
+    "an_optimizer_state_of_one_device",
+    "autocast_on_all_ranks",
+    "draws_on_rank_0_of_a_model_that_draws_none",
+    "functional_calls_and_gradients",
+    "gradient_hooks_after_parallelize",
+    "numpy_of_sharded_outputs",
+    "ties_made_afterwards",
+]
+"""Of the correct ones."""
+
+
 def scripts(kind: str) -> list[object]:
     found: list[object] = []
     for path in sorted((FOLDER / kind).glob("*.py")):
         is_open = Script.read(path).open
-        marks = [pytest.mark.slow] if kind == "mistakes" and path.stem not in DAILY else []
+        is_daily = path.stem in DAILY if kind == "mistakes" else path.stem not in NIGHTLY
+        marks = [] if is_daily else [pytest.mark.slow]
         marks += [pytest.mark.xfail(reason=is_open, strict=True)] if is_open else []
         found.append(pytest.param(path, id=path.stem, marks=marks))
     return found

@@ -2,7 +2,8 @@
 
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
-from vescale.checks._mismatches import SEED, STATE, InputMismatchError, StepMismatchError
+from vescale.checks._mismatches import MADE, SEED, STATE, InputMismatchError, StepMismatchError
+from vescale.checks._random_states import RandomStates
 from vescale.checks._repeated_parts import RepeatedPartsWarning
 from vescale.checks._replaced_parameters import (
     RegisteredParameters,
@@ -15,10 +16,12 @@ from vescale.checks._start import start_checks, start_checks_among, step_checks
 from vescale.checks._steps import LocalPart, StepChecks
 
 __all__ = [
+    "MADE",
     "SEED",
     "STATE",
     "InputMismatchError",
     "LocalPart",
+    "RandomStates",
     "RegisteredParameters",
     "RepeatedPartsWarning",
     "ReplacedParameterError",

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from vescale import csrc
+
 __all__ = ["call_site"]
 
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)) if path)
@@ -23,6 +25,9 @@ def _is_of_a_library(file: str) -> bool:
 
 def call_site() -> str:
     """``train.py:37 (main)``: the innermost line outside of PyTorch and vescale; "" if there is none."""
+    native = csrc.step_marks()
+    if native is not None:
+        return str(native.call_site(_IS_OF_A_LIBRARY, _is_of_a_library))
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

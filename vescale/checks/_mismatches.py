@@ -9,6 +9,8 @@ from vescale.comm import first_difference
 from vescale.errors import Coded
 
 __all__ = [
+    "MADE",
+    "NUMBERS",
     "SAME_STEPS",
     "SEED",
     "SEVERAL_THREADS",
@@ -37,7 +39,11 @@ class InputMismatchError(StepMismatchError):
     code = "VS0302"
 
 
-SEED = "seed of the default generator"
+SEED = "seed and state of the default generator"
+NUMBERS = ("state of numpy.random", "state of Python's random")
+"""Of generators that have no seed to ask for."""
+MADE = "made: "
+"""What names of tensors begin with that a forward has made of numbers, arrays or texts."""
 STATE = "state: "
 """What names of parameters begin with."""
 SAME_STEPS = (
@@ -111,14 +117,30 @@ def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
         return (
             f"ranks have different values of {difference.name.removeprefix(STATE)} before {site}, of which they hold the "
             f"same part: it is {found}. The script has changed it on some ranks only: a write or an initialization "
-            "under `if rank == 0:`, another learning rate, another requires_grad. Do the same on every rank; to take values "
-            "of one file or rank, call load_state_dict on all. If values differ on purpose: `with vescale.unchecked():`"
+            "under `if rank == 0:`, another learning rate, another requires_grad or hyperparameter. Do the same on "
+            "every rank; to take values of one file or rank, call load_state_dict on all. If values differ on purpose: "
+            "`with vescale.unchecked():`"
+        )
+    if difference.name.startswith(MADE):
+        return (
+            f"ranks have made different values in the forward before {site}: {difference.name.removeprefix(MADE)} is "
+            f"{found}. What a model makes of numbers, arrays or texts is the same on every rank, as on one device: give "
+            "all ranks the same texts and arrays, and seed random and numpy.random alike, or pass each rank's own part as "
+            'an input of the plan, plan.shard("<in:name>", Shard(0), mesh="dp", given="local"). If values differ on '
+            "purpose: `with vescale.unchecked():`"
+        )
+    if difference.name in NUMBERS:
+        return (
+            f"ranks have drawn different random numbers in the forward before {site}: the {difference.name} was {found}, "
+            "and the forward has drawn from it. Call random.seed and numpy.random.seed with the same seed on every rank, "
+            "and draw numbers that differ by rank (augmentation) from generators of their own, random.Random(seed) and "
+            "numpy.random.default_rng(seed)"
         )
     if difference.name == SEED:
         return (
             f"ranks have drawn different random numbers in the forward before {site}: the {SEED} is {found}. Ops of a model "
             "draw from it as on one device: call torch.manual_seed with the same seed on every rank, and draw numbers that "
-            "differ by rank (augmentation) from a torch.Generator of their own"
+            "differ by rank (augmentation, a sample on rank 0) from a torch.Generator of their own"
         )
     if local:
         return (

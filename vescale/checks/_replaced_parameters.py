@@ -13,6 +13,7 @@ its values are read                   as before, the values when it was replaced
 ``grad`` is read (``step``, clipping)  raises ReplacedParameterError
 its values are written                 raises, for the model would not see it
 it is averaged (``lerp_`` into others) raises
+it meets the model's tensors           raises where gradients are recorded: its own would reach nobody
 ``zero_grad()``                       nothing: there is no gradient
 =====================================  =====================================================================
 
@@ -27,7 +28,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +36,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, no_torch_function
-from vescale.errors import Coded
+from vescale.compat import has_hooks, local_of, no_torch_function
+from vescale.errors import Coded, ParameterHookError
 
 __all__ = ["RegisteredParameters", "ReplacedParameterError", "Replacement", "replacement_of"]
 
@@ -128,6 +129,20 @@ class RegisteredParameters:
                         slot = full, type(root).__name__, weakref.ref(module), name, weakref.ref(parameter)
                         self._slots.append(slot)
 
+    def refuse_hooks(self, by: str, ignored: Collection[nn.Parameter] = ()) -> None:
+        """Before ``by`` replaces all but those that are ``ignored``. Raises ParameterHookError for one whose gradient hooks
+        would be lost."""
+        for name, model, _, _, held in self._slots:
+            parameter = held()
+            if parameter is None or isinstance(parameter, DTensor) or parameter in ignored:
+                continue
+            if has_hooks(parameter):
+                raise ParameterHookError(
+                    f"parameter {name!r} of {model} has gradient hooks (register_hook, register_post_accumulate_grad_hook, "
+                    f"an optimizer that steps in the backward), and {by} replaces the parameter, so that they would "
+                    f"never run. Call {by} first, then register them on the parameters of the model that it returns"
+                )
+
     def mark_replaced(self, by: str) -> None:
         """Give those that ``by`` has replaced, and that somebody still holds, their class."""
         for name, model, module, attribute, held in self._slots:
@@ -178,6 +193,10 @@ def _torch_function(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (),
             if name in _AVERAGES:
                 for read in _tensors(args[1:]):
                     _refuse(read, "something averages")
+            operands = _tensors(list(args))
+            if torch.is_grad_enabled() and any(isinstance(operand, DTensor) for operand in operands):
+                for operand in operands:
+                    _refuse(operand, "an op of the model's tensors takes")
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name in _VALUES or (_tensors(result) and not name.endswith("_like") and not name.startswith("new_")):

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import json
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +38,7 @@ import torch.distributed as dist
 
 from vescale.checks._axis_meetings import AxisMeetings
 from vescale.checks._call_site import call_site
+from vescale.checks._descriptions import digest_of
 from vescale.checks._mismatches import (
     SAME_STEPS,
     SEVERAL_THREADS,
@@ -81,6 +81,9 @@ class StepChecks:
 
     Attributes:
         is_on: whether there is somebody to compare with.
+        waits: whether ranks wait for each other.
+        is_due: whether values are compared in this forward: sums of all bits.
+        samples: whether what is given in this forward is compared by samples of it, and described only where these differ.
         num_models: that are, or were, compared here. Models are known by their numbers, as they may be of one class.
     """
 
@@ -92,6 +95,7 @@ class StepChecks:
         self._consensus: list[Consensus] = []
         self._board: Board | None = None
         self._is_ready = False
+        self.waits = False
         self._numbers = [0] * self._meetings.count
         self._forwards = 0
         self._awaited: tuple[str, int, int] | None
@@ -107,36 +111,24 @@ class StepChecks:
         self.num_models += 1
         self._mode, self._every = check_mode(), check_every()
         self.is_on = self._has_others and self._mode != "off"
+        self.waits = self._board is not None or self._mode == "steps"
+        self.is_due, self.samples = True, False
         self._forwards, self._noted, self._awaited = 0, [], None
         self._repeated = RepeatedParts(self._has_others and dist.get_rank() == self.ranks[0])
         self._threads.clear()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether values are compared in this step: sums of all bits."""
-        number = self._forwards
-        return number <= FIRST or (self._every > 0 and number % self._every == 0)
 
     @property
     def compares_data(self) -> bool:
         """Whether what is given in this forward is compared."""
         return self.is_on and not is_unchecked() and (self.is_due or not self._is_ready or self.waits)
 
-    @property
-    def samples(self) -> bool:
-        """Whether what is given in this forward is compared by samples of it, and described only where these differ."""
-        return self._board is not None and self._mode != "steps" and not self.is_due
-
-    @property
-    def waits(self) -> bool:
-        """Whether ranks wait for each other."""
-        return self._board is not None or self._mode == "steps"
-
     def begin_forward(self, number: int) -> None:
         """``number`` of the model's forward, from 1."""
         if not self._is_ready:
             self.start()
         self._forwards = number
+        self.is_due = number <= FIRST or (self._every > 0 and number % self._every == 0)
+        self.samples = self._board is not None and self._mode != "steps" and not self.is_due
 
     def forward(
         self, model: str, mode: str, inputs: Rows, parts: Sequence[LocalPart], number: int = 0
@@ -150,7 +142,7 @@ class StepChecks:
         return self._meet(f"forward {self._forwards} of {model}, {mode}", inputs, parts, model=number)
 
     def sampled_forward(
-        self, model: str, mode: str, seen: Sequence[object], describe: Callable[[], Rows], number: int = 0
+        self, model: str, mode: str, seen: object, describe: Callable[[], Rows], number: int = 0
     ) -> None:
         """The same for what ranks have seen of their inputs, which ``describe()`` describes; where :attr:`samples`."""
         self._threads.add(threading.get_ident())
@@ -228,6 +220,7 @@ class StepChecks:
             self._board = None
             if is_alone() or dist.get_backend() == "gloo":
                 self._board = Board.open(self.ranks, self._consensus[0].place, channels)
+            self.waits = self._board is not None or self._mode == "steps"
 
     def _meet(
         self, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int = 0, model: int = 0
@@ -241,21 +234,27 @@ class StepChecks:
         inputs: Rows,
         parts: Sequence[LocalPart],
         channel: int,
-        seen: Sequence[object] = (),
+        seen: object = None,
         describe: Callable[[], Rows] | None = None,
     ) -> list[Mapping[int, Any]] | None:
         self._numbers[channel] += 1
+        if not self.waits:
+            if not channel:
+                self._look_at_open()
+                if site.text.startswith("forward") and (self.is_due or self._noted):
+                    self._put(self._description(site, self._with_noted(inputs), parts))
+            return None
         if not channel:  # of what all ranks are given
-            inputs, self._noted = (*self._noted, *inputs), []
+            inputs = self._with_noted(inputs)
         if self._board is not None and self._mode != "steps":
             return self._meet_on_board(self._board, site, inputs, parts, channel, seen, describe)
-        if self._mode == "steps":
-            return self._compare(self._exchange(self._description(site, inputs, parts), channel), channel)
-        if not channel:
-            self._look_at_open()
-            if self.is_due and site.text.startswith("forward"):
-                self._put(self._description(site, inputs, parts))
-        return None
+        return self._compare(self._exchange(self._description(site, inputs, parts), channel), channel)
+
+    def _with_noted(self, inputs: Rows) -> Rows:
+        if not self._noted:
+            return inputs
+        noted, self._noted = self._noted, []
+        return (*noted, *inputs)
 
     def _meet_on_board(
         self,
@@ -264,25 +263,24 @@ class StepChecks:
         inputs: Rows,
         parts: Sequence[LocalPart],
         channel: int,
-        seen: Sequence[object],
+        seen: object,
         describe: Callable[[], Rows] | None,
     ) -> list[Mapping[int, Any]] | None:
         where = "" if site.text.startswith("the backward") else call_site()
-        digests = [_digest((*site, inputs, seen)), 0, 0]
-        if parts:
-            digests[1] = _digest([(part.name, part.shape) for part in parts])
-            digests[2] = _digest([(part.name, part.text) for part in parts])
-        number = self._numbers[channel]
-        marks = board.post(number, digests, f"{site.text} ({where})" if where else site.text, channel)
-        if len(board.ranks) == 1 or (not parts and board.have_all_posted(number, marks, channel)):
+        first = digest_of((*site, inputs, seen))
+        second = digest_of([(part.name, part.shape) for part in parts]) if parts else 0
+        third = digest_of([(part.name, part.text) for part in parts]) if parts else 0
+        number, text = self._numbers[channel], f"{site.text} ({where})" if where else site.text
+        is_same = board.post(number, (first, second, third), text, channel)
+        if len(board.ranks) == 1 or (is_same and not parts):
             return None
         try:
             rows = board.wait(number, _limit(), site.text, channel)
         except (TimeoutError, RankGoneError, CrossWaitError) as problem:
             raise self._absence(board, site.text, where or call_site(), channel, problem) from None
-        first = list(marks[:2])
+        own = rows[self._channels[channel].index(dist.get_rank())][:2]
         for row in rows:
-            if row[:2] != first:
+            if row[:2] != own:
                 inputs = (*inputs, *describe()) if describe is not None else inputs
                 message = self._description(site, inputs, parts, where or call_site())
                 return self._compare(self._exchange(message, channel), channel)
@@ -385,13 +383,7 @@ class _Site(NamedTuple):
     model: int = 0
 
 
-_MAX_NOTED = 64
-
-
-def _digest(value: object) -> int:
-    """Of 48 bits."""
-    text = repr(value).encode()
-    return (len(text) & 0xFFFF) << 32 | zlib.crc32(text)
+_MAX_NOTED = 256
 
 
 def _limit() -> float:

@@ -20,9 +20,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from vescale import csrc
 from vescale.comm._observation import Operation, tell_wait
 from vescale.compat import default_store, is_alone
 from vescale.errors import Coded
@@ -83,6 +85,9 @@ class Board:
             [index * self._width + _MARKS + channel * 2 * NUM_MARKS for index in peers[own]]
             for channel, peers in enumerate(channels)
         ]
+        native = csrc.step_marks()
+        places = (memory, base, self._places, _MARKS, _TEXT_AT, _TEXT_BYTES)
+        self._native: Any = None if native is None else native.BoardRow(*places)
 
     @classmethod
     def open(cls, ranks: Sequence[int], place: str, channels: Channels = ()) -> Board | None:
@@ -122,8 +127,11 @@ class Board:
         assert memory is not None
         return cls(ranks, own, memory, channels)
 
-    def post(self, number: int, digests: Sequence[int], text: str, channel: int = 0) -> tuple[int, ...]:
-        """Write this rank's marks, one for each of the three digests, and a text about them; returns the marks."""
+    def post(self, number: int, digests: tuple[int, int, int], text: str, channel: int = 0) -> bool:
+        """Write this rank's marks, one for each digest, and a text about them. Whether every rank of the channel has posted
+        the same marks by now."""
+        if self._native is not None:
+            return bool(self._native.post(number, channel, *digests, text))
         low = (number & 0xFFFF) << _DIGEST_BITS
         marks = tuple([low | (digest & _DIGEST) for digest in digests])
         base = self._own * self._width
@@ -131,10 +139,6 @@ class Board:
         at = 8 * base + _TEXT_AT
         self._bytes[at : at + len(line) + 1] = line + b"\0"
         _MARKS_OF_A_POST.pack_into(self._bytes, 8 * (base + _MARKS + (2 * channel + (number & 1)) * NUM_MARKS), *marks)
-        return marks
-
-    def have_all_posted(self, number: int, marks: tuple[int, ...], channel: int = 0) -> bool:
-        """Whether every rank of a channel has posted these very marks by now."""
         offset = (number & 1) * NUM_MARKS
         for place in self._places[channel]:
             if _MARKS_OF_A_POST.unpack_from(self._bytes, 8 * (place + offset)) != marks:

@@ -11,14 +11,18 @@ import torch
 from torch.autograd import Variable, profiler
 from torch.autograd.graph import Node
 
+from vescale import csrc
+
 __all__ = [
     "TELLS_HOLDERS",
     "are_unheld",
     "at_end_of_backward",
+    "before_backward",
     "compiled_like",
     "current_autograd_node",
     "current_backward",
     "has_dispatch_modes",
+    "has_hooks",
     "in_backward",
     "in_transform",
     "is_captured",
@@ -121,9 +125,26 @@ def current_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def before_backward(tensor: torch.Tensor, call: Callable[[], None]) -> None:
+    """Have the node that has made a tensor call Python before it runs. In C++ (``csrc/step_marks.cpp``), where it is built,
+    gradients do not become Python objects for that."""
+    native = csrc.step_marks()
+    if native is not None:
+        native.before_backward(tensor, call)
+        return
+    node = tensor.grad_fn
+    assert node is not None
+    node.register_prehook(lambda _: call())
+
+
 def will_run(node: Node) -> bool:
     """Inside a backward: whether it runs this node of a graph, or has run it. Not of leaves (:func:`is_captured`)."""
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody has registered a hook of a leaf's gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:

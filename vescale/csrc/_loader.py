@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["load", "load_module"]
+__all__ = ["load", "load_module", "step_marks"]
 
 _FOLDER = Path(__file__).parent
 
@@ -61,3 +61,9 @@ def load_module(name: str) -> ModuleType | None:
     if os.environ.get("VESCALE_NO_NATIVE", "") not in ("", "0"):
         return None
     return _import(name)
+
+
+@functools.cache
+def step_marks() -> ModuleType | None:
+    """``load_module("step_marks")``, decided once in a process: every step of a model asks for it."""
+    return load_module("step_marks")

@@ -31,6 +31,7 @@ from vescale.errors._checkpoints import (
 )
 from vescale.errors._checks import (
     AdoptionError,
+    ParameterHookError,
 )
 from vescale.errors._coded import CODES, Coded
 from vescale.errors._communication import (
@@ -242,6 +243,7 @@ __all__ = [
     "OtherMeshError",
     "ParallelPlanError",
     "ParallelizeError",
+    "ParameterHookError",
     "PathError",
     "PhaseError",
     "PipelineBatchError",

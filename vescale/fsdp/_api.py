@@ -151,6 +151,7 @@ def fully_shard(
     axes = _axes(mesh, dp_mesh_dims)
     ignored = {*(ignored_params or ()), *_replicated_parameters(modules)}
     named = _named_parameters(modules, ignored)
+    before.refuse_hooks("fully_shard", ignored)
     _move_to_device(modules, [parameter for _, parameter in named], axes.device)
     for name, parameter in named:
         taken = getattr(parameter, _MANAGED_BY, None)

@@ -152,7 +152,7 @@ class _Among:
     def _is_alike_on_board(self, board: Board, turn: ReducerTurn) -> bool:
         what, number = f"the reduction of {turn.name}", self._num_meetings
         limit = (wait_limit() or default_timeout()).total_seconds()
-        mark, *_ = board.post(number, [turn.number, 0, 0], what)
+        board.post(number, (turn.number, 0, 0), what)
         try:
             rows = board.wait(number, limit, what)
         except (TimeoutError, RankGoneError, CrossWaitError) as error:
@@ -162,7 +162,7 @@ class _Among:
                 "Run the same backwards in the same order on every rank, or call reducer.finish() on ranks without one",
                 absent,
             ) from None
-        return all(row[0] == mark for row in rows)
+        return len({row[0] for row in rows}) == 1
 
     def _raise(self, turn: ReducerTurn) -> NoReturn:
         consensus = self._consensus

@@ -26,6 +26,8 @@ _INSTEAD = {
     "Trainer wraps it, and is not supported",
     "fully_shard": f"{_REDUCED}: let the plan shard parameters, {{axis: {{init: Ragged, run: R}}}} (docs/plans.md, ZeRO), "
     "with unit entries for what is gathered together",
+    "parallelize_module": "it cuts its parameters by its plan: write what the styles say as entries of the plan, "
+    'ColwiseParallel as plan.shard("path.weight", Shard(0), mesh="tp"), RowwiseParallel as Shard(1) and a Replicate "<out>"',
     "torch.jit.script": "it runs hooks and DTensors in Python, which TorchScript cannot hold: script functions of local "
     "tensors inside of it, or export a model of one device that has loaded its state dict",
     "torch.jit.trace": "a trace would hold this rank's part of each tensor: trace a model of one device that has loaded its "
@@ -43,11 +45,15 @@ _WRAPPERS = {
     "ScriptModule": "torch.jit",
 }
 
+_DISTRIBUTED = "_distribute_module_applied"
+"""What DTensor's ``distribute_module`` looks at before it changes a module, and sets afterwards."""
+
 
 def meet_foreign_tools(runtime: Runtime, model: nn.Module) -> None:
     """Give the modules of a parallelized model what tools ask for. They are copied with the model."""
     for module in model.modules():
         refuse_composable_apis(module, ("fully_shard",), _refuse)
+        module.__dict__[_DISTRIBUTED] = _Refused("parallelize_module")
     attributes = model.__dict__
     attributes["_ddp_params_and_buffers_to_ignore"] = _Refused("DistributedDataParallel")
     attributes["__prepare_scriptable__"] = _Refused("torch.jit.script")
@@ -61,6 +67,8 @@ def refuse_wrapped(model: nn.Module) -> None:
             kind.__name__ for kind in type(module).__mro__ if kind.__module__.split(".")[0] in ("torch", "vescale")
         ]
         tool = next((_WRAPPERS[name] for name in kinds if name in _WRAPPERS), None)
+        if module.__dict__.get(_DISTRIBUTED) is True:
+            tool = "parallelize_module"
         if tool is not None:
             where = f"its part {path!r}" if path else f"a {type(module).__name__}"
             raise ForeignToolError(
@@ -83,12 +91,15 @@ def _refuse(tool: str) -> NoReturn:
 
 
 class _Refused:
-    """Raises PlanError when it is called, or read as a collection."""
+    """Raises PlanError when it is called, or read as a collection or a truth value."""
 
     def __init__(self, tool: str) -> None:
         self.tool = tool
 
     def __call__(self) -> NoReturn:
+        _refuse(self.tool)
+
+    def __bool__(self) -> bool:
         _refuse(self.tool)
 
     def __iter__(self) -> Iterator[str]:

@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from vescale.checks import replacement_of
 from vescale.compat import filter_functions
 from vescale.ops import When, entries, read_arguments, wrap_global
 from vescale.runtime._activation import Activation
 from vescale.runtime._factories import FACTORIES, METHOD_FACTORIES, place_made
+from vescale.runtime._input_checks import note_made
 
 __all__ = ["RuntimeMode"]
 
@@ -78,6 +80,11 @@ class RuntimeMode(TorchFunctionMode):
         if isinstance(value, dict):
             return {key: self._globalize(item) for key, item in value.items()}
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim:
+            activation, replaced = self.activation, replacement_of(value)
+            if replaced is not None and value.requires_grad and torch.is_grad_enabled():
+                raise replaced.error("the model's forward takes")
+            if activation.runtime.compares_made:
+                note_made(activation.runtime, "a plain tensor among the model's", activation.frames[-1].path, value)
             return wrap_global(value, self.activation.mesh, self.activation.replicated, "plain operand")
         return value
 

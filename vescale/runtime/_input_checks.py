@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.checks import (
-    SEED,
+    MADE,
     STATE,
     InputMismatchError,
     LocalPart,
+    RandomStates,
     describe,
     hash_of,
     is_unchecked,
@@ -26,6 +27,7 @@ from vescale.checks import (
 )
 from vescale.compat import (
     DTensorSpec,
+    before_backward,
     has_dispatch_modes,
     in_backward,
     local_of,
@@ -33,6 +35,7 @@ from vescale.compat import (
     spec_of,
     tensors_in,
 )
+from vescale.errors import BoundaryError
 from vescale.gradients import GradientReducer
 from vescale.ops import running_module
 from vescale.placements import local_region, shard_dim
@@ -46,6 +49,7 @@ __all__ = [
     "check_move",
     "check_read",
     "draws_of_this_rank",
+    "note_made",
     "note_plain_value",
     "note_random_state",
     "watch_backward",
@@ -75,14 +79,10 @@ def check_inputs(
         checks.begin_forward(runtime.num_forwards)
         module = runtime.root
         mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
+        if torch.is_autocast_enabled(runtime.mesh.device_type):
+            mode = f"{mode}, under autocast to {torch.get_autocast_dtype(runtime.mesh.device_type)}"
         if checks.samples and not takes_local_parts:
-            seen: list[object] = []
-            if not (is_unchecked() or has_dispatch_modes()):
-                for value in args:
-                    sample(value, seen)
-                for name, value in kwargs.items():
-                    seen.append(name)
-                    sample(value, seen)
+            seen = None if is_unchecked() or has_dispatch_modes() else sample(args, kwargs)
             checks.sampled_forward(model, mode, seen, lambda: _descriptions(named(args, kwargs)), runtime.number)
             return
         inputs: list[tuple[str, str]] = []
@@ -92,8 +92,11 @@ def check_inputs(
         if checks.compares_data:
             fully = checks.is_due
             watched = has_dispatch_modes()  # which would see the ops
-            runtime.random_state = torch.get_rng_state() if fully and not watched else None
+            if fully:
+                _refuse_other_meshes(runtime, named(args, kwargs))
             if fully and not watched:
+                runtime.compares_made = True
+                runtime.random_states = RandomStates(names_state=not runtime.has_local_regions)
                 replicas = _replicas(runtime)
                 inputs += replicas.pop(_long_axes(runtime), [])
             for name, value, placing in named(args, kwargs):
@@ -117,6 +120,17 @@ def check_inputs(
                 id(tensor): _global_shape(runtime, part.name, found, placements)
                 for (tensor, placements), part, found in zip(tensors, parts, shapes)
             }
+
+
+def _refuse_other_meshes(runtime: Runtime, named: Iterable[tuple[str, Any, Placing | None]]) -> None:
+    for name, value, _ in named:
+        for tensor in tensors_in(value):
+            if isinstance(tensor, DTensor) and tensor.device_mesh != runtime.mesh:
+                raise BoundaryError(
+                    f"the input {name!r} is a DTensor on {tensor.device_mesh}, and the model is on {runtime.mesh}: ops take "
+                    "tensors of one mesh. Pass a plain tensor, which the plan cuts, or make the DTensor on the model's mesh "
+                    "(vescale.shard_batch(batch, model))"
+                )
 
 
 def _descriptions(named: Iterable[tuple[str, Any, Placing | None]]) -> list[tuple[str, str]]:
@@ -144,20 +158,46 @@ def _replicas(runtime: Runtime) -> dict[tuple[int, ...], list[tuple[str, str]]]:
     if module is None:
         return found
     for name, tensor in module.named_parameters():
-        if not isinstance(tensor, DTensor) or tensor.device_mesh != runtime.mesh:
-            continue
-        axes = tuple(axis for axis in long if tensor.placements[axis].is_replicate())
-        local = local_of(tensor)
-        if not tensor.requires_grad:
-            frozen.append(name)
-        if axes and (local.is_cpu or runtime.num_forwards == 1):
-            text = tensor_text(local.detach(), fully=True)
-            found.setdefault(axes, []).append((f"{STATE}parameter {name!r}", text))
+        if isinstance(tensor, DTensor) and tensor.device_mesh == runtime.mesh:
+            if not tensor.requires_grad:
+                frozen.append(name)
+            _add_replica(runtime, found, f"parameter {name!r}", tensor)
+    for name, buffer in module.named_buffers():
+        # In a region, they may count what the rank has seen.
+        if not runtime.is_in_local_region(name) and id(buffer) not in runtime.differ_on_purpose:
+            _add_replica(runtime, found, f"buffer {name!r}", buffer)
     if frozen:
         names = ", ".join(frozen)
         text = names if len(names) < _MAX_NAMES else f"{names[:_MAX_NAMES]}... ({len(frozen)}, {hash_of(names)})"
-    found.setdefault(long, []).append((f"{STATE}requires_grad", f"False of {text}" if frozen else "True of all"))
+    rows = found.setdefault(long, [])
+    rows.append((f"{STATE}requires_grad", f"False of {text}" if frozen else "True of all"))
+    for path, part in module.named_modules():
+        if part.training != module.training:
+            rows.append((f"{STATE}training of module {path!r}", str(part.training)))
+        if runtime.num_forwards == 1:
+            rows += _hyperparameters(path, part)
     return found
+
+
+def _add_replica(
+    runtime: Runtime, found: dict[tuple[int, ...], list[tuple[str, str]]], name: str, tensor: torch.Tensor
+) -> None:
+    axes, local = _long_axes(runtime), tensor
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != runtime.mesh:
+            return
+        axes, local = tuple(axis for axis in axes if tensor.placements[axis].is_replicate()), local_of(tensor)
+    if axes and (local.is_cpu or runtime.num_forwards == 1):
+        found.setdefault(axes, []).append((f"{STATE}{name}", tensor_text(local.detach(), fully=True)))
+
+
+def _hyperparameters(path: str, module: torch.nn.Module) -> list[tuple[str, str]]:
+    """The numbers among what a module declares as its constants, as PyTorch's own do: probabilities, momenta, epsilons."""
+    own = vars(module)
+    constants = [(name, own.get(name)) for name in getattr(type(module), "__constants__", ())]
+    return [
+        (f"{STATE}{name} of module {path!r}", repr(x)) for name, x in constants if isinstance(x, bool | int | float)
+    ]
 
 
 def _global_shape(
@@ -170,8 +210,8 @@ def _global_shape(
     mesh = runtime.mesh
     mesh_shape = tuple(mesh.shape)
     coordinates = [tuple(index) for index in (mesh.mesh >= 0).nonzero().tolist()]
-    shape = []
-    for dim in range(len(found[0])):
+    shape: list[int] = []
+    for dim in range(min(len(each) for each in found.values())):
         axes = {axis for axis, p in enumerate(placements) if shard_dim(p) == dim}
         along = [i for i, c in enumerate(coordinates) if not any(x for axis, x in enumerate(c) if axis not in axes)]
         shape.append(sum(found[index][dim] for index in along))
@@ -181,36 +221,48 @@ def _global_shape(
     if not fits:
         ranks = mesh.mesh.flatten().tolist()
         sizes = {rank: found[index] for index, rank in enumerate(ranks)}
+        whole = [dim for dim in range(len(shape)) if not any(shard_dim(p) == dim for p in placements)]
+        uneven = [dim for dim in whole if len({each[dim] for each in found.values()}) > 1]
+        edit = (
+            f"No axis cuts dim {uneven[0]}: give it one size on all ranks, as by padding to the longest sequence of the "
+            "global batch"
+            if uneven
+            else "Give parts as torch.chunk cuts the batch (ShardedBatchSampler does), or leave out the last batch "
+            "(drop_last=True)"
+        )
         raise InputMismatchError(
             f'the parts of the input {name!r}, which each rank gives (given="local"), have shapes {sizes} by rank: no '
-            f"tensor is cut so by {placements}. Give parts as torch.chunk cuts the batch (ShardedBatchSampler does), "
-            "or leave out the last batch (drop_last=True)",
+            f"tensor is cut so by {placements}. {edit}",
             ranks,
         )
     return tuple(shape)
 
 
-def note_random_state(runtime: Runtime, *, keep: bool = False) -> None:
-    """After a forward whose values are compared, or a part of it (``keep``): if it has drawn from the default generator, the
-    seed is compared, too."""
-    before = runtime.random_state
-    if not keep:
-        runtime.random_state = None
-    if before is None or has_dispatch_modes():
-        return
-    if before.numpy().tobytes() != torch.get_rng_state().numpy().tobytes():
-        runtime.checks.note(SEED, str(torch.initial_seed()))
-        runtime.random_state = None
+def note_random_state(runtime: Runtime) -> None:
+    """After a forward whose values are compared, or a part of it: generators that it has drawn from are compared, too."""
+    before, runtime.random_states, runtime.compares_made = runtime.random_states, None, False
+    if before is not None and not has_dispatch_modes():
+        for name, text in before.drawn_since():
+            runtime.checks.note(name, text)
 
 
 @contextmanager
 def draws_of_this_rank(runtime: Runtime) -> Iterator[None]:
-    """Inside, this rank alone may draw: the experts of a rank that has tokens for them do."""
-    if runtime.random_state is not None:
-        note_random_state(runtime, keep=True)
+    """Inside, this rank alone may draw, and make tensors: the experts of a rank that has tokens for them do."""
+    is_compared = runtime.random_states is not None
+    if is_compared:
+        note_random_state(runtime)
     yield
-    if runtime.random_state is not None:
-        runtime.random_state = torch.get_rng_state()
+    if is_compared:
+        runtime.random_states = RandomStates(names_state=not runtime.has_local_regions)
+        runtime.compares_made = True
+
+
+def note_made(runtime: Runtime, what: str, path: str, tensor: torch.Tensor) -> None:
+    """Of a forward whose values are compared: a tensor that it has made of numbers, arrays or texts."""
+    if not in_backward() and not has_dispatch_modes():
+        where = f"{what} in {path!r}" if path else f"{what} in the model's forward"
+        runtime.checks.note(f"{MADE}{where}", tensor_text(tensor, fully=True))
 
 
 def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
@@ -219,15 +271,13 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
     if not (checks.is_on and checks.waits and torch.is_grad_enabled()):
         return
     for tensor in tensors_in(outputs):
-        node = tensor.grad_fn
-        if node is not None:
+        if tensor.grad_fn is not None:
             step, reducer = checks.await_backward(model, runtime.number), runtime.gradients.reducer
-
-            node.register_prehook(functools.partial(_begin_backward, runtime, reducer, model, step))
+            before_backward(tensor, functools.partial(_begin_backward, runtime, reducer, model, step))
             return
 
 
-def _begin_backward(runtime: Runtime, reducer: GradientReducer | None, model: str, step: int, _: Any) -> None:
+def _begin_backward(runtime: Runtime, reducer: GradientReducer | None, model: str, step: int) -> None:
     if reducer is None or reducer.syncs:
         runtime.checks.backward(model, step, runtime.number)
 
@@ -269,6 +319,8 @@ def check_loaded(module: Any, state: Mapping[str, Any], prefix: str) -> None:
     if runtime is None or not runtime.checks.is_on:
         return
     own = (*module.named_parameters(prefix.rstrip(".")), *module.named_buffers(prefix.rstrip(".")))
+    if is_unchecked():
+        runtime.differ_on_purpose.update(id(tensor) for name, tensor in own if name in state)
     found = [(name, state.get(name)) for name, tensor in own if isinstance(tensor, DTensor)]
     rows = [
         (name, tensor_text(value, fully=True))

@@ -128,6 +128,7 @@ def parallelize(
         return staged
     if isinstance(model, nn.Module):
         refuse_wrapped(model)
+        RegisteredParameters([model]).refuse_hooks("parallelize")
     missing = MissingValues(model) if isinstance(model, nn.Module) else None
     if missing is not None:
         missing.warn()

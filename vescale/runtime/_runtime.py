@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.checks import StepChecks, start_checks
+from vescale.checks import RandomStates, StepChecks, start_checks
 from vescale.errors import NotPicklableError
-from vescale.ir import Attention, Factory, Program
+from vescale.ir import Attention, Factory, Local, Program
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._gradient_hooks import GradientHooks
 from vescale.runtime._implicit_site import ImplicitSite
@@ -89,7 +89,10 @@ class Runtime:
         self.last_offloaded: weakref.ref[Any] | None = None
         self.budgets: dict[int, Any] = {}
         self.warned_of_state = False
-        self.random_state: Any = None
+        self.random_states: RandomStates | None = None
+        self.compares_made = False
+        self.differ_on_purpose: set[int] = set()
+        self._local_regions = [f"{i.path}." if i.path else "" for i in program if isinstance(i.op, Local)]
         self.strays: list[tuple[weakref.ref[nn.Module], str]] = []
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
@@ -124,6 +127,14 @@ class Runtime:
     def is_first_rank(self) -> bool:
         """Whether this rank has coordinate 0 on every axis of the mesh, and prints warnings."""
         return all(index == 0 for index in self.mesh.get_coordinate() or (1,))
+
+    @property
+    def has_local_regions(self) -> bool:
+        return bool(self._local_regions)
+
+    def is_in_local_region(self, name: str) -> bool:
+        """Whether a tensor's module runs on local tensors."""
+        return any(name.startswith(path) for path in self._local_regions)
 
     def where(self, path: str) -> Where:
         return self._wheres.setdefault(path, Where(self, path))

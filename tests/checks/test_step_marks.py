@@ -1,0 +1,107 @@
+"""The marks of steps: numbers of what a forward is given, lines of the program, rows of a board, hooks before a backward.
+In C++ and in Python."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from vescale import csrc
+from vescale.checks import _call_site, _descriptions
+from vescale.comm import Board
+from vescale.compat import before_backward
+
+
+@pytest.fixture(params=["C++", "Python"])
+def helper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType | None]:
+    found = csrc.step_marks() if request.param == "C++" else None
+    if request.param == "C++" and found is None:
+        pytest.skip("the C++ helper is not built, or switched off")
+    monkeypatch.setattr(csrc, "step_marks", lambda: found)
+    yield found
+
+
+def sampled(*args: Any, **kwargs: Any) -> int:
+    return _descriptions.digest_of(("site", 1, (), _descriptions.sample(args, kwargs)))
+
+
+X = torch.arange(24.0).view(4, 6)
+DIFFERENT = [
+    (X, X + 1),
+    (X, X.double()),
+    (X, X.view(6, 4)),
+    (X.bfloat16(), X.bfloat16() + 1),
+    (X.to(torch.complex64), X.to(torch.complex64) + 1j),
+    (1, 2), (1, True), (1, 1.0), (0, None), (2**70, 2**71), (0.0, -0.0), ("a", "b"), (float("nan"), 1.0),
+    ([X, 1], [X, 2]), ((X,), (X + 1,)), ({"ids": X}, {"ids": X + 1}), ({"ids": X}, {"mask": X}), ([1, [2]], [[1], 2]),
+    (X.numpy(), X.numpy() + 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", DIFFERENT, ids=lambda pair: f"{pair[0]!s:.12}")
+def test_what_differs_has_another_number(helper: ModuleType | None, pair: tuple[Any, Any]) -> None:
+    first, second = pair
+    assert sampled(first) != sampled(second)
+    assert sampled(x=first) != sampled(x=second)
+    copy = first.clone() if isinstance(first, torch.Tensor) else first
+    assert sampled(first) == sampled(copy)
+
+
+def test_strings_in_containers_do_not_count(helper: ModuleType | None) -> None:
+    assert sampled(["a"]) == sampled(["b"])
+    assert sampled({"file": "a"}) == sampled({"file": "b"})
+    assert _descriptions.digest_of(("a",)) != _descriptions.digest_of(("b",))
+
+
+def test_what_cannot_be_sampled_in_cpp_is_in_python(helper: ModuleType | None) -> None:
+    nested: Any = X
+    for _ in range(40):
+        nested = [nested]
+    other: Any = X + 1
+    for _ in range(40):
+        other = [other]
+    assert sampled(nested) != sampled(other)
+    assert sampled("\ud800") == sampled("\ud800")
+    empty, view = torch.empty(0), torch.ones(4, 4).t()
+    assert sampled(empty, view, torch.ones(1, device="meta"), torch.eye(2).to_sparse()) is not None
+
+
+def test_the_line_of_the_program(helper: ModuleType | None) -> None:
+    def line() -> str:
+        return functools.reduce(lambda _, __: _call_site.call_site(), [0, 0])
+
+    assert line().startswith("test_step_marks.py:") and line().endswith("(<lambda>)")
+
+
+def test_a_row_of_a_board(helper: ModuleType | None) -> None:
+    channels = [[(0, 1), (0, 1)]]
+    memory = bytearray(2048)
+    first, second = Board([0, 1], 0, memory, channels), Board([0, 1], 1, memory, channels)
+    assert not first.post(1, (5, 6, 7), "here é" * 60)
+    assert first.rows(1) is None and first.absent(1) == [1]
+    assert second.post(1, (5, 6, 7), "there")
+    assert first.rows(1) == [[1 << 48 | 5, 1 << 48 | 6, 1 << 48 | 7]] * 2
+    assert first.text(1) == "there" and first.text(0).startswith("here é")
+    assert not first.post(2, (5, 6, 1 << 47), "x") and not second.post(2, (5, 6, 8), "y")
+    assert second.rows(2) is not None and second.rows(1) is not None
+
+
+def test_before_a_backward(helper: ModuleType | None) -> None:
+    leaf, calls = torch.ones(2, requires_grad=True), []
+    out = leaf * 2
+    before_backward(out, lambda: calls.append(leaf.grad))
+    out.sum().backward()
+    assert calls == [None] and leaf.grad is not None
+
+    def fails() -> None:
+        raise KeyError("stop")
+
+    out = leaf * 2
+    before_backward(out, fails)
+    with pytest.raises(KeyError, match="stop"):
+        out.sum().backward()

@@ -1,0 +1,22 @@
+"""A forward draws from numpy.random, which each rank has seeded on its own.
+
+error: InputMismatchError
+says: have made different values | torch.tensor in the model's forward | seed random and numpy.random alike
+"""
+
+import numpy as np
+import torch
+
+from tests.first_day.start import Net, inputs, plan, rank, start
+from vescale import parallelize
+
+
+class Noisy(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.tensor(np.random.rand(8), dtype=x.dtype)
+
+
+mesh = start(tp=2)
+np.random.seed(rank())
+model = parallelize(Noisy(), plan(mesh))
+model(inputs()).sum().backward()

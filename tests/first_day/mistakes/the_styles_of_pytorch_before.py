@@ -1,0 +1,16 @@
+"""A model that `parallelize_module` has cut is given to `parallelize`.
+
+error: ForeignToolError
+says: 'up' is distributed by parallelize_module already | as it was before
+"""
+
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from tests.first_day.start import Net, inputs, plan, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+model = Net()
+parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()})
+parallelize(model, plan(mesh))
+model(inputs()).sum().backward()

@@ -1,0 +1,44 @@
+"""``RandomStates``: the generators that a program draws from without naming one, and which of them a forward has used."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import numpy as np
+import torch
+
+from vescale.checks._mismatches import NUMBERS, SEED
+
+__all__ = ["RandomStates"]
+
+
+class RandomStates:
+    """The states of the default generator of torch, of ``numpy.random`` and of ``random``, as they are now.
+
+    Args:
+        names_state: whether ranks that draw have to be in the same state; else, where ranks may have drawn different
+            amounts before, of the same seed.
+    """
+
+    def __init__(self, *, names_state: bool) -> None:
+        self._names_state = names_state
+        self._states = _states()
+
+    def drawn_since(self) -> list[tuple[str, str]]:
+        """Of the generators that have been drawn from since: name, and what tells where they stood."""
+        names = (SEED, *NUMBERS)
+        texts = [f"{state:08x}" for state in self._states]
+        texts[0] = f"{torch.initial_seed()}, {texts[0]}" if self._names_state else str(torch.initial_seed())
+        return [(name, text) for name, text, state, now in zip(names, texts, self._states, _states()) if state != now]
+
+
+def _states() -> tuple[int, int, int]:
+    mersenne = np.random.get_state()
+    words, position = mersenne[1], mersenne[2]  # type: ignore[index]
+    numbers = random.getstate()[1]
+    return (
+        zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+        zlib.crc32(repr(position).encode(), zlib.crc32(np.asarray(words).tobytes())),
+        hash(numbers) & 0xFFFFFFFF,
+    )
