@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 import vescale
 from tests.ranks import RankPools
+from vescale.errors import MeshAxesError
 from vescale.plans import PlanMismatchError, axis_sizes
 from vescale.runtime._init_mesh import _check_store, _fill
 
@@ -44,6 +45,11 @@ def test_sizes(text: str, num_ranks: int, sizes: tuple[int, ...]) -> None:
 def test_bad_sizes(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _fill(axis_sizes(text, may_be_open=True), 8)
+
+
+def test_axes_that_are_a_number() -> None:
+    with pytest.raises(MeshAxesError, match=r'axes is 7\.5, a float; give sizes by name, as "dp=2,tp=2"'):
+        vescale.init_mesh(7.5)  # type: ignore[arg-type]
 
 
 def on_ranks() -> None:

@@ -35,10 +35,10 @@ class RandomStates:
 
 def _states() -> tuple[int, int, int]:
     mersenne = np.random.get_state()
-    words, position = mersenne[1], mersenne[2]  # type: ignore[index]
+    key, position = mersenne[1], mersenne[2]  # type: ignore[index]
     numbers = random.getstate()[1]
     return (
         zlib.crc32(torch.get_rng_state().numpy().tobytes()),
-        zlib.crc32(repr(position).encode(), zlib.crc32(np.asarray(words).tobytes())),
+        zlib.crc32(repr(position).encode(), zlib.crc32(np.asarray(key).tobytes())),
         hash(numbers) & 0xFFFFFFFF,
     )
