@@ -16,7 +16,7 @@ from vescale.checkpoint._model_state import ModelState, check_model, load_extra,
 from vescale.checkpoint._names import compare, nearest
 from vescale.checkpoint._numbered_states import numbered_states
 from vescale.checkpoint._optimizer_state import OptimizerLoad, named_groups, named_optimizers, plan_optimizer_load
-from vescale.checkpoint._random_state import set_random_state
+from vescale.checkpoint._random_state import different_seeds, set_random_state
 from vescale.checkpoint._reader import read_tensors, read_whole
 from vescale.checkpoint._snapshot import MODEL, RANDOM
 from vescale.checkpoint._stored import Stored
@@ -24,6 +24,8 @@ from vescale.errors import CheckpointError, CheckpointWarning, ContentMismatchEr
 from vescale.gradients import OtherStages, other_stages
 
 __all__ = ["load_stored"]
+
+_COMPARED_STATES = 16  # of ranks whose random states differ, to tell which generators do
 
 # What other programs put in front of the names of a model's tensors.
 _PREFIXES = (
@@ -279,9 +281,11 @@ def _restore_random_state(stored: Stored) -> None:
     else:
         own = names[0]
         if rank == 0:
+            seeds = different_seeds([*read_whole(stored, names[:_COMPARED_STATES]).values()])
+            calls = f", the ones of {', '.join(seeds)}" if seeds else ""
             warnings.warn(
-                f"{stored.folder} was saved by {len(names)} ranks whose random states differ, and there are {world} now: "
-                "all continue with that of the first. Seed all ranks alike for equal numbers on any mesh",
+                f"{stored.folder} was saved by {len(names)} ranks whose random states differ{calls}, and there are {world} "
+                "now: all continue with that of the first. Seed all ranks alike for equal numbers on any mesh",
                 CheckpointWarning,
                 stacklevel=5,
             )
