@@ -209,6 +209,20 @@ def test_damage_is_found(kind: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 1 and found["problems"]
 
 
+def test_damage_is_not_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is written would have checksums of its own, which are right for wrong values."""
+    trained(tmp_path / "a")
+    file, box = tmp_path / "a" / "data-00000.bin", open_stored(tmp_path / "a").tensors["model.one.weight"].boxes[0]
+    content = bytearray(file.read_bytes())
+    content[box.start + 5] ^= 16
+    file.write_bytes(content)
+    for to in ("safetensors", "dcp", "vescale"):
+        code, text, err = command(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", to)
+        assert code == 1 and not text and "of model.one.weight, are not those that were written" in err
+        assert "nothing was written: take another step" in err and not (tmp_path / "b").exists()
+    assert command(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", "dcp", "--no-verify")[0] == 0
+
+
 def test_ls_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from vescale.checkpoint import Checkpointer
 
@@ -234,6 +248,7 @@ def test_ls_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command(capsys, "verify", tmp_path / "steps")[0] == 1
     assert command(capsys, "verify", tmp_path / "steps" / "step-1")[0] == 0
     assert "model.two.weight" in command(capsys, "show", tmp_path / "steps" / "step-1")[1]
+    assert "0 of 5 tensors" in command(capsys, "show", tmp_path / "steps" / "step-1", "--tensors", "head*")[1]
 
 
 def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
