@@ -232,7 +232,7 @@ def _open(path: Path) -> Stored:
 
 
 def _is_damaged(args: argparse.Namespace, stored: Stored) -> bool:
-    """Tells what is wrong with the source, by its own checksums; those of what is written would be right for wrong values."""
+    """By its own checksums, told on stderr: checksums of what is written would be right for wrong values."""
     from vescale.checkpoint._foreign_verification import verify_any
 
     if args.no_verify:
