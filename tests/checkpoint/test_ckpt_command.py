@@ -19,7 +19,7 @@ from tests.checkpoint.test_foreign_files import STATE, same, save_dcp, save_safe
 from tests.plan_zoo.models import MODELS
 from vescale.checkpoint import load, load_hf, open_stored, save
 from vescale.cli import main
-from vescale.errors import CheckpointWarning
+from vescale.errors import CheckpointError, CheckpointWarning
 
 
 def command(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, Any, str]:
@@ -130,6 +130,31 @@ def test_foreign_checkpoints_load(tmp_path: Path) -> None:
                 parameter.zero_()
         load(tmp_path / name, model=other, strict=False)
         assert same(other.state_dict(), expected), name
+
+
+def test_names_of_wrappers_and_of_unknown_programs(tmp_path: Path) -> None:
+    """``torch.compile`` and activation checkpointing rename parameters; a prefix that no list has is told."""
+    model = Net()
+    expected = dict(model.state_dict())
+    wrapped = {
+        f"module._orig_mod.{name.replace('one.', 'one._checkpoint_wrapped_module.')}": value
+        for name, value in expected.items()
+    }
+    torch.save(wrapped, tmp_path / "wrapped.pt")
+    torch.save({"run": {"net": expected}}, tmp_path / "unknown.pt")
+    torch.save({"net": expected, "average": expected}, tmp_path / "two.pt")
+    for name, told in (("wrapped", False), ("unknown", True)):
+        other = Net()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            load(tmp_path / f"{name}.pt", model=other)
+        assert [str(one.message) for one in found if "only behind 'run.net.'" in str(one.message)] or not told
+        assert same(other.state_dict(), expected), name
+    with pytest.raises(CheckpointError, match=r"model.one.weight: not in the checkpoint \(nearest: "):
+        load(tmp_path / "two.pt", model=model)
 
 
 def test_optimizers_of_other_programs_load(tmp_path: Path) -> None:
