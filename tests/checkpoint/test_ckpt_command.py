@@ -19,7 +19,7 @@ from tests.checkpoint.test_foreign_files import STATE, same, save_dcp, save_safe
 from tests.plan_zoo.models import MODELS
 from vescale.checkpoint import load, load_hf, open_stored, save
 from vescale.cli import main
-from vescale.errors import CheckpointWarning
+from vescale.errors import CheckpointError, CheckpointWarning
 
 
 def command(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, Any, str]:
@@ -132,6 +132,31 @@ def test_foreign_checkpoints_load(tmp_path: Path) -> None:
         assert same(other.state_dict(), expected), name
 
 
+def test_names_of_wrappers_and_of_unknown_programs(tmp_path: Path) -> None:
+    """``torch.compile`` and activation checkpointing rename parameters; a prefix that no list has is told."""
+    model = Net()
+    expected = dict(model.state_dict())
+    wrapped = {
+        f"module._orig_mod.{name.replace('one.', 'one._checkpoint_wrapped_module.')}": value
+        for name, value in expected.items()
+    }
+    torch.save(wrapped, tmp_path / "wrapped.pt")
+    torch.save({"run": {"net": expected}}, tmp_path / "unknown.pt")
+    torch.save({"net": expected, "average": expected}, tmp_path / "two.pt")
+    for name, told in (("wrapped", False), ("unknown", True)):
+        other = Net()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            load(tmp_path / f"{name}.pt", model=other)
+        assert [str(one.message) for one in found if "only behind 'run.net.'" in str(one.message)] or not told
+        assert same(other.state_dict(), expected), name
+    with pytest.raises(CheckpointError, match=r"model.one.weight: not in the checkpoint \(nearest: "):
+        load(tmp_path / "two.pt", model=model)
+
+
 def test_optimizers_of_other_programs_load(tmp_path: Path) -> None:
     """Under the keys of PyTorch's tutorials and examples, by names and by numbers, and in Lightning's files."""
     model = Net()
@@ -209,6 +234,20 @@ def test_damage_is_found(kind: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 1 and found["problems"]
 
 
+def test_damage_is_not_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is written would have checksums of its own, which are right for wrong values."""
+    trained(tmp_path / "a")
+    file, box = tmp_path / "a" / "data-00000.bin", open_stored(tmp_path / "a").tensors["model.one.weight"].boxes[0]
+    content = bytearray(file.read_bytes())
+    content[box.start + 5] ^= 16
+    file.write_bytes(content)
+    for to in ("safetensors", "dcp", "vescale"):
+        code, text, err = command(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", to)
+        assert code == 1 and not text and "of model.one.weight, are not those that were written" in err
+        assert "nothing was written: take another step" in err and not (tmp_path / "b").exists()
+    assert command(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", "dcp", "--no-verify")[0] == 0
+
+
 def test_ls_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from vescale.checkpoint import Checkpointer
 
@@ -234,6 +273,7 @@ def test_ls_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command(capsys, "verify", tmp_path / "steps")[0] == 1
     assert command(capsys, "verify", tmp_path / "steps" / "step-1")[0] == 0
     assert "model.two.weight" in command(capsys, "show", tmp_path / "steps" / "step-1")[1]
+    assert "0 of 5 tensors" in command(capsys, "show", tmp_path / "steps" / "step-1", "--tensors", "head*")[1]
 
 
 def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

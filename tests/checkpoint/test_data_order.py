@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from tests.ranks import RankPools
-from vescale.checkpoint import Checkpointer
+from vescale.checkpoint import Checkpointer, load, save
+from vescale.errors import CheckpointWarning
 from vescale.rng import ShardedBatchSampler
 
 DATA = list(range(50))
@@ -111,3 +116,19 @@ def refuse() -> None:
     state = sampler_of().state_dict()
     with pytest.raises(ValueError, match="saved with batch_size=4"):
         sampler_of().load_state_dict(state | {"batch_size": 4})
+
+
+def seeded_apart(folder: str) -> torch.Tensor:
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(dist.get_rank())
+    save(f"{folder}/one", model=nn.Linear(2, 2))
+    return torch.rand(3)
+
+
+def test_generators_that_differ_are_named(ranks: RankPools, tmp_path: Path) -> None:
+    """On another number of ranks all continue with the first rank's numbers."""
+    expected = ranks.run(seeded_apart, str(tmp_path), world_size=2)
+    with pytest.warns(CheckpointWarning, match=r"2 ranks whose random states differ, the ones of random\.seed, and"):
+        load(tmp_path / "one", model=nn.Linear(2, 2))
+    assert torch.equal(torch.rand(3), expected[0])

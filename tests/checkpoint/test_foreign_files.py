@@ -130,6 +130,15 @@ def test_torch_save_of_one_tensor_and_of_views(tmp_path: Path) -> None:
     assert same(values_of(open_torch_save(tmp_path / "y.pt")), {"tensor": base})
 
 
+def test_torch_save_of_values_that_are_not_in_memory(tmp_path: Path) -> None:
+    """Read as they lie in the file, these would have the wrong sign."""
+    numbers = torch.tensor([1 + 2j, 3 - 1j])
+    for name, tensor in {"conj": numbers.conj(), "neg": numbers.conj().imag}.items():
+        torch.save({"x": tensor}, tmp_path / "x.pt")
+        with pytest.raises(CheckpointError, match=rf"flags \['{name}'\].*resolve_conj"):
+            open_torch_save(tmp_path / "x.pt")
+
+
 def test_torch_save_before_zip(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"before torch 1\.6"):

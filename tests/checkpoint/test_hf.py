@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.checkpoint.hf_models import build, reference, same_values, saved
 from tests.plan_zoo.models import MODELS
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
 from vescale import parallelize, plan_zoo
+from vescale.checkpoint import open_stored
+from vescale.checkpoint._compare_stored import compare_stored
 from vescale.checkpoint._hf_export import export_hf
 from vescale.checkpoint._hf_load import load_hf
 from vescale.checkpoint._safetensors import open_safetensors
@@ -101,6 +104,47 @@ def test_sharded_models(name: str, kind: str, ranks: RankPools, tmp_path: Path) 
     assert same_values(reference(name, tmp_path / kind), expected) == []
     for path in (tmp_path / "one").glob("*.safetensors*"):
         assert path.read_bytes() == (tmp_path / kind / path.name).read_bytes(), path.name
+
+
+def tiny(name: str) -> Any:
+    """A model for whose class, or the class of a part of it, transformers prescribes names."""
+    import transformers
+
+    if name == "vit":
+        vit = transformers.ViTConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
+        )
+        return transformers.ViTForImageClassification(vit)
+    neox = transformers.GPTNeoXConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    return transformers.GPTNeoXForCausalLM(neox)
+
+
+def sharded_by_class(name: str, folder: str) -> None:
+    for kind, shard in (("ours", fully_shard), ("torch", torch_fully_shard)):
+        model, mesh = tiny(name), init_device_mesh("cpu", (2,))
+        if name == "vit":
+            shard(model.vit, mesh=mesh)
+        shard(model, mesh=mesh)
+        fresh = f"{folder}/{kind} fresh"
+        export_hf(model, fresh)  # by what transformers prescribes for the class
+        assert open_safetensors(Path(fresh)).tensors.keys() == open_safetensors(Path(folder, "source")).tensors.keys()
+        assert not load_hf(model, f"{folder}/source")
+        export_hf(model, f"{folder}/{kind}")
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "vit"])
+def test_names_that_depend_on_the_class(name: str, ranks: RankPools, tmp_path: Path) -> None:
+    """``fully_shard`` puts a class of its own in front of the model's; transformers looks names up by the model's."""
+    torch.manual_seed(3)
+    tiny(name).save_pretrained(tmp_path / "source")
+    ranks.run(sharded_by_class, name, str(tmp_path), world_size=2)
+    for kind in ("ours", "torch"):
+        found = open_stored(tmp_path / kind)
+        assert not compare_stored(open_stored(tmp_path / "source"), found), kind
+        config = json.loads((tmp_path / kind / "config.json").read_text())
+        assert config["architectures"] == [type(tiny(name)).__name__]
 
 
 def _filled(name: str, folder: Path) -> nn.Module:

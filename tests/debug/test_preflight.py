@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 from tests.ranks import RankPools
 from vescale import Plan, PlanMismatchError, parallelize
 from vescale.comm import Consensus, LateRanksWarning, record_comms
+from vescale.comm import _consensus as comm_consensus
 from vescale.fsdp import fully_shard
 
 ODD = 2  # the rank that differs
@@ -207,6 +208,31 @@ def test_late_ranks_are_named_while_the_others_wait(ranks: RankPools) -> None:
     said = ranks.run(lateness)
     assert said[0] == said[2] == said[3] == [] and len(said[1]) == 1, said
     assert "ranks [0, 2] have not come for 3 s" in said[1][0]
+
+
+def lateness_of_work() -> list[str]:
+    """Ranks 0 and 2 have come, and work; rank 3 comes late in the second round."""
+    consensus = Consensus(range(4), "ranks that work", timedelta(seconds=20))
+    rank = dist.get_rank()
+
+    def work() -> bytes:
+        time.sleep(0.8 if rank in (0, 2) else 0)
+        return b"done"
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        patch.setattr(comm_consensus, "_PATIENCE", timedelta(seconds=0.2))
+        dist.barrier()
+        assert consensus.exchange(work, lambda: "a first test") == [b"done"] * 4
+        if rank == 3:
+            time.sleep(2.4)
+        consensus.exchange(work, lambda: "a second test")
+    return [str(w.message) for w in said if issubclass(w.category, LateRanksWarning)]
+
+
+def test_ranks_that_work_are_not_late(ranks: RankPools) -> None:
+    said = [text for texts in ranks.run(lateness_of_work) for text in texts]
+    assert len(said) == 1 and said[0].startswith("a second test: ranks [3] have not come"), said
 
 
 def of_fully_shard() -> str:

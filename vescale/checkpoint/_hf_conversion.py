@@ -7,18 +7,20 @@ operations that merge, split and reorder. This module runs them on :class:`Mappe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from vescale.checkpoint._index_map import IndexMap, MappedTensor, NotAnIndexMapError
 from vescale.errors import HfConversionError
+from vescale.fsdp import FSDPModule
 
-__all__ = ["Computed", "Conversion", "is_transformers_model", "to_files", "to_model"]
+__all__ = ["Computed", "Conversion", "is_transformers_model", "to_files", "to_model", "written_class"]
 
 Form = tuple[tuple[int, ...], torch.dtype]
 
@@ -78,6 +80,37 @@ def is_transformers_model(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel)
 
 
+def written_class(kind: type) -> type:
+    """The class that the user wrote: ``fully_shard``, ours and PyTorch's, puts one of its own in front of it."""
+    sharded = (FSDPModule, torch_fsdp.FSDPModule)
+    return next((base for base in kind.__mro__ if not issubclass(base, sharded)), kind)
+
+
+class _AsWritten:
+    """A model for transformers, which looks conversions up by the names of classes: each module with the class that the
+    user wrote."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.base_model_prefix = model, model.base_model_prefix
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self._model.named_modules():
+            written = written_class(type(module))
+            if written is not type(module):
+                state = module.__dict__
+                module = object.__new__(written)
+                object.__setattr__(module, "__dict__", state)
+            yield name, module
+
+
+def _prescribed(model: nn.Module, *, add_legacy: bool = True) -> list[Any]:
+    """The transforms of transformers for a model and its parts."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    as_written: Any = _AsWritten(model)
+    return list(get_model_conversion_mapping(as_written, add_legacy=add_legacy))
+
+
 def to_model(model: nn.Module, files: Mapping[str, Form], wanted: Mapping[str, Any]) -> Conversion:
     """How a model's tensors, ``wanted`` by name, come from those of files. Models of other kinds than transformers' have
     the same names in files."""
@@ -87,9 +120,8 @@ def to_model(model: nn.Module, files: Mapping[str, Form], wanted: Mapping[str, A
         found.unused = [name for name in files if name not in wanted]
         return found
     from transformers import core_model_loading as loading
-    from transformers.conversion_mapping import get_model_conversion_mapping
 
-    transforms = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    transforms = _prescribed(model)
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -145,13 +177,11 @@ def to_files(model: nn.Module, tensors: Mapping[str, Form]) -> Conversion:
 def _transforms_to_revert(model: Any) -> list[Any]:
     """As in transformers' ``revert_weight_conversion``: those that matched at loading, else those of the model's kind."""
     from transformers import core_model_loading as loading
-    from transformers.conversion_mapping import get_model_conversion_mapping
 
     used = getattr(model, "_weight_conversions", None)
     if used is not None:
         return list(used)
-    known = get_model_conversion_mapping(model, add_legacy=False)
-    return [one for one in known if not isinstance(one, loading.PrefixChange)]
+    return [one for one in _prescribed(model, add_legacy=False) if not isinstance(one, loading.PrefixChange)]
 
 
 def _convert(

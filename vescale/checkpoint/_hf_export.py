@@ -87,18 +87,20 @@ def _nothing() -> int:
 
 def _together(consensus: Consensus | None, about: str, run: Callable[[], int]) -> list[int]:
     """Run something on every rank; every rank gets what all of them returned, or the error that one has met."""
-    failure, count = "", 0
-    try:
-        count = run()
-    except (OSError, CheckpointError, ValueError) as error:
-        failure = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
-        if consensus is None:
-            raise error if isinstance(error, CheckpointError) else HfExportError(failure) from error
+
+    def outcome() -> bytes:
+        try:
+            return f"{run()} ".encode()
+        except (OSError, CheckpointError, ValueError) as error:
+            failure = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
+            if consensus is None:
+                raise error if isinstance(error, CheckpointError) else HfExportError(failure) from error
+            return f"0 {failure}".encode()
+
     if consensus is None:
-        return [count]
-    messages = consensus.exchange(
-        f"{count} {failure}".encode(), lambda: f"ranks {about}; all of them have to call this"
-    )
+        messages = [outcome()]
+    else:
+        messages = consensus.exchange(outcome, lambda: f"ranks {about}; all of them have to call this")
     found = [message.decode().split(" ", 1) for message in messages]
     for rank, (_, text) in enumerate(found):
         if text:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.checkpoint._hf_conversion import is_transformers_model
-from vescale.fsdp import FSDPModule
+from vescale.checkpoint._hf_conversion import is_transformers_model, written_class
 
 __all__ = ["copy_beside", "file_base", "write_beside"]
 
@@ -58,16 +57,10 @@ def write_beside(model: Any, folder: Path, source: Path | None, dtype: torch.dty
         config.dtype = dtype
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # what is written are values
-    config.architectures = [_architecture(type(model))]
+    config.architectures = [written_class(type(model)).__name__]
     config.save_pretrained(folder)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-
-
-def _architecture(kind: type) -> str:
-    """The class that the user wrote: ``fully_shard`` makes one of its own in front of it."""
-    own = next((base for base in kind.__mro__ if not issubclass(base, FSDPModule)), kind)
-    return own.__name__.removeprefix("FSDP")
 
 
 def copy_beside(source: Path, folder: Path, *, configuration: bool = False) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from vescale.checkpoint._model_state import ModelState, check_model, load_extra,
 from vescale.checkpoint._names import compare, nearest
 from vescale.checkpoint._numbered_states import numbered_states
 from vescale.checkpoint._optimizer_state import OptimizerLoad, named_groups, named_optimizers, plan_optimizer_load
-from vescale.checkpoint._random_state import set_random_state
+from vescale.checkpoint._random_state import different_seeds, set_random_state
 from vescale.checkpoint._reader import read_tensors, read_whole
 from vescale.checkpoint._snapshot import MODEL, RANDOM
-from vescale.checkpoint._stored import Stored
+from vescale.checkpoint._stored import Stored, StoredTensor
 from vescale.errors import CheckpointError, CheckpointWarning, ContentMismatchError
 from vescale.gradients import OtherStages, other_stages
 
 __all__ = ["load_stored"]
+
+_COMPARED_STATES = 16  # of ranks whose random states differ, to tell which generators do
 
 # What other programs put in front of the names of a model's tensors.
 _PREFIXES = (
@@ -36,6 +39,8 @@ _PREFIXES = (
     "model.module.",
     "app.model.",
 )
+# And inside of names: torch.compile, activation checkpointing, PyTorch's first FSDP.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 # And in front of states of their only optimizer.
 _OPTIMIZER_PREFIXES = ("optimizer", "optim", "app.optim", "app.optimizer", "optimizer_state_dict")
 
@@ -226,12 +231,20 @@ def _with_our_names(stored: Stored, state: ModelState) -> Stored:
     if stored.format == "vescale" or not state.tensors:
         return stored
 
-    def matches(prefix: str) -> int:
-        return sum(f"{prefix}{name}" in stored.tensors for name in (*state.tensors, *state.aliases))
-
-    prefix = max(_PREFIXES, key=matches)
+    entries = _without_wrappers(stored.tensors)
+    names = (*state.tensors, *state.aliases)
+    prefix = max(_PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in entries for name in names))
+    if not any(f"{prefix}{name}" in entries for name in names):
+        other = _other_prefix(entries, [*state.tensors])
+        if other is not None:
+            warnings.warn(
+                f"{stored.folder} has the model's names only behind {other!r}, and these tensors are taken for the model's",
+                CheckpointWarning,
+                stacklevel=5,
+            )
+            prefix = other
     tensors = {}
-    for name, entry in stored.tensors.items():
+    for name, entry in entries.items():
         if not name.startswith(prefix) or (name.startswith("optimizer.") and prefix == ""):
             tensors[name] = entry
         else:
@@ -240,6 +253,19 @@ def _with_our_names(stored: Stored, state: ModelState) -> Stored:
         if f"{MODEL}.{first}" not in tensors and f"{MODEL}.{alias}" in tensors:
             tensors[f"{MODEL}.{first}"] = tensors[f"{MODEL}.{alias}"]
     return Stored(stored.folder, tensors, stored.format, stored.values)
+
+
+def _without_wrappers(tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """By names without the parts that wrappers of modules add, unless two tensors then have one name."""
+    plain = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    return plain if len(plain) == len(tensors) else tensors
+
+
+def _other_prefix(tensors: Mapping[str, StoredTensor], names: Sequence[str]) -> str | None:
+    """What stands in front of the names of one whole model; None where nothing does, or more than one thing."""
+    found = {name.removesuffix(names[0]) for name in tensors if name.endswith(f".{names[0]}")}
+    whole = [prefix for prefix in found if all(f"{prefix}{name}" in tensors for name in names)]
+    return whole[0] if len(whole) == 1 else None
 
 
 def _by_names(stored: Stored, prefix: str, state: ModelState) -> dict[str, Any] | None:
@@ -279,9 +305,11 @@ def _restore_random_state(stored: Stored) -> None:
     else:
         own = names[0]
         if rank == 0:
+            seeds = different_seeds([*read_whole(stored, names[:_COMPARED_STATES]).values()])
+            calls = f", the ones of {', '.join(seeds)}" if seeds else ""
             warnings.warn(
-                f"{stored.folder} was saved by {len(names)} ranks whose random states differ, and there are {world} now: "
-                "all continue with that of the first. Seed all ranks alike for equal numbers on any mesh",
+                f"{stored.folder} was saved by {len(names)} ranks whose random states differ{calls}, and there are {world} "
+                "now: all continue with that of the first. Seed all ranks alike for equal numbers on any mesh",
                 CheckpointWarning,
                 stacklevel=5,
             )

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from vescale.checkpoint._json_values import decode, encode
 
-__all__ = ["get_random_state", "set_random_state"]
+__all__ = ["different_seeds", "get_random_state", "set_random_state"]
+
+_SEEDS = {
+    "torch": "torch.manual_seed",
+    "cuda": "torch.cuda.manual_seed",
+    "numpy": "numpy.random.seed",
+    "python": "random.seed",
+}
 
 
 def get_random_state() -> torch.Tensor:
@@ -33,3 +41,9 @@ def set_random_state(state: torch.Tensor) -> None:
     random.setstate(found["python"])
     if "cuda" in found and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.from_numpy(found["cuda"]))
+
+
+def different_seeds(states: Sequence[torch.Tensor]) -> list[str]:
+    """The functions that seed those generators whose states are not all equal."""
+    found = [json.loads(state.numpy().tobytes()) for state in states]
+    return [call for key, call in _SEEDS.items() if len({json.dumps(each.get(key)) for each in found}) > 1]

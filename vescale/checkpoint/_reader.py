@@ -57,9 +57,11 @@ def read_tensors(
     compare(stored.tensors, targets, cast=cast).refuse(str(stored.folder))
     blocks = {name: local_blocks(name, targets[name]) for name in sorted(targets)}
     shares = plan_shares(blocks) if share else Shares(set(blocks))
-    shares.agree(_fill_or_failure(stored, blocks, shares.own))  # nobody waits for a broadcast that does not come
+    shares.agree(
+        lambda: _fill_or_failure(stored, blocks, shares.own)
+    )  # nobody waits for a broadcast that does not come
     if shares.is_uneven:
-        shares.agree(_fill_or_failure(stored, blocks, shares.plain - shares.own))
+        shares.agree(lambda: _fill_or_failure(stored, blocks, shares.plain - shares.own))
     broadcast_shares(shares, blocks)
     note_writes([entry.tensor for entry in blocks.values()])
     written = [entry.local for entry in blocks.values() if entry.local is not None]

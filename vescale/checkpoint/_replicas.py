@@ -8,7 +8,7 @@ import itertools
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,14 +76,21 @@ class Shares:
     consensus: Consensus | None = None
     is_uneven: bool = False
 
-    def agree(self, failure: CheckpointError | None) -> None:
-        """After reading: raises an error that some rank has met, on every rank, and finds out whether ranks are uneven.
+    def agree(self, read: Callable[[], CheckpointError | None]) -> None:
+        """Read: raises the error that ``read`` returns on some rank, on every rank, and finds out whether ranks are uneven.
         One round through the store; called by all ranks of the job."""
-        if self.consensus is not None:
-            text = as_text(failure).encode() if failure is not None else b""
-            messages = self.consensus.exchange(
-                self.digest + text, lambda: "ranks load a checkpoint; all of them have to call this"
-            )
+        failure = None
+
+        def message() -> bytes:
+            nonlocal failure
+            failure = read()
+            return self.digest + (as_text(failure).encode() if failure is not None else b"")
+
+        if self.consensus is None:
+            failure = read()
+        else:
+            about = "ranks load a checkpoint; all of them have to call this"
+            messages = self.consensus.exchange(message, lambda: about)
             size = len(self.digest)
             failed = [(rank, each[size:].decode()) for rank, each in enumerate(messages) if len(each) > size]
             if failure is None and failed:

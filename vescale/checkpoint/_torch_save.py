@@ -73,14 +73,34 @@ class TensorRecord:
         return StoredBox(offset or (0,) * len(self.shape), self.shape, file, self.start, self.strides)
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorRecord:
+def _tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, hooks: Any = (), flags: Any = None
+) -> TensorRecord:
+    _refuse_flags(flags)
     return _made(storage, storage.dtype if isinstance(storage, _Storage) else None, offset, shape, strides)
 
 
 def _tensor_of_dtype(
-    storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any, *rest: Any
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    requires_grad: Any,
+    hooks: Any,
+    dtype: Any,
+    flags: Any = None,
 ) -> TensorRecord:
+    _refuse_flags(flags)
     return _made(storage, dtype, offset, shape, strides)
+
+
+def _refuse_flags(flags: Any) -> None:
+    """Of tensors whose values are not those in memory: ``x.conj()``, and the imaginary part of one."""
+    if flags:
+        raise DamagedFileError(
+            f"a tensor is stored with the flags {sorted(map(str, flags))}: its values are computed when they are used; save "
+            "tensor.resolve_conj().resolve_neg()"
+        )
 
 
 def _made(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> TensorRecord:

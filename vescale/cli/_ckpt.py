@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--model", metavar="hf:FILE", required=True, help="the config.json of the model")
     for action in (convert, export):
         action.add_argument("--max-shard-size", default="5GB", help="of a safetensors file (default: 5GB)")
+        action.add_argument("--no-verify", action="store_true", help="do not check the source's checksums before")
     for action in (listing, show, verify, convert, diff, export):
         action.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -117,7 +118,8 @@ def _show(args: argparse.Namespace) -> int:
     console = new_console()
     console.print(table)
     total = sum(num_bytes(stored.tensors[name]) for name in names)
-    console.print(f"{len(names)} tensors, {bytes_text(total)}, format {stored.format}, {args.path}")
+    of_all = "" if args.tensors == "*" else f" of {len(stored.tensors)}"
+    console.print(f"{len(names)}{of_all} tensors, {bytes_text(total)}, format {stored.format}, {args.path}")
     for name, value in values.items():
         console.print(f"{name} = {str(value)[:200]}")
     return 0
@@ -148,6 +150,8 @@ def _convert(args: argparse.Namespace) -> int:
     from vescale.checkpoint._convert import convert
 
     stored = _open(Path(args.source))
+    if _is_damaged(args, stored):
+        return 1
     with _progress(args, "convert", _summary(stored)["bytes"]) as advance:
         left = convert(stored, Path(args.target), args.to, max_shard_size=args.max_shard_size, progress=advance)
     if args.json:
@@ -156,7 +160,8 @@ def _convert(args: argparse.Namespace) -> int:
         return 0
     new_console().print(f"{args.target}: {_summary(stored, without=left)['tensors']} tensors in the format {args.to}")
     if left:
-        new_console().print(f"left out, for the format holds tensors of a model only: {', '.join(left[:20])}")
+        rest = f" and {len(left) - 20} more" if len(left) > 20 else ""
+        new_console().print(f"left out, for the format holds tensors of a model only: {', '.join(left[:20])}{rest}")
     return 0
 
 
@@ -203,6 +208,8 @@ def _export(args: argparse.Namespace) -> int:
         raise UsageError(f"--model {args.model}: expected hf:FILE, the config.json of a Hugging Face model")
     model = load_model(args.model)
     stored = _open(Path(args.source))
+    if _is_damaged(args, stored):
+        return 1
     beside = Path(args.model.removeprefix("hf:")).parent
     with _progress(args, "export", _summary(stored)["bytes"]) as advance:
         written = export_stored(stored, model, Path(args.target), args.max_shard_size, beside, advance)
@@ -222,6 +229,26 @@ def _open(path: Path) -> Stored:
     for warning in told:  # such as newer steps that are not complete
         print(f"vescale ckpt: {warning.message}", file=sys.stderr)
     return stored
+
+
+def _is_damaged(args: argparse.Namespace, stored: Stored) -> bool:
+    """By its own checksums, told on stderr: checksums of what is written would be right for wrong values."""
+    from vescale.checkpoint._foreign_verification import verify_any
+
+    if args.no_verify:
+        return False
+    path = stored.folder if stored.format == "vescale" else Path(args.source)
+    with _progress(args, "verify", _summary(stored)["bytes"]) as advance:
+        problems = verify_any(path, advance)
+    for problem in problems:
+        print(f"vescale ckpt: {problem}", file=sys.stderr)
+    if problems:
+        print(
+            f"vescale ckpt: {path} is damaged, and nothing was written: take another step, or another copy; --no-verify "
+            "takes the values as they are",
+            file=sys.stderr,
+        )
+    return bool(problems)
 
 
 def _summary(stored: Stored, without: Collection[str] = ()) -> dict[str, int]:

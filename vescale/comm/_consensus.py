@@ -76,23 +76,30 @@ class Consensus:
         self.place = f"vescale {own} {next(counter)}"
         self._rounds = itertools.count()
 
-    def exchange(self, message: bytes, about: Callable[[], str]) -> list[bytes]:
+    def exchange(self, message: bytes | Callable[[], bytes], about: Callable[[], str]) -> list[bytes]:
         """Every rank's message, in rank order.
+
+        ``message``: a function is work that takes its time, and is called once the others can see that this rank has come:
+        they are not warned of ranks that work.
 
         Raises ConsensusError with ``about()``, the purpose of the round, if a rank does not come in time.
         """
         if len(self.ranks) == 1 or is_alone():
-            return [message] * len(self.ranks)
+            return [message if isinstance(message, bytes) else message()] * len(self.ranks)
         store, place = default_store(), f"{self.place} round {next(self._rounds)}"
         verdict = f"{place} verdict"
-        digests = [f"{place} digest {index}" for index in range(len(self.ranks))]
+        digests = comings = [f"{place} digest {index}" for index in range(len(self.ranks))]
+        if not isinstance(message, bytes):
+            comings = [f"{place} came {index}" for index in range(len(self.ranks))]
+            store.set(comings[self._index], "")
+            message = message()
         store.set(digests[self._index], hashlib.sha256(message).hexdigest())
         if self._index == 0:
-            absent, elsewhere = self._absent(store, digests, about, verdict=verdict)
+            absent, elsewhere = self._absent(store, digests, about, comings, verdict)
             different = set() if absent else {store.get(key) for key in digests}
             proposed = _absence(absent, elsewhere) if absent else "equal" if len(different) == 1 else "different"
         else:
-            absent, elsewhere = self._absent(store, [verdict], about, digests)
+            absent, elsewhere = self._absent(store, [verdict], about, comings)
             if absent and not elsewhere and store.check(digests[:1]):  # the first rank names those that have not come
                 absent, _ = self._absent(store, [verdict])
             proposed = _absence(absent if elsewhere else self.ranks[:1], elsewhere) if absent else ""
@@ -107,7 +114,7 @@ class Consensus:
                 f"{about()}; ranks {ranks} {waited}; every one of ranks {list(self.ranks)} has to take this step", ranks
             )
         if answer == "equal":
-            self._leave(store, place, [*digests, verdict])
+            self._leave(store, place, [*dict.fromkeys([*digests, *comings]), verdict])
             return [message] * len(self.ranks)
         messages = [f"{place} message {index}" for index in range(len(self.ranks))]
         store.set(messages[self._index], message.hex())
@@ -115,7 +122,7 @@ class Consensus:
         if absent:
             raise ConsensusError(f"{about()}; ranks {absent} left the comparison", absent)
         found = [bytes.fromhex(store.get(key).decode()) for key in messages]
-        self._leave(store, place, [*digests, verdict, *messages])
+        self._leave(store, place, [*dict.fromkeys([*digests, *comings]), verdict, *messages])
         return found
 
     def have_all_come(self, moment: str, purpose: str, limit: timedelta = _PATIENCE) -> bool:
@@ -171,9 +178,11 @@ class Consensus:
                         return [rank for rank, key in zip(self.ranks, keys) if not store.check([key])], ""
                 assert about is not None
                 late = {rank: key for rank, key in zip(self.ranks, comings or keys) if not store.check([key])}
-                notice = notice or WaitNotice(store, self.ranks[self._index], about(), self.ranks)
                 if verdict is not None and store.check([verdict]):
-                    return list(late), ""
+                    return [rank for rank, key in zip(self.ranks, keys) if not store.check([key])], ""
+                if not late:  # all have come, and some work
+                    continue
+                notice = notice or WaitNotice(store, self.ranks[self._index], about(), self.ranks)
                 if elsewhere := notice.cross_wait(late):
                     return list(late), elsewhere
                 if is_first:
