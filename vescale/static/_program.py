@@ -37,7 +37,7 @@ from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patch
 from vescale.static._placing import LocalPlacing
 from vescale.static._recorded import Recorded
 from vescale.static._shown_entries import ShownEntries
-from vescale.static._sites import EagerCall, map_in_order, read_sizes, take_sizes
+from vescale.static._call_site_functions import EagerCall, map_in_order, read_sizes, take_sizes
 from vescale.static._source import code_objects
 from vescale.static._state import checkpoint_of, is_inside, own_forward
 from vescale.static._tensor_type import TensorType, UnrecordedError
