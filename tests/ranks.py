@@ -124,7 +124,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         timeout=_TIMEOUT,
     )
     groups = device_mesh.new_group = _ReusedGroups(device_mesh.new_group)
-    charged = 0.0
+    charged, num_modules = 0.0, len(sys.modules)
     while True:
         try:
             job = pipe.recv()
@@ -139,6 +139,10 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         groups.take_back()
+        if len(sys.modules) > num_modules:  # nor is what cases have loaded
+            num_modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
         used = time.process_time()
         try:
             pipe.send((*answer, used - charged))
