@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.examples import daily_sample
+
 __all__ = ["SPENT", "RankError", "RankPool", "RankPools", "Spent", "run_cases"]
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
@@ -43,6 +45,9 @@ class RankError(AssertionError):
 
 # A collective that some rank never enters fails on the others after this long.
 _TIMEOUT = timedelta(seconds=60)
+
+# So many cases of one test are combinations, of which a part runs daily.
+_LONG = 16
 
 # Each group of gloo keeps two threads; groups of meshes are never freed.
 _MAX_THREADS = 300
@@ -298,11 +303,13 @@ class RankPools:
 def run_cases(fn: Callable[..., None], cases: Sequence[tuple[Any, ...]]) -> int:
     """Run on a rank: ``fn(*case)`` for each case, all in one dispatch; name every case that fails. Returns the count.
 
+    Of a long list of combinations one in three runs daily (``daily_sample``), and all at night; the count is of all.
     For cases whose failure does not desynchronize the ranks (a comparison after the collectives). Stops at the tenth, and
     where a collective seems to have waited for a rank in vain: the ranks are no longer in the same case then.
     """
+    is_long = len(cases) >= _LONG and all(len(case) > 1 for case in cases)
     failures = []
-    for case in cases:
+    for case in daily_sample(cases, 3) if is_long else cases:
         start = time.monotonic()
         try:
             fn(*case)

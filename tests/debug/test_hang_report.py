@@ -226,7 +226,9 @@ def outlives_the_store(folder: str) -> None:
 
 def test_a_rank_that_loses_the_store_while_it_hangs_tells_so(tmp_path: Path) -> None:
     job = run_processes(outlives_the_store, tmp_path, str(tmp_path), limit=90.0)
-    assert job.codes == [0, 70, 0] and re.search("store of the job is gone .*, and rank 1 waits", job.outputs[1]), job.text
+    assert job.codes == [0, 70, 0] and re.search("store of the job is gone .*, and rank 1 waits", job.outputs[1]), (
+        job.text
+    )
 
 
 SCRIPT = """
