@@ -29,7 +29,7 @@ from typing import Any
 
 from tests.examples import daily_sample
 
-__all__ = ["SPENT", "RankError", "RankPool", "RankPools", "Spent", "run_cases"]
+__all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", "Spent", "run_cases"]
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
@@ -45,6 +45,9 @@ class RankError(AssertionError):
 
 # A collective that some rank never enters fails on the others after this long.
 _TIMEOUT = timedelta(seconds=60)
+
+# Of ``gc.set_threshold``, in the test process and in ranks.
+GARBAGE_THRESHOLDS = 2000, 20, 20
 
 # So many cases of one test are combinations, of which a part runs daily.
 _LONG = 16
@@ -119,6 +122,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     torch.set_num_threads(1)
     gc.freeze()  # what the fork server has loaded is never searched for garbage
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     _share_gloo_device()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group(
