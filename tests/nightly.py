@@ -87,8 +87,8 @@ NIGHTLY = [
     Family(
         "test_composition.py",
         "test_precision_in_stages",
-        ("blocks", "units"),
-        "of the whole model, and policies of units of blocks",
+        ("blocks", "units", "policies"),
+        "of the whole model; policies of units in test_precision.py",
     ),
     Family("test_composition.py", "test_experts", ("units",), "experts on their ranks; units with other models"),
     Family(
@@ -451,6 +451,12 @@ NIGHTLY = [
         "test_all_go_on_from_the_prompt_of_a_running_rank",
         (),
         "the prompt of a running rank, in the test before it",
+    ),
+    Family(
+        "test_composition.py",
+        "test_sequences_in_parts",
+        ("context",),
+        "a sharded sequence in stages; rings without stages in test_context.py",
     ),
 ]
 
