@@ -458,6 +458,13 @@ NIGHTLY = [
         ("context",),
         "a sharded sequence in stages; rings without stages in test_context.py",
     ),
+    Family(
+        "test_dtensor.py",
+        "test_some_ops_on_any_number_of_ranks",
+        ("8",),
+        "one, two and three ranks; every op and placement on eight",
+    ),
+    Family("test_hostile.py", "test_memory_stays_small", (), "the same texts are refused in bounded time"),
 ]
 
 
