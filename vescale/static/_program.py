@@ -31,7 +31,7 @@ from vescale.static._analysis import FunctionPlan, ModulePlan
 from vescale.static._call_site_functions import EagerCall, map_in_order, read_sizes, take_sizes
 from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._guards import Guards
-from vescale.static._hidden import hidden_slots
+from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_functions import local_function
 from vescale.static._local_parameter import LocalParameter
 from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
