@@ -465,6 +465,18 @@ NIGHTLY = [
         "one, two and three ranks; every op and placement on eight",
     ),
     Family("test_hostile.py", "test_memory_stays_small", (), "the same texts are refused in bounded time"),
+    Family(
+        "test_aliasing.py",
+        "test_old_values_are_found_without_helpers",
+        ("VESCALE_DISPATCH=stock",),
+        "the same without any C++ helper",
+    ),
+    Family(
+        "test_adapters.py",
+        "test_training_as_on_one_device",
+        ("llama-sizes1-after",),
+        "adapters before `parallelize`, with entries",
+    ),
 ]
 
 

@@ -223,7 +223,7 @@ def metadata_only(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     state = {
         name: value
-        for seed in range(4)
+        for seed in range(96 // NUM_KEYS)
         for name, value in (
             (f"{seed}.{key}", tensor) for key, tensor in random_state(seed, mesh).items() if isinstance(tensor, DTensor)
         )
