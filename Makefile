@@ -37,10 +37,18 @@ $(VENV)/.torch:
 	$(BIN)/pip install -q --disable-pip-version-check $(TORCH) "setuptools>=77"
 	touch $@
 
-# Built without isolation, against the installed torch; the C++ helpers are optional and skipped without a compiler.
+# The packages that pyproject.toml names.
+REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*p["dependencies"], *(r for e in "dev hf diffusers examples docs".split() for r in p["optional-dependencies"][e]), sep="\n")
+
+# Built without isolation, against the installed torch; the C++ helpers are optional and skipped without a compiler. They are
+# compiled while the other packages are downloaded.
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml setup.py $(wildcard vescale/csrc/*.cpp vescale/csrc/*.h)
-	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,hf,diffusers,examples,docs]"
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps peft accelerate lightning pytorch-lightning lightning-utilities torchmetrics
+	$(BIN)/python -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . & build=$$!; \
+	$(BIN)/pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt && \
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps peft accelerate lightning pytorch-lightning lightning-utilities torchmetrics; \
+	others=$$?; wait $$build && exit $$others
 	touch $@
 
 clean:

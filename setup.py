@@ -6,6 +6,7 @@ same answers, are used. The sources in ``USING_TORCH`` include torch's headers, 
 already (``pip install --no-build-isolation``): for that torch alone.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ USING_PYTHON = {
 }  # Python modules; the others are plain C libraries
 # Arithmetic whose bits a Python fallback gives, too: no contraction of products and sums, vectors of square roots.
 EXACT = {"adamw8bit": ["-ffp-contract=off", "-fno-math-errno"]}
-SOURCES = sorted(Path("vescale/csrc").glob("*.cpp"))
+# Several are compiled at a time, those that take longest first.
+SOURCES = sorted(Path("vescale/csrc").glob("*.cpp"), key=lambda source: (source.stem not in USING_TORCH, source))
 
 
 def headers(source: Path) -> set[Path]:
@@ -65,4 +67,7 @@ def extension(source: Path, options: dict[str, Any]) -> Extension:
 
 with_torch = torch_options()
 options = {source: with_torch if source.stem in USING_TORCH else {} for source in SOURCES}
-setup(ext_modules=[extension(source, found) for source, found in options.items() if found is not None])
+setup(
+    ext_modules=[extension(source, found) for source, found in options.items() if found is not None],
+    options={"build_ext": {"parallel": min(4, os.cpu_count() or 1)}},
+)

@@ -17,15 +17,16 @@ def examples(nightly: int) -> int:
 
 
 def daily_sample(cases: Iterable[Case], share: int = 5) -> list[Case]:
-    """All cases in the nightly run; in the daily one, one in ``share`` of those that begin with the same name, drawn with a
-    fixed seed, and at least one of each."""
+    """All cases in the nightly run; in the daily one, one in ``share`` of those that have the same name (the first string or
+    function of a case), drawn with a fixed seed, and at least one of each."""
     listed = list(cases)
     if NIGHTLY:
         return listed
     groups: dict[Any, list[int]] = {}
     for index, case in enumerate(listed):
-        name = case[0] if isinstance(case, tuple) and case and isinstance(case[0], str) else None
-        groups.setdefault(name, []).append(index)
+        parts = case if isinstance(case, tuple) else ()
+        names = (part if isinstance(part, str) else getattr(part, "__qualname__", None) for part in parts)
+        groups.setdefault(next(filter(None, names), None), []).append(index)
     draw = random.Random(0)
     chosen = [index for group in groups.values() for index in draw.sample(group, -(-len(group) // share))]
     return [listed[index] for index in sorted(chosen)]

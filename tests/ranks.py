@@ -27,7 +27,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SPENT", "RankError", "RankPool", "RankPools", "Spent", "run_cases"]
+from tests.examples import daily_sample
+
+__all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", "Spent", "run_cases"]
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
@@ -43,6 +45,12 @@ class RankError(AssertionError):
 
 # A collective that some rank never enters fails on the others after this long.
 _TIMEOUT = timedelta(seconds=60)
+
+# Of ``gc.set_threshold``, in the test process and in ranks.
+GARBAGE_THRESHOLDS = 2000, 20, 20
+
+# So many cases of one test are combinations, of which a part runs daily.
+_LONG = 16
 
 # Each group of gloo keeps two threads; groups of meshes are never freed.
 _MAX_THREADS = 300
@@ -114,6 +122,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     torch.set_num_threads(1)
     gc.freeze()  # what the fork server has loaded is never searched for garbage
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     _share_gloo_device()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group(
@@ -124,7 +133,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         timeout=_TIMEOUT,
     )
     groups = device_mesh.new_group = _ReusedGroups(device_mesh.new_group)
-    charged = 0.0
+    charged, num_modules = 0.0, len(sys.modules)
     while True:
         try:
             job = pipe.recv()
@@ -139,6 +148,10 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         groups.take_back()
+        if len(sys.modules) > num_modules:  # nor is what cases have loaded
+            num_modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
         used = time.process_time()
         try:
             pipe.send((*answer, used - charged))
@@ -294,11 +307,13 @@ class RankPools:
 def run_cases(fn: Callable[..., None], cases: Sequence[tuple[Any, ...]]) -> int:
     """Run on a rank: ``fn(*case)`` for each case, all in one dispatch; name every case that fails. Returns the count.
 
+    Of a long list of combinations one in three runs daily (``daily_sample``), and all at night; the count is of all.
     For cases whose failure does not desynchronize the ranks (a comparison after the collectives). Stops at the tenth, and
     where a collective seems to have waited for a rank in vain: the ranks are no longer in the same case then.
     """
+    is_long = len(cases) >= _LONG and all(len(case) > 1 for case in cases)
     failures = []
-    for case in cases:
+    for case in daily_sample(cases, 3) if is_long else cases:
         start = time.monotonic()
         try:
             fn(*case)

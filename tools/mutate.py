@@ -3,9 +3,12 @@
 A mutant is one small change of one function of ``vescale``: a flipped comparison, another operator or constant, a
 dropped statement, swapped branches, a missing return value. Mutants are drawn by seed from all packages. Each is planted
 in a temporary copy of the working tree, where the tests that reach its module run until the first one fails. The working
-tree itself is only read. A mutant is killed if a test fails, or if the tests take several times as long as usual.
+tree itself is only read. A mutant is killed if a test fails that passes without it, or if the tests need several times
+the CPU time that they usually need.
 
-The result is a table of survivors, a count for each package, and all of it as JSON (``--json``).
+The result is a table of survivors, a count for each package, and all of it as JSON (``--json``), which is written after
+each mutant. Another run with the same file continues: what was killed is not tried again, and what survived only meets
+tests that it has not met, those of a larger ``--budget`` for example.
 """
 
 from __future__ import annotations
@@ -17,21 +20,20 @@ import fnmatch
 import hashlib
 import itertools
 import json
-import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from mutant_runs import NO_TESTS, Copies, failures
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
@@ -39,7 +41,6 @@ from rich.table import Column, Table
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".pytest_cache"  # not in git
 DURATIONS = CACHE / "durations.json"  # written by tests/lanes.py
-MARK = "VESCALE_MUTANT"  # in the environment of every process of a run, so that all of them are found and ended
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
@@ -312,15 +313,12 @@ def _packages_below(modules: set[str], imported: dict[str, set[str]]) -> set[str
 
 
 def select(groups: Sequence[Sequence[str]], seconds: dict[str, float], budget: float) -> list[str]:
-    """Test files in the order to run them: group by group, quick ones first, until the budget is used up.
-
-    The first group runs whatever it costs, and so does at least one file.
-    """
+    """Test files in the order to run them: group by group, quick ones first, until the budget is used up; one at least."""
     chosen: list[str] = []
     total = 0.0
-    for number, group in enumerate(groups):
+    for group in groups:
         for file in sorted(group, key=lambda file: seconds.get(file, 10.0)):
-            if number and chosen and total + seconds.get(file, 10.0) > budget:
+            if chosen and total + seconds.get(file, 10.0) > budget:
                 continue
             chosen.append(file)
             total += seconds.get(file, 10.0)
@@ -328,123 +326,81 @@ def select(groups: Sequence[Sequence[str]], seconds: dict[str, float], budget: f
 
 
 def seconds_of_files() -> dict[str, float]:
-    """What each test file took when `make test` last ran it."""
+    """The CPU time of each test file when `make test` last ran it."""
     totals: dict[str, float] = defaultdict(float)
     with contextlib.suppress(OSError, ValueError):
         for test, times in json.loads(DURATIONS.read_text()).items():
-            totals[test.split("::")[0]] += times["seconds"]
+            totals[test.split("::")[0]] += times["cpu"]
     return totals
 
 
-class Copies:
-    """Temporary copies of the working tree, one for each job, and the processes that run in them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._local = threading.local()
-        self._lock = threading.Lock()
-        self._count = 0
-        self._running: dict[str, subprocess.Popen[str]] = {}
-        self.stopped = False
-
-    def here(self) -> Path:
-        """The copy of the calling thread."""
-        if not hasattr(self._local, "copy"):
-            with self._lock:
-                self._count += 1
-                copy = self._folder / f"copy{self._count}"
-            listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-            files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-            built = [str(path.relative_to(ROOT)) for path in (ROOT / "vescale" / "csrc").glob("*.so")]
-            for file in filter(None, [*files, *built]):
-                if (ROOT / file).is_file():
-                    (copy / file).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(ROOT / file, copy / file)
-            self._local.copy = copy
-        return self._local.copy
-
-    def run_tests(self, tests: Sequence[str], timeout: float, more: Sequence[str] = ()) -> tuple[int | None, str]:
-        """Exit code of pytest (None after ``timeout`` seconds) and its output; ends every process it started."""
-        copy = self.here()
-        token = f"{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
-        environment = {name: value for name, value in os.environ.items() if name != "VESCALE_NIGHTLY"}
-        environment |= {"PYTHONPATH": str(copy), MARK: token, "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "not slow",
-            "-p",
-            "no:cacheprovider",
-            "--tb=line",
-            *more,
-            *tests,
-        ]
-        with tempfile.TemporaryFile("w+") as output:
-            with self._lock:
-                if self.stopped:
-                    raise KeyboardInterrupt
-                process = subprocess.Popen(
-                    command, cwd=copy, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-                )
-                self._running[token] = process
-            try:
-                code: int | None = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                end(process, token)
-                self._running.pop(token, None)
-            output.seek(0)
-            return code, output.read()
-
-    def stop(self) -> None:
-        with self._lock:
-            self.stopped = True
-            for token, process in self._running.items():
-                end(process, token)
-
-
-def end(process: subprocess.Popen[str], token: str) -> None:
-    """Kill the process, its group, and whatever else was started with its environment."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    mark = f"{MARK}={token}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
-
-
-def try_mutant(mutant: Mutant, tests: Sequence[str], limit: float, broken: Sequence[str], copies: Copies) -> Outcome:
+def try_mutant(mutant: Mutant, tests: Sequence[str], limit: float, copies: Copies, before: Outcome | None) -> Outcome:
+    """Run ``tests`` with the mutant planted; ``before`` is what other tests found."""
     start = time.monotonic()
+    met = before.tests if before else ()
+    tests = [test for test in tests if test not in met]
     if not tests:
-        return Outcome(mutant, "untested", "", 0.0, ())
+        return before or Outcome(mutant, "untested", "", 0.0, ())
     target = copies.here() / mutant.file
     text = target.read_text()
-    target.write_text(planted(text, mutant))
-    try:
-        without = [word for test in broken for word in ("--deselect", test)]
-        code, output = copies.run_tests(tests, limit, ["-x", *without])
-    finally:
-        target.write_text(text)
-    failed = failures(output)
-    if code == 5:
-        status = "untested"
+    while True:
+        target.write_text(planted(text, mutant))
+        try:
+            code, output = copies.run_tests(tests, limit, copies.broken)
+        finally:
+            target.write_text(text)
+        failed = failures(output)
+        if code in (None, 0, NO_TESTS) or not failed or copies.passes(failed[0], limit):
+            break  # otherwise the first failure is not the mutant's, and the others are yet to be seen
+    if code == NO_TESTS:
+        status = "survived" if met else "untested"
     else:
         status = "timeout" if code is None else "survived" if code == 0 else "killed"
-    return Outcome(mutant, status, failed[0] if failed else "", time.monotonic() - start, tuple(tests))
+    seconds = time.monotonic() - start + (before.seconds if before else 0.0)
+    return Outcome(mutant, status, failed[0] if failed else "", seconds, (*met, *tests))
 
 
-def failures(output: str) -> list[str]:
-    """Tests (or files, where the collection failed) that pytest's summary names."""
-    words = [line.split() for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return [parts[1] for parts in words if len(parts) > 1]
+def _key(mutant: dict[str, Any]) -> tuple[Any, ...]:
+    """What identifies a mutant from one run to the next one: its place, and the file it is in."""
+    digest = hashlib.sha256((ROOT / mutant["file"]).read_bytes()).hexdigest()
+    return mutant["file"], digest, mutant["start"], mutant["end"], mutant["after"]
 
 
-def show(console: Console, outcomes: Sequence[Outcome]) -> None:
+def kept_outcomes(path: Path, mutants: Sequence[Mutant]) -> dict[Mutant, Outcome]:
+    """What earlier runs found about these mutants. A mutant counts as another one when its file has changed."""
+    if not path.exists():
+        return {}
+    kept = {tuple(entry["key"]): entry for entry in json.loads(path.read_text())["mutants"] if "key" in entry}
+    found = {}
+    for mutant in mutants:
+        entry = kept.get(_key(asdict(mutant)))
+        if entry is not None:
+            names = ("status", "by", "seconds")
+            found[mutant] = Outcome(mutant, *(entry[name] for name in names), tuple(entry["tests"]))
+    return found
+
+
+def save(path: Path, seed: int, drawn: int, budget: float, outcomes: Sequence[Outcome]) -> None:
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    result = {
+        "commit": commit.stdout.strip(),
+        "seed": seed,
+        "drawn": drawn,
+        "budget": budget,
+        "tried": len(outcomes),
+        "killed": sum(outcome.is_killed for outcome in outcomes),
+        "mutants": [
+            {**asdict(outcome), "package": outcome.mutant.package, "key": _key(asdict(outcome.mutant))}
+            for outcome in outcomes
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".part")
+    written.write_text(json.dumps(result, indent=1))
+    written.replace(path)
+
+
+def show(console: Console, outcomes: Sequence[Outcome], drawn: int) -> None:
     survivors = Table(Column("where", overflow="fold"), "operator", "before", "after", title="survivors")
     for outcome in sorted((o for o in outcomes if not o.is_killed), key=lambda o: (o.mutant.file, o.mutant.line)):
         mutant = outcome.mutant
@@ -460,7 +416,9 @@ def show(console: Console, outcomes: Sequence[Outcome]) -> None:
         console.print(survivors)
     console.print(packages)
     killed = sum(outcome.is_killed for outcome in outcomes)
-    console.print(f"{killed} of {len(outcomes)} mutants killed ({killed / max(1, len(outcomes)):.0%})")
+    console.print(
+        f"{killed} of {len(outcomes)} mutants killed ({killed / max(1, len(outcomes)):.0%}), of {drawn} drawn"
+    )
 
 
 def main() -> int:
@@ -471,9 +429,11 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", default=[], help="only of files whose path matches one of these patterns")
     parser.add_argument("--tests", nargs="+", default=[], help="run these tests instead of those that the map gives")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default: 1; each uses up to two cores)")
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds of tests for a mutant (default: 240)")
+    parser.add_argument("--budget", type=float, default=240.0, help="CPU seconds of tests for a mutant (default: 240)")
     parser.add_argument("--list", action="store_true", help="print the mutants and their tests, and run nothing")
-    parser.add_argument("--json", type=Path, default=ROOT / "out" / "mutants.json", help="where the result goes")
+    parser.add_argument(
+        "--json", type=Path, default=ROOT / "out" / "mutants.json", help="the result, from which a run continues"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -490,48 +450,33 @@ def main() -> int:
     if not seconds:
         console.print("no durations yet (`make test` records them): the budget counts 10 s for each file")
 
-    outcomes: list[Outcome] = []
+    outcomes = kept_outcomes(arguments.json, mutants)
+    # What was not tried yet first, then survivors, which meet further tests only.
+    ahead = [m for m in mutants if m not in outcomes] + [m for m in outcomes if not outcomes[m].is_killed]
     with tempfile.TemporaryDirectory(prefix="vescale-mutants-") as folder:
-        copies = Copies(Path(folder))
+        copies = Copies(ROOT, Path(folder))
         pool = ThreadPoolExecutor(arguments.jobs)
         try:
-            every = sorted({test for tests in plan.values() for test in tests})
-            with console.status(f"{len(every)} test files without a mutant"):
-                start = time.monotonic()
-                code, output = pool.submit(copies.run_tests, every, 7200.0).result()
-                whole = time.monotonic() - start
-            broken = failures(output)
-            if code not in (0, 1):
-                console.print(output[-3000:])
-                raise SystemExit(f"the tests do not run without a mutant either: exit code {code}")
-            if broken:
-                console.print(f"left out, for they fail without a mutant: {broken}")
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             with Progress(*columns, console=console) as progress:
-                task = progress.add_task("mutants", total=len(mutants))
-                limits = {m: 60 + min(3 * whole, 4 * sum(seconds.get(t, 10.0) for t in plan[m])) for m in mutants}
-                waiting = [pool.submit(try_mutant, m, plan[m], limits[m], broken, copies) for m in mutants]
+                task = progress.add_task("mutants", total=len(mutants), completed=len(mutants) - len(ahead))
+                limits = {m: 60 + 4 * sum(seconds.get(t, 10.0) for t in plan[m]) for m in ahead}
+                waiting = [pool.submit(try_mutant, m, plan[m], limits[m], copies, outcomes.get(m)) for m in ahead]
                 for future in as_completed(waiting):
-                    outcomes.append(future.result())
-                    survived = sum(not outcome.is_killed for outcome in outcomes)
+                    outcome = future.result()
+                    outcomes[outcome.mutant] = outcome
+                    save(arguments.json, arguments.seed, len(mutants), arguments.budget, list(outcomes.values()))
+                    survived = sum(not outcome.is_killed for outcome in outcomes.values())
                     progress.update(task, advance=1, description=f"mutants, {survived} survive")
         except KeyboardInterrupt:
-            console.print("interrupted; the result counts the mutants that were tried")
+            console.print("interrupted; the same command continues")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             copies.stop()
             pool.shutdown(wait=True)
-    show(console, outcomes)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    result = {
-        "commit": commit.stdout.strip(),
-        "seed": arguments.seed,
-        "count": len(outcomes),
-        "killed": sum(outcome.is_killed for outcome in outcomes),
-        "mutants": [{**asdict(outcome), "package": outcome.mutant.package} for outcome in outcomes],
-    }
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=1))
+        if copies.broken:
+            console.print(f"left out, for they fail without a mutant: {copies.broken}")
+    show(console, list(outcomes.values()), len(mutants))
     console.print(f"written to {arguments.json}")
     return 0 if len(outcomes) == len(mutants) else 130
 

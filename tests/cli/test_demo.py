@@ -46,12 +46,10 @@ def test_demo_on_two_ranks(tmp_path: Path) -> None:
     assert ElementTree.parse(tmp_path / "loss.svg").getroot().tag.endswith("svg")
 
 
-def test_demo_with_parameters_in_parts() -> None:
+def test_demo_with_parameters_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
     """ZeRO-3: an axis that is left out has one rank; one gather a unit forward, one more a layer backward."""
-    command = [*COMMAND, "--steps", "1", "--mesh", "dp=2", "--plan", "llama-zero3", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    assert main(["demo", "--steps", "1", "--mesh", "dp=2", "--plan", "llama-zero3", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report["verdict"] == "equal" and report["plan"] == "plan_zoo/llama_zero3.yaml"
     counts = {(c["axis"], c["op"], c["purpose"]): c["count"] for c in report["collectives_per_step"]}
     assert counts == {
@@ -62,16 +60,9 @@ def test_demo_with_parameters_in_parts() -> None:
     }
 
 
-def test_demo_says_when_losses_differ() -> None:
-    done = subprocess.run(
-        [*COMMAND, "--steps", "1", "--mesh", "dp=2,tp=1", "--tolerance=-1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    assert "DIFFERENT" in done.stdout
+def test_demo_says_when_losses_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--steps", "1", "--mesh", "dp=2,tp=1", "--tolerance=-1"]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

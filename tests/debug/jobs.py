@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from tests.ranks import _PRELOAD
+from tests.ranks import _PRELOAD, SPENT
 
 __all__ = ["JobResult", "run_job", "run_processes"]
 
@@ -85,6 +85,9 @@ def run_processes(
             process.kill()
             process.join()
     seconds = time.monotonic() - begin
+    for times in folder.glob("cpu*"):  # of ranks that were not killed
+        SPENT.seconds += float(times.read_text())
+        times.unlink()
     return JobResult(codes, [(folder / f"out{rank}").read_text() for rank in range(world_size)], seconds)
 
 
@@ -104,16 +107,21 @@ def _rank(
     try:
         fn(*args)
     except SystemExit as error:
-        os._exit(error.code if isinstance(error.code, int) else 1)
+        _end(folder, rank, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:  # as the interpreter does with one that leaves the program
         sys.excepthook(*sys.exc_info())
         traceback.print_exc()
         print("raised:", *(kind.__name__ for kind in type(error).__mro__))
-        os._exit(1)
+        _end(folder, rank, 1)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+    _end(folder, rank, 0)
+
+
+def _end(folder: str, rank: int, code: int) -> NoReturn:
     sys.stdout.flush()
-    os._exit(0)
+    Path(folder, f"cpu{rank}").write_text(str(time.process_time()))
+    os._exit(code)
 
 
 def _in_a_group(fn: Callable[..., None], *args: Any) -> None:

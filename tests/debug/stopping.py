@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -101,6 +102,8 @@ def failing() -> None:
 
 def main(what: str) -> None:
     dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()} is process {os.getpid()}", flush=True)
+    dist.barrier()  # a prompt comes after these lines
     globals()[what]()
     print(f"rank {dist.get_rank()} is done", flush=True)
     dist.destroy_process_group()

@@ -109,9 +109,9 @@ class Job:
                         found.append(int(folder.name))
         return found
 
-    def rank_of(self, pid: int) -> str:
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        return next((pair[5:] for pair in pairs if pair.startswith("RANK=")), "")
+    def pid_of(self, rank: int) -> int:
+        (pid,) = re.findall(rf"rank {rank} is process (\d+)", self.output)
+        return int(pid)
 
     def end(self, limit: float = 45.0) -> int:
         """Waits for the launcher; its exit code. Nothing of the job may be left, and the terminal as it was found."""
@@ -173,7 +173,7 @@ def test_every_command(start: Callable[..., Job]) -> None:
     assert "shape (8, 6), torch.float32, tp=S(0)" in full and full.count("[") == 9, full
     assert "own is a int, not a DTensor" in job.ask("full own")
     where = job.ask("where")
-    for part in ("in forward of blocks.1", "plan: ", "pending collectives: none", "stopping.py(33)forward()"):
+    for part in ("in forward of blocks.1", "plan: ", "pending collectives: none", "stopping.py(34)forward()"):
         assert part in where, where
     assert "vescale.breakpoint()" in job.ask("l")
     assert job.ask("!mine = own + 40") == "(rank 2) " and job.ask("p mine") == "42\n(rank 2) "
@@ -196,11 +196,9 @@ LEAVING: dict[str, Callable[[Job], None]] = {
     "q": lambda job: job.send("q\n"),
     "Ctrl-C": lambda job: job.send("\x03"),
     "end of input": lambda job: job.send("\x04"),
-    "SIGTERM to a rank": lambda job: os.kill(next(p for p in job.workers() if job.rank_of(p) == "2"), signal.SIGTERM),
+    "SIGTERM to a rank": lambda job: os.kill(job.pid_of(2), signal.SIGTERM),
     "SIGTERM to the launcher": lambda job: os.kill(job.process.pid, signal.SIGTERM),
-    "death of the rank with the prompt": lambda job: os.kill(
-        next(p for p in job.workers() if job.rank_of(p) == "0"), signal.SIGKILL
-    ),
+    "death of the rank with the prompt": lambda job: os.kill(job.pid_of(0), signal.SIGKILL),
     "dead terminal": Job.hang_up,
     "death of the launcher": lambda job: os.kill(job.process.pid, signal.SIGKILL),
 }
@@ -209,11 +207,12 @@ LEAVING: dict[str, Callable[[Job], None]] = {
 _QUICK = ("q", "Ctrl-C", "death of the rank with the prompt")
 
 
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "way", [way if way in _QUICK else pytest.param(way, marks=pytest.mark.slow) for way in LEAVING]
 )
-def test_every_way_of_leaving(start: Callable[..., Job], way: str) -> None:
-    job = start("in_loop", torchrun="rank" in way)  # only then does a rank's environment tell which one it is
+def test_every_way_of_leaving(start: Callable[..., Job], way: str, torchrun: bool) -> None:
+    job = start("in_loop", torchrun=torchrun)
     job.expect(r"\(rank 0\) ")
     assert len(job.workers()) >= 4
     LEAVING[way](job)
@@ -249,8 +248,9 @@ def test_a_job_without_a_terminal(start: Callable[..., Job]) -> None:
     assert job.end() != 0 and "is done" not in job.output
 
 
-def test_an_exception_stops_the_job_where_it_was_raised(start: Callable[..., Job]) -> None:
-    job = start("failing", torchrun=True)
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_exception_stops_the_job_where_it_was_raised(start: Callable[..., Job], torchrun: bool) -> None:
+    job = start("failing", torchrun=torchrun)
     begin = job.expect(r"\(rank 1\) ")
     assert "ValueError: planted 11" in begin and '-> raise ValueError(f"planted {lost}")' in begin, begin
     assert "(not stopped here: ranks [0, 2, 3])" in begin and job.ask("p lost").startswith("11\n")

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from tests.debug.jobs import run_job
+from tests.debug.jobs import run_job, run_processes
 from vescale import Plan, parallelize
 from vescale.debug import hang_report
 from vescale.fsdp import fully_shard
@@ -196,6 +196,39 @@ def test_the_job_ends_with_a_sentence(tmp_path: Path, work: Any, fault: Any, pat
 def test_what_cannot_tell_that_it_has_ended_is_no_hang(tmp_path: Path) -> None:
     job = run_job(busy_after_a_reduce_scatter, tmp_path)
     assert job.codes == [0, 0, 0], job.text
+
+
+def outlives_the_store(folder: str) -> None:
+    """Rank 0 keeps the store and ends; rank 1 waits for rank 2, which waits for rank 1's end."""
+    rank, port = int(os.environ["RANK"]), Path(folder) / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.with_suffix(".part").write_text(str(store.port))
+        port.with_suffix(".part").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.05)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    pair = dist.new_group([1, 2])
+    hang_report(TIMEOUT)
+    pids: list[Any] = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 0:
+        time.sleep(1.0)
+        os._exit(0)
+    if rank == 1:
+        dist.all_reduce(torch.ones(1), group=pair)
+    while Path(f"/proc/{pids[1]}").exists():
+        time.sleep(0.1)
+    os._exit(0)
+
+
+def test_a_rank_that_loses_the_store_while_it_hangs_tells_so(tmp_path: Path) -> None:
+    job = run_processes(outlives_the_store, tmp_path, str(tmp_path), limit=90.0)
+    assert job.codes == [0, 70, 0] and re.search("store of the job is gone .*, and rank 1 waits", job.outputs[1]), (
+        job.text
+    )
 
 
 SCRIPT = """

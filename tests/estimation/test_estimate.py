@@ -355,8 +355,8 @@ def test_halves_of_backwards_take_their_time() -> None:
 def test_other_choices_keep_the_stages() -> None:
     """What-if of a plan with a pipeline is about the same stages; a mesh without their axis is refused."""
     plan = plan_zoo.load("llama", {"pp": 2, "dp": 2, "tp": 1})
-    plan.pipeline(split_before=["model.layers.2"], schedule="GPipe", microbatches=2, mesh="pp")
-    found = estimate(llama(4), plan, batch={"input_ids": (8, 16)}, steps=2)
+    plan.pipeline(split_before=["model.layers.1"], schedule="GPipe", microbatches=2, mesh="pp")
+    found = estimate(llama(2), plan, batch={"input_ids": (8, 16)}, steps=2)
     full, wider = what_if(found, "checkpoint=full"), what_if(found, "mesh=pp:2+dp:4+tp:1")
     assert full["parameters"] == wider["parameters"] == found.peak.categories["parameters"]
     assert full["activations"] < sum(found.peak.categories["activations"].values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -166,10 +167,10 @@ def dtensor_models(sizes: tuple[int, ...], op: str | None) -> None:
         assert sum(bucket.num_bytes for bucket in reducer.buckets) == local
 
 
-@pytest.mark.parametrize("sizes", [(4, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 2, 2)], ids=str)
 def test_stock_dtensor_models(ranks: RankPools, sizes: tuple[int, ...]) -> None:
     for op in (None, "sum", "avg"):
-        ranks.run(dtensor_models, sizes, op, world_size=8)
+        ranks.run(dtensor_models, sizes, op, world_size=math.prod(sizes))
 
 
 # What users do

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from vescale.checkpoint._cover import cover_fault
+from vescale.checkpoint._box_cover import cover_fault
 from vescale.checkpoint._restricted_pickle import PLAIN_NAMES, Record, load_restricted, record_of
 from vescale.checkpoint._safetensors import read_header
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vescale.checkpoint._cover import cover_fault
+from vescale.checkpoint._box_cover import cover_fault
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.errors import CheckpointError, DamagedFileError, SafetensorsFolderError
 

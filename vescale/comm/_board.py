@@ -38,9 +38,10 @@ _PROCESS, _WAITS, _TEXT_AT, _MARKS = 0, 2, 24, 32
 _TEXT_BYTES = 8 * _MARKS - _TEXT_AT - 1
 _DIGEST_BITS = 48
 _DIGEST = (1 << _DIGEST_BITS) - 1
-# Ranks that share a core let each other run at once; after so many looks they sleep.
+# Ranks that share a core let each other run at once; after so many looks they sleep: a sixteenth of the time that they have
+# waited, within these limits.
 _LOOKS = 50
-_SLEEP = 0.0002
+_SHORT_SLEEP, _LONG_SLEEP = 0.0002, 0.002
 _LIVENESS_SECONDS = 0.25
 
 
@@ -173,13 +174,13 @@ class Board:
         waits = self._own * self._width + _WAITS
         crossed: object = None
         try:
-            begin = looked = time.monotonic()
+            begin = looked = now = time.monotonic()
             while True:
                 found = self.rows(number, channel)
                 if found is not None:
                     self._cells[waits] = 0
                     return found
-                time.sleep(_SLEEP)
+                time.sleep(min(max(_SHORT_SLEEP, (now - begin) / 16), _LONG_SLEEP))
                 now = time.monotonic()
                 if now - looked > _LIVENESS_SECONDS:
                     self._cells[waits] = (channel + 1) << 16 | (number & 0xFFFF)

@@ -14,7 +14,6 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -68,7 +67,6 @@ class HangWatch(Observer):
         self._ending = ""
         self._place = Place(None, "", "")
         self._resumed = 0.0  # collectives count time from here on
-        self._sentence = ""
         self._stops = threading.Event()
         self._excepthook = sys.excepthook
         self._unobserve: Callable[[], None] = observe(self)
@@ -161,7 +159,8 @@ class HangWatch(Observer):
             except RuntimeError as error:  # the store is gone with its host, a rank or the launcher
                 lost += 1
                 if lost >= 3 and (self._hung() is not None or self._ending):
-                    self._end(f"the store of the job is gone ({error}), and rank {channel.rank} waits", channel, {})
+                    _say(f"vescale: the store of the job is gone ({error}), and rank {channel.rank} waits")
+                    self._end(channel, {})
             self._stops.wait(0.02 if self._ending else self._beat)
 
     def _step(self, channel: _Channel) -> None:
@@ -181,15 +180,14 @@ class HangWatch(Observer):
         if leader == channel.rank:
             reports, silent = channel.collect(min(5.0, 3 * self._beat + 1.0))
             sentence = diagnose(reports, silent)
-            channel.set_verdict(sentence, sorted({*silent, *(r for r, x in reports.items() if not x.is_answer)}))
+            channel.set_verdict(sorted({*silent, *(r for r, x in reports.items() if not x.is_answer)}))
             self._write(channel, sentence, reports)
             _say(f"vescale: {sentence}")
-        verdict = channel.verdict(10.0)
-        if verdict is None:
-            sentence = f"rank {leader} found a hanging collective, and has reported nothing else"
-            verdict = {"sentence": sentence, "silent": [leader]}
-            _say(f"vescale: {sentence}")
-        self._end(verdict["sentence"], channel, {rank: channel.read("beat", rank) for rank in verdict["silent"]})
+        silent_ranks = channel.verdict(10.0)
+        if silent_ranks is None:
+            silent_ranks = [leader]
+            _say(f"vescale: rank {leader} found a hanging collective, and has reported nothing else")
+        self._end(channel, {rank: channel.read("beat", rank) for rank in silent_ranks})
 
     def _hung(self) -> Operation | None:
         """The oldest collective that has run for longer than the timeout."""
@@ -224,8 +222,7 @@ class HangWatch(Observer):
             path.write_text("\n".join(lines))
             _say(f"vescale: the stacks of all ranks are in {path}")
 
-    def _end(self, sentence: str, channel: _Channel, silent: dict[int, RankReport | None]) -> None:
-        self._sentence = sentence
+    def _end(self, channel: _Channel, silent: dict[int, RankReport | None]) -> None:
         if not self._exits:
             self._stops.set()
             return
@@ -302,13 +299,14 @@ class _Channel:
                 found[rank] = RankReport(**{**earlier.__dict__, "is_answer": False})
         return found, silent
 
-    def set_verdict(self, sentence: str, silent: list[int]) -> None:
-        self._store.set("vescale watch verdict", json.dumps({"sentence": sentence, "silent": silent}))
+    def set_verdict(self, silent: list[int]) -> None:
+        self._store.set("vescale watch verdict", json.dumps(silent))
 
-    def verdict(self, seconds: float) -> dict[str, Any] | None:
+    def verdict(self, seconds: float) -> list[int] | None:
+        """The ranks that did not answer; None: nobody has written it within ``seconds``."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._store.check(["vescale watch verdict"]):
-                return dict(json.loads(self._store.get("vescale watch verdict")))
+                return list(json.loads(self._store.get("vescale watch verdict")))
             time.sleep(0.02)
         return None

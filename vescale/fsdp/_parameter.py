@@ -70,7 +70,6 @@ class ManagedParameter:
         self.given = given
         self.slots = list(slots)
         self.axes = axes
-        self.original_dtype = parameter.dtype
         self.requires_grad = parameter.requires_grad
         self.global_shape = tuple(parameter.shape)
         self.unsharded_spec: DTensorSpec | None = None

@@ -16,8 +16,8 @@ from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._buffer_reduction import BufferReduction
 from vescale.gradients._comm_hook import CommHook, GradientBucket, call_hook
 from vescale.gradients._hook_muting import HookMuting
-from vescale.gradients._marks import clear_signs, is_unused, neutral
 from vescale.gradients._reduction import Reduction, copy_scaled, divide_, is_exact_before_sum
+from vescale.gradients._unused_marks import clear_signs, is_unused, neutral
 from vescale.placements import unpack
 
 __all__ = ["Bucket", "Versions"]

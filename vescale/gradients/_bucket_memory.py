@@ -13,8 +13,8 @@ from vescale.buffer import DBuffer, TensorGroup
 from vescale.compat import TELLS_HOLDERS, TensorRow, are_unheld, foreach_copy_, num_storage_users
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._complete_gradient import mark_complete
-from vescale.gradients._marks import clear_signs
 from vescale.gradients._reduction import Reduction
+from vescale.gradients._unused_marks import clear_signs
 
 __all__ = ["BucketMemory"]
 

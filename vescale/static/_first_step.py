@@ -12,7 +12,7 @@ from typing import Any
 
 from vescale.compat import containers
 from vescale.errors import StaticRecordError
-from vescale.static import _hidden
+from vescale.static import _hidden_tensors
 from vescale.static._call_tree import is_recorded
 from vescale.static._fingerprint import code_digest, globals_digest
 from vescale.static._record_values import RecordedFunction
@@ -20,7 +20,7 @@ from vescale.static._record_values import RecordedFunction
 __all__ = ["only_recorded_functions"]
 
 _FORWARD = os.path.join(os.path.dirname(__file__), "_forward.py")  # where the forward began
-_LOOKS_UP_TENSORS = (containers.__file__, _hidden.__file__)
+_LOOKS_UP_TENSORS = (containers.__file__, _hidden_tensors.__file__)
 
 
 def _is_of_the_runtime(frame: FrameType | None, fitting: Collection[int]) -> bool:

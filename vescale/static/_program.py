@@ -28,16 +28,16 @@ from vescale.fsdp import ManagedParameter, state_of
 from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import FunctionPlan, ModulePlan
+from vescale.static._call_site_functions import EagerCall, map_in_order, read_sizes, take_sizes
 from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._guards import Guards
-from vescale.static._hidden import hidden_slots
+from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_functions import local_function
 from vescale.static._local_parameter import LocalParameter
 from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
 from vescale.static._recorded import Recorded
 from vescale.static._shown_entries import ShownEntries
-from vescale.static._sites import EagerCall, map_in_order, read_sizes, take_sizes
 from vescale.static._source import code_objects
 from vescale.static._state import checkpoint_of, is_inside, own_forward
 from vescale.static._tensor_type import TensorType, UnrecordedError

@@ -27,7 +27,7 @@ from vescale.compat import (
 from vescale.ops import entries
 from vescale.runtime import Placing, Stages
 from vescale.static._call_tree import CallTree, Site
-from vescale.static._hidden import hidden_slots
+from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_run import LocalRun, run_on_locals
 from vescale.static._observed_ops import ObservedOps, WithObservedOps, random_state
 
