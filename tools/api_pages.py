@@ -143,6 +143,8 @@ PAGES: dict[str, list[str]] = {
         "hang_report",
         "on_exception",
         "dispatch_stats",
+        "HostProfile",
+        "profile_host",
         "compare_estimate",
     ],
     "vescale.ops": ["register_rule", "Decision", "OpCall", "strict_placements"]

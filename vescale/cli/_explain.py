@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vescale.cli._buckets_table import buckets_table
 from vescale.cli._checkpoint_table import checkpoint_rows, print_checkpoints
 from vescale.cli._console import bytes_text, new_console, new_table, print_json, working
+from vescale.cli._host_profile import print_profile
 from vescale.cli._inputs import (
     MODEL_HELP,
     PLAN_HELP,
@@ -49,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--static", metavar="FILE", help="show the sites of a record of static mode, beside its source lines"
     )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="run some steps of the first rank here, with small tensors of its own, and show what they cost the host",
+    )
     add_json(parser)
 
 
@@ -69,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
         print_json(sites_as_dicts(record)) if args.json else print_sites(new_console(), record)
         return 0
     inputs = inputs_of(model, args)
+    if args.profile:
+        return print_profile(model, plan, inputs, args.json)
     with working("tracing the forward"):
         prediction = predict(program, model, inputs) if inputs else None
     pipeline = pipeline_as_dict(program, inputs) if args.html or args.json or args.only in (None, "pipeline") else None

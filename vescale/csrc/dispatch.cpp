@@ -123,11 +123,16 @@ bool set_active(bool wanted) {
     return is_active.exchange(wanted);
 }
 
+// For benchmarks: PyTorch takes composites apart again.
+void remove_composites() {
+    composites().clear();
+}
+
 void uninstall() {
     clear_tables();
     dtensor_class().type = nullptr;
     registered().remove_all();
-    composites().clear();
+    remove_composites();
 }
 
 py::dict counts() {
@@ -196,6 +201,7 @@ PYBIND11_MODULE(_dispatch, module) {
     module.attr("torch_version") = VESCALE_TORCH_VERSION;
     module.def("install", &vescale::install);
     module.def("uninstall", &vescale::uninstall);
+    module.def("remove_composites", &vescale::remove_composites);
     module.def("is_installed", &vescale::is_installed);
     module.def("set_active", &vescale::set_active);
     module.def("observe_writes", &vescale::observe_writes);

@@ -19,6 +19,7 @@ from vescale.debug._verify_job import Divergence
 from vescale.plans import PlanMismatchError
 
 if TYPE_CHECKING:
+    from vescale.debug._host_profile import HostProfile, profile_host
     from vescale.estimation import compare as compare_estimate
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "DispatchStats",
     "Divergence",
     "HangReport",
+    "HostProfile",
     "MeshVerification",
     "Monitor",
     "OpDispatch",
@@ -46,6 +48,7 @@ __all__ = [
     "newest_socket",
     "on_exception",
     "place_of_traceback",
+    "profile_host",
     "start_from_environment",
     "verify",
 ]
@@ -57,4 +60,8 @@ def __getattr__(name: str) -> Any:
         from vescale.estimation import compare
 
         return compare
+    if name in ("HostProfile", "profile_host"):
+        from vescale.debug import _host_profile
+
+        return getattr(_host_profile, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,135 @@
+"""``profile_host``: what a training step of one rank costs the host, without other ranks and without a device."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale.checks import unchecked
+from vescale.comm import AxisGroup
+from vescale.compat import local_of
+from vescale.compat.fake_worlds import fake_world
+from vescale.debug._dispatch_stats import DispatchStats, dispatch_stats
+from vescale.errors import DebugOptionError
+from vescale.estimation import Routing, balanced_tokens, loss_of, make_batch, skeleton_of
+from vescale.plans import Plan
+from vescale.runtime import TokenExchange, parallelize
+
+__all__ = ["HostProfile", "profile_host"]
+
+_MOST_BYTES = 2 << 30  # of a rank's parameters; gradients and activations come on top
+
+
+@dataclass(frozen=True)
+class HostProfile:
+    """What :func:`profile_host` returns.
+
+    Attributes:
+        first_step_seconds: processor time of the first step, which decides what each op on DTensors runs.
+        forward_seconds, backward_seconds: processor time of later steps, medians.
+        dispatch: what ran the ops on DTensors in one later step.
+    """
+
+    first_step_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    dispatch: DispatchStats
+
+
+def profile_host(model: nn.Module, plan: Plan, batch: Mapping[str, Any], *, num_steps: int = 5) -> HostProfile:
+    """Run ``num_steps`` steps of the first rank on the processor, among ranks that do not exist: collectives return at once.
+
+    Numbers are drawn, and only times are of use: ids and labels are 0 and 1. Where devices compute longer than this, the
+    host does not slow them down.
+
+    Args:
+        model: on any device, also the meta device; it stays as it is.
+        plan: without a pipeline.
+        batch: global tensors or their shapes, by the names of the forward's inputs.
+        num_steps: at least 2; the first one is apart.
+
+    Raises:
+        DebugOptionError: the plan has stages, or the rank's parameters take more than 2 GiB.
+    """
+    if num_steps < 2:
+        raise DebugOptionError(f"num_steps={num_steps}: give 2 or more, the first step is measured apart")
+    if plan.pipeline_entry is not None:
+        raise DebugOptionError("the plan has a pipeline: profile the plan of a stage, without its `pipeline:` section")
+    copied = skeleton_of(model)
+    inputs = {name: _of_first_rank(value) for name, value in make_batch(copied, batch).items()}
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), unchecked(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        with fake_world(math.prod(plan.axes.sizes), 0), balanced_tokens(Routing()), _equal_exchanges():
+            parallelize(copied, plan)
+            _check_size(copied)
+            copied.to_empty(device="cpu")
+            _draw(copied)
+            return _measure(copied, inputs, num_steps)
+
+
+def _measure(model: nn.Module, inputs: Mapping[str, Any], num_steps: int) -> HostProfile:
+    times = []
+    for _ in range(num_steps):
+        dispatch_stats(reset=True)
+        model.zero_grad()
+        start = time.thread_time()
+        loss = loss_of(model(**inputs), inputs)
+        middle = time.thread_time()
+        loss.backward()
+        times.append((middle - start, time.thread_time() - middle))
+    forward, backward = zip(*times[1:])
+    return HostProfile(
+        sum(times[0]), statistics.median(forward), statistics.median(backward), dispatch_stats(reset=True)
+    )
+
+
+def _of_first_rank(value: Any) -> Any:
+    """Ids and labels that the first rank has rows of, where they are cut: no other rank looks up the others."""
+    is_index = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.dtype is torch.bool)
+    return value.remainder(2) if is_index else value
+
+
+def _check_size(model: nn.Module) -> None:
+    num_bytes = sum(local.numel() * local.element_size() for local in map(_local, model.parameters()))
+    if num_bytes > _MOST_BYTES:
+        raise DebugOptionError(
+            f"a rank's parameters take {num_bytes / 2**30:.1f} GiB, and a profile computes with them; give a model with "
+            "fewer layers and smaller dims: the host's time hardly depends on sizes"
+        )
+
+
+@torch.no_grad()
+def _draw(model: nn.Module) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        local = _local(tensor)
+        local.normal_(0, 0.02) if local.is_floating_point() else local.zero_()
+
+
+@contextlib.contextmanager
+def _equal_exchanges() -> Iterator[None]:
+    """Inside, each rank sends as many tokens as it gets: what ranks that do not exist would send is not known."""
+    original = TokenExchange.plan
+
+    def plan(goes: torch.Tensor, group: AxisGroup, requester: str) -> TokenExchange:
+        found = original(goes, group, requester)
+        return replace(found, receive=found.send)
+
+    TokenExchange.plan = plan  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TokenExchange.plan = original  # type: ignore[method-assign]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
