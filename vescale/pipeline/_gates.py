@@ -53,8 +53,9 @@ def add_gates(model: nn.Module, cut: Cut) -> None:
 def _gated(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = getattr(_THREAD, "run", None)
-        proceed = functools.partial(cls.__call__, self)
-        return proceed(*args, **kwargs) if run is None else run.call(self._pipeline_gate, proceed, args, kwargs)
+        if run is None:
+            return cls.__call__(self, *args, **kwargs)
+        return run.call(self.__dict__["_pipeline_gate"], functools.partial(cls.__call__, self), args, kwargs)
 
     named = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), named)

@@ -33,6 +33,14 @@ def _by_origin(boundary: Boundary, first: int) -> dict[Origin, int]:
     return {origin: n for n, origins in enumerate(boundary.origins) if n >= first for origin in origins}
 
 
+_LEAVES = {torch.Tensor, nn.Parameter, DTensor, type(None), bool, int, float, str}  # of pytrees, the usual ones
+
+
+def _leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    leaves = [*args, *kwargs.values()]
+    return leaves if all(type(v) in _LEAVES for v in leaves) else tree_flatten((args, kwargs))[0]
+
+
 class Surroundings(Protocol):
     """What a forward reads of its runner; ``states``: of the generator behind calls that were skipped, by their number."""
 
@@ -79,10 +87,13 @@ class StageRun:
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.depth:
             return proceed(*args, **kwargs)
-        with no_torch_function():  # what happens here is no part of the model
-            args, kwargs, answer = self._answer(gate, args, kwargs)
-        if answer is not None:
-            return answer[0]
+        if self.begun and not self.replaced and self.number != self.leaves.call:
+            self._next_call(gate)
+        else:
+            with no_torch_function():  # what happens here is no part of the model
+                args, kwargs, answer = self._answer(gate, args, kwargs)
+            if answer is not None:
+                return answer[0]
         number = self.number - 1
         self.depth += 1
         try:
@@ -139,7 +150,7 @@ class StageRun:
 
     def _leaves(self, gate: Gate, args: Any, kwargs: Any) -> list[DTensor]:
         boundary = self.leaves
-        leaves, _ = tree_flatten(self._replace(args, kwargs) if self.replaced else (args, kwargs))
+        leaves = _leaves_of(*(self._replace(args, kwargs) if self.replaced else (args, kwargs)))
         if len(leaves) != boundary.num_leaves:
             raise PipelineTraceError(
                 f"pipeline: {gate.path!r} is called with {len(leaves)} values, and with {boundary.num_leaves} in the trace",
@@ -149,7 +160,7 @@ class StageRun:
         for n in later:
             if n not in self.found:
                 raise self._not_made(self.stage + 1, boundary, n)
-        others, _ = self._replace([self.found[n] for n in later], {})
+        others, _ = self._replace(tuple(self.found[n] for n in later), {})
         return [self._as_dtensor(leaf) for leaf in (*(leaves[n] for n in boundary.leaves), *others)]
 
     def _not_made(self, stage: int, boundary: Boundary, number: int) -> PipelineTraceError:
@@ -183,8 +194,12 @@ class StageRun:
         return tree_unflatten(leaves, tree)
 
     def _replace(self, args: Any, kwargs: Any) -> Any:
+        replaced = self.replaced
+        if all(type(v) in _LEAVES for v in args) and all(type(v) in _LEAVES for v in kwargs.values()):
+            given = tuple(replaced[id(v)][1] if id(v) in replaced else v for v in args)
+            return given, {name: replaced[id(v)][1] if id(v) in replaced else v for name, v in kwargs.items()}
         leaves, tree = tree_flatten((args, kwargs))
-        return tree_unflatten([self.replaced[id(v)][1] if id(v) in self.replaced else v for v in leaves], tree)
+        return tree_unflatten([replaced[id(v)][1] if id(v) in replaced else v for v in leaves], tree)
 
     def _stand_in(self, call: TracedCall, args: Any, kwargs: Any) -> Any:
         runner = self.runner
