@@ -21,13 +21,26 @@ _MIN_BYTES = 1024
 """Smaller tensors stay where they are: a copy costs more than their memory is worth."""
 
 
+_ALIGNMENT = 64  # bytes
+
+
+def _empty_like(of: torch.Tensor, shift: int, device: torch.device, *, pin_memory: bool = False) -> torch.Tensor:
+    """With the strides of ``of``, also where it is a part of a larger tensor, and ``shift`` elements behind where memory is
+    aligned: matrix products round otherwise for other strides and alignments."""
+    size, stride = tuple(of.size()), tuple(of.stride())
+    numel = 1 + sum((n - 1) * s for n, s in zip(size, stride)) if of.numel() else 0
+    memory = torch.empty(numel + shift, dtype=of.dtype, device=device, pin_memory=pin_memory)
+    return memory.as_strided(size, stride, shift)
+
+
 class _OnHost:
     """One tensor. ``copy`` is its memory on the host, and ``back`` on the device again while backward needs it."""
 
     def __init__(self, local: torch.Tensor, stream: Any) -> None:
         self.device, self._done = local.device, None
         on_gpu = local.device.type == "cuda"
-        copy = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device="cpu", pin_memory=on_gpu)
+        self._shift = local.data_ptr() % _ALIGNMENT // local.element_size()
+        copy = _empty_like(local, self._shift, torch.device("cpu"), pin_memory=on_gpu)
         self.copy = copy
         self._back: torch.Tensor | None = None
         if not on_gpu:
@@ -45,16 +58,14 @@ class _OnHost:
         if self.device.type != "cuda" or self._back is not None:
             return
         with torch.cuda.stream(stream):  # behind the copy to the host, on the same stream
-            self._back = torch.empty_strided(
-                self.copy.size(), self.copy.stride(), dtype=self.copy.dtype, device=self.device
-            )
+            self._back = _empty_like(self.copy, self._shift, self.device)
             self._back.copy_(self.copy, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record(stream)
 
     def load(self, stream: Any) -> torch.Tensor:
         if self.device.type != "cuda":
-            return self.copy.clone(memory_format=torch.preserve_format)
+            return _empty_like(self.copy, self._shift, self.device).copy_(self.copy)
         self.prefetch(stream)
         back, self._back = self._back, None
         assert back is not None and self._done is not None
