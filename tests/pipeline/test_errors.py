@@ -33,6 +33,10 @@ ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     "micro-batches": ({"microbatches": 0}, "microbatches=0; use a number of at least 1"),
     "reduce": ({"reduce": "steps"}, "reduce='steps'; use 'step' or 'microbatch'"),
     "loss": ({"loss": "loss"}, "use a path that begins with the output, such as 'out.loss'"),
+    "loss of one argument": (
+        {"loss": lambda out: (out, 1)},
+        r"\(out\) cannot be called with \(out, batch\): .* take both",
+    ),
     "limit without balance": ({"memory_gib": 4}, "memory_gib=4; it is a positive number, beside balance="),
     "a path of an input": ({"split_before": ["blocks.2.<in>"]}, "takes a module path"),
     "unknown path": ({"split_before": ["layers.2"]}, "'layers.2' matches no module .* for example 'blocks.0'"),

@@ -80,9 +80,9 @@ class _OnHost:
 
     def load(self, stream: Any) -> torch.Tensor:
         if self.device.type != "cuda":
-            back = _empty_like(self.copy, self._shift, self.device)
-            _each_once(back).copy_(_each_once(self.copy))
-            return back
+            copied = _empty_like(self.copy, self._shift, self.device)
+            _each_once(copied).copy_(_each_once(self.copy))
+            return copied
         self.prefetch(stream)
         back, self._back = self._back, None
         assert back is not None and self._done is not None
