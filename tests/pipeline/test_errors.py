@@ -33,6 +33,10 @@ ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     "micro-batches": ({"microbatches": 0}, "microbatches=0; use a number of at least 1"),
     "reduce": ({"reduce": "steps"}, "reduce='steps'; use 'step' or 'microbatch'"),
     "loss": ({"loss": "loss"}, "use a path that begins with the output, such as 'out.loss'"),
+    "loss of one argument": (
+        {"loss": lambda out: (out, 1)},
+        r"\(out\) cannot be called with \(out, batch\): .* take both",
+    ),
     "limit without balance": ({"memory_gib": 4}, "memory_gib=4; it is a positive number, beside balance="),
     "a path of an input": ({"split_before": ["blocks.2.<in>"]}, "takes a module path"),
     "unknown path": ({"split_before": ["layers.2"]}, "'layers.2' matches no module .* for example 'blocks.0'"),
@@ -105,28 +109,6 @@ class Outer(nn.Module):
         return self.inner(ids, labels)
 
 
-class Skips(Net):
-    """The head reads what the embedding made."""
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        x = early = self.embed(ids)
-        mask = (ids != 0).unsqueeze(-1).to(x.dtype)
-        for block in self.blocks:
-            x = block(x, mask)
-        return {"loss": nn.functional.cross_entropy(self.head(x + early).flatten(0, 1), labels.flatten())}
-
-
-class Early(Net):
-    """The third block gets what was made before the first."""
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        x, mask = self.embed(ids), torch.ones(1)
-        late = self.position(ids % 8)
-        for number, block in enumerate(self.blocks):
-            x = block(x, late if number == 2 else mask)
-        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
-
-
 class Unused(Net):
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
         mask = (ids != 0).unsqueeze(-1).float()
@@ -139,14 +121,6 @@ BATCHES: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]] 
         {},
         {"rows": 6},
         "a batch of 6 rows cannot be cut into 4 equal micro-batches; give a multiple of 4",
-    ),
-    "skip": (Skips, {}, {}, "reads a tensor .* that stage 0 has made, and that is no argument of 'blocks.2'"),
-    "early": (
-        Early,
-        {"split_before": ["blocks.1", "blocks.2", "blocks.3"], "schedule": "ZBV"},
-        {},
-        r"'blocks.2', before which stage 2 begins, gets a tensor of shape .* that stage 0 has made, and that "
-        "stage 1 does not have: it is no argument of 'blocks.1'",
     ),
     "never called": (Unused, {}, {}, "the forward does not call 'blocks.2', before which a stage begins"),
     "loss path": (Net, {"loss": "out.losses"}, {}, "the model's output, a dict, has no 'losses'"),
@@ -176,7 +150,7 @@ def test_check_finds_what_lower_raises() -> None:
 
 def raised_everywhere() -> list[str]:
     found = []
-    for name in ("indivisible", "loss path", "skip"):
+    for name in ("indivisible", "loss path", "loss of dims"):
         cls, options, batch, _ = BATCHES[name]
         torch.manual_seed(0)
         plan = Plan(mesh_of(pp=2)).pipeline(**{"split_before": ["blocks.2"], "microbatches": 4, **options})

@@ -14,7 +14,7 @@ from vescale.errors import PipelineBatchError, PipelineLossError
 from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss_path import output_at
 from vescale.pipeline._loss_sums import LossShare, share_of_microbatches
-from vescale.pipeline._trace import Trace
+from vescale.pipeline._traced import Trace
 from vescale.plans import PipelineEntry
 
 __all__ = ["Signature", "inputs_of", "like", "microbatches_of"]

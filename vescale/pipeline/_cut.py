@@ -22,13 +22,14 @@ class Cut:
 
     Attributes:
         splits: the module before whose call stage 1, 2, ... begins.
-        bound: stage of each module that runs inside of one stage, outermost ones only, with at least one parameter.
+        bound: stages of each module that runs inside of one stage, outermost ones only, with at least one parameter; of a
+            module with several names (the embedding of an encoder and a decoder) those of all of them.
         owners: stages of each parameter, by first name: all stages that one of its names belongs to.
         num_stages: one more than there are splits.
     """
 
     splits: tuple[str, ...]
-    bound: Mapping[str, int]
+    bound: Mapping[str, frozenset[int]]
     owners: Mapping[str, frozenset[int]]
 
     @property
@@ -51,7 +52,7 @@ class Cut:
             num_ranks: of the axis that runs the stages.
             program: whose checkpoint entries say what stages hold.
         """
-        order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+        order = {name: n for n, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
         explicit: dict[str, int] = {}
         parameters: dict[str, set[int]] = {}
         if entry.stages:
@@ -162,7 +163,14 @@ class Cut:
                 "begin, or begin it before a module that has some",
                 entry.source,
             )
-        return cls(splits, bound, {names[key]: frozenset(stages) for key, stages in owners.items()})
+        stages_of: dict[int, set[int]] = {}
+        for name, stage in bound.items():
+            stages_of.setdefault(id(model.get_submodule(name)), set()).add(stage)
+        return cls(
+            splits,
+            {name: frozenset(stages_of[id(model.get_submodule(name))]) for name in bound},
+            {names[key]: frozenset(stages) for key, stages in owners.items()},
+        )
 
 
 def _first_called(model: nn.Module, name: str) -> str:

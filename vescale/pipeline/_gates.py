@@ -29,18 +29,23 @@ class Run(Protocol):
 
 
 class Gate:
-    """What a gated module knows: its path, its stage, and the stage that begins before it (None)."""
+    """What a gated module knows: its path, its stages (several, of a module with several names), and the stage that begins
+    before it (None)."""
 
-    def __init__(self, path: str, stage: int, begins: int | None) -> None:
-        self.path, self.stage, self.begins = path, stage, begins
+    def __init__(self, path: str, stages: frozenset[int], begins: int | None) -> None:
+        self.path, self.stages, self.begins = path, stages, begins
 
 
 def add_gates(model: nn.Module, cut: Cut) -> None:
     """Give the modules of ``cut`` gates. Their classes become subclasses of what they were, with the same name."""
     begins = {name: number + 1 for number, name in enumerate(cut.splits)}
-    for path, stage in cut.bound.items():
+    for path, stages in cut.bound.items():
         module = model.get_submodule(path)
-        module.__dict__["_pipeline_gate"] = Gate(path, stage, begins.get(path))
+        known: Gate | None = module.__dict__.get("_pipeline_gate")
+        if known is not None:  # under another name
+            known.begins = known.begins or begins.get(path)
+            continue
+        module.__dict__["_pipeline_gate"] = Gate(path, stages, begins.get(path))
         module.__class__ = _gated(type(module))  # type: ignore[arg-type]
 
 
@@ -48,8 +53,9 @@ def add_gates(model: nn.Module, cut: Cut) -> None:
 def _gated(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = getattr(_THREAD, "run", None)
-        proceed = functools.partial(cls.__call__, self)
-        return proceed(*args, **kwargs) if run is None else run.call(self._pipeline_gate, proceed, args, kwargs)
+        if run is None:
+            return cls.__call__(self, *args, **kwargs)
+        return run.call(self.__dict__["_pipeline_gate"], functools.partial(cls.__call__, self), args, kwargs)
 
     named = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), named)

@@ -18,7 +18,8 @@ from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss
 from vescale.pipeline._skeleton import skeleton_of
-from vescale.pipeline._trace import Trace, trace
+from vescale.pipeline._trace import trace
+from vescale.pipeline._traced import Trace
 from vescale.plans import PipelineEntry
 
 __all__ = ["check_with_guesses", "without_guesses"]

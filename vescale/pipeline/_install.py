@@ -111,7 +111,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     of_stages = program_of_stages(model, program, cut, own)
     names = set(model.state_dict(keep_vars=True))
     _keep_stages(model, cut, own)
-    foreign = tuple(f"{path}." for path, stage in cut.bound.items() if stage not in own)
+    foreign = tuple(f"{path}." for path, stages in cut.bound.items() if not stages & own)
     set_other_stages(model, OtherStages(frozenset(names - model.state_dict(keep_vars=True).keys()), foreign))
     add_gates(model, cut)
     local_inputs, of_stages = LocalInputs.taken_out(of_stages, inner)
@@ -140,7 +140,7 @@ def _keep_stages(model: nn.Module, cut: Cut, own: frozenset[int]) -> None:
     """Replace parameters and buffers of other stages by placeholders that are no part of the model."""
     others = {name for name, stages in cut.owners.items() if not stages & own}
     by_id = {id(p): name for name, p in model.named_parameters()}
-    foreign = tuple(f"{path}." for path, stage in cut.bound.items() if stage not in own)
+    foreign = tuple(f"{path}." for path, stages in cut.bound.items() if not stages & own)
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and by_id.get(id(parameter)) in others:

@@ -49,7 +49,9 @@ def stages_that_read(model: nn.Module, splits: Sequence[str]) -> Mapping[str, fr
     for inputs in guessed_inputs(skeleton, length=_LENGTH):
         reads = _Reads({id(p): name for name, p in skeleton.named_parameters()})
         handles = [
-            skeleton.get_submodule(path).register_forward_pre_hook(reads.at_begin(stage))
+            skeleton.get_submodule(path).register_forward_pre_hook(
+                reads.at_begin(stage, _has_other_name(model, splits, stage))
+            )
             for stage, path in enumerate(splits, 1)
         ]
         finished = False
@@ -63,6 +65,14 @@ def stages_that_read(model: nn.Module, splits: Sequence[str]) -> Mapping[str, fr
         if finished:
             break
     return found
+
+
+def _has_other_name(model: nn.Module, splits: Sequence[str], stage: int) -> bool:
+    """Whether the module before which a stage begins is one of the stage before, too."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    begin, end = (names.index(splits[n]) if n >= 0 else 0 for n in (stage - 2, stage - 1))
+    module = model.get_submodule(splits[stage - 1])
+    return any(model.get_submodule(name) is module for name in names[begin:end])
 
 
 @contextlib.contextmanager
@@ -81,11 +91,16 @@ class _Reads(TorchDispatchMode):
         self._names, self.stage = names, 0
         self.found: dict[str, set[int]] = {}
 
-    def at_begin(self, stage: int) -> Callable[..., None]:
-        """A hook for the module before which a stage begins."""
+    def at_begin(self, stage: int, has_other_name: bool) -> Callable[..., None]:
+        """A hook for the module before which a stage begins; the stage before calls it first, under another name."""
+        called = not has_other_name
 
         def begin(*_: Any) -> None:
-            self.stage = max(self.stage, stage)
+            nonlocal called
+            if self.stage == stage - 1:
+                if called:
+                    self.stage = stage
+                called = True
 
         return begin
 

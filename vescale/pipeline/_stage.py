@@ -50,6 +50,7 @@ class ModelStage(PipelineStage):
         nothing = torch.empty(1, device=device)
         super().__init__(model, index, num_stages, device, input_args=nothing, output_args=nothing, group=group)
         self.work, self.mesh = work, mesh
+        self._peers: dict[int, int] = {}
         self.clear_runtime_states()
 
     def clear_runtime_states(self) -> None:
@@ -62,7 +63,11 @@ class ModelStage(PipelineStage):
         self.halves: dict[int, SplitBackward] = {}
 
     def _peer(self, stage: int) -> int:
-        return dist.get_global_rank(self.group or dist.group.WORLD, self.stage_index_to_group_rank[stage])  # type: ignore[arg-type]
+        found = self._peers.get(stage)
+        if found is None:
+            rank = self.stage_index_to_group_rank[stage]
+            found = self._peers[stage] = dist.get_global_rank(self.group or dist.group.WORLD, rank)  # type: ignore[arg-type]
+        return found
 
     def _messages(self, op: Any, tensors: Sequence[torch.Tensor], stage: int, microbatch: int) -> list[dist.P2POp]:
         """What the schedule starts right afterwards."""

@@ -16,7 +16,7 @@ __all__ = ["program_of_stages", "refuse_torn"]
 
 def program_of_stages(model: nn.Module, program: Program, cut: Cut, own: frozenset[int]) -> Program:
     """The instructions for the stages ``own``; ``model`` is the whole one."""
-    foreign = tuple(f"{path}." for path, stage in cut.bound.items() if stage not in own)
+    foreign = tuple(f"{path}." for path, stages in cut.bound.items() if not stages & own)
     by_id = {id(p): name for name, p in model.named_parameters()}
     first = {name: by_id[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     tensors = {name for name, known in first.items() if cut.owners[known] & own}

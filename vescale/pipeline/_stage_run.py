@@ -17,12 +17,28 @@ from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
 from vescale.errors import PipelineCallError, PipelineTraceError
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._gates import Gate, StageEnd, current_run
-from vescale.pipeline._trace import TensorLike, TracedCall
+from vescale.pipeline._traced import Boundary, Origin, OuterResults, TensorLike, TracedCall
 from vescale.placements import contiguous_stride
 from vescale.plans import PipelineEntry
 from vescale.rng import default_generator
 
 __all__ = ["StageRun", "end_forward"]
+
+
+_NOTHING = Boundary((), (), (), (), (), 0, -1)
+
+
+def _by_origin(boundary: Boundary, first: int) -> dict[Origin, int]:
+    """The numbers, from ``first`` on, of what enters a stage."""
+    return {origin: n for n, origins in enumerate(boundary.origins) if n >= first for origin in origins}
+
+
+_LEAVES = {torch.Tensor, nn.Parameter, DTensor, type(None), bool, int, float, str}  # of pytrees, the usual ones
+
+
+def _leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    leaves = [*args, *kwargs.values()]
+    return leaves if all(type(v) in _LEAVES for v in leaves) else tree_flatten((args, kwargs))[0]
 
 
 class Surroundings(Protocol):
@@ -43,6 +59,13 @@ class StageRun:
         self.number = 0  # of the next call of a gated module
         self.replaced: dict[int, tuple[Any, DTensor]] = {}
         self.made: list[DTensor] | None = None
+        boundaries = known.part.boundaries
+        self.enters, self.leaves = boundaries.get(stage, _NOTHING), boundaries.get(stage + 1, _NOTHING)
+        # Of arguments, too, where they are read elsewhere: their stand-ins may be several.
+        self.entering = _by_origin(self.enters, 0 if stage in known.part.outside else len(self.enters.leaves))
+        self.leaving = _by_origin(self.leaves, len(self.leaves.leaves))
+        self.stand_ins: list[tuple[int, Any]] = []  # of what is received, by its number
+        self.found: dict[int, Any] = {}  # what is sent beside arguments, by its number
         self.depth = 0
         self.loss_mode: Callable[[], Any] | None = None
         self.at_begin: Callable[[], None] | None = None
@@ -53,6 +76,8 @@ class StageRun:
         with contextlib.ExitStack() as stack:
             if self.stage in self.known.part.outside:
                 stack.enter_context(_Arrived(self._replace))
+            if any(origin.function is not None for origin in (*self.entering, *self.leaving)):
+                stack.enter_context(OuterResults(self._see, lambda: not self.depth))
             mode = self.loss_mode() if self.loss_mode is not None else None
             if mode is not None:
                 self.at_begin = mode.restart
@@ -62,22 +87,42 @@ class StageRun:
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.depth:
             return proceed(*args, **kwargs)
-        with no_torch_function():  # what happens here is no part of the model
-            args, kwargs, answer = self._answer(gate, args, kwargs)
-        if answer is not None:
-            return answer[0]
+        if self.begun and not self.replaced and self.number != self.leaves.call:
+            self._next_call(gate)
+        else:
+            with no_torch_function():  # what happens here is no part of the model
+                args, kwargs, answer = self._answer(gate, args, kwargs)
+            if answer is not None:
+                return answer[0]
+        number = self.number - 1
         self.depth += 1
         try:
-            return proceed(*args, **kwargs)
+            result = proceed(*args, **kwargs)
         finally:
             self.depth -= 1
+        if self.leaving:
+            self._see_leaves(number, tree_flatten(result)[0])
+        return result
+
+    def _see(self, origin: Origin, value: Any) -> None:
+        if origin in self.leaving:
+            self.found[self.leaving[origin]] = value
+        if not self.begun and origin in self.entering:
+            self.stand_ins.append((self.entering[origin], value))
+
+    def _see_leaves(self, number: int, leaves: Sequence[Any]) -> None:
+        """Of what a module has returned, or would have."""
+        for n, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                self._see(Origin(None, number, n), leaf)
 
     def _answer(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any] | None]:
         """Arguments for the module's call, and what it returns where it does not run."""
-        if gate.begins == self.stage + 1 and self.begun:
+        if self.begun and self.number == self.leaves.call:
+            self._check_call(gate)
             self.made = self._leaves(gate, args, kwargs)
             raise StageEnd
-        if gate.begins == self.stage and not self.begun:
+        if not self.begun and self.number == self.enters.call:
             self.begun = True
             if self.at_begin is not None:
                 self.at_begin()
@@ -85,12 +130,16 @@ class StageRun:
         elif self.replaced:
             args, kwargs = self._replace(args, kwargs)
         call = self._next_call(gate)
-        return args, kwargs, None if self.begun else (self._stand_in(call),)
+        return args, kwargs, None if self.begun else (self._stand_in(call, args, kwargs),)
 
     def _next_call(self, gate: Gate) -> TracedCall:
+        call = self._check_call(gate)
+        self.number += 1
+        return call
+
+    def _check_call(self, gate: Gate) -> TracedCall:
         calls = self.known.part.calls
         call = calls[self.number] if self.number < len(calls) else None
-        self.number += 1
         if call is None or call.path != gate.path:
             raise PipelineTraceError(
                 f"pipeline: the forward calls {gate.path!r} where the trace of a batch of the same shapes called "
@@ -100,14 +149,30 @@ class StageRun:
         return call
 
     def _leaves(self, gate: Gate, args: Any, kwargs: Any) -> list[DTensor]:
-        boundary = self.known.part.boundaries[self.stage + 1]
-        leaves, _ = tree_flatten(self._replace(args, kwargs) if self.replaced else (args, kwargs))
+        boundary = self.leaves
+        leaves = _leaves_of(*(self._replace(args, kwargs) if self.replaced else (args, kwargs)))
         if len(leaves) != boundary.num_leaves:
             raise PipelineTraceError(
                 f"pipeline: {gate.path!r} is called with {len(leaves)} values, and with {boundary.num_leaves} in the trace",
                 self.runner.entry.source,
             )
-        return [self._as_dtensor(leaves[n]) for n in boundary.leaves]
+        later = range(len(boundary.leaves), boundary.num_tensors)
+        for n in later:
+            if n not in self.found:
+                raise self._not_made(self.stage + 1, boundary, n)
+        others, _ = self._replace(tuple(self.found[n] for n in later), {})
+        return [self._as_dtensor(leaf) for leaf in (*(leaves[n] for n in boundary.leaves), *others)]
+
+    def _not_made(self, stage: int, boundary: Boundary, number: int) -> PipelineTraceError:
+        origin = boundary.origins[number][0]
+        where = getattr(origin.function[0], "__name__", origin.function[0]) if origin.function is not None else None
+        where = self.known.part.calls[origin.number].path if where is None else where
+        return PipelineTraceError(
+            f"pipeline: stage {stage} needs a tensor of shape {boundary.shapes[number]} that {where} returned in the trace "
+            f"of a batch of the same shapes, and that stage {self.stage} did not come by; what the forward computes around "
+            "modules must not depend on values",
+            self.runner.entry.source,
+        )
 
     def _as_dtensor(self, leaf: Any) -> DTensor:
         if isinstance(leaf, DTensor):
@@ -116,18 +181,27 @@ class StageRun:
 
     def _receive(self, args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
-        for n, received in zip(self.known.part.boundaries[self.stage].leaves, self.received, strict=True):
-            if received.requires_grad and self.stage in self.known.part.writes:
-                received = _Written.apply(received)
+        writes = self.stage in self.known.part.writes
+        arrived = [_Written.apply(one) if writes and one.requires_grad else one for one in self.received]
+        missing = set(range(len(self.enters.leaves), self.enters.num_tensors)) - {n for n, _ in self.stand_ins}
+        if missing:
+            raise self._not_made(self.stage, self.enters, min(missing))
+        for n, stand_in in self.stand_ins:
+            self.replaced[id(stand_in)] = (stand_in, arrived[n])
+        for n, received in zip(self.enters.leaves, arrived):
             self.replaced[id(leaves[n])] = (leaves[n], received)
             leaves[n] = received
         return tree_unflatten(leaves, tree)
 
     def _replace(self, args: Any, kwargs: Any) -> Any:
+        replaced = self.replaced
+        if all(type(v) in _LEAVES for v in args) and all(type(v) in _LEAVES for v in kwargs.values()):
+            given = tuple(replaced[id(v)][1] if id(v) in replaced else v for v in args)
+            return given, {name: replaced[id(v)][1] if id(v) in replaced else v for name, v in kwargs.items()}
         leaves, tree = tree_flatten((args, kwargs))
-        return tree_unflatten([self.replaced[id(v)][1] if id(v) in self.replaced else v for v in leaves], tree)
+        return tree_unflatten([replaced[id(v)][1] if id(v) in replaced else v for v in leaves], tree)
 
-    def _stand_in(self, call: TracedCall) -> Any:
+    def _stand_in(self, call: TracedCall, args: Any, kwargs: Any) -> Any:
         runner = self.runner
         whole = self.known.whole.calls[self.number - 1]
         if whole.draws:
@@ -139,7 +213,12 @@ class StageRun:
                 runner.states[self.number] = generator.get_state()
             else:
                 generator.set_state(state)
-        leaves = [self._placeholder(leaf) if isinstance(leaf, TensorLike) else leaf for leaf in call.leaves]
+        given = tree_flatten((args, kwargs))[0] if call.same else ()
+        leaves = [
+            given[call.same[n]] if n in call.same else self._placeholder(leaf) if isinstance(leaf, TensorLike) else leaf
+            for n, leaf in enumerate(call.leaves)
+        ]
+        self._see_leaves(self.number - 1, leaves)
         return tree_unflatten(leaves, call.tree)
 
     def _placeholder(self, like: TensorLike) -> DTensor:

@@ -19,7 +19,8 @@ from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Schedule, make_schedule
 from vescale.pipeline._skeleton import skeleton_of
 from vescale.pipeline._stage_program import program_of_stages, refuse_torn
-from vescale.pipeline._trace import Trace, trace
+from vescale.pipeline._trace import trace
+from vescale.pipeline._traced import Trace
 from vescale.pipeline._traced_dtypes import TracedDtypes
 from vescale.plans import PipelineEntry, Plan
 
@@ -90,7 +91,7 @@ class StagedProgram:
             for number, into, out in ((stage, "receives", "sends"), (stage + 1, "sends", "receives")):
                 boundary = known.boundaries.get(number)
                 if boundary is not None:
-                    found[stage][into] += messages[f"forward_{into}"] * len(boundary.leaves)
+                    found[stage][into] += messages[f"forward_{into}"] * boundary.num_tensors
                     found[stage][out] += messages[f"backward_{out}"] * sum(boundary.requires_grad)
         part = self._inputs(batch)
         meta = {name: v.to("meta") if isinstance(v, torch.Tensor) else v for name, v in part.items()}
@@ -163,7 +164,7 @@ def stages_of_unit(path: str, cut: Cut, own: frozenset[int]) -> frozenset[int]:
     """The stages, of a rank's, during whose forward the unit of a module is gathered."""
     for around in (path, *_around(path)):
         if around in cut.bound:
-            return frozenset({cut.bound[around]})
+            return cut.bound[around] & own
     return own
 
 

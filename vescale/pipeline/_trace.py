@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,85 +16,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tree_unflatten
 from vescale.errors import PipelineTraceError
+from vescale.pipeline._carried import Carried
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, running
 from vescale.pipeline._loss_sums import LossCalls, LossNodes
 from vescale.pipeline._parameter_reads import SHAPE_ONLY
+from vescale.pipeline._traced import LossTerm, Origin, OuterResults, TensorLike, Trace, TracedCall
 from vescale.rng import Draw
 
-__all__ = ["Boundary", "LossTerm", "TensorLike", "Trace", "TracedCall", "trace"]
+__all__ = ["trace"]
 
 aten = torch.ops.aten
 # Ops whose result's shape depends on the values of masks among their operands.
 _WITH_MASKS = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What enters a stage: ``leaves`` are the positions, among the leaves of the arguments of its first module's call, of
-    the tensors that earlier stages have made; the rest is theirs, in a forward that is not cut over ranks."""
-
-    leaves: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    requires_grad: tuple[bool, ...]
-    num_leaves: int
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes))
-
-
-@dataclass(frozen=True)
-class TracedCall:
-    """A call of a gated module: its result as (leaves with (shape, dtype) in place of tensors, tree), and what it draws."""
-
-    path: str
-    leaves: tuple[Any, ...]
-    tree: Any
-    draws: tuple[Draw, ...]
-
-
-@dataclass(frozen=True)
-class TensorLike:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass
-class LossTerm:
-    """A call of ``nll_loss``: what counts its labels in another batch, and how it adds them up."""
-
-    reduction: int
-    ignore_index: int
-    has_weight: bool
-    target: Callable[[Mapping[str, Any]], torch.Tensor] | None
-
-
-@dataclass
-class Trace:
-    """What is known of a forward.
-
-    Attributes:
-        outside: stages in which the forward around the stages' modules reads what the stage has received.
-        writes: stages whose ops write in place to what the stage has received.
-        replay: for a tensor, what computes it from another batch of the same shapes; None where it depends on parameters.
-    """
-
-    boundaries: dict[int, Boundary]
-    calls: list[TracedCall]
-    draws: list[Draw]
-    losses: list[LossTerm]
-    output: Any
-    outside: set[int]
-    writes: set[int]
-    nodes: LossNodes
-    replay: Callable[[torch.Tensor], Callable[[Mapping[str, Any]], torch.Tensor] | None]
-
-    def without_values(self) -> Trace:
-        """The same without the tensors that the forward made, as masks of attention, one or several for each layer."""
-        return replace(self, nodes=LossNodes(batch=set()), replay=lambda _: None)
 
 
 def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source: Any = None, *, grad: bool) -> Trace:
@@ -116,6 +50,7 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(running(recorder))
         stack.enter_context(recorder.loss_calls)
+        stack.enter_context(recorder.results)
         stack.enter_context(recorder)
         try:
             output = skeleton(**batch)
@@ -131,19 +66,19 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-    missing = [path for stage, path in enumerate(cut.splits, 1) if stage not in recorder.boundaries]
+    missing = [path for stage, path in enumerate(cut.splits, 1) if not recorder.carried.has_begun(stage)]
     if missing:
         raise PipelineTraceError(
             f"pipeline: the forward does not call {missing[0]!r}, before which a stage begins", entry_source
         )
     return Trace(
-        recorder.boundaries,
+        recorder.carried.boundaries(),
         recorder.calls,
         recorder.draws,
         recorder.losses,
         output,
-        recorder.outside,
-        recorder.writes,
+        recorder.carried.outside,
+        recorder.carried.writes,
         recorder.nodes,
         recorder.replay_of,
     )
@@ -164,8 +99,8 @@ def _with_positions(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
 class _Recorder(TorchDispatchMode):
     """Sees every op below autograd, and every call of a gated module.
 
-    ``made``: for a tensor (by ``id``), the stage that alone can make it. ``stage``: whose part of the forward runs.
-    ``inside``: the gated module that runs.
+    ``stage``: whose part of the forward runs. ``inside``: the gated module that runs, ``arguments`` the ids of its
+    arguments' leaves.
     """
 
     def __init__(self, skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], source: Any) -> None:
@@ -173,20 +108,18 @@ class _Recorder(TorchDispatchMode):
         self.cut, self.source = cut, source
         self.owners = {id(p): (n, cut.owners[n]) for n, p in skeleton.named_parameters()}
         self.stage, self.inside = 0, None
-        self.made: dict[int, int] = {}
+        self.arguments: frozenset[int] = frozenset()
+        self.called: set[str] = set()  # in this stage
+        self.carried = Carried(source)
         self.values: set[int] = set()  # of tensors that depend on parameters
         self.keep: list[Any] = [batch]
-        self.carried: set[int] = set()
-        self.aliases: set[int] = set()  # of what is carried, and its views
-        self.outside: set[int] = set()
-        self.writes: set[int] = set()
         self.recipes: dict[int, Any] = {}
         for n, value in enumerate(tree_flatten(batch)[0]):
             if isinstance(value, torch.Tensor):
                 self.recipes[id(value)] = ("batch", n)
         self.nodes = LossNodes(batch=set(self.recipes))
         self.loss_calls = LossCalls(self.nodes)
-        self.boundaries: dict[int, Boundary] = {}
+        self.results = OuterResults(self._note_origin, lambda: self.inside is None)
         self.calls: list[TracedCall] = []
         self.draws: list[Draw] = []
         self.losses: list[LossTerm] = []
@@ -196,27 +129,47 @@ class _Recorder(TorchDispatchMode):
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inside is not None:  # a module of a gated one
             return proceed(*args, **kwargs)
-        if gate.begins is not None and gate.begins not in self.boundaries:
-            self._begin(gate, (args, kwargs))
-        if gate.stage != self.stage:
+        given, _ = tree_flatten((args, kwargs))
+        if self._begins(gate):
+            self._begin(gate, given)
+        if self.stage not in gate.stages:
+            stages = " or ".join(map(str, sorted(gate.stages)))
             raise PipelineTraceError(
                 f"pipeline: the forward calls {gate.path!r} in stage {self.stage}, but by the order of the model's modules "
-                f"it belongs to stage {gate.stage}; give stages=[[paths], ...], with {gate.path!r} in that of stage "
+                f"it belongs to stage {stages}; give stages=[[paths], ...], with {gate.path!r} in that of stage "
                 f"{self.stage}",
                 self.source,
             )
-        before = len(self.draws)
-        self.inside = gate.path  # type: ignore[assignment]
+        self.called.add(gate.path)
+        before, number = len(self.draws), len(self.calls)
+        self.inside, self.arguments = gate.path, frozenset(map(id, given))  # type: ignore[assignment]
         try:
             result = proceed(*args, **kwargs)
         finally:
-            self.inside = None
+            self.inside, self.arguments = None, frozenset()
         leaves, tree = tree_flatten(result)
+        same = Carried.same_leaves(given, leaves)
+        for n, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and n not in same:
+                self._note_origin(Origin(None, number, n), leaf)
         shapes = [TensorLike(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves]
-        self.calls.append(TracedCall(gate.path, tuple(shapes), tree, tuple(self.draws[before:])))
+        self.calls.append(TracedCall(gate.path, tuple(shapes), tree, tuple(self.draws[before:]), same))
         return result
 
-    def _begin(self, gate: Gate, arguments: Any) -> None:
+    def _note_origin(self, origin: Origin, tensor: torch.Tensor) -> None:
+        if id(tensor) in self.carried.made:
+            self.carried.origin(origin, tensor)
+
+    def _begins(self, gate: Gate) -> bool:
+        """Whether a stage begins before this call. A module that the stage before has under another name is called there
+        first."""
+        if gate.begins is None or self.carried.has_begun(gate.begins):
+            return False
+        if self.stage not in gate.stages:
+            return True
+        return self.stage == gate.begins - 1 and gate.path in self.called
+
+    def _begin(self, gate: Gate, leaves: list[Any]) -> None:
         assert gate.begins is not None
         if gate.begins != self.stage + 1:
             raise PipelineTraceError(
@@ -224,24 +177,9 @@ class _Recorder(TorchDispatchMode):
                 "give the beginnings of stages in the order in which the forward calls them",
                 self.source,
             )
-        leaves, _ = tree_flatten(arguments)
-        found = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) in self.made]
-        for n in found:
-            made = self.made[id(leaves[n])]
-            if made < self.stage and id(leaves[n]) not in self.carried:
-                raise PipelineTraceError(
-                    f"pipeline: {gate.path!r}, before which stage {gate.begins} begins, gets a tensor of shape "
-                    f"{tuple(leaves[n].shape)} that stage {made} has made, and that stage {self.stage} does not have: it is "
-                    f"no argument of {self.cut.splits[self.stage - 1]!r}. Begin the stages before other modules",
-                    self.source,
-                )
-        self.stage = gate.begins
+        self.carried.begin(gate.begins, leaves, gate.path, len(self.calls))
+        self.stage, self.called = gate.begins, set()
         self.loss_calls.restart()
-        self.carried = {id(leaves[n]) for n in found}
-        self.aliases = set(self.carried)
-        shapes = tuple(tuple(leaves[n].shape) for n in found)
-        dtypes, graph = (tuple(getattr(leaves[n], of) for n in found) for of in ("dtype", "requires_grad"))
-        self.boundaries[self.stage] = Boundary(tuple(found), shapes, dtypes, graph, len(leaves))
 
     # Ops
 
@@ -251,7 +189,7 @@ class _Recorder(TorchDispatchMode):
         tensors = [v for v in flat if isinstance(v, torch.Tensor)]
         reads_values = func not in SHAPE_ONLY
         depends = reads_values and any(id(t) in self.owners or id(t) in self.values for t in tensors)
-        only_here = reads_values and any(id(t) in self.owners or id(t) in self.made for t in tensors)
+        only_here = reads_values and any(id(t) in self.owners or id(t) in self.carried.made for t in tensors)
         if reads_values:
             self._check(func, tensors)
         self._note_draw(func, args, kwargs)
@@ -261,8 +199,7 @@ class _Recorder(TorchDispatchMode):
         self.keep.extend(outs)
         if reads_values:
             self.nodes.note(func, args, kwargs, outs, self._depends, self.loss_calls.current)
-        if self.aliases and any(id(t) in self.aliases for t in tensors):
-            self._note_views(func, args, outs)
+        self.carried.note_op(func, args, tensors, outs, self.stage)
         for number, result in enumerate(outs):
             if depends:
                 self.values.add(id(result))
@@ -271,18 +208,11 @@ class _Recorder(TorchDispatchMode):
             else:
                 self.recipes.pop(id(result), None)
             if only_here or self.inside is not None:
-                self.made[id(result)] = self.stage
+                self.carried.made[id(result)] = self.stage
         return out
 
     def _depends(self, tensor: int) -> bool:
         return tensor in self.values or tensor in self.owners
-
-    def _note_views(self, func: Any, args: Any, outs: list[torch.Tensor]) -> None:
-        if func._schema.is_mutable:
-            if any(isinstance(value, torch.Tensor) and id(value) in self.aliases for value in args[:1]):
-                self.writes.add(self.stage)
-        elif any(returned.alias_info is not None for returned in func._schema.returns):
-            self.aliases.update(map(id, outs))
 
     def _run(
         self, func: Any, flat: list[Any], tree: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]
@@ -306,18 +236,8 @@ class _Recorder(TorchDispatchMode):
 
     def _check(self, func: Any, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
-            made = self.made.get(id(tensor))
-            if id(tensor) in self.carried:
-                if self.inside is None:
-                    self.outside.add(self.stage)
-            elif made is not None and made < self.stage:
-                where = self.inside or "the forward around the stages' modules"
-                raise PipelineTraceError(
-                    f"pipeline: {func} in {where}, in stage {self.stage}, reads a tensor of shape {tuple(tensor.shape)} "
-                    f"that stage {made} has made, and that is no argument of {self.cut.splits[self.stage - 1]!r}, before "
-                    f"which stage {self.stage} begins; only its arguments are sent. Begin the stage before another module",
-                    self.source,
-                )
+            where = f"{func} in {self.inside or 'the forward around the modules of stages'}"
+            self.carried.read(tensor, self.stage, where, is_argument=id(tensor) in self.arguments)
             owner = self.owners.get(id(tensor))
             if owner is not None and self.stage not in owner[1]:
                 raise PipelineTraceError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,6 +139,11 @@ def pipeline_entry(
         raise refuse(
             f"loss={loss!r}; use a path that begins with the output, such as 'out.loss' or 'out', or a callable"
         )
+    if callable(loss) and not _takes_two(loss):
+        raise refuse(
+            f"loss={getattr(loss, '__qualname__', loss)}{inspect.signature(loss)} cannot be called with (out, batch): the "
+            "model's output and the micro-batch's dict; let it take both, and return (sum, count)"
+        )
     return PipelineEntry(
         mesh,
         tuple(_module(path, refuse) for path in _texts(split_before, "split_before", refuse)),
@@ -204,3 +210,13 @@ def with_pipeline(plan: Any, entry: PipelineEntry | None) -> Any:
     found = copy.copy(plan)
     found._pipeline = entry
     return found
+
+
+def _takes_two(loss: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(loss).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature to look at
+        pass
+    return True

@@ -21,21 +21,49 @@ _MIN_BYTES = 1024
 """Smaller tensors stay where they are: a copy costs more than their memory is worth."""
 
 
+_ALIGNMENT = 64  # bytes
+
+
+def _empty_like(of: torch.Tensor, shift: int, device: torch.device, *, pin_memory: bool = False) -> torch.Tensor:
+    """With the strides of ``of``, also where it is a part of a larger tensor, and ``shift`` elements behind where memory is
+    aligned: matrix products round otherwise for other strides and alignments."""
+    memory = torch.empty(_reach(of) + shift, dtype=of.dtype, device=device, pin_memory=pin_memory)
+    return memory.as_strided(of.size(), of.stride(), shift)
+
+
+def _reach(of: torch.Tensor) -> int:
+    """The number of elements from the first to the last in memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(of.size(), of.stride())) if of.numel() else 0
+
+
+def _each_once(of: torch.Tensor) -> torch.Tensor:
+    """The elements in memory, each once, of a tensor that was expanded or has windows that overlap."""
+    for dim, stride in enumerate(of.stride()):
+        of = of.narrow(dim, 0, min(1, of.size(dim))) if stride == 0 else of
+    reach = 0
+    for stride, size in sorted(zip(of.stride(), of.size())):
+        if size > 1 and stride <= reach:
+            return of.as_strided((_reach(of),), (1,))
+        reach += (size - 1) * stride
+    return of
+
+
 class _OnHost:
     """One tensor. ``copy`` is its memory on the host, and ``back`` on the device again while backward needs it."""
 
     def __init__(self, local: torch.Tensor, stream: Any) -> None:
         self.device, self._done = local.device, None
         on_gpu = local.device.type == "cuda"
-        copy = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device="cpu", pin_memory=on_gpu)
+        self._shift = local.data_ptr() % _ALIGNMENT // local.element_size()
+        copy = _empty_like(local, self._shift, torch.device("cpu"), pin_memory=on_gpu)
         self.copy = copy
         self._back: torch.Tensor | None = None
         if not on_gpu:
-            copy.copy_(local)
+            _each_once(copy).copy_(_each_once(local))
             return
         stream.wait_stream(torch.cuda.current_stream(local.device))
         with torch.cuda.stream(stream):
-            copy.copy_(local, non_blocking=True)
+            _each_once(copy).copy_(_each_once(local), non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record(stream)
         local.record_stream(stream)  # its memory is not reused before it has been read
@@ -45,16 +73,16 @@ class _OnHost:
         if self.device.type != "cuda" or self._back is not None:
             return
         with torch.cuda.stream(stream):  # behind the copy to the host, on the same stream
-            self._back = torch.empty_strided(
-                self.copy.size(), self.copy.stride(), dtype=self.copy.dtype, device=self.device
-            )
-            self._back.copy_(self.copy, non_blocking=True)
+            self._back = _empty_like(self.copy, self._shift, self.device)
+            _each_once(self._back).copy_(_each_once(self.copy), non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record(stream)
 
     def load(self, stream: Any) -> torch.Tensor:
         if self.device.type != "cuda":
-            return self.copy.clone(memory_format=torch.preserve_format)
+            copied = _empty_like(self.copy, self._shift, self.device)
+            _each_once(copied).copy_(_each_once(self.copy))
+            return copied
         self.prefetch(stream)
         back, self._back = self._back, None
         assert back is not None and self._done is not None

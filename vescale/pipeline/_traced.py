@@ -1,0 +1,129 @@
+"""What a forward of the whole model, without its parameters' values, has shown: :class:`Trace`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from vescale.compat.tensor_subclasses import tree_flatten
+from vescale.pipeline._loss_sums import LossNodes
+from vescale.rng import Draw
+
+__all__ = ["Boundary", "LossTerm", "Origin", "OuterResults", "TensorLike", "Trace", "TracedCall"]
+
+
+class Origin(NamedTuple):
+    """Where a forward gets a tensor from: leaf ``leaf`` of the result of call ``number`` of a gated module, or (with
+    ``function``) of call ``number``, outside of them, of a torch function with results of the same shapes."""
+
+    function: Any
+    number: int
+    leaf: int
+
+
+class OuterResults(TorchFunctionMode):
+    """Tells the origin of each tensor that a torch function returns, where ``is_outside()``."""
+
+    def __init__(self, see: Callable[[Origin, torch.Tensor], None], is_outside: Callable[[], bool]) -> None:
+        super().__init__()
+        self._see, self._is_outside = see, is_outside
+        self._seen: Counter[Any] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._is_outside():
+            leaves = tree_flatten(result)[0]
+            shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves)
+            if any(shape is not None for shape in shapes):
+                function = func, shapes
+                number = self._seen[function]
+                self._seen[function] += 1
+                for n, value in enumerate(leaves):
+                    if shapes[n] is not None:
+                        self._see(Origin(function, number, n), value)
+        return result
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What enters a stage: tensors that earlier stages have made.
+
+    The first of them are arguments of the call of the stage's first module: ``leaves`` are their positions among the leaves
+    of its arguments, of which there are ``num_leaves``. Those behind are read later, by this stage or another one.
+    ``origins``: where the forward gets each of them from; several, where functions or modules return what they were given.
+    ``call``: the number of the call, among those of gated modules, before which the stage begins.
+    """
+
+    leaves: tuple[int, ...]
+    origins: tuple[tuple[Origin, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    requires_grad: tuple[bool, ...]
+    num_leaves: int
+    call: int
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.shapes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes))
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """A call of a gated module: its result as (leaves with (shape, dtype) in place of tensors, tree), and what it draws.
+    ``same``: leaves of the result that are leaves of the arguments, by position."""
+
+    path: str
+    leaves: tuple[Any, ...]
+    tree: Any
+    draws: tuple[Draw, ...]
+    same: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class LossTerm:
+    """A call of ``nll_loss``: what counts its labels in another batch, and how it adds them up."""
+
+    reduction: int
+    ignore_index: int
+    has_weight: bool
+    target: Callable[[Mapping[str, Any]], torch.Tensor] | None
+
+
+@dataclass
+class Trace:
+    """What is known of a forward.
+
+    Attributes:
+        outside: stages that read what they have received elsewhere than among the arguments of their modules.
+        writes: stages whose ops write in place to what the stage has received.
+        replay: for a tensor, what computes it from another batch of the same shapes; None where it depends on parameters.
+    """
+
+    boundaries: dict[int, Boundary]
+    calls: list[TracedCall]
+    draws: list[Draw]
+    losses: list[LossTerm]
+    output: Any
+    outside: set[int]
+    writes: set[int]
+    nodes: LossNodes
+    replay: Callable[[torch.Tensor], Callable[[Mapping[str, Any]], torch.Tensor] | None]
+
+    def without_values(self) -> Trace:
+        """The same without the tensors that the forward made, as masks of attention, one or several for each layer."""
+        return replace(self, nodes=LossNodes(batch=set()), replay=lambda _: None)
