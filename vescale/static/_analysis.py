@@ -54,8 +54,9 @@ class ModulePlan:
     forward: FunctionPlan | None = None
 
 
-def analyze(recorder: Recorder, mesh: DeviceMesh) -> dict[str, ModulePlan]:
-    """By module path, for each module whose forward ran."""
+def analyze(recorder: Recorder, mesh: DeviceMesh, unreached: list[FunctionCall]) -> dict[str, ModulePlan]:
+    """By module path, for each module whose forward ran. ``unreached`` gets the functions of static modules that no call in
+    the source reaches, and that called no torch function."""
     settle_gradients(recorder, mesh)
     by_call: dict[FunctionCall, dict[tuple[int, int], list[Call]]] = {}
     problems = dict(recorder.problems)
@@ -81,11 +82,13 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> dict[str, ModulePlan]:
             plans[path] = ModulePlan(path)  # its own code runs on local tensors in eager mode, too
             continue
         problem = problems.get(path, "")
-        plan = _plan(forward, by_call, mesh) if not problem else Problem(problem)
+        found_there: list[FunctionCall] = []
+        plan = _plan(forward, by_call, mesh, found_there) if not problem else Problem(problem)
         if isinstance(plan, Problem):
             plans[path] = ModulePlan(path, plan.reason)
         else:
             plans[path] = ModulePlan(path, forward=plan)
+            unreached += found_there
     for path, found in plans.items():
         if path and not found.problem and path not in recorder.regions:
             continue
@@ -102,7 +105,10 @@ def module_types(calls: Sequence[ModuleCall], mesh: DeviceMesh) -> tuple[tuple[T
 
 
 def _plan(
-    call: FunctionCall, by_call: dict[FunctionCall, dict[tuple[int, int], list[Call]]], mesh: DeviceMesh
+    call: FunctionCall,
+    by_call: dict[FunctionCall, dict[tuple[int, int], list[Call]]],
+    mesh: DeviceMesh,
+    unreached: list[FunctionCall],
 ) -> FunctionPlan | Problem | None:
     """None where nothing changes."""
     source = source_of(call.code)
@@ -130,9 +136,10 @@ def _plan(
     for (part, offset, _), called in call.called.items():
         node = -1 if source is None else source.node_of[part].get(offset, -1)
         is_reached = node >= 0 and source is not None and isinstance(source.nodes[node], ast.Call) and called.is_direct
-        inner = _plan(called, by_call, mesh)
+        inner = _plan(called, by_call, mesh, unreached)
         calls_torch = any(one in by_call for one in called.all_below())
         if not is_reached and not calls_torch:
+            unreached += called.all_below()
             continue  # a constructor, or an attribute of a configuration: what it returns decides branches of its caller
         if isinstance(inner, Problem):
             return inner

@@ -11,12 +11,17 @@ from vescale.static._call_tree import FunctionCall
 from vescale.static._patch import Patch
 from vescale.static._source import FunctionSource
 
-__all__ = ["untaken_branches"]
+__all__ = ["untaken_branches", "untaken_of"]
 
 
 def untaken_branches(call: FunctionCall, source: FunctionSource) -> Patch:
     """Refusals at all branches that the recorded forward did not take."""
-    return _untaken(source, frozenset(item for item in call.visits.items() if item[1]))
+    return untaken_of(source, call.visits)
+
+
+def untaken_of(source: FunctionSource, visits: Mapping[tuple[int, int], int]) -> Patch:
+    """``visits``: how often each instruction ran."""
+    return _untaken(source, frozenset(item for item in visits.items() if item[1]))
 
 
 @functools.lru_cache(maxsize=4096)

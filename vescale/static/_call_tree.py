@@ -69,6 +69,8 @@ class CallTree:
     def __init__(self, current_module: Callable[[], tuple[nn.Module, str] | None]) -> None:
         self.forwards: dict[str, FunctionCall] = {}  # by the module's path
         self.functions: dict[types.CodeType, dict[str, Any]] = {}  # all that ran, with their globals
+        self.on_function: Callable[[types.CodeType, dict[str, Any]], None] = lambda code, held: None
+        """Called with the code and the globals of each function before it runs for the first time."""
         self._current_module = current_module
         self._is_root = True
         self._running: list[tuple[types.FrameType, FunctionCall]] = []
@@ -96,9 +98,14 @@ class CallTree:
         return (call, call.parts[top.f_code], top.f_lasti), is_direct
 
     def _called(self, frame: types.FrameType, event: str, _: Any) -> Any:
-        if not is_recorded(frame.f_code.co_filename):
+        back = frame.f_back
+        if not is_recorded(frame.f_code.co_filename) or (
+            back is not None and back.f_code.co_filename.startswith("<frozen importlib")
+        ):
             return None
-        self.functions.setdefault(frame.f_code, frame.f_globals)
+        if frame.f_code not in self.functions:
+            self.functions[frame.f_code] = frame.f_globals
+            self.on_function(frame.f_code, frame.f_globals)
         call = self._find(frame)
         if call is None:
             return None

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import CALL_OVERRIDE, hides_tensors, is_native, spec_of, tensors_in
+from vescale.compat import CALL_OVERRIDE, hides_tensors, is_native, no_torch_function, spec_of, tensors_in
 from vescale.errors import StaticRecordError
 from vescale.ir import Precision
 from vescale.runtime import Activation, Runtime, current_activation
 from vescale.static._first_step import only_recorded_functions
 from vescale.static._guards import Guards, settings
+from vescale.static._held_values import HeldValues
 from vescale.static._observed_ops import random_state, set_random_state
 from vescale.static._program import StaticProgram
 from vescale.static._record import Recorder
@@ -36,6 +37,8 @@ __all__ = ["StaticForward"]
 _UNCHECKED = contextlib.nullcontext()
 _MAX_PROGRAMS = 8
 _MAX_KEYS = 64
+_MAX_OTHERS = 3
+_STEPS_OF_A_RECORDING = 20  # that run static in the mean, or what is not recorded yet runs in eager mode
 _MAX_WAITING = 3  # forwards without a backward, after which a recording is given up
 
 
@@ -71,6 +74,7 @@ class StaticForward:
         self._record_steps = {step.call: step for step in record}
         self._recorders: dict[str, Recorder] = {}
         self._waiting: Counter[str] = Counter()
+        self._others: dict[str, list[StaticProgram]] = {}  # whose guards did not hold in the last step of their kind
         # Keys by what takes less time to find out, with the specs whose addresses that has.
         self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
@@ -90,13 +94,31 @@ class StaticForward:
                 return self._record(model, activation, key, args, kwargs)
             if not program.is_static:
                 return self._eager(model, program.eager_modules[""], args, kwargs)
-            broken = program.guards.broken()
+            with no_torch_function():
+                broken = program.guards.broken()
             if broken:
-                del self.programs[key]
-                return self._eager(model, broken, args, kwargs)
+                other = self._exchanged(key, program)
+                if other is None:
+                    return self._eager(model, broken, args, kwargs)
+                program = other
             if program.has_compiled_parts or activation.frames[0].compiler is not None:
                 program = self._compiled(model, key, program)
             return self._run(model, activation, program, args, kwargs)
+
+    def _exchanged(self, key: str, program: StaticProgram) -> StaticProgram | None:
+        """A program whose guards hold, in place of one whose do not; None: the next step of this kind is recorded. Training
+        and evaluation in turns are recorded once each."""
+        others = self._others.setdefault(key, [])
+        others[:] = [other for other in others if not other.guards.have_replaced()]
+        fitting = next((other for other in others if not other.guards.broken()), None)
+        if not program.guards.have_replaced():
+            others.append(program)
+        del self.programs[key]
+        if fitting is not None:
+            others.remove(fitting)
+            self.programs[key] = fitting
+        del others[:-_MAX_OTHERS]
+        return fitting
 
     def _run(self, model: nn.Module, activation: Activation, program: StaticProgram, args: Any, kwargs: Any) -> Any:
         state = random_state() if program.draws else None
@@ -180,6 +202,8 @@ class StaticForward:
             return self._eager(model, "the backward of the recorded step has not been seen", args, kwargs)
         if len(self.programs) >= _MAX_PROGRAMS:
             return self._eager(model, f"there are {_MAX_PROGRAMS} recordings already", args, kwargs)
+        if self.recordings >= _MAX_PROGRAMS and self.static_steps < _STEPS_OF_A_RECORDING * self.recordings:
+            return self._eager(model, "steps have to be recorded anew too often", args, kwargs)
 
         def running() -> tuple[nn.Module, str] | None:
             frame = activation.frames[-1]
@@ -197,11 +221,15 @@ class StaticForward:
                 module.__dict__[CALL_OVERRIDE] = functools.partial(_call, recorder, path, module)
         activation.recorder = recorder
         recorder.problems, recorder.regions = problems_of_modules(model), regions_of(model)
-        states = ModuleStates(model, units.parameters)
+        states, values = ModuleStates(model, units.parameters), HeldValues(model.named_modules())
+        recorder.tree.on_function = values.add_globals
         try:
             result = recorder.run(functools.partial(type(model).forward, model), args, kwargs)
             for path, name in states.changes():
                 recorder.problems.setdefault(path, f"its forward writes to its attribute {name}")
+            container = values.keeps_tensors()
+            if container:
+                recorder.problems[""] = f"its forward keeps tensors in {container}"
             return result
         except BaseException:
             del self._recorders[key]
@@ -212,7 +240,7 @@ class StaticForward:
                 held.pop(CALL_OVERRIDE, None)
                 if compiled is not None:
                     held[CALL_OVERRIDE] = compiled
-            recorder.guards = Guards(model.named_modules(), units.parameters)
+            recorder.guards = Guards(model.named_modules(), units.parameters, values.unchanged())
 
     def _finish(self, model: nn.Module, key: str) -> StaticProgram | None:
         recorder = self._recorders.get(key)
@@ -241,7 +269,8 @@ class StaticForward:
         if step is None:
             return None
         try:
-            guards = Guards(model.named_modules(), ModelUnits(model).parameters)
+            modules = list(model.named_modules())
+            guards = Guards(modules, ModelUnits(model).parameters, HeldValues(modules))
             program = StaticProgram(self.runtime, model, load_step(step, model, self.runtime.mesh), guards)
         except (StaticRecordError, UnrecordedError) as problem:
             self.fallbacks[f"the record does not fit: {problem}"] += 1

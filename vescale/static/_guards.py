@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,11 +11,12 @@ from torch import nn
 
 from vescale.compat import GLOBAL_HOOKS, HOOKS_OF_MODULES, native_static
 from vescale.fsdp import ManagedParameter
+from vescale.static._held_values import SCALARS, HeldValues, is_same_list
 
 __all__ = ["Guards", "settings"]
 
+_requires_grad = operator.attrgetter("requires_grad")
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
-_COMPARED = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def settings() -> tuple[Any, ...]:
@@ -33,10 +35,14 @@ class Guards:
 
     Args:
         managed: parameters of units, of which modules have one form or the other; by (``id`` of the module, name in it).
+        values: what else a forward may read.
     """
 
     def __init__(
-        self, modules: Iterable[tuple[str, nn.Module]], managed: Mapping[tuple[int, str], ManagedParameter]
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        managed: Mapping[tuple[int, str], ManagedParameter],
+        values: HeldValues,
     ) -> None:
         self._hooks: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
         self._containers = _Entries()
@@ -46,20 +52,29 @@ class Guards:
             held = module.__dict__
             self._hooks += [held[name] for name in HOOKS_OF_MODULES]
             self._containers.add_dict(path, held)
-            self._attributes.add(path, held, [name for name, value in held.items() if type(value) in _COMPARED])
+            self._attributes.add(path, held, [name for name, value in held.items() if type(value) in SCALARS])
             for kind in _CONTAINERS:
                 self._containers.add_dict(path, held[kind])
                 self._objects.add(path, held[kind], [name for name in held[kind] if (id(module), name) not in managed])
         for parameter in dict.fromkeys(managed.values()):
             self._objects.add(parameter.name, parameter.__dict__, ["sharded"])
+        self._functions = _Entries()
+        for name, held, key, value, is_function in values:
+            (self._functions if is_function else self._attributes).add_value(name, held, key, value)
+        self._lists, self._classes = values.lists, values.classes
         self._tensors = [x for x in self._objects.values if isinstance(x, torch.Tensor)]
         self._requires_grad = [x.requires_grad for x in self._tensors]
         self._num_hooks = list(map(len, self._hooks))
         self._native = native_static()
 
+    def have_replaced(self) -> bool:
+        """Whether parameters, buffers or parts of modules are others."""
+        objects = self._objects
+        return bool(self._native.first_changed(objects.dicts, objects.names, objects.values, True) >= 0)
+
     def broken(self) -> str:
-        """What has changed; "" if nothing has. It is called before each step."""
-        native, containers, attributes, objects = self._native, self._containers, self._attributes, self._objects
+        """What has changed; "" if nothing has. It is called before each step, without torch function modes."""
+        native, containers, attributes = self._native, self._containers, self._attributes
         if native.first_resized(self._hooks, self._num_hooks) >= 0:
             return "hooks of modules were added or removed"
         changed = native.first_resized(containers.dicts, containers.values)
@@ -68,9 +83,18 @@ class Guards:
         changed = native.first_changed(attributes.dicts, attributes.names, attributes.values, False)
         if changed >= 0:
             return f"attributes of {attributes.paths[changed] or 'the model'} have changed"
-        if [x.requires_grad for x in self._tensors] != self._requires_grad:
+        changed = native.first_changed(self._functions.dicts, self._functions.names, self._functions.values, True)
+        if changed >= 0:
+            return f"functions in {self._functions.paths[changed]} were replaced"
+        for name, held, before in self._lists:
+            if not is_same_list(held, before):
+                return f"the list {name} has changed"
+        for kind, name, value in self._classes:
+            if not is_same_list([getattr(kind, name, None)], [value]):
+                return f"the attribute {name} of the class {kind.__name__} has changed"
+        if list(map(_requires_grad, self._tensors)) != self._requires_grad:
             return "requires_grad of parameters has changed"
-        if native.first_changed(objects.dicts, objects.names, objects.values, True) >= 0:
+        if self.have_replaced():
             return "parameters, buffers or parts of modules were replaced"
         return ""
 
@@ -80,16 +104,19 @@ class _Entries:
 
     def __init__(self) -> None:
         self.paths: list[str] = []
-        self.dicts: list[dict[str, Any]] = []
-        self.names: list[str] = []
+        self.dicts: list[dict[Any, Any]] = []
+        self.names: list[Any] = []
         self.values: list[Any] = []
 
     def add(self, path: str, held: dict[str, Any], names: Iterable[str]) -> None:
         for name in names:
-            self.paths.append(path)
-            self.dicts.append(held)
-            self.names.append(name)
-            self.values.append(held[name])
+            self.add_value(path, held, name, held[name])
+
+    def add_value(self, path: str, held: dict[Any, Any], name: Any, value: Any) -> None:
+        self.paths.append(path)
+        self.dicts.append(held)
+        self.names.append(name)
+        self.values.append(value)
 
     def add_dict(self, path: str, held: dict[str, Any]) -> None:
         """The dictionary itself, whose value is its number of entries."""

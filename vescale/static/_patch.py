@@ -98,10 +98,17 @@ def can_be_site(node: ast.AST, nodes: Iterable[ast.AST]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def patched_code(source: FunctionSource, patch: Patch) -> types.CodeType | None:
+def patched_code(source: FunctionSource, patch: Patch, calls_constant: bool = False) -> types.CodeType | None:
+    """The code of the changed function; None if it does not compile.
+
+    Args:
+        calls_constant: refusals call the text :data:`REFUSE`, which the caller exchanges, in place of a free variable.
+    """
     tree = source.copy_tree()
     numbers = {id(node): number for number, node in enumerate(ast.walk(tree))}
     changed = _Rewriter(numbers, patch).visit(tree)
+    if calls_constant:
+        changed = _CallsConstant().visit(changed)
     names = [site_name(node) for node in (*patch.sites, *patch.swaps)]
     return compile_function(changed, source.code, (*names, REFUSE, SLICE))
 
@@ -159,6 +166,11 @@ class _Rewriter(ast.NodeTransformer):
         call = _call(site_name(self.numbers[id(target)]), [_none(), value, x, _index(index)])
         node.targets, node.value = [], _none()
         return ast.Expr(call)
+
+
+class _CallsConstant(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.copy_location(ast.Constant(REFUSE), node) if node.id == REFUSE else node
 
 
 def _is_stored(node: ast.AST) -> bool:

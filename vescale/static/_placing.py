@@ -20,6 +20,9 @@ from vescale.static._tensor_type import TensorType, UnrecordedError, merged_type
 __all__ = ["LocalPlacing", "PlacedTensor", "placed_tensors"]
 
 
+_PLAIN = frozenset((type(None), bool, int, float, str))  # an entry for all inputs passes them on
+
+
 @dataclass(frozen=True)
 class PlacedTensor:
     """The types of a tensor that an entry places, before and after. ``communication``: collectives that it started."""
@@ -100,6 +103,8 @@ class LocalPlacing:
             if len(self._changes) != 1:
                 raise UnrecordedError("a tensor at a boundary where none was recorded")
             return self._changes[0](value)
+        if type(value) in _PLAIN:
+            return value
         return map_in_order(value, self._changes)
 
     def _place(self, leaf: _Leaf, x: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ from vescale.static._source import code_objects
 from vescale.static._state import checkpoint_of, is_inside, own_forward
 from vescale.static._tensor_type import TensorType, UnrecordedError
 from vescale.static._units import ModelUnits, UnitForward
+from vescale.static._unreached import GuardedFunctions, UnreachedFunctions
 
 __all__ = ["StaticProgram"]
 
@@ -83,6 +84,7 @@ class StaticProgram:
         self.originals: dict[types.CodeType, types.CodeType] = {}
         self._inputs, self._outputs, self._hidden = recorded.inputs, recorded.outputs, recorded.hidden
         self._shown = ShownEntries()
+        self._guarded = GuardedFunctions(UnreachedFunctions() if compiles else recorded.unreached)
         self._parameters: list[LocalParameter] = []  # of the model's own unit
         self._root: Callable[..., Any] | None = None
         if "" in self.plans and not self.plans[""].problem:
@@ -164,11 +166,13 @@ class StaticProgram:
     @contextmanager
     def _showing(self) -> Iterator[None]:
         self._shown.show()
+        self._guarded.show()
         try:
             for parameter in self._parameters:
                 parameter.show()
             yield
         finally:
+            self._guarded.hide()
             self._shown.hide()
             for parameter in self._parameters:
                 parameter.hide()
@@ -234,7 +238,7 @@ class StaticProgram:
         for node, action in plan.actions.items():
             cells[site_name(node)] = self._site(action, callee_of(plan.source.nodes[node]), plan.call.module, module)
         for node, plans in plan.swaps.items():
-            swap = _Swap(plans, functools.partial(self._patched, module=module))
+            swap = _Swap(plans, functools.partial(self._patched, module=module), self._guarded)
             cells[site_name(node)] = self.compiling.aside(swap)
         return make_function(function, code, cells)
 
@@ -264,14 +268,20 @@ class StaticProgram:
         local: Any = copy.copy(instructions)
         local.inputs, local.outputs = inputs, outputs
 
+        is_any = len(inputs) == 1 and inputs[0].index is None  # of one entry for all inputs
+        is_whole = len(outputs) == 1 and outputs[0].index is None and not local.hands_out
+        place_output = outputs[0] if is_whole else local.place_outputs if outputs else None
+
         def placed(*args: Any, **kwargs: Any) -> Any:
-            if inputs:
+            if is_any and not kwargs:
+                args = tuple(map(inputs[0], args))
+            elif inputs:
                 args, kwargs, _ = local.place_inputs(args, kwargs)
             return inner(*args, **kwargs) if unit is None else unit.run(inner, args, kwargs)
 
         def inner(*args: Any, **kwargs: Any) -> Any:
             result = forward(*args, **kwargs)
-            return local.place_outputs(result) if outputs else result
+            return result if place_output is None else place_output(result)
 
         return self.compiling.aside(placed)
 
@@ -294,10 +304,14 @@ class _Swap:
     """Looks up the patched function that is called at a place, where the recorded step called those with ``plans``."""
 
     def __init__(
-        self, plans: Mapping[types.CodeType, FunctionPlan | None], make: Callable[[Any, FunctionPlan], Any]
+        self,
+        plans: Mapping[types.CodeType, FunctionPlan | None],
+        make: Callable[[Any, FunctionPlan], Any],
+        guarded: GuardedFunctions,
     ) -> None:
-        self.plans, self.make = plans, make
+        self.plans, self.make, self.guarded = plans, make, guarded
         self.has_sites = _have_sites(plans)
+        self.is_guarded = False  # the functions that something else calls here
         self.made: dict[types.FunctionType, Any] = {}
 
     def __call__(self, called: Any) -> Any:
@@ -310,6 +324,9 @@ class _Swap:
             else:
                 function, own = type(called).__call__, called
             if getattr(function, "__code__", None) not in self.plans and not self.has_sites:
+                if not self.is_guarded and isinstance(self.plans, dict):  # those of a file are not known in advance
+                    self.guarded.add(self.plans, called)
+                self.is_guarded = True
                 return called  # getattr, or a class, which calls the recorded function in turn
         made = self.made.get(function)
         if made is None:

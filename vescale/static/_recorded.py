@@ -10,10 +10,12 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.static._analysis import ModulePlan, analyze, module_types
+from vescale.static._call_tree import FunctionCall
 from vescale.static._placing import PlacedTensor, placed_tensors
 from vescale.static._record import Placements, Recorder
 from vescale.static._record_values import RecordedStep
 from vescale.static._tensor_type import TensorType, types_of
+from vescale.static._unreached import UnreachedFunctions
 
 __all__ = ["BoundaryName", "Recorded", "recorded"]
 
@@ -36,6 +38,7 @@ class Recorded:
         recomputes: whether parts of it run again in backward.
         functions: all Python functions that ran, with their globals; empty if it comes from a file.
         step: what it comes from, if that is a file.
+        unreached: functions that no call in the source reaches.
     """
 
     plans: Mapping[str, ModulePlan]
@@ -49,11 +52,13 @@ class Recorded:
     recomputes: bool
     functions: Mapping[CodeType, dict[str, Any]] = field(default_factory=dict)
     step: RecordedStep | None = None
+    unreached: UnreachedFunctions = field(default_factory=UnreachedFunctions)
 
 
 def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
     """What a recorder has seen."""
-    plans = analyze(recorder, mesh)
+    unreached: list[FunctionCall] = []
+    plans = analyze(recorder, mesh, unreached)
     types = {}
     for path, plan in plans.items():
         is_outside = path and (plan.problem or path in recorder.regions)
@@ -74,4 +79,5 @@ def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
         any(call.is_random for call in recorder.calls),
         recorder.recomputes,
         recorder.tree.functions,
+        unreached=UnreachedFunctions(unreached, (c for f in recorder.tree.forwards.values() for c in f.all_below())),
     )

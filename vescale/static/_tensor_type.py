@@ -99,7 +99,10 @@ class TensorType:
         return enter_local(x, self.grad)
 
     def accept(self, spec: DTensorSpec) -> None:
-        """Raises UnrecordedError if DTensors with this spec are not of this type."""
+        """Raises UnrecordedError if DTensors with this spec are not of this type. A mesh of the same ranks in the same order
+        is as good as the model's."""
+        if spec.mesh is not self.mesh and spec.mesh != self.mesh:
+            raise UnrecordedError(f"a tensor on {spec.mesh} in place of one on {self.mesh}")
         if tuple(spec.placements) != self.placements:
             raise UnrecordedError(f"a tensor that is {tuple(spec.placements)} in place of {self.placements}")
         self._check_shape(tuple(spec.shape))
