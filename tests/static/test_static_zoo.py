@@ -1,4 +1,4 @@
-"""Every model of the zoo gives the numbers of eager mode in static mode: the same bits, for one up to rounding."""
+"""Every model of the zoo gives the same bits in static mode and in eager mode."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from vescale.static import StaticReport, report
 
 pytestmark = pytest.mark.helper("dispatch")
 NUM_STEPS = 3
-# Keys for all heads are written into a part of the heads: the terms of their gradient are added in another order.
-OTHER_ORDER = frozenset(("deepseek_v3",))
 
 
 def compare(name: str, sizes: dict[str, int]) -> tuple[list[tuple[int, str]], StaticReport]:
@@ -45,8 +43,7 @@ def compare(name: str, sizes: dict[str, int]) -> tuple[list[tuple[int, str]], St
     differing = []
     for seed in range(NUM_STEPS):
         expected, found = step(models["eager"], seed), step(models["static"], seed)
-        is_same = _is_close if name in OTHER_ORDER and seed else _is_same
-        differing += [(seed, key) for key in expected if key not in found or not is_same(found[key], expected[key])]
+        differing += [(seed, key) for key in expected if key not in found or not _is_same(found[key], expected[key])]
     return differing, report(models["static"])
 
 
@@ -56,10 +53,8 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if isinstance(a, DTensor) and isinstance(b, DTensor):
-        return a.placements == b.placements and _is_close(a._local_tensor, b._local_tensor)
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-5 * float(b.abs().max()))
+# Attention that writes keys into a tensor of its own, whose gradient has other placements.
+EAGER_MODULES = {"deepseek_v3": 2}
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -68,4 +63,4 @@ def test_same_bits_as_eager_mode(ranks: RankPools, name: str) -> None:
     for differing, found in ranks.run(compare, name, {"dp": 1, "tp": 2}, world_size=2):
         assert not differing
         assert found.static_steps == NUM_STEPS - 1, found
-        assert not found.fallbacks, found
+        assert len(found.fallbacks) == EAGER_MODULES.get(name, 0), found
