@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch.autograd import Variable, profiler
 from torch.autograd.graph import Node
+from torch.utils import checkpoint as checkpointing
 
 __all__ = [
     "TELLS_HOLDERS",
+    "EarlyStop",
     "are_unheld",
     "at_end_of_backward",
     "compiled_like",
@@ -35,6 +37,10 @@ __all__ = [
     "will_run",
     "without_transforms",
 ]
+
+
+# Raised inside of a checkpointed function when a recomputation has saved all that the backward needs.
+EarlyStop: type[Exception] = checkpointing._StopRecomputationError
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:

@@ -1,8 +1,11 @@
-"""Tensors before and behind boundaries that move data, where there is no C++ for them (``csrc/links.h``).
+"""What is done before a tensor is read, where there is no C++ for it (``csrc/links.h``).
 
-On one device they are one tensor. A write to one leaves the others with old values, and the next op of the model's forward
-that reads one of these calls ``outdated`` of its boundary, which raises. What is known of a tensor is an attribute of its
-local tensor's storage: it is there for every view, and goes when the last of them does.
+The tensors before and behind a boundary that moves data are one tensor on one device. A write to one leaves the others with
+old values, and the next op of the model's forward that reads one of these calls ``outdated`` of its boundary, which raises.
+A gathered copy that is viewed is gathered anew (``_view_copies.py``). What is known of a tensor is an attribute of its local
+tensor's storage: it is there for every view, and goes when the last of them does.
+
+Nothing communicates because a tensor exists, but because it is read: when memory is freed may differ between ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +20,17 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import counts_local_writes, local_of
 
-__all__ = ["IN_PYTHON", "LIVE_COPIES", "ORIGIN", "note_writes", "pass_boundary", "read", "read_arguments", "settle"]
+__all__ = [
+    "IN_PYTHON",
+    "LIVE_COPIES",
+    "ORIGIN",
+    "OUTDATED_VIEWS",
+    "note_writes",
+    "pass_boundary",
+    "read",
+    "read_arguments",
+    "settle",
+]
 
 # By number, what exists: writes are only followed while there is anything, copies that are viewed or sides of boundaries.
 LIVE_COPIES: set[int] = set()
@@ -26,6 +39,9 @@ _SIDES: set[int] = set()
 # The attribute of the storage of a copy that is viewed, see ``_view_copies.py``.
 ORIGIN = "_vescale_copy_of"
 _SIDE = "_vescale_side_of_boundary"
+
+# By ``id`` of what ``ORIGIN`` names: brings a copy up to date whose source has been written to.
+OUTDATED_VIEWS: dict[int, Callable[[], None]] = {}
 
 IN_PYTHON = not counts_local_writes()
 
@@ -98,10 +114,16 @@ def settle(written: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def read(x: DTensor) -> None:
-    """Before ``x`` is read: call ``outdated`` if it has old values, or views a copy of what has."""
-    if not _SIDES:
+    """Before ``x`` is read: gather anew what it views, and call ``outdated`` if it has old values, or views a copy of what
+    has."""
+    if not _SIDES and not OUTDATED_VIEWS:
         return
-    for storage in _storages(local_of(x)):
+    storages = list(_storages(local_of(x)))
+    for storage in reversed(storages) if OUTDATED_VIEWS else ():
+        update = OUTDATED_VIEWS.pop(id(getattr(storage, ORIGIN, None)), None)
+        if update is not None:
+            update()
+    for storage in storages:
         side: _Side | None = getattr(storage, _SIDE, None)
         if side is not None and side.edition != side.group.edition:
             side.outdated()
@@ -117,7 +139,7 @@ def _storages(local: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 def read_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a torch function reads its arguments."""
-    if not _SIDES or getattr(function, "__name__", "") in _METADATA:
+    if not (_SIDES or OUTDATED_VIEWS) or getattr(function, "__name__", "") in _METADATA:
         return
     for value in (*args, *kwargs.values()):
         for item in value if type(value) in (list, tuple) else (value,):

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import counts_local_writes, local_of, set_versions, versions
+from vescale.compat import EarlyStop, counts_local_writes, local_of, set_versions, versions
 from vescale.errors import BoundaryError
 from vescale.ir import Annotate, Instruction, Wrap
 from vescale.ops import convert, enter_local, require_current, settle
@@ -60,13 +60,15 @@ def write_back(placed: Sequence[Placed]) -> None:
     """At the end of the forward: bring what was written to ``result`` to ``given``. Communicates if anything was, as the
     entry does in the other direction.
 
-    After an exception nothing happens, because other ranks may not have one; reading ``given`` raises then.
+    After an exception nothing happens, because other ranks may not have one; reading ``given`` raises then. One is no error:
+    it ends a recomputation when all saved tensors are there, on all ranks at the same op.
 
     Raises:
         PlanError: another input is the same memory, and was brought elsewhere: the module may have read old values of it;
             the module has changed the shape of its input in place; or a plain tensor of the caller would keep old values.
     """
-    if sys.exc_info()[0] is not None:
+    raised = sys.exc_info()[1]
+    if raised is not None and not isinstance(raised, EarlyStop):
         return
     written = [one for one in placed if one.is_written()]
     for one in placed:
@@ -97,6 +99,7 @@ def _write(one: Placed) -> None:
     requester = f"{one.name}: written back"
     if isinstance(given, DTensor):
         settle(result, given)  # so that both may be read
+        require_current(given)  # also what it views, all of which is written back
     new: torch.Tensor
     if isinstance(given, DTensor):
         new = convert(result, given.placements, requester=requester)
