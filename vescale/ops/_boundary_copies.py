@@ -5,31 +5,42 @@ old values, and the next op of the model's forward that reads one of these calls
 A gathered copy that is viewed is gathered anew (``_view_copies.py``). What is known of a tensor is an attribute of its local
 tensor's storage: it is there for every view, and goes when the last of them does.
 
+DTensor's ops do not count in the versions of local tensors. So a version that changes after ``to_local()`` tells of a write
+by way of that.
+
 Nothing communicates because a tensor exists, but because it is read: when memory is freed may differ between ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import counts_local_writes, local_of
+from vescale.compat import counts_local_writes, local_of, no_torch_function, version_holder
 
 __all__ = [
+    "AFTER_LOCAL_WRITES",
     "IN_PYTHON",
     "LIVE_COPIES",
     "ORIGIN",
     "OUTDATED_VIEWS",
+    "count_as_seen",
+    "note_local",
     "note_writes",
+    "num_writes",
     "pass_boundary",
     "read",
     "read_arguments",
     "settle",
+    "settling",
 ]
 
 # By number, what exists: writes are only followed while there is anything, copies that are viewed or sides of boundaries.
@@ -42,6 +53,9 @@ _SIDE = "_vescale_side_of_boundary"
 
 # By ``id`` of what ``ORIGIN`` names: brings a copy up to date whose source has been written to.
 OUTDATED_VIEWS: dict[int, Callable[[], None]] = {}
+
+# What follows a write to a storage that no op on DTensors has made.
+AFTER_LOCAL_WRITES: list[Callable[[torch.UntypedStorage], None]] = []
 
 IN_PYTHON = not counts_local_writes()
 
@@ -56,19 +70,78 @@ _METADATA = frozenset(
 
 
 @dataclass(eq=False)
+class _LocalPart:
+    """A local tensor that ``to_local()`` has returned.
+
+    Attributes:
+        counter: has its version, without its memory; seen: the version when ranks knew of all writes.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    counter: torch.Tensor
+    seen: int
+
+    def take_write(self) -> torch.UntypedStorage | None:
+        """The storage, if there were writes since this was asked."""
+        before, self.seen = self.seen, self.counter._version
+        return self.storage() if self.seen != before else None
+
+
+# Of the model's forwards, by ``id`` of a local tensor and of its storage.
+_LOCAL_PARTS: dict[tuple[int, int], _LocalPart] = {}
+
+
+def note_local(x: DTensor) -> None:
+    """``to_local()`` has returned a view of the local tensor: plain ops may write to it."""
+    local = local_of(x)
+    storage = local.untyped_storage()
+    key = id(local), id(storage)
+    if not IN_PYTHON or local.is_inference() or key in _LOCAL_PARTS:
+        return
+    with no_torch_function():
+        _LOCAL_PARTS[key] = _LocalPart(weakref.ref(storage), version_holder(local), local._version)
+    weakref.finalize(storage, _LOCAL_PARTS.pop, key, None)
+
+
+def count_as_seen(storage: torch.UntypedStorage) -> None:
+    """What has been written to the storage was no plain op of the model."""
+    for part in list(_LOCAL_PARTS.values()):
+        if part.storage() is storage:
+            part.seen = part.counter._version
+
+
+def _written_locals() -> list[torch.UntypedStorage]:
+    """Storages that were written to by way of ``to_local()`` since this was asked."""
+    found = (part.take_write() for part in list(_LOCAL_PARTS.values()))
+    return [storage for storage in found if storage is not None]
+
+
+@dataclass(eq=False)
 class _Group:
     """Tensors that were equal when they were made; ``edition`` counts the writes to any of them."""
 
     edition: int = 0
+    sides: weakref.WeakSet[_Side] = field(default_factory=weakref.WeakSet)
+
+    def count_write(self, written: Sequence[_Side]) -> None:
+        """For autograd: a write to one of the tensors is a write to all."""
+        for side in list(self.sides):
+            for reference in () if side in written else side.tensors:
+                tensor = reference()
+                if tensor is not None and not tensor.is_inference():
+                    increment_version(tensor)
 
 
 @dataclass(eq=False)
 class _Side:
-    """``edition``: which values the tensor holds; -1: values that one device does not have."""
+    """``edition``: which values the tensor holds; -1: values that one device does not have. ``tensors``: those that autograd
+    knows; ``num_writes``: to them."""
 
     group: _Group
     outdated: Callable[[], None]
     edition: int = field(default=0)
+    tensors: list[weakref.ref[DTensor]] = field(default_factory=list)
+    num_writes: int = 0
 
 
 def pass_boundary(source: DTensor, copy: DTensor, outdated: Callable[[], None] | None) -> DTensor:
@@ -81,12 +154,14 @@ def pass_boundary(source: DTensor, copy: DTensor, outdated: Callable[[], None] |
     side = getattr(before, _SIDE, None)
     if side is None:
         side = _add(before, _Side(_Group(), outdated))
-    _add(behind, _Side(side.group, outdated, side.edition))
+    side.tensors.append(weakref.ref(source))
+    _add(behind, _Side(side.group, outdated, side.edition, [weakref.ref(copy)]))
     return copy
 
 
 def _add(storage: torch.UntypedStorage, side: _Side) -> _Side:
     setattr(storage, _SIDE, side)
+    side.group.sides.add(side)
     number = id(side)
     for live in (LIVE_COPIES, _SIDES):
         live.add(number)
@@ -101,8 +176,35 @@ def note_writes(storages: Sequence[torch.UntypedStorage]) -> None:
         held = [side for side in sides if side.group is group]
         is_newest = all(side.edition == group.edition for side in held)
         group.edition += 1
+        if _counts_writes():
+            group.count_write(held)
         for side in held:
+            side.num_writes += 1
             side.edition = group.edition if is_newest else -1
+
+
+def num_writes(x: DTensor) -> int:
+    """To the tensor at a boundary, apart from those to the other side of it, which count in its version, too."""
+    side: _Side | None = getattr(local_of(x).untyped_storage(), _SIDE, None)
+    return -1 if side is None else side.num_writes
+
+
+@contextlib.contextmanager
+def settling() -> Iterator[None]:
+    """In this thread, tensors get values that other tensors of their groups have: nobody else's version counts that."""
+    before = _counts_writes()
+    _THREAD.counts = False
+    try:
+        yield
+    finally:
+        _THREAD.counts = before
+
+
+_THREAD = threading.local()
+
+
+def _counts_writes() -> bool:
+    return getattr(_THREAD, "counts", True)
 
 
 def settle(written: torch.Tensor, other: torch.Tensor) -> None:
@@ -116,6 +218,8 @@ def settle(written: torch.Tensor, other: torch.Tensor) -> None:
 def read(x: DTensor) -> None:
     """Before ``x`` is read: gather anew what it views, and call ``outdated`` if it has old values, or views a copy of what
     has."""
+    for storage in _written_locals() if _LOCAL_PARTS and LIVE_COPIES else ():
+        AFTER_LOCAL_WRITES[0](storage)
     if not _SIDES and not OUTDATED_VIEWS:
         return
     storages = list(_storages(local_of(x)))
@@ -139,7 +243,10 @@ def _storages(local: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 def read_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a torch function reads its arguments."""
-    if not (_SIDES or OUTDATED_VIEWS) or getattr(function, "__name__", "") in _METADATA:
+    if (
+        not (_SIDES or OUTDATED_VIEWS or (_LOCAL_PARTS and LIVE_COPIES))
+        or getattr(function, "__name__", "") in _METADATA
+    ):
         return
     for value in (*args, *kwargs.values()):
         for item in value if type(value) in (list, tuple) else (value,):

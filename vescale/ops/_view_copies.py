@@ -21,7 +21,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import DTensorSpec, local_of, no_torch_function
-from vescale.ops._boundary_copies import LIVE_COPIES, ORIGIN, OUTDATED_VIEWS, note_writes
+from vescale.ops._boundary_copies import (
+    AFTER_LOCAL_WRITES,
+    LIVE_COPIES,
+    ORIGIN,
+    OUTDATED_VIEWS,
+    count_as_seen,
+    note_writes,
+)
 from vescale.ops._links import link_view, settle_view
 from vescale.ops._observer import report_implicit_move
 from vescale.placements import move_local
@@ -81,10 +88,26 @@ def write_through(x: DTensor, *, sees_reads: bool = False) -> None:
             origin.local.copy_(move_local(copy, source.mesh, source.shape, target.placements, source.placements).wait())
             settle_view(copy)
         storage = origin.local.untyped_storage()
+        count_as_seen(storage)
         written.append(storage)
     note_writes(written)
     if _UNWATCHED:
         _follow_writes(written, sees_reads)
+
+
+def _after_local_write(storage: torch.UntypedStorage) -> None:
+    """By way of ``to_local()``, in a model's forward. As ``csrc/links.h`` answers."""
+    if getattr(storage, ORIGIN, None) is not None:
+        raise RuntimeError(
+            "a view that cuts a sharded dim is a view of a gathered copy, and was written to by way of to_local(): its base "
+            "does not get the new values, as it would on one device; write to the DTensor instead"
+        )
+    note_writes([storage])
+    if _UNWATCHED:
+        _follow_writes([storage], sees_reads=True)
+
+
+AFTER_LOCAL_WRITES.append(_after_local_write)
 
 
 def _follow_writes(written: list[torch.UntypedStorage], sees_reads: bool) -> None:

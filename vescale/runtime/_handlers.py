@@ -33,6 +33,7 @@ from vescale.ops import (
     LIVE_COPIES,
     bring,
     entries,
+    note_local,
     remember_copy,
     report_implicit_move,
     require_current,
@@ -168,6 +169,10 @@ class _Listener(DispatchListener):
 
     def requires_current(self, tensor: DTensor) -> None:
         require_current(tensor)
+
+    def hands_out(self, tensor: DTensor) -> None:
+        if current_activation() is not None:
+            note_local(tensor)
 
     def wrote(self, tensor: DTensor) -> None:
         write_through(tensor, sees_reads=current_activation() is not None)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import EarlyStop, counts_local_writes, local_of, set_versions, versions
 from vescale.errors import BoundaryError
 from vescale.ir import Annotate, Instruction, Wrap
-from vescale.ops import convert, enter_local, require_current, settle
+from vescale.ops import convert, enter_local, num_writes, require_current, settle, settling
 from vescale.plans import PlanError
 from vescale.runtime._runtime import Runtime
 
@@ -34,6 +34,7 @@ class Placed:
         given: as the caller holds it, a DTensor or a plain tensor.
         name: as a plan names the input.
         before: versions of ``given`` and of ``result`` before the forward.
+        num_writes: to ``result`` before the forward, as far as Python counts them.
     """
 
     given: torch.Tensor
@@ -42,18 +43,22 @@ class Placed:
     instruction: Instruction
     runtime: Runtime
     before: tuple[tuple[int, ...], tuple[int, ...]]
+    num_writes: int
 
     @classmethod
     def of(
         cls, given: torch.Tensor, result: torch.Tensor, name: str, instruction: Instruction, runtime: Runtime
     ) -> Placed:
         found = cast(DTensor, result)
-        return cls(given, found, name, instruction, runtime, (versions(given), versions(found)))
+        return cls(given, found, name, instruction, runtime, (versions(given), versions(found)), num_writes(found))
 
     def is_written(self) -> bool:
         """Whether there was a write to ``result`` itself: both tensors may have one version for autograd."""
         before, now = self.before[1], versions(self.result)
-        return before != now and (not counts_local_writes() or before[1:] != now[1:])
+        if before == now or before[1:] != now[1:]:
+            return before != now
+        known = num_writes(self.result)
+        return not counts_local_writes() and (known == -1 or known != self.num_writes)
 
 
 def write_back(placed: Sequence[Placed]) -> None:
@@ -113,7 +118,7 @@ def _write(one: Placed) -> None:
     has_counted = version != one.before[0][0]
     if has_counted:  # before the copy: a view remembers the version at which its history was written
         set_versions((given,), (version - 1,))
-    with torch.inference_mode() if given.is_inference() else contextlib.nullcontext():
+    with torch.inference_mode() if given.is_inference() else contextlib.nullcontext(), settling():
         given.copy_(new)
     if has_counted and versions(given)[0] != version:
         set_versions((given,), (version,))
