@@ -54,7 +54,7 @@ def version_holder(x: torch.Tensor) -> torch.Tensor:
     version = x._version
     with torch.no_grad():
         holder = x.detach()
-        holder.set_(torch.empty(0, dtype=x.dtype, device=x.device))  # counts, too
+        holder.set_(torch.empty(0, dtype=x.dtype, device=x.device).untyped_storage())  # counts, too
     set_versions((holder,), (version,))
     return holder
 
