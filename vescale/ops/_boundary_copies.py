@@ -148,7 +148,8 @@ def pass_boundary(source: DTensor, copy: DTensor, outdated: Callable[[], None] |
     """``copy``, which was made of ``source``; with ``outdated``, at a boundary."""
     if outdated is None or not IN_PYTHON:
         return copy
-    before, behind = local_of(source).untyped_storage(), local_of(copy).untyped_storage()
+    *_, before = _storages(local_of(source))  # what it views
+    behind = local_of(copy).untyped_storage()
     if before.data_ptr() == behind.data_ptr() and before.nbytes():
         return copy
     side = getattr(before, _SIDE, None)
@@ -209,7 +210,7 @@ def _counts_writes() -> bool:
 
 def settle(written: torch.Tensor, other: torch.Tensor) -> None:
     """Both have the newest values now."""
-    for storage in (written.untyped_storage(), other.untyped_storage()):
+    for storage in (written.untyped_storage(), *_storages(other)):
         side: _Side | None = getattr(storage, _SIDE, None)
         if side is not None:
             side.edition = side.group.edition
