@@ -19,7 +19,7 @@ from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import Plan
 from vescale.checks import StepMismatchError
-from vescale.comm import record_comms
+from vescale.comm import Board, record_comms
 from vescale.fsdp import MixedPrecisionPolicy, fully_shard
 from vescale.gradients import OrderMismatchError
 from vescale.plans import PlanMismatchError
@@ -253,22 +253,33 @@ def test_first_forwards_of_different_roots(ranks: RankPools) -> None:
     ranks.run(first_forwards, world_size=2)
 
 
-def two_reductions(widths: tuple[int, ...]) -> None:
-    """All modules have been gathered by all ranks, and stay: gradients of another root are reduced on each rank."""
+def two_reductions(widths: tuple[int, ...], hosts: bool) -> None:
+    """All modules have been gathered by all ranks, and stay: gradients of another root are reduced on each rank.
+    ``hosts``: ranks share no memory."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_CHECK", "off")
+        if hosts:
+            patch.setattr(Board, "open", lambda *_: None)
         alone, _ = roots(widths)
         for _ in range(2):
             losses = [module(X).square().mean() for module in alone]
             (losses[0] + losses[1]).backward()
+        for module in alone:
+            module.zero_grad()
         losses = [module(X).square().mean() for module in alone]
-        raises_alike(losses[rank].backward, "of Sequential (number ", "on rank 0", "on rank 1")
+        raises_alike(losses[rank].backward, "Sequential (root ", "on rank 0", "on rank 1")
         assert all(parameter.grad is None for parameter in alone[rank].parameters())
+        for module in alone:
+            module.reset_iter_state()  # type: ignore[operator]
+        (alone[0](X).square().mean() + alone[1](X).square().mean()).backward()
+        assert all(parameter.grad is not None for module in alone for parameter in module.parameters())
 
 
-def test_reductions_of_different_roots(ranks: RankPools) -> None:
-    ranks.run(two_reductions, (8, 8), world_size=2)
+@pytest.mark.parametrize("hosts", [False, True], ids=["one host", "several hosts"])
+@pytest.mark.parametrize("widths", [(8, 8), (8, 12)], ids=["equal", "different"])
+def test_reductions_of_different_roots(ranks: RankPools, widths: tuple[int, ...], hosts: bool) -> None:
+    ranks.run(two_reductions, widths, hosts, world_size=2)
 
 
 def models_of_plans(check: str, units: bool) -> None:

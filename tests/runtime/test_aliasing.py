@@ -20,11 +20,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients
 from tests.runtime.llama import make_mesh
 from tests.whole import whole
+from vescale.comm import record_comms
 from vescale.compat import local_of
 from vescale.plans import Plan, PlanError
 from vescale.runtime import ImplicitCommunicationWarning, parallelize
@@ -256,7 +258,75 @@ def in_a_fake_world() -> None:
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stale_reads_are_refused(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        stale_reads_are_refused(mesh)
+        copies_are_gathered_when_they_are_read(mesh)
+
+
+def copies_are_gathered_when_they_are_read(mesh: Any) -> None:
+    """Not because they exist: memory is freed at different times on different ranks."""
+    gathers: list[int] = []
+
+    def use(m: Any, h: Any) -> Any:
+        with record_comms() as ledger, torch.no_grad():
+            row = h[1]
+            gathers.append(len(ledger.records))
+            h.mul_(2)
+            h.add_(1)
+            gathers.append(len(ledger.records))
+            assert row.sin() is not None
+            gathers.append(len(ledger.records))
+            assert row.cos() is not None
+            gathers.append(len(ledger.records))
+        return h, row
+
+    _, model = model_and_copy(Two(use), {"<in>": S0}, mesh)
+    model(torch.ones(4, 6, dtype=torch.float64))
+    assert gathers == [1, 1, 2, 2], gathers
+
+    def written(m: Any, h: Any) -> Any:
+        with torch.no_grad():
+            row = h[1]
+            local = row.to_local() if isinstance(row, DTensor) else row
+            local.zero_()
+        return h * 2
+
+    _, model = model_and_copy(Two(written), {"<in>": S0}, mesh)
+    with pytest.raises(RuntimeError, match=r"by way of to_local\(\)"):
+        model(torch.ones(4, 6, dtype=torch.float64))
+
+
+class Ending(nn.Module):
+    """Its last saved tensor is inside of a module that has written to what its caller has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(6, 6), Wave()
+
+    def inside(self, x: torch.Tensor) -> Any:
+        x = x.clone()
+        return self.linear(x), self.act(x)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.inside, x, use_reentrant=False)
+
+
+class Wave(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(3).sin()
+
+
+def ending_early() -> None:
+    """PyTorch does not see such writes under checkpoints: the gradient is of the written values, and has to be here, too."""
+    reference, model = model_and_copy(Ending(), {"act.<in>": S0}, make_mesh(tp=2))
+    for each in (reference, model):
+        x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6).requires_grad_()
+        sum((y * y.sin()).sum() for y in each(x)).backward()
+    assert_same_gradients(reference, model)
+
+
+def test_recomputations_that_end_early(ranks: RankPools) -> None:
+    ranks.run(ending_early, world_size=2)
 
 
 @pytest.mark.parametrize("without", ["VESCALE_DISPATCH=stock", "VESCALE_NO_NATIVE=1"])

@@ -16,6 +16,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +31,11 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-10}
 # An output that is a view of what was written to: it may not be used, but the forward ends. A view that one boundary passes
 # on and another one writes back to, before a write to its base.
 FAILED_ONCE = (1789, 6873)
+# Without the C++ helpers: a recomputation that ends inside of a module that has written; a copy that was gathered anew as
+# long as it existed, which one rank did and another one did not (a hang); writes by way of to_local(), before a view is
+# read and by way of a view; a write to one side of a boundary, after a save of the other one;
+# a view that a boundary moves.
+FAILED_IN_PYTHON = (31, 86, 146, 172, 181, 255, 682, 845)
 # Views that a reentrant checkpoint returns, which a boundary that moves data replaces by tensors of their own.
 VIEWS_OF_A_FUNCTION = "of CheckpointFunction is a view and is being modified inplace"
 # What a boundary that moves data may answer instead of what one device does.
@@ -179,6 +185,15 @@ def test_drawn_modules() -> None:
         outcomes, failures = pool.submit(run, list(seeds)).result()
     assert not failures, "\n\n".join(failures[:5])
     assert outcomes["equal"] > len(seeds) * 0.5, outcomes
+
+
+def test_drawn_modules_without_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_DISPATCH", "stock")
+    seeds = range(2_000) if NIGHTLY else FAILED_IN_PYTHON
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        outcomes, failures = pool.submit(run, list(seeds)).result()
+    assert not failures, "\n\n".join(failures[:5])
+    assert outcomes["equal"] > len(seeds) * 0.3, outcomes
 
 
 def main() -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch.autograd import Variable, profiler
 from torch.autograd.graph import Node
+from torch.utils import checkpoint as checkpointing
 
 from vescale import csrc
 
 __all__ = [
     "TELLS_HOLDERS",
+    "EarlyStop",
     "are_unheld",
     "at_end_of_backward",
     "before_backward",
@@ -36,14 +38,29 @@ __all__ = [
     "sequence_number",
     "set_versions",
     "suspend_compiling",
+    "version_holder",
     "will_run",
     "without_transforms",
 ]
 
 
+# Raised inside of a checkpointed function when a recomputation has saved all that the backward needs.
+EarlyStop: type[Exception] = checkpointing._StopRecomputationError
+
+
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Let the tensors count as unmodified since they had these versions: their memory holds what it held then."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def version_holder(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without elements whose version counts the writes to ``x`` and its views; it does not keep their memory."""
+    version = x._version
+    with torch.no_grad():
+        holder = x.detach()
+        holder.set_(torch.empty(0, dtype=x.dtype, device=x.device).untyped_storage())  # counts, too
+    set_versions((holder,), (version,))
+    return holder
 
 
 def permit_writes(view: torch.Tensor) -> None:

@@ -56,6 +56,9 @@ class DispatchListener:
     def requires_current(self, tensor: DTensor) -> None:
         """Before Python reads the local tensor, where there is no C++ dispatcher."""
 
+    def hands_out(self, tensor: DTensor) -> None:
+        """Before ``to_local()`` returns, where there is no C++ dispatcher."""
+
     def wrote(self, tensor: DTensor) -> None:
         """After an op has written to ``tensor`` in place."""
 

@@ -94,6 +94,8 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     require = native_require_current() or listener.requires_current
     for name in ("to_local", "full_tensor", "redistribute"):
         changes.attribute(DTensor, name, _reading(getattr(DTensor, name), require))
+    if native_require_current() is None:
+        changes.attribute(DTensor, "to_local", _telling_of_locals(DTensor.to_local, listener))
     changes.attribute(DTensor, "full_tensor", _telling_of_reads(DTensor.full_tensor, listener))
     changes.attribute(DTensor, "redistribute", _telling_of_moves(DTensor.redistribute, listener))
 
@@ -107,6 +109,15 @@ def _reading(method: Callable[..., Any], require: Callable[[DTensor], None]) -> 
         return method(self, *args, **kwargs)
 
     return read
+
+
+def _telling_of_locals(method: Callable[..., Any], listener: Any) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def to_local(self: Any, *args: Any, **kwargs: Any) -> Any:
+        listener.hands_out(self)
+        return method(self, *args, **kwargs)
+
+    return to_local
 
 
 def _telling_of_reads(method: Callable[..., Any], listener: Any) -> Callable[..., Any]:

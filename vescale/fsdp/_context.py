@@ -69,6 +69,11 @@ class CommContext:
         for order in self.orders.values():
             order.begin(model)
 
+    def end_turns(self) -> None:
+        """See :meth:`CollectiveOrder.end_turn`."""
+        for order in self.orders.values():
+            order.end_turn()
+
     def compare_gathers(self) -> None:
         """See :meth:`CollectiveOrder.compare_gathers`; raises when all groups have compared."""
         error: OrderMismatchError | None = None

@@ -330,7 +330,7 @@ class ParameterGroup:
                     )
                 first_flag += len(bucket.parameters)
             if reductions:
-                unit.reduces()
+                unit.reduces(self.options.all_reduce)
                 comm.reduce(self.memory, reductions)
 
     def abandon(self) -> None:

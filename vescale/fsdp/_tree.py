@@ -60,6 +60,7 @@ class Tree(Generic[MemberT]):
 
         Raises StepMismatchError, on every rank that comes, where ranks are about to do different things.
         """
+        self.comm.end_turns()  # an exception may have ended the last backward
         if self._steps is not None:
             self._steps.forward(module, groups)
 
@@ -105,6 +106,7 @@ class Tree(Generic[MemberT]):
                     comm.has_accumulated = True
                 comm.prefetches.clear()
                 comm.make_room(keep=0)
+        comm.end_turns()
         self.awaits_conclusion = False
 
     def abandon(self) -> None:

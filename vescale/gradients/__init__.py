@@ -7,12 +7,13 @@ on: gradients that are reduced where their parameters were gathered, and end sha
 from vescale.gradients._agreement import GradientMismatchError
 from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
-from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit, OrderMismatchError, next_unit_number
+from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit, next_unit_number
 from vescale.gradients._comm_hook import CommHook, GradientBucket
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._hooked_parameters import refuse_reducers_of
 from vescale.gradients._local_contribution import LocalContribution
+from vescale.gradients._order_mismatch import OrderMismatchError
 from vescale.gradients._parameter import GradientRule
 from vescale.gradients._pending import reduce_pending
 from vescale.gradients._pipeline_shares import (

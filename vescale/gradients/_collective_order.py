@@ -15,30 +15,18 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import Consensus, Difference, all_reduce_, first_difference
-from vescale.errors import Coded
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._gather_sizes import GatherSizes
+from vescale.gradients._order_mismatch import OrderMismatchError
+from vescale.gradients._reducer_turns import RootTurn
 
-__all__ = ["CollectiveOrder", "OrderMismatchError", "OrderedUnit", "next_unit_number"]
+__all__ = ["CollectiveOrder", "OrderedUnit", "next_unit_number"]
 
 _DIGEST_BYTES = 8
 _SLOT_BYTES = 2 * _DIGEST_BYTES  # a digest and its complement: their maxima over the ranks fit if all are equal
 _MOST_KEPT = 1 << 16
 
 Entries = Sequence[tuple[str, str]]
-
-
-class OrderMismatchError(Coded, RuntimeError):
-    """Ranks have gathered, or reduced, different units in one place of their order, so that the contents were mixed.
-
-    ``ranks``: those that differ from the majority.
-    """
-
-    code = "VS0701"
-
-    def __init__(self, problem: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(problem)
-        self.ranks = tuple(ranks)
 
 
 class _Log:
@@ -130,7 +118,12 @@ class OrderedUnit:
         if not gathered.is_cuda and group.size() > 1 and GatherSizes.has_notice(gathered, group.size()):
             self.order.raise_gathers()
 
-    def reduces(self) -> None:
+    def reduces(self, across_replicas: bool) -> None:
+        """Before each reduction of the unit; ``across_replicas``: not only along the axis that shards.
+
+        Raises OrderMismatchError on every rank if another one is about to reduce a unit of another model.
+        """
+        self.order.take_turn(across_replicas)
         self.order.history.reduced.add(self.number)
 
 
@@ -140,7 +133,7 @@ class CollectiveOrder:
 
     Gathers are compared between the ranks of a shard group, reductions between all data-parallel ranks: replicas may run
     different numbers of forwards. What several models have reduced along the same axes is one order; that their gathers meet
-    is found before each (:class:`GatherSizes`).
+    is found before each (:class:`GatherSizes`), that their reductions do before the first of a backward (:class:`RootTurn`).
 
     ===================  ==============================================================================================
     moment               comparison
@@ -160,6 +153,7 @@ class CollectiveOrder:
         self._num_flags = self.number = 0
         self.model = ""
         self.gathered = _Log()
+        self._turns: tuple[RootTurn, ...] = ()
         self.history = _history(axes)
         self.shard_group, self.device = axes.mesh.get_group(axes.shard), axes.device
         coordinate = axes.mesh.get_coordinate() or [0] * axes.mesh.ndim
@@ -183,6 +177,19 @@ class CollectiveOrder:
         self.model = model
         self.history.sizes.begin(self.number)
         self.history.reduced.clear()
+        if not self._turns:  # roots may share an order
+            ranks = dist.get_process_group_ranks(self.shard_group), self._axes.data_parallel_ranks
+            self._turns = tuple(RootTurn(each, model, self.device) for each in ranks)
+
+    def take_turn(self, across_replicas: bool) -> None:
+        """See :meth:`OrderedUnit.reduces`."""
+        if self._turns:
+            self._turns[across_replicas].take()
+
+    def end_turn(self) -> None:
+        """A backward has ended."""
+        for turn in self._turns:
+            turn.end()
 
     # At the end of a backward
 

@@ -1,4 +1,5 @@
-"""``ReducerTurn``: several reducers of the same ranks reduce one after the other, in one order on every rank."""
+"""``ReducerTurn``, ``RootTurn``: several reducers, or roots of ``fully_shard``, of the same ranks reduce in one order on all
+ranks, one after the other."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from vescale.comm import (
     wait_limit,
 )
 from vescale.compat import default_timeout, is_alone
-from vescale.gradients._collective_order import OrderMismatchError
+from vescale.gradients._order_mismatch import OrderMismatchError
 
-__all__ = ["ReducerTurn"]
+__all__ = ["ReducerTurn", "RootTurn"]
 
 
 class ReducerTurn:
@@ -34,7 +35,8 @@ class ReducerTurn:
     different orders: a sum of different parameters. While there is one reducer nothing is compared. With several,
 
     - ranks compare who reduces, before the first bucket of each backward: on one host with gloo in shared memory
-      (:class:`vescale.comm.Board`, microseconds), elsewhere by an all-reduce of 16 bytes;
+      (:class:`vescale.comm.Board`, microseconds), elsewhere on CPUs by an all-reduce of 16 bytes, and through the store
+      where the host would have to wait for a device;
     - of several in one backward, the one that was reached first reduces while backward goes on, the others at its end.
 
     Args:
@@ -44,9 +46,9 @@ class ReducerTurn:
     """
 
     def __init__(self, ranks: Sequence[int], name: Callable[[], str], device: torch.device) -> None:
-        self._among = _among(ranks)
+        self._among = _among(ranks, "call reducer.finish() on ranks without one")
         self._among.num_made += 1
-        self.number, self._device = self._among.num_made, device
+        self.number, self.device = self._among.num_made, device
         self._name = name
         self._is_taken = False
         self._current: Callable[[], object | None] = lambda: None
@@ -100,16 +102,49 @@ class ReducerTurn:
             self._among.num_there -= 1
 
 
+class RootTurn:
+    """The part of one root of ``fully_shard`` among those that reduce along the same ranks.
+
+    Gathers tell by themselves which root they belong to. Gradients of a root that stays gathered would meet those of
+    another one: a wrong sum, or, where sizes differ, the end of the process. So roots compare as reducers do.
+    Made by all ranks together.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str, device: torch.device) -> None:
+        self._among = _among(ranks, "run a backward of zero through the root on ranks without one", "root")
+        self._among.num_made += 1
+        self.number, self.name, self.device = self._among.num_made, f"{name} (root {self._among.num_made})", device
+        self._is_taken = False
+        self._among.add()
+
+    def take(self) -> None:
+        """Before the first reduction of a backward.
+
+        Raises OrderMismatchError on every rank if another one is about to reduce gradients of another root.
+        """
+        if not self._is_taken:
+            self._among.meet(self)
+            self._is_taken = True
+
+    def end(self) -> None:
+        """The backward has ended."""
+        self._is_taken = False
+
+
 class _Among:
-    """The reducers of the same ranks.
+    """The reducers, or roots, of the same ranks.
+
+    Args:
+        remedy: what a rank does that has no backward.
+        what: ``reducer`` or ``root``.
 
     Attributes:
         num_made: so far; num_there: of these, that have not been removed. The same on every rank, unlike what is freed.
         references: to turns whose gradients arrive, in the order in which they have begun.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(sorted(ranks))
+    def __init__(self, ranks: Sequence[int], remedy: str, what: str) -> None:
+        self.ranks, self._remedy, self._what = tuple(sorted(ranks)), remedy, what
         self.num_made = self.num_there = 0
         self.references: list[weakref.ref[ReducerTurn]] = []
         self._num_meetings = 0
@@ -131,25 +166,28 @@ class _Among:
         self._num_meetings = 0
         if self.num_there < 2 or len(self.ranks) == 1 or is_alone():
             return
-        self._consensus = Consensus(self.ranks, "order of reducers")
+        self._consensus = Consensus(self.ranks, f"order of {self._what}s")
         if dist.get_backend() == "gloo":
             self._board = Board.open(self.ranks, self._consensus.place)
 
-    def meet(self, turn: ReducerTurn) -> None:
+    def meet(self, turn: ReducerTurn | RootTurn) -> None:
         if self.num_there < 2 or self._consensus is None:
             return
         self._num_meetings += 1
         if self._board is not None:
             is_alike = self._is_alike_on_board(self._board, turn)
+        elif turn.device.type != "cpu":  # which would have to be waited for
+            asked = f"comparing what is reduced ({turn.name})"
+            is_alike = len(set(self._consensus.exchange(str(turn.number).encode(), lambda: asked))) == 1
         else:
-            own = torch.tensor([turn.number, -turn.number], device=turn._device)
+            own = torch.tensor([turn.number, -turn.number])
             group = group_of_ranks(self.ranks)
-            high, low = all_reduce_(own, "max", group, requester="which reducer reduces").wait().tolist()
+            high, low = all_reduce_(own, "max", group, requester=f"which {self._what} reduces").wait().tolist()
             is_alike = high == -low
         if not is_alike:
             self._raise(turn)
 
-    def _is_alike_on_board(self, board: Board, turn: ReducerTurn) -> bool:
+    def _is_alike_on_board(self, board: Board, turn: ReducerTurn | RootTurn) -> bool:
         what, number = f"the reduction of {turn.name}", self._num_meetings
         limit = (wait_limit() or default_timeout()).total_seconds()
         board.post(number, (turn.number, 0, 0), what)
@@ -159,30 +197,30 @@ class _Among:
             absent = [board.ranks[position] for position in board.absent(number)]
             raise OrderMismatchError(
                 f"rank {dist.get_rank()} is before {what}, and ranks {absent} have not come: {error or f'{limit:g} s'}. "
-                "Run the same backwards in the same order on every rank, or call reducer.finish() on ranks without one",
+                f"Run the same backwards in the same order on every rank, or {self._remedy}",
                 absent,
             ) from None
         return len({row[0] for row in rows}) == 1
 
-    def _raise(self, turn: ReducerTurn) -> NoReturn:
+    def _raise(self, turn: ReducerTurn | RootTurn) -> NoReturn:
         consensus = self._consensus
         assert consensus is not None
-        messages = consensus.exchange(json.dumps(turn.name).encode(), lambda: "comparing the order of reducers")
+        messages = consensus.exchange(json.dumps(turn.name).encode(), lambda: f"comparing the order of {self._what}s")
         names = {rank: [("", json.loads(message))] for rank, message in zip(consensus.ranks, messages)}
         with contextlib.suppress(RuntimeError):  # the rank that holds the store may exit after this: let all have read
-            consensus.exchange(b"read", lambda: "leaving the comparison of the order of reducers")
+            consensus.exchange(b"read", lambda: f"leaving the comparison of the order of {self._what}s")
         found = first_difference("what is reduced now", names)
         raise OrderMismatchError(
             f"ranks reduce gradients of different models: {found.text()}; their sums would mix parameters. Run the same "
-            "backwards in the same order on every rank; reducer.finish() stands for one that reaches no parameter",
+            f"backwards in the same order on every rank, or {self._remedy}",
             found.ranks,
         )
 
 
-# By default group, then by ranks.
-_AMONG: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Among]] = weakref.WeakKeyDictionary()
+# By default group, then by what they are and by ranks.
+_AMONG: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], _Among]] = weakref.WeakKeyDictionary()
 
 
-def _among(ranks: Sequence[int]) -> _Among:
-    key = tuple(sorted(ranks))
-    return _AMONG.setdefault(dist.group.WORLD, {}).setdefault(key, _Among(key))
+def _among(ranks: Sequence[int], remedy: str, what: str = "reducer") -> _Among:
+    key = what, tuple(sorted(ranks))
+    return _AMONG.setdefault(dist.group.WORLD, {}).setdefault(key, _Among(ranks, remedy, what))

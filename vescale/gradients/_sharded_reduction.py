@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import Pending, SideStream, all_reduce_, reduce_scatter_into
-from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit, OrderMismatchError
+from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit
+from vescale.gradients._order_mismatch import OrderMismatchError
 from vescale.gradients._reduction import divide_
 from vescale.gradients._sharded_gradients import ShardedGradients
 

@@ -34,7 +34,7 @@ from vescale.ops import (
     vector_norms,
     views,
 )
-from vescale.ops._boundary_copies import LIVE_COPIES, read_arguments
+from vescale.ops._boundary_copies import LIVE_COPIES, note_local, num_writes, read_arguments, settling
 from vescale.ops._call import OpCall
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import (
@@ -99,6 +99,8 @@ __all__ = [
     "is_elementwise",
     "leave_local",
     "meetings",
+    "note_local",
+    "num_writes",
     "observe",
     "read_arguments",
     "register",
@@ -111,6 +113,7 @@ __all__ = [
     "run_interleaved",
     "running_module",
     "settle",
+    "settling",
     "strict_placements",
     "view_of_uneven_shards",
     "without_dim",

@@ -1,23 +1,47 @@
-"""Tensors before and behind boundaries that move data, where there is no C++ for them (``csrc/links.h``).
+"""What is done before a tensor is read, where there is no C++ for it (``csrc/links.h``).
 
-On one device they are one tensor. A write to one leaves the others with old values, and the next op of the model's forward
-that reads one of these calls ``outdated`` of its boundary, which raises. What is known of a tensor is an attribute of its
-local tensor's storage: it is there for every view, and goes when the last of them does.
+The tensors before and behind a boundary that moves data are one tensor on one device. A write to one leaves the others with
+old values, and the next op of the model's forward that reads one of these calls ``outdated`` of its boundary, which raises.
+A gathered copy that is viewed is gathered anew (``_view_copies.py``). What is known of a tensor is an attribute of its local
+tensor's storage: it is there for every view, and goes when the last of them does.
+
+DTensor's ops do not count in the versions of local tensors. So a version that changes after ``to_local()`` tells of a write
+by way of that.
+
+Nothing communicates because a tensor exists, but because it is read: when memory is freed may differ between ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import counts_local_writes, local_of
+from vescale.compat import counts_local_writes, local_of, no_torch_function, version_holder
 
-__all__ = ["IN_PYTHON", "LIVE_COPIES", "ORIGIN", "note_writes", "pass_boundary", "read", "read_arguments", "settle"]
+__all__ = [
+    "AFTER_LOCAL_WRITES",
+    "IN_PYTHON",
+    "LIVE_COPIES",
+    "ORIGIN",
+    "OUTDATED_VIEWS",
+    "count_as_seen",
+    "note_local",
+    "note_writes",
+    "num_writes",
+    "pass_boundary",
+    "read",
+    "read_arguments",
+    "settle",
+    "settling",
+]
 
 # By number, what exists: writes are only followed while there is anything, copies that are viewed or sides of boundaries.
 LIVE_COPIES: set[int] = set()
@@ -26,6 +50,12 @@ _SIDES: set[int] = set()
 # The attribute of the storage of a copy that is viewed, see ``_view_copies.py``.
 ORIGIN = "_vescale_copy_of"
 _SIDE = "_vescale_side_of_boundary"
+
+# By ``id`` of what ``ORIGIN`` names: brings a copy up to date whose source has been written to.
+OUTDATED_VIEWS: dict[int, Callable[[], None]] = {}
+
+# What follows a write to a storage that no op on DTensors has made.
+AFTER_LOCAL_WRITES: list[Callable[[torch.UntypedStorage], None]] = []
 
 IN_PYTHON = not counts_local_writes()
 
@@ -40,37 +70,99 @@ _METADATA = frozenset(
 
 
 @dataclass(eq=False)
+class _LocalPart:
+    """A local tensor that ``to_local()`` has returned.
+
+    Attributes:
+        counter: has its version, without its memory; seen: the version when ranks knew of all writes.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    counter: torch.Tensor
+    seen: int
+
+    def take_write(self) -> torch.UntypedStorage | None:
+        """The storage, if there were writes since this was asked."""
+        before, self.seen = self.seen, self.counter._version
+        return self.storage() if self.seen != before else None
+
+
+# Of the model's forwards, by ``id`` of a local tensor and of its storage.
+_LOCAL_PARTS: dict[tuple[int, int], _LocalPart] = {}
+
+
+def note_local(x: DTensor) -> None:
+    """``to_local()`` has returned a view of the local tensor: plain ops may write to it."""
+    local = local_of(x)
+    storage = local.untyped_storage()
+    key = id(local), id(storage)
+    if not IN_PYTHON or local.is_inference() or key in _LOCAL_PARTS:
+        return
+    with no_torch_function():
+        _LOCAL_PARTS[key] = _LocalPart(weakref.ref(storage), version_holder(local), local._version)
+    weakref.finalize(storage, _LOCAL_PARTS.pop, key, None)
+
+
+def count_as_seen(storage: torch.UntypedStorage) -> None:
+    """What has been written to the storage was no plain op of the model."""
+    for part in list(_LOCAL_PARTS.values()):
+        if part.storage() is storage:
+            part.seen = part.counter._version
+
+
+def _written_locals() -> list[torch.UntypedStorage]:
+    """Storages that were written to by way of ``to_local()`` since this was asked."""
+    found = (part.take_write() for part in list(_LOCAL_PARTS.values()))
+    return [storage for storage in found if storage is not None]
+
+
+@dataclass(eq=False)
 class _Group:
     """Tensors that were equal when they were made; ``edition`` counts the writes to any of them."""
 
     edition: int = 0
+    sides: weakref.WeakSet[_Side] = field(default_factory=weakref.WeakSet)
+
+    def count_write(self, written: Sequence[_Side]) -> None:
+        """For autograd: a write to one of the tensors is a write to all."""
+        for side in list(self.sides):
+            for reference in () if side in written else side.tensors:
+                tensor = reference()
+                if tensor is not None and not tensor.is_inference():
+                    increment_version(tensor)
 
 
 @dataclass(eq=False)
 class _Side:
-    """``edition``: which values the tensor holds; -1: values that one device does not have."""
+    """``edition``: which values the tensor holds; -1: values that one device does not have. ``tensors``: those that autograd
+    knows; ``num_writes``: to them."""
 
     group: _Group
     outdated: Callable[[], None]
     edition: int = field(default=0)
+    tensors: list[weakref.ref[DTensor]] = field(default_factory=list)
+    num_writes: int = 0
 
 
 def pass_boundary(source: DTensor, copy: DTensor, outdated: Callable[[], None] | None) -> DTensor:
     """``copy``, which was made of ``source``; with ``outdated``, at a boundary."""
     if outdated is None or not IN_PYTHON:
         return copy
-    before, behind = local_of(source).untyped_storage(), local_of(copy).untyped_storage()
+    *_, before = _storages(local_of(source))  # what it views
+    behind = local_of(copy).untyped_storage()
     if before.data_ptr() == behind.data_ptr() and before.nbytes():
         return copy
     side = getattr(before, _SIDE, None)
     if side is None:
         side = _add(before, _Side(_Group(), outdated))
-    _add(behind, _Side(side.group, outdated, side.edition))
+    side.tensors.append(weakref.ref(source))
+    _add(behind, _Side(side.group, outdated, side.edition, [weakref.ref(copy)]))
     return copy
 
 
 def _add(storage: torch.UntypedStorage, side: _Side) -> _Side:
     setattr(storage, _SIDE, side)
+    side.group.sides.add(side)
     number = id(side)
     for live in (LIVE_COPIES, _SIDES):
         live.add(number)
@@ -85,23 +177,58 @@ def note_writes(storages: Sequence[torch.UntypedStorage]) -> None:
         held = [side for side in sides if side.group is group]
         is_newest = all(side.edition == group.edition for side in held)
         group.edition += 1
+        if _counts_writes():
+            group.count_write(held)
         for side in held:
+            side.num_writes += 1
             side.edition = group.edition if is_newest else -1
+
+
+def num_writes(x: DTensor) -> int:
+    """To the tensor at a boundary, apart from those to the other side of it, which count in its version, too."""
+    side: _Side | None = getattr(local_of(x).untyped_storage(), _SIDE, None)
+    return -1 if side is None else side.num_writes
+
+
+@contextlib.contextmanager
+def settling() -> Iterator[None]:
+    """In this thread, tensors get values that other tensors of their groups have: nobody else's version counts that."""
+    before = _counts_writes()
+    _THREAD.counts = False
+    try:
+        yield
+    finally:
+        _THREAD.counts = before
+
+
+_THREAD = threading.local()
+
+
+def _counts_writes() -> bool:
+    return getattr(_THREAD, "counts", True)
 
 
 def settle(written: torch.Tensor, other: torch.Tensor) -> None:
     """Both have the newest values now."""
-    for storage in (written.untyped_storage(), other.untyped_storage()):
+    for storage in (written.untyped_storage(), *_storages(other)):
         side: _Side | None = getattr(storage, _SIDE, None)
         if side is not None:
             side.edition = side.group.edition
 
 
 def read(x: DTensor) -> None:
-    """Before ``x`` is read: call ``outdated`` if it has old values, or views a copy of what has."""
-    if not _SIDES:
+    """Before ``x`` is read: gather anew what it views, and call ``outdated`` if it has old values, or views a copy of what
+    has."""
+    for storage in _written_locals() if _LOCAL_PARTS and LIVE_COPIES else ():
+        AFTER_LOCAL_WRITES[0](storage)
+    if not _SIDES and not OUTDATED_VIEWS:
         return
-    for storage in _storages(local_of(x)):
+    storages = list(_storages(local_of(x)))
+    for storage in reversed(storages) if OUTDATED_VIEWS else ():
+        update = OUTDATED_VIEWS.pop(id(getattr(storage, ORIGIN, None)), None)
+        if update is not None:
+            update()
+    for storage in storages:
         side: _Side | None = getattr(storage, _SIDE, None)
         if side is not None and side.edition != side.group.edition:
             side.outdated()
@@ -117,7 +244,10 @@ def _storages(local: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 def read_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a torch function reads its arguments."""
-    if not _SIDES or getattr(function, "__name__", "") in _METADATA:
+    if (
+        not (_SIDES or OUTDATED_VIEWS or (_LOCAL_PARTS and LIVE_COPIES))
+        or getattr(function, "__name__", "") in _METADATA
+    ):
         return
     for value in (*args, *kwargs.values()):
         for item in value if type(value) in (list, tuple) else (value,):

@@ -7,12 +7,13 @@ one device ``x[0].zero_()`` changes ``x``, and ``x.zero_()`` changes ``x[0]``. S
   communication for that.
 * Before an op reads the copy, or a view of it, after a write to ``x`` (by an op on DTensors, or on a local tensor that
   autograd takes for a view), the copy is gathered anew: implicit communication, as making the view was. ``csrc/links.h``
-  finds that out from versions. Without the C++ dispatcher, the copy is gathered anew at each write to ``x`` by an op on
-  DTensors.
+  finds that out from versions. Without the C++ dispatcher, writes by ops on DTensors are followed; what is written to
+  outside of a model's forward, where reads are not seen, is gathered anew at once.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 
@@ -20,7 +21,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import DTensorSpec, local_of, no_torch_function
-from vescale.ops._boundary_copies import LIVE_COPIES, ORIGIN, note_writes
+from vescale.ops._boundary_copies import (
+    AFTER_LOCAL_WRITES,
+    LIVE_COPIES,
+    ORIGIN,
+    OUTDATED_VIEWS,
+    count_as_seen,
+    note_writes,
+)
 from vescale.ops._links import link_view, settle_view
 from vescale.ops._observer import report_implicit_move
 from vescale.placements import move_local
@@ -66,10 +74,12 @@ def remember_copy(local: torch.Tensor, source: DTensorSpec, copy: torch.Tensor, 
 def _forget(number: int) -> None:
     LIVE_COPIES.discard(number)
     _UNWATCHED.pop(number, None)
+    OUTDATED_VIEWS.pop(number, None)
 
 
-def write_through(x: DTensor) -> None:
-    """``x`` was written to: if it views a gathered copy, bring the copy's new values to what it is a copy of."""
+def write_through(x: DTensor, *, sees_reads: bool = False) -> None:
+    """``x`` was written to: if it views a gathered copy, bring the copy's new values to what it is a copy of.
+    ``sees_reads``: inside of a model's forward."""
     storage = local_of(x).untyped_storage()
     written = [storage]
     while (origin := getattr(storage, ORIGIN, None)) is not None:
@@ -78,22 +88,48 @@ def write_through(x: DTensor) -> None:
             origin.local.copy_(move_local(copy, source.mesh, source.shape, target.placements, source.placements).wait())
             settle_view(copy)
         storage = origin.local.untyped_storage()
+        count_as_seen(storage)
         written.append(storage)
     note_writes(written)
     if _UNWATCHED:
-        _follow_writes({one.data_ptr() for one in written}, {one.data_ptr() for one in written[:-1]})
+        _follow_writes(written, sees_reads)
 
 
-def _follow_writes(written: set[int], current: set[int]) -> None:
-    """Bring copies of what was written to up to date, by the addresses of storages, and copies of these."""
-    for reference in list(_UNWATCHED.values()):  # copies of copies come later
+def _after_local_write(storage: torch.UntypedStorage) -> None:
+    """By way of ``to_local()``, in a model's forward. As ``csrc/links.h`` answers."""
+    if getattr(storage, ORIGIN, None) is not None:
+        raise RuntimeError(
+            "a view that cuts a sharded dim is a view of a gathered copy, and was written to by way of to_local(): its base "
+            "does not get the new values, as it would on one device; write to the DTensor instead"
+        )
+    note_writes([storage])
+    if _UNWATCHED:
+        _follow_writes([storage], sees_reads=True)
+
+
+AFTER_LOCAL_WRITES.append(_after_local_write)
+
+
+def _follow_writes(written: list[torch.UntypedStorage], sees_reads: bool) -> None:
+    """Copies of the last of the storages that were written to are out of date, and copies of these. The others hold what
+    was written."""
+    current, outdated = {id(storage) for storage in written[:-1]}, {id(storage) for storage in written}
+    for number, reference in list(_UNWATCHED.items()):  # copies of copies come later
         storage = reference()
-        if storage is None or storage.data_ptr() in current:
+        if storage is None or id(storage) in current:
             continue
-        origin = getattr(storage, ORIGIN)
-        if origin.local.untyped_storage().data_ptr() in written:
-            _gather_again(storage)
-            written.add(storage.data_ptr())
+        if id(getattr(storage, ORIGIN).local.untyped_storage()) in outdated:
+            outdated.add(id(storage))
+            if sees_reads:
+                OUTDATED_VIEWS[number] = functools.partial(_gather_if_alive, reference)
+            else:
+                _gather_again(storage)
+
+
+def _gather_if_alive(reference: weakref.ref[torch.UntypedStorage]) -> None:
+    storage = reference()
+    if storage is not None:
+        _gather_again(storage)
 
 
 def _update(on_copy: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ from vescale.ops import (
     LIVE_COPIES,
     bring,
     entries,
+    note_local,
     remember_copy,
     report_implicit_move,
     require_current,
@@ -43,6 +44,7 @@ from vescale.ops import (
     write_through,
 )
 from vescale.placements import move_local
+from vescale.runtime._activation import current_activation
 from vescale.runtime._adapters import AdapterWatch
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
 from vescale.runtime._input_checks import check_move, check_read, note_plain_value
@@ -168,8 +170,12 @@ class _Listener(DispatchListener):
     def requires_current(self, tensor: DTensor) -> None:
         require_current(tensor)
 
+    def hands_out(self, tensor: DTensor) -> None:
+        if current_activation() is not None:
+            note_local(tensor)
+
     def wrote(self, tensor: DTensor) -> None:
-        write_through(tensor)
+        write_through(tensor, sees_reads=current_activation() is not None)
 
     def reads(self, tensor: DTensor, how: str, for_python: bool) -> None:
         if for_python or running_module() is None:  # inside of a forward, the model's own ops run on all ranks
@@ -276,6 +282,6 @@ def _replicated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if isinstance(old, DTensor):
                     if new is not local_of(old):
                         local_of(old).copy_(move_local(new, mesh, old.shape, whole, old.placements).wait())
-                    write_through(old)
+                    write_through(old, sees_reads=current_activation() is not None)
                 written = old
         return written if written is not None else map_tensors(wrapped, result)

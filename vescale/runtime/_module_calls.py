@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import in_backward, local_of, no_torch_function, resume_compiling, suspend_compiling, tensors_in
+from vescale.ops import require_current
 from vescale.runtime._activation import THREAD, Activation, Frame, activations, current_activation
 from vescale.runtime._function_mode import RuntimeMode
 from vescale.runtime._runtime import Runtime
@@ -70,6 +71,7 @@ class Leave(_Hook):
             if output is not None and self.place is not None:
                 with no_torch_function():
                     output = self.place(output)
+            self._read(output)
         finally:
             if self.around is not None:
                 self.around(module)
@@ -84,6 +86,15 @@ class Leave(_Hook):
         if frame.module is module and frame.placed is not None:
             with no_torch_function():
                 write_back(frame.placed)
+
+    def _read(self, output: Any) -> None:
+        """What the outermost module returns is brought up to date: without C++, nobody sees who reads it outside."""
+        activation = current_activation()
+        if activation is not None and activation.runtime is self.runtime and len(activation.frames) == 1:
+            for x in tensors_in(output):
+                if isinstance(x, DTensor):
+                    with no_torch_function():
+                        require_current(x)
 
     def _leave(self, module: nn.Module, output: Any) -> None:
         activation = current_activation()

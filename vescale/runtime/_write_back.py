@@ -16,10 +16,10 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import counts_local_writes, local_of, set_versions, versions
+from vescale.compat import EarlyStop, counts_local_writes, local_of, set_versions, versions
 from vescale.errors import BoundaryError
 from vescale.ir import Annotate, Instruction, Wrap
-from vescale.ops import convert, enter_local, require_current, settle
+from vescale.ops import convert, enter_local, num_writes, require_current, settle, settling
 from vescale.plans import PlanError
 from vescale.runtime._runtime import Runtime
 
@@ -34,6 +34,7 @@ class Placed:
         given: as the caller holds it, a DTensor or a plain tensor.
         name: as a plan names the input.
         before: versions of ``given`` and of ``result`` before the forward.
+        num_writes: to ``result`` before the forward, as far as Python counts them.
     """
 
     given: torch.Tensor
@@ -42,31 +43,37 @@ class Placed:
     instruction: Instruction
     runtime: Runtime
     before: tuple[tuple[int, ...], tuple[int, ...]]
+    num_writes: int
 
     @classmethod
     def of(
         cls, given: torch.Tensor, result: torch.Tensor, name: str, instruction: Instruction, runtime: Runtime
     ) -> Placed:
         found = cast(DTensor, result)
-        return cls(given, found, name, instruction, runtime, (versions(given), versions(found)))
+        return cls(given, found, name, instruction, runtime, (versions(given), versions(found)), num_writes(found))
 
     def is_written(self) -> bool:
         """Whether there was a write to ``result`` itself: both tensors may have one version for autograd."""
         before, now = self.before[1], versions(self.result)
-        return before != now and (not counts_local_writes() or before[1:] != now[1:])
+        if before == now or before[1:] != now[1:]:
+            return before != now
+        known = num_writes(self.result)
+        return not counts_local_writes() and (known == -1 or known != self.num_writes)
 
 
 def write_back(placed: Sequence[Placed]) -> None:
     """At the end of the forward: bring what was written to ``result`` to ``given``. Communicates if anything was, as the
     entry does in the other direction.
 
-    After an exception nothing happens, because other ranks may not have one; reading ``given`` raises then.
+    After an exception nothing happens, because other ranks may not have one; reading ``given`` raises then. One is no error:
+    it ends a recomputation when all saved tensors are there, on all ranks at the same op.
 
     Raises:
         PlanError: another input is the same memory, and was brought elsewhere: the module may have read old values of it;
             the module has changed the shape of its input in place; or a plain tensor of the caller would keep old values.
     """
-    if sys.exc_info()[0] is not None:
+    raised = sys.exc_info()[1]
+    if raised is not None and not isinstance(raised, EarlyStop):
         return
     written = [one for one in placed if one.is_written()]
     for one in placed:
@@ -97,6 +104,7 @@ def _write(one: Placed) -> None:
     requester = f"{one.name}: written back"
     if isinstance(given, DTensor):
         settle(result, given)  # so that both may be read
+        require_current(given)  # also what it views, all of which is written back
     new: torch.Tensor
     if isinstance(given, DTensor):
         new = convert(result, given.placements, requester=requester)
@@ -110,7 +118,7 @@ def _write(one: Placed) -> None:
     has_counted = version != one.before[0][0]
     if has_counted:  # before the copy: a view remembers the version at which its history was written
         set_versions((given,), (version - 1,))
-    with torch.inference_mode() if given.is_inference() else contextlib.nullcontext():
+    with torch.inference_mode() if given.is_inference() else contextlib.nullcontext(), settling():
         given.copy_(new)
     if has_counted and versions(given)[0] != version:
         set_versions((given,), (version,))
