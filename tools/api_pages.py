@@ -127,6 +127,7 @@ PAGES: dict[str, list[str]] = {
         "zero_table",
         "extrapolate",
         "page",
+        "sliders_of",
         "EstimateWarning",
     ],
     "vescale.debug": [

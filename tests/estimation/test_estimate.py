@@ -23,7 +23,7 @@ from vescale import Plan, plan_zoo
 from vescale.cli import main
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
-from vescale.estimation import device_names, device_of, estimate, what_if
+from vescale.estimation import CATEGORIES, device_names, device_of, estimate, page, sliders_of, what_if, zero_plan
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
@@ -244,6 +244,8 @@ def test_refusals() -> None:
         estimate(llama(1), plan, batch={"input_ids": (2, 8)}, optimizer="adamv")
     with pytest.raises(PlanError):
         estimate(llama(1), plan.shard("nothing.weight", vescale_shard(0), mesh="dp"), batch={"input_ids": (2, 8)})
+    with pytest.raises(ValueError, match="offload=maybe: give true or false"):
+        what_if(estimated(CASES["dp"], steps=1), "offload=maybe")
 
 
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,14 +279,20 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
     )
     if browser is None:
         pytest.skip("there is no Chromium")
-    from vescale.estimation import page
-
+    found = estimated(CASES["zero3"], steps=1)
     file = tmp_path / "page.html"
+    # One change alone is an estimate: the sum of what the sliders show is that of --what-if.
     probe = (
-        "<script>document.title = document.documentElement.scrollWidth <= window.innerWidth ? 'fits' : 'wide'</script>"
+        "<script>const sum = (...to) => Math.round(total(whatIf(...to))); document.title = "
+        "(document.documentElement.scrollWidth <= window.innerWidth ? 'fits' : 'wide') + ' ' + [sum(1, 1, '', ''), "
+        "sum(2, 1, '', ''), sum(1, 2, '', ''), sum(1, 0.5, '', ''), sum(1, 1, '2', ''), sum(1, 1, '', 'full')]; "
+        "at('batch').value = 1; at('batch').dispatchEvent(new Event('input'));</script>"
     )
-    file.write_text(page(estimated(CASES["dp"], steps=1), "a plan").replace("</body>", f"{probe}</body>"))
-    for width in (500, 1400):
+    rows = sliders_of(found)
+    wanted = [rows["base"], rows["batch"]["2"], rows["sequence"]["2"], rows["sequence"]["0.5"], rows["stage"]["2"]]
+    sums = [sum(row[name] for name in CATEGORIES) for row in (*wanted, rows["checkpoint"]["full"])]
+    file.write_text(page(found, "a plan", rows).replace("</body>", f"{probe}</body>"))
+    for width in (400, 1400):
         done = subprocess.run(
             [
                 browser,
@@ -297,9 +305,10 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
             ],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
         )
-        assert "<title>fits</title>" in done.stdout and "times the batch" in done.stdout
+        assert f"<title>fits {','.join(map(str, sums))}</title>" in done.stdout
+        assert "--what-if batch=16</code>" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -361,3 +370,50 @@ def test_other_choices_keep_the_stages() -> None:
     assert full["parameters"] == wider["parameters"] == found.peak.categories["parameters"]
     assert full["activations"] < sum(found.peak.categories["activations"].values())
     assert "pp" in what_if(found, "mesh=dp:4+tp:1")["error"]
+
+
+def test_padding_names_the_edit() -> None:
+    """Experts that are stacked in one tensor have one row each: the note has smaller blocks, and they leave what it says."""
+    import transformers
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**sizes, num_local_experts=4, num_key_value_heads=4, vocab_size=64)
+        )
+
+    def plan(blocks: dict[str, int]) -> Plan:
+        names = "|".join(rf"model\.layers\.\d+\.mlp\.experts\.{name}" for name in blocks)
+        found = zero_plan(plan_zoo.load("mixtral", {"dp": 64, "tp": 1}), ("dp",), 0)
+        found.shard(rf"(?!({names})$).*" if names else ".*", {"dp": vescale.RaggedShard()}, phase="init")
+        for name, size in blocks.items():
+            path = rf"model.layers.\d+.mlp.experts.{name}"
+            found.shard(path, {"dp": vescale.RaggedShard(block=size)}, phase="init")
+        found.shard(".*", {"dp": torch.distributed.tensor.Replicate()}, phase="run")
+        return found.unit(r"model.layers.\d+").unit("")
+
+    given = {"batch": {"input_ids": (64, 8)}, "steps": 1}
+    whole = estimate(model, plan({}), **given)
+    (note,) = (text for text in whole.notes if "padding" in text)
+    found = dict(re.findall(r"experts\.(\w+): \{dp: Ragged\(block=(\d+)\)\}", note))
+    assert found == {"gate_up_proj": "64", "down_proj": "128"}, note
+    after, before = (float(re.search(pattern, note)[1]) for pattern in (r"leave ([\d.]+)%", r"which has ([\d.]+)%"))  # type: ignore[index]
+    smaller = estimate(model, plan({name: int(size) for name, size in found.items()}), **given)
+    assert not [text for text in smaller.notes if "padding" in text]
+    assert before > 500 and after < 10 and smaller.padding_bytes < whole.padding_bytes / 50
+
+
+def test_sliders_are_estimates(tmp_path: Path) -> None:
+    """The page's sliders begin at rows of --what-if; choices that cannot be estimated are left out."""
+    found = estimated(CASES["zero3"], steps=1)
+    rows = sliders_of(found)
+    assert rows["sizes"] == {"batch": 8, "sequence": 128}
+    for name, key, text in (("batch", "2", "batch=16"), ("sequence", "0.5", "sequence=64"), ("stage", "2", "stage=2")):
+        assert rows[name][key] == what_if(found, text)
+    assert rows["base"]["activations"] == sum(found.peak.categories["activations"].values())
+    assert rows["checkpoint"]["full"]["activations"] < rows["base"]["activations"]
+    html = page(found, "a plan", rows)
+    assert all(f"id={name}" in html for name in ("batch", "sequence", "stage", "checkpoint"))
+    one = sliders_of(estimated(CASES["tp"], steps=1))
+    assert "3" not in one.get("stage", {}), "no axis of the batch has several ranks"
+    assert "id=stage" not in page(found, "a plan", {**rows, "stage": {}}) and "What if" not in page(found, "a plan")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.distributed.tensor import Shard
 
 import vescale
 from tests.plan_search.models import MODELS, changed, staged_llama
@@ -20,6 +21,7 @@ from vescale.errors import SearchError
 from vescale.estimation import Device, device_of, estimate
 from vescale.ir import check
 from vescale.plan_search import Search, search
+from vescale.plan_search._choice import Choice, plan_of
 from vescale.plan_search._search import Looked
 from vescale.plans import Plan
 
@@ -92,6 +94,19 @@ def test_closed_form_of_stages_is_the_estimate(seed: int) -> None:
     assert own.terms["compute"] == pytest.approx(known.time.compute, rel=0.01), choice
     device = sum(own.terms[name] for name in ("compute", "memory", "exposed", "bubble"))
     assert device == pytest.approx(known.time.device_seconds, rel=SECONDS), choice
+
+
+def test_stages_are_checked_on_fewer_blocks() -> None:
+    """A check of stages traces every block; two for each stage find what all of them do."""
+    looked = Looked(decoder("Llama", num_hidden_layers=12), 4, {"input_ids": (8, 64), "labels": (8, 64)}, small(1e12))
+    given = {"pp": 2, "dp": 2, "schedule": "1F1B", "microbatches": 2}
+    short = looked._shortened(Choice(looked.sources[0], **given))
+    assert [name for name, _ in short.get_submodule("model.layers").named_children()] == ["0", "1", "2", "3"]
+    assert len(looked.skeleton.get_submodule("model.layers")) == 12, "the model stays"
+    plan = plan_of(Choice(looked.sources[0], **given), looked.facts)
+    assert check(plan, short) == check(plan, looked.skeleton) == ()
+    plan.shard(r"model.layers.\d+.mlp.up_projection.weight", Shard(0), mesh="dp")
+    assert [one.rule for one in check(plan, short)] == [one.rule for one in check(plan, looked.skeleton)] != []
 
 
 def test_every_choice_has_an_answer() -> None:

@@ -74,12 +74,12 @@ dist.broadcast(x, 0)
     "stages": """
 import vescale
 mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("pp",))
-model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
 def loss(output, batch):
     return output.sum(), output.numel()
 plan = vescale.Plan(mesh).pipeline(split_before=["1", "2", "3"], mesh="pp", schedule="1F1B", microbatches=4, loss=loss)
 model = vescale.parallelize(model, plan)
-model.step(input=torch.ones(8, 64))
+model.step(input=torch.ones(8, 512))
 """,
 }
 JOBS = {
@@ -196,6 +196,8 @@ def test_pipelines(simulations: dict[str, Simulation]) -> None:
     assert sorted(found.ranks) == [0, 1, 2, 3]
     kinds = [one.op for one in found.ranks[1].collectives]
     assert kinds.count("send") == kinds.count("recv") >= 8  # four micro-batches, two directions
+    whole = 4 * 513 * 512 * 4  # bytes of the model before parallelize, whose trace is no forward
+    assert all(one.peak_bytes < whole and one.peak_at.startswith("backward") for one in found.ranks.values())
 
 
 def test_json(simulations: dict[str, Simulation]) -> None:

@@ -54,18 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", metavar="FILE", help="write a page")
     parser.add_argument("--calibrate", metavar="FILE", help="measure this machine, and write its table")
+    parser.add_argument("--ranks", type=int, default=2, help="of --calibrate on a host: processes (default: 2)")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """0: it fits; 1: it does not, or the plan does not fit the model."""
     with working("loading torch"):
-        from vescale.estimation import estimate, page, what_if, zero_table
+        from vescale.estimation import estimate, page, sliders_of, what_if, zero_table
         from vescale.plans import PlanError
 
     if args.calibrate:
         with working("measuring this machine"):
-            _calibrate(args.calibrate)
+            _calibrate(args.calibrate, args.ranks)
         if args.plan is None:
             return 0
     if args.plan is None or args.model is None or not args.batch:
@@ -102,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         try:
             with open(args.html, "w", encoding="utf-8") as file:
-                file.write(page(found, f"{args.plan} for {args.model}"))
+                with working("running other choices for the page"):
+                    sliders = sliders_of(found)
+                file.write(page(found, f"{args.plan} for {args.model}", sliders))
         except OSError as error:
             raise UsageError(f"--html {args.html}: {error.strerror}") from None
     if args.json:
@@ -112,13 +115,15 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def _calibrate(file: str) -> None:
+def _calibrate(file: str, ranks: int) -> None:
     from vescale.estimation import calibrate
 
+    if ranks < 2:
+        raise UsageError(f"--ranks {ranks}: collectives need at least 2")
     if not os.path.isdir(os.path.dirname(os.path.abspath(file))):
         raise UsageError(f"--calibrate {file}: there is no such folder")
     try:
-        calibrate(file)
+        calibrate(file, ranks=ranks)
     except OSError as error:
         raise UsageError(f"--calibrate {file}: {error.strerror}") from None
 

@@ -17,6 +17,7 @@ from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._joined_axes import join_axes
 from vescale.comm._kept_results import KeptResults, keep_tensors, keeps_result, outside_of_kept, watch_holder
 from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requester, record, record_comms, requested_by
+from vescale.comm._local_ranks import ProcessFailed, messages
 from vescale.comm._observation import Observer, Operation, axes_of, expect_message, name_group, observe, received_bytes
 from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
 from vescale.comm._rank_comparison import Description, Difference, compare_descriptions, first_difference
@@ -55,6 +56,7 @@ __all__ = [
     "Observer",
     "Operation",
     "Pending",
+    "ProcessFailed",
     "RankGoneError",
     "ReductionCost",
     "SideStream",
@@ -79,6 +81,7 @@ __all__ = [
     "keep_tensors",
     "keeps_result",
     "link_of",
+    "messages",
     "name_group",
     "observe",
     "one_reduction",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vescale.comm import ProcessFailed, messages
 from vescale.debug._breakpoint import breakpoint, on_exception
 from vescale.debug._dispatch_stats import DispatchStats, OpDispatch, dispatch_stats
 from vescale.debug._hang_report import HangReport, hang_report, start_from_environment
-from vescale.debug._local_ranks import ProcessFailed, messages
 from vescale.debug._locations import place_of_traceback
 from vescale.debug._model_flops import flops_per_token
 from vescale.debug._monitor import Monitor, monitor

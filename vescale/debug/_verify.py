@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale.comm import ProcessFailed, messages
 from vescale.debug._hang_report import hang_report
-from vescale.debug._local_ranks import ProcessFailed, messages
 from vescale.debug._verify_job import Divergence, Job, run_mesh, run_one_device
 from vescale.errors import VerifyError
 from vescale.plans import MeshAxes, Plan

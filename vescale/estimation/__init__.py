@@ -4,7 +4,7 @@ from vescale.estimation._calibrate import calibrate
 from vescale.estimation._compare import Comparison, EstimateWarning, compare
 from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
 from vescale.estimation._device_attention import attention_of_gpu
-from vescale.estimation._devices import Device, Efficiency, device_names, device_of
+from vescale.estimation._devices import Curve, Device, Efficiency, device_names, device_of
 from vescale.estimation._estimate import Estimate, estimate, routing_of
 from vescale.estimation._extrapolate import Extrapolation, ScaledTerm, extrapolate
 from vescale.estimation._html import page
@@ -15,8 +15,10 @@ from vescale.estimation._op_costs import OpCosts
 from vescale.estimation._optimizers import OPTIMIZERS, make_optimizer
 from vescale.estimation._rank_memory import RankMemory
 from vescale.estimation._received_tokens import balanced_tokens
+from vescale.estimation._reference_job import on_processors, references
 from vescale.estimation._rehearsal import Rehearsal, classify, rehearse
 from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of
+from vescale.estimation._sliders import sliders_of
 from vescale.estimation._step_time import (
     OpSeconds,
     StepTime,
@@ -35,6 +37,7 @@ __all__ = [
     "OPTIMIZERS",
     "WHAT_IF",
     "Comparison",
+    "Curve",
     "Device",
     "Efficiency",
     "Estimate",
@@ -69,13 +72,16 @@ __all__ = [
     "make_batch",
     "make_optimizer",
     "names_block",
+    "on_processors",
     "op_seconds",
     "page",
     "record_seconds",
+    "references",
     "rehearse",
     "repeats_of",
     "routing_of",
     "skeleton_of",
+    "sliders_of",
     "timeline_of",
     "trained_share",
     "unit_paths",

@@ -12,27 +12,43 @@ from typing import Any
 import torch
 import yaml
 
+from vescale.comm import messages
+from vescale.errors import EstimateArgumentError
 from vescale.estimation._devices import Device
+from vescale.estimation._estimate import estimate
+from vescale.estimation._reference_job import measure_rank, on_processors, references
 
 __all__ = ["calibrate"]
 
 _REPEATS = 5
 _MEASURED = ("flops", "efficiency", "bandwidth", "bandwidth_efficiency", "op_seconds")
+_LINKS = ("dtensor_seconds", "node_bandwidth", "node_latency", "overlap", "ops", "collectives", "measured_ranks")
 
 
-def calibrate(file: str | os.PathLike[str], device: str | None = None) -> Device:
-    """Time matrix products of several sizes, copies, and ops on small tensors, and write a table to ``file``.
+def calibrate(file: str | os.PathLike[str], device: str | None = None, *, ranks: int = 2, samples: int = 5) -> Device:
+    """Measure this machine, and write a table to ``file``: matrix products of several sizes, copies, ops on small tensors.
 
-    Collectives are those of the CPU's default table, or typical of the GPU, because other ranks would be needed.
+    Of a host, ``ranks`` processes with one thread each are started, as a job on it has. All of them measure the ops of
+    models at once, then collectives over gloo, then steps of two parallelized models, from which follow how much slower
+    ops are in a step than in a loop, and what the host takes for an op beside. Seconds of ops are processor time, the
+    median of several series, and those of collectives the least by the clock: whatever else runs on the host makes them
+    longer. Of a GPU, collectives stay typical ones.
 
-    A few seconds. Raises OSError where the file cannot be written.
+    Some ten seconds. Raises OSError where the file cannot be written, ValueError for fewer than two ranks.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
+        ranks: processes of a host that measure collectives.
+        samples: series of each measurement.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if ranks < 2:
+        raise EstimateArgumentError(f"calibrate: ranks is {ranks}; collectives need at least 2")
     names = ("float32", "bfloat16", "float64") if kind == "cpu" else ("float32", "bfloat16", "float16")
     flops, points = {}, []
+    threads = torch.get_num_threads()
+    if kind == "cpu":
+        torch.set_num_threads(1)
     for name in names:
         rates = []
         for size in (16, 64, 256, 512) if kind == "cpu" else (256, 1024, 4096, 8192):
@@ -45,6 +61,7 @@ def calibrate(file: str | os.PathLike[str], device: str | None = None) -> Device
     bandwidth = 2 * large.numel() * 4 / _seconds(lambda: large.clone(), kind)
     small = torch.ones(8, device=kind)
     op_seconds = _seconds(lambda: small + small, kind)
+    torch.set_num_threads(threads)
     default = Path(__file__).parent / "devices" / ("cpu.yaml" if kind == "cpu" else "h100-80g.yaml")
     data: dict[str, Any] = yaml.safe_load(default.read_text(encoding="utf-8"))
     if kind == "cuda":
@@ -59,25 +76,80 @@ def calibrate(file: str | os.PathLike[str], device: str | None = None) -> Device
         "confidence": {**data["confidence"], "compute": 0.15, "memory": 0.15},
         "sources": {**data["sources"], **dict.fromkeys(_MEASURED, measured)},
     }
+    if kind == "cpu":
+        data |= _of_ranks(data, ranks, samples, str(file))
+        data["confidence"] = dict.fromkeys(data["confidence"], 0.15)
+        data["sources"] |= dict.fromkeys(_LINKS, f"{measured}, {ranks} ranks over gloo, one thread each")
     found = Device.from_data({"name": Path(file).stem, **data}, str(file))
     with open(file, "w", encoding="utf-8") as stream:
         yaml.safe_dump(data, stream, sort_keys=False)
     return found
 
 
+def _of_ranks(data: dict[str, Any], ranks: int, samples: int, where: str) -> dict[str, Any]:
+    """Ops, collectives, and what a parallelized model takes beside them, measured by ranks on this host."""
+    found: dict[int, Any] = {}
+    for rank, message in messages(measure_rank, ranks, samples, preload=("vescale.estimation",), one_device=False):
+        found[rank] = message[1]
+    ops = {name: _slowest([found[rank]["ops"][name] for rank in found]) for name in found[0]["ops"]}
+    collectives = {
+        name: _slowest([found[rank]["collectives"][name] for rank in found]) for name in found[0]["collectives"]
+    }
+    gather = collectives["all_gather"]
+    own: dict[str, Any] = {
+        "ops": ops,
+        "collectives": collectives,
+        "measured_ranks": ranks,
+        "node_latency": gather[0][1],
+        "node_bandwidth": gather[-1][0] / gather[-1][1],
+        "ranks_per_node": max(ranks, os.cpu_count() or 1),
+        "overlap": _overlap(gather[-1], ranks),
+    }
+    table = on_processors(Device.from_data({"name": "measured", **data, **own, "dtensor_seconds": 1.0}, where))
+    rows = []
+    for number, reference in enumerate(references(ranks)):
+        planned = estimate(reference.model(), reference.plan(), batch={"x": reference.shape}, device=table).time
+        step = max(found[rank]["steps"][number] for rank in found)
+        rows.append((planned.compute + planned.memory, planned.host, step - planned.exposed))
+    slower, own["dtensor_seconds"] = _fit(*rows)
+    own["ops"] = {name: [[size, seconds * slower] for size, seconds in points] for name, points in ops.items()}
+    return own
+
+
+def _fit(small: tuple[float, float, float], large: tuple[float, float, float]) -> tuple[float, float]:
+    """How many times as long ops take in a step as in a loop, where caches are warm, and the host's seconds for an op."""
+    (ops, calls, step), (more_ops, more_calls, more_step) = small, large
+    slower = (more_step * calls - step * more_calls) / (more_ops * calls - ops * more_calls)
+    slower = min(max(slower, 1.0), 2.0)
+    return slower, max((step - slower * ops) / calls, 1e-7)
+
+
+def _slowest(of_ranks: list[list[list[float]]]) -> list[list[float]]:
+    return [[points[0][0], *map(max, zip(*(p[1:] for p in points)))] for points in zip(*of_ranks)]
+
+
+def _overlap(gather: list[float], ranks: int) -> float:
+    """What of a collective's time needs no processor can pass beside ops; with cores that no rank uses, all of it."""
+    if (os.cpu_count() or 1) >= 2 * ranks:
+        return 1.0
+    _, seconds, processor = gather
+    return round(max(0.0, 1 - processor / seconds), 3)
+
+
 def _seconds(call: Callable[[], Any], kind: str) -> float:
-    """The median of several timings of a few calls."""
+    """Of a call on this thread: processor seconds, the least of several series; of a GPU the median by the clock."""
     call()
+    clock = time.thread_time if kind == "cpu" else time.perf_counter
     times = []
     for _ in range(_REPEATS):
         _wait(kind)
-        begin, number = time.perf_counter(), 0
-        while time.perf_counter() - begin < 0.01:
+        begin, number = clock(), 0
+        while clock() - begin < 0.005:
             call()
             number += 1
         _wait(kind)
-        times.append((time.perf_counter() - begin) / number)
-    return statistics.median(times)
+        times.append((clock() - begin) / number)
+    return min(times) if kind == "cpu" else statistics.median(times)
 
 
 def _wait(kind: str) -> None:

@@ -16,9 +16,10 @@ import yaml
 from vescale.errors import DeviceTableError
 from vescale.plans import MeshAxes, did_you_mean
 
-__all__ = ["Device", "Efficiency", "device_names", "device_of"]
+__all__ = ["Curve", "Device", "Efficiency", "device_names", "device_of"]
 
 _FOLDER = Path(__file__).parent / "devices"
+_CURVES = ("ops", "collectives")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,23 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """Measured seconds by size: ``points`` are (size, seconds) in ascending order of sizes."""
+
+    points: tuple[tuple[float, ...], ...]
+
+    def at(self, size: float) -> float:
+        """Linear between the points, and beyond the largest in proportion to the size; below the smallest its seconds."""
+        points = self.points
+        if size <= points[0][0]:
+            return points[0][1]
+        for (low, first, *_), (high, second, *_) in itertools.pairwise(points):
+            if size <= high:
+                return first + (size - low) / (high - low) * (second - first)
+        return points[-1][1] * size / points[-1][0]
+
+
+@dataclass(frozen=True)
 class Device:
     """See ``devices/schema.json`` for units and meanings; bytes, seconds, floating-point operations a second.
 
@@ -52,10 +70,13 @@ class Device:
         efficiency: of matrix products; ``bandwidth_efficiency``: of ops that move memory.
         ranks_per_node: devices that ``node_bandwidth`` connects.
         node_bandwidth, node_latency, network_bandwidth, network_latency: of a rank, one way.
-        op_seconds: host time of an op on a plain tensor; ``dtensor_seconds``: of one on a DTensor.
+        op_seconds: host time of an op on a plain tensor; ``dtensor_seconds``: what one of a parallelized model takes beside.
         outside_bytes: memory that PyTorch's allocator does not know: by name; ``communicator``: for each group.
         confidence: of the terms, a relative error.
         sources: where each number is from, by its key here; what says "assumption" is neither published nor measured.
+        overlap: the share of gathers and reductions of parameters that runs beside compute.
+        ops: of a measured host, seconds of a call by op: of its floating-point operations in float32, or of its bytes.
+        collectives: of a measured host, seconds by collective, of the bytes that a rank receives among ``measured_ranks``.
     """
 
     name: str
@@ -75,6 +96,10 @@ class Device:
     outside_bytes: Mapping[str, int]
     confidence: Mapping[str, float]
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+    overlap: float = 1.0
+    ops: Mapping[str, Curve] = field(default_factory=dict, repr=False)
+    collectives: Mapping[str, Curve] = field(default_factory=dict, repr=False)
+    measured_ranks: int = 2
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], where: str) -> Device:
@@ -88,24 +113,34 @@ class Device:
         wrong = [key for key in data if key not in known]
         if wrong:
             raise DeviceTableError(f"{where}: unknown key {wrong[0]!r}{did_you_mean(wrong[0], tuple(known))}")
-        missing = [key for key in known if key not in data]
+        missing = [key for key in known if key not in data and not hasattr(cls, key) and key not in _CURVES]
         if missing:
             raise DeviceTableError(f"{where}: no {missing[0]!r}; see vescale/estimation/devices/schema.json")
         for key in ("flops", "outside_bytes", "confidence"):
             if not isinstance(data[key], Mapping) or not all(_is_number(value) for value in data[key].values()):
                 raise DeviceTableError(f"{where}: {key} is {data[key]!r}; give a mapping from names to numbers")
         for key in known:
-            if known[key] in ("float", "int") and not (_is_number(data[key]) and data[key] > 0):
+            if known[key] not in ("float", "int") or key not in data:
+                continue
+            is_allowed = _is_number(data[key]) and (data[key] > 0 or (key == "overlap" and data[key] == 0))
+            if not is_allowed:
                 raise DeviceTableError(f"{where}: {key} is {data[key]!r}; give a positive number")
         sources = data["sources"]
         if not isinstance(sources, Mapping) or not all(isinstance(x, str) for x in sources.values()):
             raise DeviceTableError(f"{where}: sources is {sources!r}; give a mapping from keys of the table to texts")
         points = data["efficiency"]
-        if not isinstance(points, list) or not points or not all(isinstance(p, list) and len(p) == 2 for p in points):
+        if not _are_points(points, 2, 2):
             raise DeviceTableError(
                 f"{where}: efficiency is {points!r}; give a list of [operations of a call, share of the peak]"
             )
         values = {**data, "efficiency": Efficiency(tuple((float(f), float(s)) for f, s in sorted(points)))}
+        for key in _CURVES:
+            curves = data.get(key, {})
+            if not isinstance(curves, Mapping) or not all(_are_points(one, 2, 3) for one in curves.values()):
+                raise DeviceTableError(f"{where}: {key} is {curves!r}; give lists of [size, seconds] by name")
+            values[key] = {
+                name: Curve(tuple(tuple(map(float, p)) for p in sorted(one))) for name, one in curves.items()
+            }
         return cls(**values)
 
     @property
@@ -124,6 +159,19 @@ class Device:
             return self.node_bandwidth, self.node_latency
         return self.network_bandwidth, self.network_latency
 
+    def host_seconds(self, num_ops: float, num_ranks: int) -> float:
+        """What the host takes for so many ops; measured ones have their own in their seconds."""
+        own = 0.0 if self.ops else self.op_seconds
+        return num_ops * (own + (self.dtensor_seconds if num_ranks > 1 else 0.0))
+
+    def exposed(self, parameters: float, busy: float) -> float:
+        """Of the seconds of collectives of parameters, those that ``busy`` seconds of ops do not hide."""
+        return parameters - min(self.overlap * parameters, busy)
+
+    def step_seconds(self, device: float, host: float) -> float:
+        """A GPU runs what its host has launched; without one, ops run on the host."""
+        return max(device, host) if self.is_gpu else device + host
+
     def outside(self, axes: MeshAxes) -> dict[str, int]:
         """Bytes beside the allocator's, by what they are for; a communicator for each axis with several ranks.
 
@@ -135,6 +183,14 @@ class Device:
         if groups and "communicator" in self.outside_bytes:
             found["communicators"] = groups * int(self.outside_bytes["communicator"])
         return found
+
+
+def _are_points(points: Any, least: int, most: int) -> bool:
+    return (
+        isinstance(points, list)
+        and bool(points)
+        and all(isinstance(p, list) and least <= len(p) <= most and all(map(_is_number, p)) for p in points)
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -19,6 +19,7 @@ from vescale.estimation._device_attention import attention_of_gpu
 from vescale.estimation._devices import Device, device_of
 from vescale.estimation._memory_timeline import timeline_of
 from vescale.estimation._optimizers import make_optimizer
+from vescale.estimation._padding_note import padding_note
 from vescale.estimation._rank_memory import RankMemory, SeenRank, memory_of_ranks, uneven_axes
 from vescale.estimation._rank_states import rank_states
 from vescale.estimation._rehearsal import Rehearsal, rehearse
@@ -275,11 +276,9 @@ def estimate(
         time = _with_bubble(times, passes, staged.schedule)
     numbers = f"rank {ran[0]} was" if len(ran) == 1 else f"ranks {' and '.join(map(str, ran))} were"
     notes.insert(0, f"{numbers} run for {steps} steps without numbers, with the engine's own code")
-    if padding[0] > 0.1 * padding[1]:
-        notes.append(
-            f"of {padding[1]:,} bytes of parameters of a rank, {padding[0]:,} are padding, because blocks that stay whole "
-            "do not fill the ranks: give smaller ones, as Ragged(block=...), or fewer ranks (see vescale advise)"
-        )
+    padded = padding_note(program, skeleton, *padding)
+    if padded is not None:
+        notes.append(padded)
     ranks_found = tuple(memory)
     outside = table.outside(axes)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vescale.estimation._estimate import Estimate
 from vescale.estimation._memory_timeline import CATEGORIES
+from vescale.estimation._sliders import SLIDERS_SCRIPT, sliders_text
 
 __all__ = ["page"]
 
@@ -25,36 +26,37 @@ svg { display: block; width: 100%; height: auto; background: var(--card); border
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .scroll { overflow-x: auto; }
 th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; } th:first-child, td:first-child
   { text-align: left; } tbody tr { border-top: 1px solid var(--line); }
+.bars { width: min(100%, 40rem); } .bars td:first-child { white-space: normal; width: 50%; }
+.bars td:last-child { width: 30%; }
 .key { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin: .5rem 0; }
 .key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem; }
 label { display: block; margin: .4rem 0; } input[type=range] { width: min(100%, 24rem); vertical-align: middle; }
+.parts { display: flex; height: 1.2rem; background: var(--card); border-radius: 4px; overflow: hidden; }
 """
 
 _SCRIPT = """
 const data = JSON.parse(document.getElementById("data").textContent);
 const size = n => { const u = ["B", "KiB", "MiB", "GiB", "TiB"]; let i = 0; while (n >= 1024 && i < 4) { n /= 1024; i++; }
   return n.toFixed(i ? 2 : 0) + " " + u[i]; };
-const rows = document.getElementById("batch"), out = document.getElementById("scaled");
-const show = () => { const f = 2 ** Number(rows.value); let sum = 0;
-  for (const [name, n] of Object.entries(data.peak)) sum += ["activations", "temporary", "input"].includes(name) ? n * f : n;
-  out.textContent = f + " times the batch: " + size(sum) + (data.memory ? (sum + data.outside <= data.memory ? ", fits" :
-    ", does not fit") : ""); };
-rows.addEventListener("input", show); show();
 """
 
 
-def page(estimate: Estimate, title: str) -> str:
+def page(estimate: Estimate, title: str, sliders: dict[str, Any] | None = None) -> str:
     """The page's HTML.
 
     Args:
         estimate: what ``vescale.estimate`` returned.
         title: of the page.
+        sliders: other choices, from :func:`sliders_of`; None: the page has no sliders.
     """
     peak = estimate.peak
     sums = {name: _sum(size) for name, size in peak.categories.items()}
     data = {
-        "peak": sums,
+        "rows": sliders,
+        "names": list(CATEGORIES),
+        "colors": _COLORS,
         "memory": estimate.device.memory_bytes,
+        "gpu": estimate.device.is_gpu,
         "outside": sum(estimate.outside.values()),
     }
     verdict = "It fits" if estimate.fits else "It does not fit"
@@ -73,19 +75,18 @@ def page(estimate: Estimate, title: str) -> str:
             ("axes and op", "bytes", "seconds"),
             [(n, _size(t["bytes"]), f"{t['seconds']:.4g}") for n, t in estimate.time.terms()["collectives"].items()],
         ),
-        "<h2>What if</h2><label>batch <input id=batch type=range min=-3 max=5 step=1 value=0></label><p id=scaled></p>"
-        "<p class=muted>Activations, inputs and temporary memory grow with the batch; <code>--what-if batch=N</code> "
-        "runs it.</p>",
+        sliders_text(sliders) if sliders else "",
     ]
-    for name, rows in (("what_if", estimate.what_if), ("stage", estimate.zero_table)):
-        if rows:
-            parts.append(_table((name.replace("_", " "), "peak", "seconds", ""), [_row(name, row) for row in rows]))
+    for name, table in (("what_if", estimate.what_if), ("stage", estimate.zero_table)):
+        if table:
+            parts.append(_table((name.replace("_", " "), "peak", "seconds", ""), [_row(name, row) for row in table]))
     parts += [f"<p class=muted>{escape(note)}</p>" for note in estimate.notes]
+    script = _SCRIPT + SLIDERS_SCRIPT if sliders else ""
     text = json.dumps(data).replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{''.join(parts)}"
-        f'<script type="application/json" id="data">{text}</script><script>{_SCRIPT}</script></body></html>\n'
+        f'<script type="application/json" id="data">{text}</script><script>{script}</script></body></html>\n'
     )
 
 
@@ -117,14 +118,14 @@ def _bars(sizes: dict[str, int], most: int = 30) -> str:
     chosen = sorted(sizes.items(), key=lambda item: -item[1])
     largest = max((size for _, size in chosen), default=1) or 1
     rows = "".join(
-        f"<tr><td>{escape(name or '(the model)')}</td><td>{_size(size)}</td><td style='min-width:12rem'>"
+        f"<tr><td>{escape(name or '(the model)')}</td><td>{_size(size)}</td><td>"
         f"<div style='background:{_COLORS[0]};height:.8rem;width:{100 * size / largest:.1f}%'></div></td></tr>"
         for name, size in chosen[:most]
     )
     rest = sum(size for _, size in chosen[most:])
     if rest:
         rows += f"<tr><td>{len(chosen) - most} more</td><td>{_size(rest)}</td><td></td></tr>"
-    return f"<div class=scroll><table><tbody>{rows}</tbody></table></div>"
+    return f"<table class=bars><tbody>{rows}</tbody></table>"
 
 
 def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

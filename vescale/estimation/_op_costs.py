@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from vescale.estimation._memory_log import Instant
 from vescale.estimation._tensors_in import tensors_in
 
-__all__ = ["OpCost", "OpCosts"]
+__all__ = ["OpCost", "OpCosts", "OpKey", "size_of"]
+
+OpKey = tuple[str, str | None, int | None, str, torch.dtype, int, int]
+"""(phase, module, stage, op, dtype, flops, bytes)."""
 
 
 # Memory is reserved, or given to a tensor: nothing is read or written.
@@ -25,21 +28,28 @@ class OpCost:
     """Ops of one kind, dtype and size.
 
     Attributes:
+        name: of the op.
         flops: floating-point operations of one call; 0 for ops that only move data.
         num_bytes: read and written by one call.
         num_calls: how often.
     """
 
+    name: str
     flops: int
     num_bytes: int
     num_calls: int = 0
+
+    @property
+    def size(self) -> int:
+        """What a measured table gives seconds for."""
+        return self.flops or self.num_bytes
 
 
 @dataclass
 class OpCosts:
     """By (phase, module, stage, op, dtype, flops, bytes)."""
 
-    by_key: dict[tuple[str, str | None, int | None, str, torch.dtype, int, int], int] = field(default_factory=dict)
+    by_key: dict[OpKey, int] = field(default_factory=dict)
 
     def add(self, place: Instant, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         if op.namespace != "aten" or op.overloadpacket.__name__ in _MOVES_NOTHING:
@@ -49,8 +59,7 @@ class OpCosts:
         if not results or (all(any(_same(x, y) for y in tensors) for x in results) and not op._schema.is_mutable):
             return  # a view
         largest = max((*tensors, *results), key=torch.Tensor.numel)
-        count: Any = flop_registry.get(op.overloadpacket)
-        flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+        flops = _flops(op, args, kwargs, result)
         moved = sum(x.numel() * x.element_size() for x in tensors) + sum(
             x.numel() * x.element_size() for x in results if not any(x is y for y in tensors)
         )
@@ -58,8 +67,26 @@ class OpCosts:
         self.by_key[key] = self.by_key.get(key, 0) + 1
 
     def __iter__(self) -> Iterator[tuple[tuple[str, str | None, int | None, torch.dtype], OpCost]]:
-        for (phase, module, stage, _, dtype, flops, moved), calls in self.by_key.items():
-            yield (phase, module, stage, dtype), OpCost(flops, moved, calls)
+        for (phase, module, stage, name, dtype, flops, moved), calls in self.by_key.items():
+            yield (phase, module, stage, dtype), OpCost(name, flops, moved, calls)
+
+
+def size_of(key: OpKey) -> int:
+    """Floating-point operations, or bytes of an op that has none."""
+    return key[5] or key[6]
+
+
+def _flops(op: Any, args: Any, kwargs: Any, result: Any) -> int:
+    name = op.overloadpacket.__name__
+    if name == "_scaled_dot_product_flash_attention_for_cpu":  # PyTorch counts kernels of GPUs only
+        return int(sdpa_flop_count(*(x.shape for x in args[:3])))
+    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        return int(sdpa_backward_flop_count(*(x.shape for x in args[:4])))
+    if name == "_grouped_mm":  # experts; groups are rows of the first or columns of the second, or both have one each
+        left, right = args[0].shape, args[1].shape
+        return 2 * left[-2] * left[-1] * right[-1] * (left[0] if len(left) == len(right) == 3 else 1)
+    count: Any = flop_registry.get(op.overloadpacket)
+    return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from vescale.comm import CommRecord
 from vescale.estimation._depth import Repeats
 from vescale.estimation._devices import Device
-from vescale.estimation._op_costs import OpCosts
+from vescale.estimation._op_costs import OpCost, OpCosts
 from vescale.estimation._rehearsal import Rehearsal
 from vescale.plans import MeshAxes
 
@@ -40,7 +40,8 @@ class StepTime:
     Attributes:
         compute: of matrix products and attention; ``memory``: of ops that move memory.
         collectives: of all collectives, by axes and op; ``exposed``: what compute does not hide.
-        host: time of the host to launch everything; the step takes at least this long.
+        host: time of the host to launch everything; a step on a GPU takes at least this long, one on a
+            host so much longer.
         bubble: idle time of a pipeline.
         flops: floating-point operations of this rank; ``peak_flops``: of the device in the dtype of most of them.
         tokens: of the global batch.
@@ -58,6 +59,7 @@ class StepTime:
     peak_flops: float
     tokens: int
     confidence: Mapping[str, float]
+    is_gpu: bool = True
 
     @property
     def device_seconds(self) -> float:
@@ -65,7 +67,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        return max(self.device_seconds, self.host)
+        return max(self.device_seconds, self.host) if self.is_gpu else self.device_seconds + self.host
 
     @property
     def mfu(self) -> float:
@@ -115,8 +117,8 @@ def step_time(
     )
     total = sum(seconds.values())
     # Gathers and reductions of parameters run beside the compute of other units; those of activations are waited for.
-    exposed = total - hidden + max(0.0, hidden - (compute + memory))
-    host = ops.num_ops * (device.op_seconds + (device.dtensor_seconds if math.prod(axes.sizes) > 1 else 0.0))
+    exposed = total - hidden + device.exposed(hidden, compute + memory)
+    host = device.host_seconds(ops.num_ops, math.prod(axes.sizes))
     return StepTime(
         compute,
         memory,
@@ -129,6 +131,7 @@ def step_time(
         device.peak_flops(ops.dtype),
         _tokens(batch),
         device.confidence,
+        device.is_gpu,
     )
 
 
@@ -168,17 +171,30 @@ def op_seconds(
             continue
         repeated: float = next((r.count for r in repeats if r.holds(module)), 1)
         times = cost.num_calls * (optimizer if phase == "optimizer" else repeated)
-        moved = cost.num_bytes / (device.bandwidth * device.bandwidth_efficiency)
+        seconds = call_seconds(cost, dtype, device)
         num_ops += times
         if cost.flops:
-            product = cost.flops / (device.peak_flops(dtype) * device.efficiency.at(cost.flops))
-            compute += times * max(product, moved)
+            compute += times * seconds
             flops += int(times * cost.flops)
             by_dtype[dtype] = by_dtype.get(dtype, 0) + int(times * cost.flops)
         else:
-            memory += times * moved
+            memory += times * seconds
     most = max(by_dtype, key=lambda dtype: by_dtype[dtype]) if by_dtype else torch.float32
     return OpSeconds(compute, memory, num_ops, flops, most)
+
+
+def call_seconds(cost: OpCost, dtype: torch.dtype, device: Device) -> float:
+    """Of one call of an op: what was measured, or by a roofline."""
+    curve = device.ops.get(cost.name)
+    if curve is None and not cost.flops:
+        curve = device.ops.get("clone")  # of an op that was not measured
+    if curve is not None:
+        slower = device.peak_flops(torch.float32) / device.peak_flops(dtype) if cost.flops else 1.0
+        return curve.at(cost.size) * slower
+    seconds = cost.num_bytes / (device.bandwidth * device.bandwidth_efficiency)
+    if cost.flops:
+        seconds = max(seconds, cost.flops / (device.peak_flops(dtype) * device.efficiency.at(cost.flops)))
+    return seconds
 
 
 def trained_share(trained: Mapping[str, int], repeats: Sequence[Repeats]) -> float:
@@ -194,10 +210,19 @@ def record_seconds(record: CommRecord, device: Device, axes: MeshAxes) -> float:
         record: op, ranks, bytes and axes.
         device: links; ``axes``: which ranks are near each other.
     """
-    bandwidth, latency = device.link(record.num_ranks, _stride(record.axes, axes))
-    passes = 2 if record.op == "all_reduce" else 1
-    steps = passes * (1 if record.op == "all_to_all_v" else math.ceil(math.log2(max(record.num_ranks, 2))))
+    name = record.op.removesuffix("_v")
+    stride = _stride(record.axes, axes)
+    curve = device.collectives.get("send" if name in ("recv", "message") else name)
+    if curve is not None and (record.num_ranks - 1) * stride < device.ranks_per_node:
+        more = _rounds(name, record.num_ranks) / _rounds(name, device.measured_ranks)
+        return curve.at(record.bytes) + (more - 1) * curve.points[0][1]
+    bandwidth, latency = device.link(record.num_ranks, stride)
+    steps = (2 if record.op == "all_reduce" else 1) * _rounds(name, record.num_ranks)
     return steps * latency + record.bytes / bandwidth
+
+
+def _rounds(name: str, num_ranks: int) -> int:
+    return 1 if name in ("all_to_all", "send", "recv", "message") else math.ceil(math.log2(max(num_ranks, 2)))
 
 
 def seconds_of_stages(rehearsal: Rehearsal, repeats: Sequence[Repeats], device: Device) -> dict[tuple[int, str], float]:
@@ -206,9 +231,7 @@ def seconds_of_stages(rehearsal: Rehearsal, repeats: Sequence[Repeats], device: 
     for (phase, module, stage, dtype), cost in rehearsal.costs:
         if stage is None:
             continue
-        seconds = cost.num_bytes / (device.bandwidth * device.bandwidth_efficiency)
-        if cost.flops:
-            seconds = max(seconds, cost.flops / (device.peak_flops(dtype) * device.efficiency.at(cost.flops)))
+        seconds = call_seconds(cost, dtype, device)
         times = cost.num_calls * next((r.count for r in repeats if r.holds(module)), 1)
         key = stage, "F" if phase in ("forward", "loss") else "W" if phase == "weights" else "B"
         found[key] = found.get(key, 0.0) + times * seconds

@@ -35,6 +35,9 @@ WHAT_IF = (
 )
 
 
+_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
+
+
 def what_if(estimate: Estimate, text: str) -> dict[str, Any]:
     """``batch=16,stage=2``: one row of a table; ``error`` says why there is no such estimate.
 
@@ -69,6 +72,8 @@ def row_of(estimate: Estimate) -> dict[str, Any]:
         "needed_bytes": estimate.needed_bytes,
         "fits": estimate.fits,
         "step_seconds": estimate.step_seconds,
+        "device_seconds": estimate.time.device_seconds,
+        "host_seconds": estimate.time.host,
         **sizes,
     }
 
@@ -83,7 +88,9 @@ def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]
     elif name == "checkpoint":
         given["plan"] = _checkpointed(plan, value, units)
     elif name == "offload":
-        given["plan"] = _with_offload(plan, units) if value.lower() in ("1", "true", "yes") else plan
+        if value.lower() not in (*_YES, *_NO):
+            raise WhatIfError(f"what-if offload={value}: give true or false")
+        given["plan"] = _with_offload(plan, units) if value.lower() in _YES else plan
     elif name == "precision":
         given["plan"] = _with_precision(plan, value)
     elif name == "mesh":

@@ -74,7 +74,7 @@ def figures_of(profile: Profile, choice: Choice, rows: int, setting: Setting) ->
     terms = {
         "compute": ops.compute,
         "memory": memory,
-        "exposed": waited + max(0.0, hidden - ops.compute - memory),
+        "exposed": waited + device.exposed(hidden, ops.compute + memory),
         "bubble": 0.0,
         "host": host_seconds(num_ops, choice, device),
     }
@@ -83,13 +83,12 @@ def figures_of(profile: Profile, choice: Choice, rows: int, setting: Setting) ->
 
 def make_figures(peak: float, choice: Choice, device: Device, terms: Mapping[str, float]) -> Figures:
     outside = sum(device.outside(MeshAxes.of(choice.axes)).values())
-    seconds = max(sum(value for name, value in terms.items() if name != "host"), terms["host"])
+    seconds = device.step_seconds(sum(value for name, value in terms.items() if name != "host"), terms["host"])
     return Figures(math.ceil(peak), math.ceil(peak) + outside, terms, seconds)
 
 
 def host_seconds(num_ops: float, choice: Choice, device: Device) -> float:
-    is_distributed = math.prod(choice.axes.values()) > 1
-    return num_ops * (device.op_seconds + (device.dtensor_seconds if is_distributed else 0.0))
+    return device.host_seconds(num_ops, math.prod(choice.axes.values()))
 
 
 def scaled_ops(profile: Profile, rows: int, device: Device, only: str = "") -> OpSeconds:

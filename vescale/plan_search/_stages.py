@@ -81,7 +81,7 @@ def staged_figures(profile: Profile, choice: Choice, rows: int, setting: Setting
     terms = {
         "compute": choice.microbatches * compute,
         "memory": choice.microbatches * memory + update,
-        "exposed": choice.microbatches * (inner + outer_seconds + messages) + max(0.0, hidden - busy),
+        "exposed": choice.microbatches * (inner + outer_seconds + messages) + device.exposed(hidden, busy),
         "bubble": busy * schedule.bubble / (1 - schedule.bubble),
         "host": host_seconds(num_ops + tensors * setting.optimizer.num_ops, choice, device),
     }

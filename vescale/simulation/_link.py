@@ -7,11 +7,20 @@ import json
 import signal
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["KeyNeverComes", "Link", "SharedStore"]
+__all__ = ["KeyNeverComes", "Link", "SharedStore", "seconds_without_processor"]
+
+
+def seconds_without_processor(process: int | str = "self") -> float:
+    """How long a process was ready to run while others did, which is no time of its own; 0 where the system does not say."""
+    try:
+        return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 class KeyNeverComes(RuntimeError):

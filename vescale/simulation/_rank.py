@@ -26,7 +26,7 @@ from vescale.compat.simulated_ranks import OnHost, become_rank
 from vescale.debug import place_of_traceback
 from vescale.estimation import balanced_tokens
 from vescale.pipeline import Runner
-from vescale.simulation._link import KeyNeverComes, Link, SharedStore
+from vescale.simulation._link import KeyNeverComes, Link, SharedStore, seconds_without_processor
 from vescale.simulation._records import Ending, RankRecord
 from vescale.simulation._script_memory import ScriptMemory
 from vescale.simulation._shared_values import SimulatedTensors
@@ -97,8 +97,14 @@ def _run(record: RankRecord, config: dict[str, Any], link: Link) -> None:
     observe(tracer)
     _ask_stages(link)
 
+    waited = seconds_without_processor()
+
     def out_of_time(_: int, frame: types.FrameType | None) -> None:
-        raise _OutOfTime
+        nonlocal waited
+        more, waited = seconds_without_processor() - waited, seconds_without_processor()
+        if more < 1:
+            raise _OutOfTime
+        signal.setitimer(signal.ITIMER_REAL, more)
 
     signal.signal(signal.SIGALRM, out_of_time)
     signal.setitimer(signal.ITIMER_REAL, config["timeout"])

@@ -80,8 +80,9 @@ class ScriptMemory:
 
     def _enters(self, module: nn.Module, _: Any) -> None:
         self._depth += 1
-        if self._depth > 1 or in_backward():
-            return
+        parameter = next(module.parameters(), None)
+        if self._depth > 1 or in_backward() or (parameter is not None and parameter.is_meta):
+            return  # a trace on meta tensors, as parallelize makes of stages, is no forward of the program
         if self._first is None:
             self._first = len(self.log.instants)
         if self._has_gone_back:

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from vescale.simulation._link import seconds_without_processor
+
 __all__ = ["main"]
 
 _GRACE_SECONDS = 5.0
@@ -78,7 +80,9 @@ class _Server:
     def _kill_late(self) -> None:
         now = time.monotonic()
         for rank, (process, _, end) in list(self.running.items()):
-            if rank not in self.waiting and now > end:  # it does not even run Python's signal handlers
+            if rank not in self.waiting and now > end + seconds_without_processor(
+                process
+            ):  # not even signal handlers run
                 os.kill(process, signal.SIGKILL)
                 self._end(rank)
 

@@ -28,10 +28,10 @@ class ProcessFailed(Coded, RuntimeError):
 
 
 def messages(
-    work: Callable[..., None], ranks: int, job: Any, *, preload: Sequence[str] = ()
+    work: Callable[..., None], ranks: int, job: Any, *, preload: Sequence[str] = (), one_device: bool = True
 ) -> Generator[tuple[int, tuple[Any, ...]], None, None]:
     """Run ``work(job, rank, send)`` in a process for one device (rank -1) and in one for each rank. ``preload``: modules
-    that all of them need.
+    that all of them need. ``one_device``: False leaves the first out.
 
     Yields (rank, message) as they arrive, until all processes are done. However the generator ends (done, an exception,
     the caller closing it), every process has ended before it returns. If the parent is killed, the processes end by
@@ -46,7 +46,7 @@ def messages(
         running: dict[Connection, tuple[int, Any]] = {}
         processes = []
         try:
-            for rank in range(-1, ranks):
+            for rank in range(-1 if one_device else 0, ranks):
                 here, there = context.Pipe()
                 process = context.Process(
                     target=_child, args=(work, job, rank, ranks, os.path.join(folder, "store"), there), daemon=True

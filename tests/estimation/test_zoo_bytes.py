@@ -1,0 +1,127 @@
+"""Every plan of the zoo on five meshes with four stages of ZeRO: bytes at rest of every rank are those of the engine.
+
+The engine runs a step of each rank on a fake group. One case runs daily, the sweep at night:
+``python -m tests.estimation.test_zoo_bytes [PART OF]`` runs it, or every n-th plan, and prints what differs.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.plan_zoo.models import model_of, tokens
+from tests.plan_zoo.test_zero import CALLED_ALONE
+from vescale import Plan, RaggedShard, plan_zoo
+from vescale.compat import local_of
+from vescale.compat.fake_worlds import fake_world
+from vescale.estimation import estimate, unit_paths, zero_plan
+from vescale.fsdp import state_of
+from vescale.plans import PlanError
+from vescale.runtime import parallelize
+
+MESHES = ({"dp": 2}, {"dp": 3}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 2})
+STAGES = (None, 1, 2, 3)
+DAILY = ("qwen3", {"dp": 3}, 3)
+
+
+def plan_of(name: str, sizes: dict[str, int], stage: int | None, model: nn.Module) -> Plan:
+    plan = plan_zoo.load(name, sizes)
+    if stage is not None:
+        units = (*unit_paths(model), *([CALLED_ALONE[name]] if name in CALLED_ALONE else []))
+        plan = zero_plan(plan, ("dp",), stage, units)
+    return plan
+
+
+def held(tensors: Iterable[Any], model: nn.Module, kind: str) -> int:
+    """Bytes of local storages of tensors, each once, and of the engine's buffers: a rank may have nothing but padding of
+    one, which no tensor shows."""
+    whole = [x for x in tensors if not any(isinstance(p, RaggedShard) for p in getattr(x, "placements", ()))]
+    storages = [(local_of(x) if isinstance(x, DTensor) else x).untyped_storage() for x in whole]
+    found = sum({x.data_ptr(): x.nbytes() for x in storages if x.nbytes()}.values())
+    if kind == "optimizer":
+        return found
+    states = dict.fromkeys(state_of(module) for module in model.modules())
+    groups = [group for state in states if state is not None for group in state.groups]
+    return found + sum(
+        b.shards.num_bytes for g in groups for b in (g.at_rest.buckets if kind == "parameters" else g.buckets)
+    )
+
+
+def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]:
+    """What is estimated otherwise than it is. Raises PlanError for plans that the model does not take."""
+    zoo = model_of(name)
+    zoo.need()
+    sizes = {axis: wide.get(axis, 1) for axis in plan_zoo.about(name).axes}
+    if "cp" in sizes and wide.get("tp", 1) > 1:
+        sizes |= {"cp": 2, "tp": 1}
+    inputs = zoo.inputs() if "cp" not in sizes else {"input_ids": tokens()}
+
+    def loss(output: Any, _: Any) -> torch.Tensor:
+        first = output if isinstance(output, torch.Tensor) else next(x for x in output.values() if x is not None)
+        return first.float().square().mean()
+
+    model = zoo.build().double()
+    found = estimate(model, plan_of(name, sizes, stage, model), batch=inputs, loss=loss, steps=2, optimizer="adamw")
+    wrong = []
+    for rank in range(math.prod(sizes.values())):
+        (own,) = (one for one in found.ranks if rank in one.ranks)
+        with fake_world(math.prod(sizes.values()), rank):
+            model = zoo.build().double()
+            parallelize(model, plan_of(name, sizes, stage, model))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            loss(model(**inputs), inputs).backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            measured = {"gradients": held(grads, model, "gradients")}
+            optimizer.step()
+            measured["parameters"] = held([*model.parameters(), *model.buffers()], model, "parameters")
+            values = [
+                local_of(x) if isinstance(x, DTensor) else x for s in optimizer.state.values() for x in s.values()
+            ]
+            measured["optimizer"] = held(values, model, "optimizer")
+        del model, optimizer
+        gc.collect()
+        wrong += [
+            f"rank {rank}: {kind} {own.maximum[kind]} estimated, {size} measured"
+            for kind, size in measured.items()
+            if own.maximum[kind] != size
+        ]
+    return wrong
+
+
+def test_bytes_of_a_plan() -> None:
+    assert differences(*DAILY) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", plan_zoo.names())
+def test_bytes_of_every_plan(name: str) -> None:
+    wrong = {}
+    for wide, stage in itertools.product(MESHES, STAGES):
+        try:
+            wrong[str(wide), stage] = differences(name, wide, stage)
+        except PlanError as error:
+            wrong[str(wide), stage] = [str(error)]
+    assert {key: found for key, found in wrong.items() if found} == {}
+
+
+def main(part: int = 0, of: int = 1) -> None:
+    every = list(itertools.product(plan_zoo.names(), MESHES, STAGES))[part::of]
+    for number, (name, wide, stage) in enumerate(every):
+        try:
+            wrong = differences(name, wide, stage)
+        except Exception as error:  # the next plan is looked at
+            wrong = [f"{type(error).__name__}: {error}"]
+        print(f"{number + 1}/{len(every)} {name} {wide} stage {stage}: {'; '.join(wrong) or 'equal'}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""Small parallelized models whose steps every rank of a calibration times."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from vescale.estimation._devices import Curve, Device
+from vescale.estimation._measured_ops import measure_collectives, measure_ops
+from vescale.plans import Plan
+from vescale.runtime import parallelize
+
+__all__ = ["Reference", "measure_rank", "on_processors", "references"]
+
+_STEPS = 20
+_HEADS, _BLOCKS, _ROWS = 4, 2, 4
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        query, key, value = (one(y).unflatten(-1, (_HEADS, -1)).transpose(1, 2) for one in self.qkv)
+        x = x + self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class _Model(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(_BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Data parallel over all ranks."""
+
+    ranks: int
+    width: int
+    length: int
+
+    def model(self) -> nn.Module:
+        return _Model(self.width)
+
+    def plan(self, mesh: Any = None) -> Plan:
+        plan = Plan(mesh if mesh is not None else {"dp": self.ranks})
+        return plan.shard("<in:x>", {"dp": Shard(0)})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _ROWS * self.ranks, self.length, self.width
+
+    def step(self) -> Callable[[], None]:
+        """A training step of this rank, to be called again and again."""
+        torch.manual_seed(0)  # ops before have drawn numbers, not equally many on all ranks
+        model = parallelize(self.model(), self.plan(init_device_mesh("cpu", (self.ranks,), mesh_dim_names=("dp",))))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        x = torch.ones(self.shape)
+
+        def step() -> None:
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def step_seconds(self) -> float:
+        """Processor seconds of this rank for a step: the median of several."""
+        step = self.step()
+        found = []
+        for _ in range(_STEPS):
+            begin = time.process_time()
+            step()
+            found.append(time.process_time() - begin)
+        return statistics.median(found[2:])
+
+
+def references(ranks: int) -> tuple[Reference, Reference]:
+    """A small model, whose step is mostly the host's, and a larger one, whose step is mostly ops."""
+    return Reference(ranks, 64, 16), Reference(ranks, 256, 128)
+
+
+def on_processors(device: Device) -> Device:
+    """The same table for processor seconds, which overlap hides nothing of."""
+    curves = {
+        name: Curve(tuple((size, seconds[-1]) for size, *seconds in curve.points))
+        for name, curve in device.collectives.items()
+    }
+    return replace(device, collectives=curves, overlap=0.0)
+
+
+def measure_rank(samples: int, rank: int, send: Callable[[Any], None]) -> None:
+    """What a rank of a calibration does, for :func:`vescale.comm.messages`."""
+    found = {"ops": measure_ops(samples), "collectives": measure_collectives(samples)}
+    send(("measured", {**found, "steps": [one.step_seconds() for one in references(dist.get_world_size())]}))
