@@ -70,7 +70,7 @@ class Stack(nn.Module):
 
 def made(number: int, mesh: Any) -> nn.Module:
     torch.manual_seed(number)
-    model = Stack(16 * (1 + number % 3), (None, True, None)[number % 3]).double()
+    model = Stack(16 * (1 + number % 3), (None, True, False)[number % 3]).double()
     plan = Plan(mesh).shard(r"blocks.\d+.up.weight", Shard(0)).shard(r"blocks.\d+.up.bias", Shard(0))
     plan.shard(r"blocks.\d+.down.weight", Shard(1)).shard(r"blocks.\d+.norm.<in>", Shard(1 if number % 2 else 0))
     plan.shard(r"blocks.\d+.up.<in>", Replicate()).shard(r"blocks.\d+.down.<out>", Replicate())

@@ -32,8 +32,7 @@ class Parts {
     explicit Parts(std::string name) : name_(std::move(name)) { all_parts().push_back(this); }
 
     // The function's results. `operands`: exact DTensors, or undefined. `words` distinguish calls with equal operands. If
-    // `kept` is given, results after the first are for the backward alone: local tensors where the function runs on these,
-    // with their specs in `kept`.
+    // `kept` is given, results after the first are for the backward alone: local tensors, with their specs in `kept`.
     template <class Function>
     std::vector<at::Tensor> run(
         c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<std::uint64_t> words, const Function& function,
@@ -53,7 +52,10 @@ class Parts {
                 }
             }
         }
-        return function(operands);
+        auto results = function(operands);
+        Gil gil;
+        keep_locals(results, kept);
+        return results;
     }
 
     void clear() { retire(table_); }
@@ -109,6 +111,27 @@ class Parts {
         return results;
     }
 
+    // Results after the first, which are for the backward, as local tensors, with their specs in `kept`: also where the function
+    // ran on DTensors, so that a recomputation finds the same, whatever tables were cleared meanwhile. The lock is held.
+    static void keep_locals(std::vector<at::Tensor>& results, std::vector<py::object>* kept) {
+        if (kept == nullptr) {
+            return;
+        }
+        std::vector<py::object> specs;
+        for (std::size_t i = 1; i < results.size(); ++i) {
+            PyObject* dtensor = results[i].defined() ? dtensor_of(results[i]) : nullptr;
+            const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
+            if (spec == nullptr) {
+                return;
+            }
+            specs.push_back(spec->object);
+        }
+        for (std::size_t i = 1; i < results.size(); ++i) {
+            results[i] = local_of(dtensor_of(results[i]));
+        }
+        kept->insert(kept->end(), specs.begin(), specs.end());
+    }
+
     // Runs the function on the DTensors, and remembers whether that moved nothing. The lock is held.
     template <class Function>
     std::vector<at::Tensor> learn(
@@ -133,10 +156,7 @@ class Parts {
             known.specs.push_back(dtensor == nullptr ? nullptr : spec_of(dtensor));
             known.is_local &= !result.defined() || known.specs.back() != nullptr;
         }
-        for (std::size_t i = 1; i < results.size() && kept != nullptr && known.is_local; ++i) {
-            kept->push_back(known.specs[i]->object);
-            results[i] = local_of(dtensor_of(results[i]));
-        }
+        keep_locals(results, kept);
         auto& our = self();
         if (epoch == our.epoch && our.num_entries < our.max_entries) {
             our.num_entries += table_.emplace(std::move(key), std::move(known)).second;

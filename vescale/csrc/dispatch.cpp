@@ -109,6 +109,10 @@ void install(
             registered().add(name, DispatchKey::Python, std::move(kernel));
         }
     }
+    for (auto* parts : {&linear_forward, &linear_backward, &matmul_forward, &matmul_backward, &layer_norm_forward,
+                        &layer_norm_backward, &rms_norm_forward, &rms_norm_backward}) {
+        parts();  // enters the list of all of them, which is read with the lock held; calls begin without it
+    }
     add_composite("aten::linear", &linear);
     add_composite("aten::matmul", &matmul);
     add_composite("aten::layer_norm", &layer_norm);

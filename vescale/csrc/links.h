@@ -14,7 +14,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <chrono>
 #include <memory>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -69,7 +71,7 @@ struct Group {
 struct ViewLink {
     Side source, copy;
     py::object update;  // (an empty tensor on the copy's storage) -> None; brings the copy up to date
-    bool is_updating = false;
+    std::thread::id updated_by;  // the thread that brings the copy up to date; none: nobody does
 };
 
 // What is known of a storage. Copies that are viewed are in no group: their sources are. Read and written with the interpreter's lock held.
@@ -191,6 +193,15 @@ inline void require_no_plain_writes(const ViewLink& link) {
         "get the new values, as it would on one device; write to the DTensor instead");
 }
 
+// Until a copy that another thread brings up to date is: bringing it up to date waits for no thread. The lock is held.
+inline void wait_for_other_threads(const ViewLink& link) {
+    const std::thread::id nobody, own = std::this_thread::get_id();
+    while (link.updated_by != nobody && link.updated_by != own) {
+        const Unlocked unlocked(true);
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+}
+
 // Before an op reads a DTensor whose local tensor is on `storage`.
 inline void require_current(c10::StorageImpl* storage) {
     auto& table = all_links();
@@ -199,21 +210,24 @@ inline void require_current(c10::StorageImpl* storage) {
         return;
     }
     const Known known = found->second;  // Python may add some
-    if (known.view && !known.view->is_updating) {
+    if (known.view) {
+        wait_for_other_threads(*known.view);
+    }
+    if (known.view && known.view->updated_by == std::thread::id()) {
         auto& link = *known.view;
         require_no_plain_writes(link);
         if (const auto source = link.source.storage.lock()) {
             require_current(source.get());
         }
         if (link.source.has_changed()) {
-            link.is_updating = true;
+            link.updated_by = std::this_thread::get_id();
             try {
                 owned(PyObject_CallOneArg(link.update.ptr(), on_storage(link.copy).ptr()));
             } catch (...) {
-                link.is_updating = false;
+                link.updated_by = std::thread::id();
                 throw;
             }
-            link.is_updating = false;
+            link.updated_by = std::thread::id();
             link.source.see();
             link.copy.see();
         }
