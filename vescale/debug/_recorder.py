@@ -79,7 +79,9 @@ class Recorder:
 
     def take_generator(self, module: str, what: str) -> None:
         digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()[:8]
-        self.take("generator", module, what, torch.tensor(list(digest), dtype=torch.uint8))
+        with no_torch_function():  # no tensor of the model
+            made = torch.tensor(list(digest), dtype=torch.uint8)
+        self.take("generator", module, what, made)
 
     def _before(self, path: str) -> Callable[..., Any]:
         """Inputs that need a gradient are replaced by views, so that gradients of other uses of the same tensor are not
