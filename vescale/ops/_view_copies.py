@@ -21,6 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import DTensorSpec, local_of, no_torch_function
+from vescale.errors import OpPlacementError
 from vescale.ops._boundary_copies import (
     AFTER_LOCAL_WRITES,
     LIVE_COPIES,
@@ -98,7 +99,7 @@ def write_through(x: DTensor, *, sees_reads: bool = False) -> None:
 def _after_local_write(storage: torch.UntypedStorage) -> None:
     """By way of ``to_local()``, in a model's forward. As ``csrc/links.h`` answers."""
     if getattr(storage, ORIGIN, None) is not None:
-        raise RuntimeError(
+        raise OpPlacementError(
             "a view that cuts a sharded dim is a view of a gathered copy, and was written to by way of to_local(): its base "
             "does not get the new values, as it would on one device; write to the DTensor instead"
         )
