@@ -160,17 +160,16 @@ class Device:
         return self.network_bandwidth, self.network_latency
 
     def host_seconds(self, num_ops: float, num_ranks: int) -> float:
-        """What the host takes for ``num_ops`` ops of one of ``num_ranks`` ranks; measured ops have their host's time in their own
-        seconds."""
+        """What the host takes for ``num_ops`` ops of one of ``num_ranks`` ranks; measured ops have it in their seconds."""
         own = 0.0 if self.ops else self.op_seconds
         return num_ops * (own + (self.dtensor_seconds if num_ranks > 1 else 0.0))
 
     def exposed(self, parameters: float, busy: float) -> float:
-        """Of ``parameters`` seconds, in which collectives of parameters run, those that ``busy`` seconds of ops do not hide."""
+        """Of ``parameters`` seconds of collectives of parameters, those that ``busy`` seconds of ops do not hide."""
         return parameters - min(self.overlap * parameters, busy)
 
     def step_seconds(self, device: float, host: float) -> float:
-        """The longer of ``device`` and ``host``, in seconds, for a GPU, which runs what its host has launched; the sum where ops
+        """The longer of ``device`` and ``host`` seconds for a GPU, which runs what its host has launched; the sum where ops
         run on the host."""
         return max(device, host) if self.is_gpu else device + host
 
