@@ -248,9 +248,8 @@ def test_a_job_without_a_terminal(start: Callable[..., Job]) -> None:
     assert job.end() != 0 and "is done" not in job.output
 
 
-@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_exception_stops_the_job_where_it_was_raised(start: Callable[..., Job], torchrun: bool) -> None:
-    job = start("failing", torchrun=torchrun)
+def test_an_exception_stops_the_job_where_it_was_raised(start: Callable[..., Job]) -> None:
+    job = start("failing", torchrun=True)
     begin = job.expect(r"\(rank 1\) ")
     assert "ValueError: planted 11" in begin and '-> raise ValueError(f"planted {lost}")' in begin, begin
     assert "(not stopped here: ranks [0, 2, 3])" in begin and job.ask("p lost").startswith("11\n")

@@ -50,7 +50,8 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(running(recorder))
         stack.enter_context(recorder.loss_calls)
-        stack.enter_context(recorder.results)
+        # Not held by the recorder, which holds all tensors: in a cycle they would live until garbage is searched for.
+        stack.enter_context(OuterResults(recorder.note_origin, lambda: recorder.inside is None))
         stack.enter_context(recorder)
         try:
             output = skeleton(**batch)
@@ -119,7 +120,6 @@ class _Recorder(TorchDispatchMode):
                 self.recipes[id(value)] = ("batch", n)
         self.nodes = LossNodes(batch=set(self.recipes))
         self.loss_calls = LossCalls(self.nodes)
-        self.results = OuterResults(self._note_origin, lambda: self.inside is None)
         self.calls: list[TracedCall] = []
         self.draws: list[Draw] = []
         self.losses: list[LossTerm] = []
@@ -151,12 +151,12 @@ class _Recorder(TorchDispatchMode):
         same = Carried.same_leaves(given, leaves)
         for n, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and n not in same:
-                self._note_origin(Origin(None, number, n), leaf)
+                self.note_origin(Origin(None, number, n), leaf)
         shapes = [TensorLike(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves]
         self.calls.append(TracedCall(gate.path, tuple(shapes), tree, tuple(self.draws[before:]), same))
         return result
 
-    def _note_origin(self, origin: Origin, tensor: torch.Tensor) -> None:
+    def note_origin(self, origin: Origin, tensor: torch.Tensor) -> None:
         if id(tensor) in self.carried.made:
             self.carried.origin(origin, tensor)
 
