@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, local_of, spec_of, tell_write
+from vescale.compat import DTensorSpec, local_of, no_torch_function, spec_of, tell_write
 from vescale.compat.random_ops import is_symbolic
 from vescale.rng._deferred_tensor import is_deferred, record_initializer
 from vescale.rng._dtensor_fill import count_write, empty, fill, part_of_whole, region_of
@@ -96,10 +96,13 @@ def _whole_on_every_rank(tensor: DTensor, what: str, initialize: Callable[[torch
     region = region_of(spec, what)
     assert spec.tensor_meta is not None
     device = torch.device(spec.mesh.device_type) if region is None else local_of(tensor).device
-    whole = torch.empty_strided(tuple(spec.shape), spec.tensor_meta.stride, dtype=spec.tensor_meta.dtype, device=device)
-    initialize(whole)
-    if region is not None:
-        local_of(tensor).detach().copy_(part_of_whole(whole, region))
+    with no_torch_function():  # these are no tensors of a model that runs
+        whole = torch.empty_strided(
+            tuple(spec.shape), spec.tensor_meta.stride, dtype=spec.tensor_meta.dtype, device=device
+        )
+        initialize(whole)
+        if region is not None:
+            local_of(tensor).detach().copy_(part_of_whole(whole, region))
     tell_write(tensor)
     return tensor
 
