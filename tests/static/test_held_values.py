@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import types
 from typing import Any
@@ -148,7 +149,9 @@ class CalledBack(Reads):
 
 
 def unreached_branches() -> Any:
-    """Of functions that Python or C++ calls: a property, a constructor, a callback. Nothing but the branch is different."""
+    """Of functions that Python or C++ calls: a property, a constructor, a callback. Nothing but the branch is different.
+    Also where Python's list of all objects lacks the functions."""
+    gc.freeze()
     for kind in (Scaled, Constructed, CalledBack):
         models = both(kind)
         for step in range(3):
@@ -208,7 +211,26 @@ def other_meshes() -> Any:
     return None
 
 
-CASES = (values_that_change, unreached_branches, global_containers, other_meshes)
+def local_functions() -> Any:
+    """A class that nothing names, whose function cannot be found after ``gc.freeze``: the model runs in eager mode."""
+
+    class Local(Reads):
+        @property
+        def scale(self) -> Any:
+            return self.mlp.up.weight.sum() if _is_whole() else 2.0
+
+        def between(self, h: torch.Tensor) -> torch.Tensor:
+            return h * self.scale
+
+    gc.freeze()
+    models = both(Local)
+    for step in range(3):
+        compare(models, batch(step), exact=False)
+    assert report(models[1]).static_steps == 0 and "cannot be found" in str(report(models[1])), report(models[1])
+    return None
+
+
+CASES = (values_that_change, unreached_branches, local_functions, global_containers, other_meshes)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

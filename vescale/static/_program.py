@@ -87,7 +87,11 @@ class StaticProgram:
         self._guarded = GuardedFunctions(UnreachedFunctions() if compiles else recorded.unreached)
         self._parameters: list[LocalParameter] = []  # of the model's own unit
         self._root: Callable[..., Any] | None = None
-        if "" in self.plans and not self.plans[""].problem:
+        if self._guarded.missing:
+            self.fail(
+                f"the function at {self._guarded.missing[0]} cannot be found, whose other branches are not recorded"
+            )
+        elif "" in self.plans and not self.plans[""].problem:
             self._build(model, recorded)
 
     def fail(self, reason: str) -> None:
@@ -325,7 +329,9 @@ class _Swap:
                 function, own = type(called).__call__, called
             if getattr(function, "__code__", None) not in self.plans and not self.has_sites:
                 if not self.is_guarded and isinstance(self.plans, dict):  # those of a file are not known in advance
-                    self.guarded.add(self.plans, called)
+                    missing = self.guarded.add(self.plans, called)
+                    if missing:
+                        raise UnrecordedError(f"the function at {missing[0]} cannot be found")
                 self.is_guarded = True
                 return called  # getattr, or a class, which calls the recorded function in turn
         made = self.made.get(function)

@@ -79,5 +79,7 @@ def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
         any(call.is_random for call in recorder.calls),
         recorder.recomputes,
         recorder.tree.functions,
-        unreached=UnreachedFunctions(unreached, (c for f in recorder.tree.forwards.values() for c in f.all_below())),
+        unreached=UnreachedFunctions(
+            unreached, (c for f in recorder.tree.forwards.values() for c in f.all_below()), recorder.tree.functions
+        ),
     )

@@ -10,7 +10,7 @@ import threading
 import types
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from vescale.static._patch import REFUSE, Patch, patched_code
 from vescale.static._source import FunctionSource, source_of
 from vescale.static._tensor_type import UnrecordedError
 
-__all__ = ["GuardedFunctions", "UnreachedFunctions"]
+__all__ = ["GuardedFunctions", "UnreachedFunctions", "functions_with"]
 
 _TORCH = torch.__file__.rpartition("__init__")[0]
 _HARMLESS = (ast.Constant, ast.Name, ast.expr_context, ast.Return, ast.Pass, ast.Break, ast.Continue, ast.Assign)
@@ -35,9 +35,16 @@ class UnreachedFunctions:
     Args:
         unreached: those that no call in the source reaches.
         recorded: all.
+        held: their globals, by code.
     """
 
-    def __init__(self, unreached: Iterable[FunctionCall] = (), recorded: Iterable[FunctionCall] = ()) -> None:
+    def __init__(
+        self,
+        unreached: Iterable[FunctionCall] = (),
+        recorded: Iterable[FunctionCall] = (),
+        held: Mapping[types.CodeType, dict[str, Any]] | None = None,
+    ) -> None:
+        self.held = held or {}
         self.codes = {call.code for call in unreached if not _is_left_alone(call.code)}
         self._visits: dict[types.CodeType, Counter[tuple[int, int]]] = {}
         for call in recorded:
@@ -98,30 +105,37 @@ _users: Counter[int] = Counter()  # static forwards that run with a function's g
 
 
 class GuardedFunctions:
-    """Exchanges the code of functions for the time of static forwards."""
+    """Exchanges the code of functions for the time of static forwards.
+
+    Attributes:
+        missing: where functions are that were not found, and whose other branches nothing would refuse.
+    """
 
     def __init__(self, unreached: UnreachedFunctions) -> None:
         self._unreached = unreached
         self._functions: list[tuple[types.FunctionType, types.CodeType, types.CodeType]] = []
         self._known: set[types.CodeType] = set()
         self._num_shown = 0
-        self.add(unreached.codes, None)
+        self.missing = self.add(unreached.codes, None)
 
-    def add(self, codes: Iterable[types.CodeType], called: Any) -> None:
-        """Guard the functions with these codes, too; ``called``: the class or builtin function that calls them."""
+    def add(self, codes: Iterable[types.CodeType], called: Any) -> list[str]:
+        """Guard the functions with these codes, too, and return where those are that were not found; ``called``: the class
+        or builtin function that calls them."""
         new = {
             code: made
             for code in codes
             if code not in self._known and (made := self._unreached.guarded(code)) is not None
         }
-        self._known.update(codes)
-        found = _functions(set(map(id, new)), called)
+        found = {code: functions_with(code, called, self._unreached.held.get(code, {})) for code in new}
+        self._known.update(code for code in codes if found.get(code, True))
         with _lock:
-            for function in found:
-                row = function, function.__code__, new[function.__code__]
-                self._functions.append(row)
-                for _ in range(self._num_shown):
-                    self._show(row)
+            for code, functions in found.items():
+                for function in functions:
+                    row = function, code, new[code]
+                    self._functions.append(row)
+                    for _ in range(self._num_shown):
+                        self._show(row)
+        return [f"{code.co_filename}:{code.co_firstlineno}" for code, functions in found.items() if not functions]
 
     def _show(self, row: tuple[types.FunctionType, types.CodeType, types.CodeType]) -> None:
         function, _, guarded = row
@@ -143,12 +157,34 @@ class GuardedFunctions:
                     function.__code__ = code
 
 
-def _functions(codes: set[int], called: Any) -> list[types.FunctionType]:
-    """The functions with these codes, given by id."""
-    if not codes:
+def functions_with(code: types.CodeType, called: Any, held: Mapping[str, Any]) -> list[types.FunctionType]:
+    """The functions with this code: by its name in the module's globals ``held`` or in the class ``called``, else among all
+    objects. None where some may be left out: those that ``gc.freeze`` has taken away cannot be searched."""
+    methods = [value for base in called.__mro__ for value in vars(base).values()] if isinstance(called, type) else []
+    named = [*methods, _named(code.co_qualname, held)]
+    found = {id(f): f for value in named for f in _functions_of(value) if f.__code__ is code}
+    if found:
+        return list(found.values())
+    if gc.get_freeze_count():
         return []
-    methods = [value for base in called.__mro__ for value in vars(base).values()] if isinstance(called, type) else ()
-    found = [f for f in methods if type(f) is types.FunctionType and id(f.__code__) in codes]
-    if {id(function.__code__) for function in found} == codes:
-        return found
-    return [f for f in gc.get_objects() if type(f) is types.FunctionType and id(f.__code__) in codes]
+    return [f for f in gc.get_objects() if type(f) is types.FunctionType and f.__code__ is code]
+
+
+def _named(name: str, held: Mapping[str, Any]) -> Any:
+    first, *parts = name.split(".")
+    value = held.get(first)
+    for part in parts:
+        value = vars(value).get(part) if isinstance(value, type) else None
+    return value
+
+
+def _functions_of(value: Any) -> Iterator[types.FunctionType]:
+    """A function, those of a property or of a method of a class, and what decorators have wrapped."""
+    if type(value) is types.FunctionType:
+        yield value
+    if value is not None:
+        inner = ("fget", "fset", "fdel") if isinstance(value, property) else ("__func__", "func", "__wrapped__")
+        for part in inner:
+            below = getattr(value, part, None) if not isinstance(value, type) else None
+            if below is not None and below is not value:
+                yield from _functions_of(below)
