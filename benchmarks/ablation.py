@@ -12,7 +12,7 @@ take turns; the process group is fake, so that only the host's work shows. Rows 
 * ``hooks``: the function mode passes calls on, and modules run their hooks, in C++: all of `parallelize`;
 * ``static``: the same with ``mode="static"``.
 
-python benchmarks/ablation.py [--layers 4] [--hidden 64] [--rounds 40] [--only ROW]
+python -m benchmarks.ablation [--layers 4] [--hidden 64] [--rounds 40] [--only ROW]
 
 Times are processor time. The last columns: the first step; the mean of the first steps with six other lengths; a step of
 AdamW (foreach), by that of the model written by hand.
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallelize import NUM_RANKS, by_hand, llama, ours, stock
+from benchmarks.parallelize import NUM_RANKS, by_hand, llama, ours, stock
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -137,7 +137,7 @@ def main() -> int:
     for row in [args.only] if args.only else ROWS:
         environment = {**os.environ, **({"VESCALE_DISPATCH": "stock"} if row == "python" else {})}
         sizes = [f"--{name}={getattr(args, name)}" for name in ("layers", "hidden", "rounds")]
-        command = [sys.executable, __file__, "--row", row, *sizes]
+        command = [sys.executable, "-m", "benchmarks.ablation", "--row", row, *sizes]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             print(done.stderr, file=sys.stderr)

@@ -63,7 +63,8 @@ class UnreachedFunctions:
 
 def _is_left_alone(code: types.CodeType) -> bool:
     """Whether a function is PyTorch's, or one that also runs when others than the model look at an object."""
-    return code.co_filename.startswith(_TORCH) or code.co_name in ("__getattribute__", "__getattr__", "__setattr__")
+    name = code.co_name.rstrip("_")  # decorators of dataclasses give their own another prefix
+    return code.co_filename.startswith(_TORCH) or name.endswith(("getattribute", "getattr", "setattr"))
 
 
 def _may_call(source: FunctionSource, patch: Patch) -> bool:
