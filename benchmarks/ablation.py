@@ -33,11 +33,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.parallelize import NUM_RANKS, by_hand, llama, ours, stock
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.parallelize import NUM_RANKS, by_hand, llama, ours, stock
 
 ROWS = ("stock", "python", "ops", "sizes", "composites", "conversions", "hooks", "static")
 
