@@ -20,7 +20,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import RankPools
-from vescale.checkpoint import Checkpointer, CheckpointError, Stored, StoredBox, StoredTensor, load, read_tensors, save
+from vescale.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    Stored,
+    StoredBox,
+    StoredTensor,
+    load,
+    read_tensors,
+    save,
+    verify,
+)
 from vescale.checkpoint import _gathering as gathering
 from vescale.checkpoint import _reader as reader
 from vescale.comm import Consensus, ConsensusError, LateRanksWarning
@@ -266,6 +276,39 @@ def only_some_ranks(folder: str) -> None:
         each.close()
 
 
+def later_or_on_other_meshes(folder: str) -> None:
+    """A tensor of which each rank has a mesh of its own, as a layer that two stages share, and states that come after the
+    first save, are written once; what else comes later is written by all, and is no damage."""
+    rank = dist.get_rank()
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
+    model = nn.Linear(256, 128)
+    for name in ("weight", "bias"):
+        value = torch.randn(getattr(model, name).shape, generator=torch.Generator().manual_seed(1))
+        setattr(model, name, nn.Parameter(distribute_tensor(value, alone, [Replicate()], src_data_rank=None)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(folder, asynchronous=False) as checkpoints:
+        checkpoints.save(0, model=model, optimizer=optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        checkpoints.save(1, model=model, optimizer=optimizer, late=torch.arange(512.0))
+    if rank == 0:
+        sizes = [sum(path.stat().st_size for path in Path(folder, f"step-{step}").glob("data-*")) for step in (0, 1)]
+        parameters = sum(p.numel() * 4 for p in model.parameters())
+        assert parameters <= sizes[0] <= 1.4 * parameters  # and random states
+        assert sizes[1] - sizes[0] <= 2 * parameters + 2 * 4 * 512 + 500
+        step = Path(folder, "step-1")
+        files = json.loads((step / "manifest.json").read_text())["files"]
+        (copy,) = [(file["name"], *one) for file in files for one in file.get("copies", ())]
+        assert copy[1] == "late" and copy[2] == [512]
+        assert verify(folder) == []
+        data = bytearray((step / copy[0]).read_bytes())
+        data[copy[3]] ^= 1
+        (step / copy[0]).write_bytes(data)
+        assert any("another copy of" in line for line in verify(folder))
+    dist.barrier()
+
+
 def in_different_calls(folder: str) -> None:
     """Ranks that come by different calls, and ranks that wait for each other in different places, learn of it at once."""
     rank = dist.get_rank()
@@ -297,7 +340,15 @@ def in_different_calls(folder: str) -> None:
 
 
 def run_all(folder: str) -> None:
-    cases = (own_experts, stages, failing_rank, unsavable_on_a_rank, only_some_ranks, in_different_calls)
+    cases = (
+        own_experts,
+        stages,
+        failing_rank,
+        unsavable_on_a_rank,
+        only_some_ranks,
+        later_or_on_other_meshes,
+        in_different_calls,
+    )
     for number, case in enumerate(cases):
         case(f"{folder}/{number}")
 

@@ -82,11 +82,14 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
                 )
             known = seen.setdefault(name, {})
             for offset, sizes, start, checksum in boxes:
+                is_copy = tuple(offset) in known
                 if known.setdefault(tuple(offset), tuple(sizes)) != tuple(sizes):
                     raise ManifestError(
                         f"{name}: ranks have written different boxes at {offset}: {sizes} on rank {rank}"
                     )
-                if len(known) > len(entry["boxes"]):  # a replica may have written it as well
+                if is_copy:
+                    files[-1].setdefault("copies", []).append([name, sizes, start, f"{checksum:08x}"])
+                else:
                     entry["boxes"].append([offset, sizes, len(files) - 1, start, f"{checksum:08x}"])
     for name, entry in tensors.items():
         written = sum(math.prod(sizes) for sizes in seen[name].values())

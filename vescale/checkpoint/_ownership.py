@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.checkpoint._local_blocks import LocalBlocks
 from vescale.checkpoint._replicas import assign, has_other_ranks
-from vescale.checkpoint._snapshot import RANDOM
+from vescale.checkpoint._snapshot import MODEL, RANDOM
 from vescale.comm import Consensus
 
 __all__ = ["Holders", "agree_on_holders", "owned", "shared_names"]
@@ -44,7 +44,11 @@ def agree_on_holders(blocks: Mapping[str, LocalBlocks], consensus: Consensus) ->
 
 def owned(blocks: Mapping[str, LocalBlocks], holders: Holders) -> set[str]:
     """The tensors whose blocks this rank writes. Each replica of a block is written by one rank, and all write about as many
-    bytes. Tensors that came after the agreement are written by all that have them; no communication.
+    bytes. No communication.
+
+    States of an optimizer that came after the agreement are taken to be where their parameters are; other tensors that
+    came later are written by all ranks that have them. Of a tensor that lies on several meshes (over the ranks of a
+    submesh each, or tied over stages of a pipeline) the mesh with the smallest rank writes.
 
     Relies on ranks of one replica group having equal blocks.
     """
@@ -56,16 +60,24 @@ def owned(blocks: Mapping[str, LocalBlocks], holders: Holders) -> set[str]:
     for name, entry in blocks.items():
         if entry.local is None:
             continue
-        if name in holders:
-            together[entry.mesh, entry.repeated, holders[name]].append(name)
+        known = name if name in holders else _parameter_of(name)
+        if known in holders:
+            together[entry.mesh, entry.repeated, holders[known]].append(name)
         else:
             found.add(name)
     for (mesh, repeated, among), names in together.items():
+        if mesh is not None and not (mesh.mesh == (min(among) if among else 0)).any():
+            continue
         ranks = _replicas(mesh, repeated) if mesh is not None else range(world)
         having = [each for each in ranks if among is None or each in set(among)]
         owners = assign(((name, blocks[name].nbytes) for name in names), len(having))
         found |= {name for name in names if having[owners[name]] == rank}
     return found
+
+
+def _parameter_of(name: str) -> str:
+    """Of ``OPTIMIZER.state.PARAMETER.STATE``, the name of the parameter's tensor."""
+    return f"{MODEL}.{name.partition('.state.')[2].rpartition('.')[0]}"
 
 
 def _replicas(mesh: DeviceMesh, repeated: Sequence[int]) -> list[int]:

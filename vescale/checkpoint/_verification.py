@@ -59,6 +59,9 @@ def verify_step(
             nbytes = math.prod(sizes) * _itemsize(entry["dtype"])
             boxes[file].append((start, nbytes, checksum, name))
     for number, file in enumerate(manifest["files"]):
+        for name, sizes, start, checksum in file.get("copies", ()):
+            nbytes = math.prod(sizes) * _itemsize(manifest["tensors"][name]["dtype"])
+            boxes[number].append((start, nbytes, checksum, f"another copy of {name}"))
         if number % parts == part:
             problems += _check_file(path / file["name"], sorted(boxes[number]))
             progress(file["bytes"])
