@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from vescale.checkpoint import Checkpointer, verify
 from vescale.simulation import Job, Simulation, simulate_jobs
 
 _HEAD = """
@@ -71,6 +73,26 @@ dist.reduce_scatter_tensor(torch.empty(1 << 19), torch.randn(world << 19))
 dist.all_to_all_single(torch.empty(1 << 19), x)
 dist.broadcast(x, 0)
 """,
+    "checkpoints": """
+import torch.distributed.checkpoint as dcp
+import vescale
+folder = sys.argv[1]
+mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("dp",))
+model = torch.nn.Linear(64, 64)
+vescale.fully_shard(model, mesh=mesh)
+with vescale.checkpoint.Checkpointer(folder) as checkpoints:
+    found = checkpoints.restore(model=model)
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+    checkpoints.save(8, model=model, note="simulated")
+vescale.checkpoint.save(folder + "/step-7", model=model, overwrite=True)
+torch.save(model.state_dict(), folder + "/model.pt")
+dcp.save({"model": model.state_dict()}, checkpoint_id=folder + "/dcp")
+dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder + "/dcp").result()
+dcp.load({"model": model.state_dict()}, checkpoint_id=folder + "/dcp")
+print(json.dumps(folder))
+print(json.dumps([found, checkpoints.steps()]))
+""",
     "stages": """
 import vescale
 mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("pp",))
@@ -93,6 +115,7 @@ JOBS = {
     "sizes": (1, [0]),
     "sharded": (1024, [0, 511]),
     "bytes": (4, [0, 1]),
+    "checkpoints": (64, [0, 63]),
     "stages": (4, [3]),
 }
 
@@ -100,11 +123,14 @@ JOBS = {
 @pytest.fixture(scope="module")
 def simulations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Simulation]:
     folder = tmp_path_factory.mktemp("scripts")
+    with Checkpointer(folder / "kept") as checkpoints:
+        checkpoints.save(7, model=nn.Linear(64, 64), note="real")
+    (folder / "kept" / "model.pt").write_text("real")
     jobs = []
     for name, (world_size, ranks) in JOBS.items():
         path = folder / f"{name}.py"
         path.write_text(_HEAD + "import json\n" + SCRIPTS[name])
-        jobs.append(Job(path, (), world_size, ranks, timeout=6.0 if name == "sleeps" else 300.0))
+        jobs.append(Job(path, (str(folder / "kept"),), world_size, ranks, timeout=6.0 if name == "sleeps" else 300.0))
     return dict(zip(JOBS, simulate_jobs(jobs)))
 
 
@@ -198,6 +224,25 @@ def test_pipelines(simulations: dict[str, Simulation]) -> None:
     assert kinds.count("send") == kinds.count("recv") >= 8  # four micro-batches, two directions
     whole = 4 * 513 * 512 * 4  # bytes of the model before parallelize, whose trace is no forward
     assert all(one.peak_bytes < whole and one.peak_at.startswith("backward") for one in found.ranks.values())
+
+
+def test_checkpoints_of_real_runs_are_left_alone(simulations: dict[str, Simulation]) -> None:
+    found = simulations["checkpoints"]
+    assert not found.findings, texts(found)
+    for log in found.logs.values():
+        assert json.loads(log.splitlines()[-1]) == [{"step": 7, "note": "real"}, [7]]
+    folder = Path(json.loads(next(iter(found.logs.values())).splitlines()[-2]))
+    assert sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) == [
+        "latest",
+        "model.pt",
+        "step-7",
+    ]
+    assert verify(folder) == [] and (folder / "model.pt").read_text() == "real"
+    with Checkpointer(folder) as checkpoints:
+        found = checkpoints.restore()
+    assert found == {"step": 7, "note": "real"}
+    gathers = [c.op for c in simulations["checkpoints"].ranks[0].collectives]
+    assert gathers.count("barrier") == 3  # of DCP's three calls, for which every rank has to come
 
 
 def test_json(simulations: dict[str, Simulation]) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vescale.checkpoint._one_shot import load, save
     from vescale.checkpoint._open import FORMATS, Format, open_stored
     from vescale.checkpoint._reader import read_tensors
+    from vescale.checkpoint._simulated import leave_files_alone
     from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
     from vescale.checkpoint._verification import verify
 
@@ -28,6 +29,7 @@ _MODULES = {
     "Format": "_open",
     "open_stored": "_open",
     "read_tensors": "_reader",
+    "leave_files_alone": "_simulated",
     "Stored": "_stored",
     "StoredBox": "_stored",
     "StoredTensor": "_stored",
@@ -44,6 +46,7 @@ __all__ = [
     "StoredBox",
     "StoredTensor",
     "export_hf",
+    "leave_files_alone",
     "load",
     "load_hf",
     "open_stored",

@@ -47,7 +47,7 @@ def owned(blocks: Mapping[str, LocalBlocks], holders: Holders) -> set[str]:
     bytes. No communication.
 
     States of an optimizer that came after the agreement are taken to be where their parameters are; other tensors that
-    came later are written by all ranks that have them. Of a tensor that lies on several meshes (over the ranks of a
+    came later are written by all ranks that have them. Of a tensor that is on several meshes (over the ranks of a
     submesh each, or tied over stages of a pipeline) the mesh with the smallest rank writes.
 
     Relies on ranks of one replica group having equal blocks.

@@ -5,12 +5,14 @@ For processes that run one script and end: nothing is taken back.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import checkpoint, device_mesh, distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat.needs import ESTIMATES, require
@@ -53,6 +55,31 @@ def become_rank(rank: int, world_size: int, store: dist.Store, waited: Callable[
     for kind in (FakeWork, dist.Work):
         _note_waits(changes, kind, waited)
     _without_devices(changes)
+    _without_files(changes)
+
+
+def _without_files(changes: Changes) -> None:
+    """Values are not real: what would write them to files leaves the files of real runs as they are."""
+    save = torch.save
+
+    def to_memory(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(f, (str, os.PathLike)):
+            save(obj, f, *args, **kwargs)
+
+    def meet(*args: Any, process_group: Any = None, no_dist: bool = False, **kwargs: Any) -> Any:
+        if dist.is_initialized() and not no_dist:
+            dist.barrier(process_group)
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        meet(*args, **kwargs)
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    changes.function(save, to_memory)
+    for function in (checkpoint.save, checkpoint.load):
+        changes.function(function, meet)
+    changes.function(checkpoint.async_save, begin)
 
 
 def _note_waits(changes: Changes, kind: Any, waited: Callable[[Any], None]) -> None:
