@@ -260,6 +260,10 @@ def _decided(
             kept = listener.view_of_uneven_shards(args, kwargs, op_info.schema)
             if kept is not None:
                 return kept
+    elif (kept := listener.misjudged_view(args, kwargs, op_info.schema, sharding)) is not None:
+        if kept is NotImplemented:
+            kept = listener.no_strategy(op_call, args, kwargs)
+        return sharding if kept is NotImplemented else kept
     if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
         result = listener.no_strategy(op_call, args, kwargs)
         # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
@@ -330,6 +334,9 @@ def keeps_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         if sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema:
             uneven = None if models is None else models.listener.view_of_uneven_shards(None, kwargs, schema)
             return schema, uneven if uneven is not None else sharding
+        right = None if models is None else models.listener.misjudged_view(None, kwargs, schema, sharding)
+        if right is not None:
+            return schema, None if right is NotImplemented else right
     return schema, sharding
 
 

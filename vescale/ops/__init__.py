@@ -48,7 +48,7 @@ from vescale.ops._conversion import (
     wrap_global,
 )
 from vescale.ops._decision import Decision, Rule
-from vescale.ops._dispatch import run_interleaved, view_of_uneven_shards
+from vescale.ops._dispatch import misjudged_view, run_interleaved, view_of_uneven_shards
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 from vescale.ops._install import install
 from vescale.ops._links import require_current, settle
@@ -99,6 +99,7 @@ __all__ = [
     "is_elementwise",
     "leave_local",
     "meetings",
+    "misjudged_view",
     "note_local",
     "num_writes",
     "observe",
