@@ -31,7 +31,7 @@ def is_cut_unevenly(spec: DTensorSpec) -> bool:
     """Whether an axis shards a dim, or what earlier axes leave of it, that its ranks do not divide."""
     return any(
         isinstance(p, FlattenedShard)
-        or ((dim := shard_dim(p)) is not None and _left(spec, axis) % (split_factor(p) * spec.mesh.size(axis)) != 0)
+        or (shard_dim(p) is not None and _left(spec, axis) % (split_factor(p) * spec.mesh.size(axis)) != 0)
         for axis, p in enumerate(spec.placements)
     )
 
