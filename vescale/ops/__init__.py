@@ -49,11 +49,11 @@ from vescale.ops._conversion import (
     bring,
     bring_with_gradient,
     convert,
-    cut,
     enter_local,
     leave_local,
     wrap_global,
 )
+from vescale.ops._conversion_plans import cut
 from vescale.ops._decision import Decision, Rule
 from vescale.ops._dispatch import misjudged_view, run_interleaved, view_of_uneven_shards
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements

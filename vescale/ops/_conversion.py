@@ -45,6 +45,7 @@ from vescale.ops._boundary_copies import pass_boundary, require_current
 from vescale.ops._conversion_plans import (
     Placements,
     Stage,
+    cut,
     gradient_spec,
     plan_cut,
     plan_gradient,
@@ -61,7 +62,6 @@ __all__ = [
     "bring",
     "bring_with_gradient",
     "convert",
-    "cut",
     "enter_local",
     "enter_together",
     "leave_local",
@@ -350,14 +350,6 @@ def leave_local(
             return make_dtensor(local.detach(), spec)
         grads = without_partials(placements) if grad_placements is None else tuple(grad_placements)
         return _LeaveLocal.apply(local, spec, grads, op)
-
-
-def cut(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """The local part of a tensor that every rank has; a copy unless it is the whole tensor. No communication."""
-    replicated = (Replicate(),) * mesh.ndim
-    if tuple(placements) == replicated:
-        return x
-    return move_local(x, mesh, x.shape, replicated, placements).wait()
 
 
 class _WrapGlobal(torch.autograd.Function):
