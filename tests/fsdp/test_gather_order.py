@@ -20,7 +20,7 @@ from tests.runtime.zero import sharded_at_rest
 from vescale import Plan
 from vescale.checks import StepMismatchError
 from vescale.comm import Board, record_comms
-from vescale.fsdp import MixedPrecisionPolicy, fully_shard
+from vescale.fsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from vescale.gradients import OrderMismatchError
 from vescale.plans import PlanMismatchError
 from vescale.runtime import parallelize
@@ -184,14 +184,16 @@ def test_units_of_a_plan(ranks: RankPools, widths: tuple[int, ...]) -> None:
     ranks.run(of_a_plan, widths, world_size=2)
 
 
-def roots(widths: tuple[int, ...]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Modules that are given to ``fully_shard`` by themselves, and whole ones."""
+def roots(widths: tuple[int, ...], shared: bool = False) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Modules that are given to ``fully_shard`` by themselves, and whole ones; ``shared``: streams and memory in flight."""
     torch.manual_seed(0)
     alone = [nn.Sequential(nn.Linear(4, n), nn.Linear(n, 4)) for n in widths]
     whole = copy.deepcopy(alone)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in alone:
         fully_shard(module, mesh=mesh)
+    if shared:
+        share_comm_ctx(alone)  # type: ignore[arg-type]
     return alone, whole
 
 
@@ -202,12 +204,12 @@ def through(modules: list[nn.Module], order: tuple[int, ...]) -> torch.Tensor:
     return x.square().mean()
 
 
-def by_themselves(widths: tuple[int, ...], check: str) -> None:
+def by_themselves(widths: tuple[int, ...], check: str, shared: bool) -> None:
     """Roots in another order: nothing above them knows all. Without checks that wait for each other, gathers tell."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_CHECK", check)
-        alone, whole = roots(widths)
+        alone, whole = roots(widths, shared)
         names = (
             ("of Sequential (number ", "on rank 0", "on rank 1") if check else ("Sequential, in training", ", model ")
         )
@@ -241,7 +243,11 @@ def by_themselves(widths: tuple[int, ...], check: str) -> None:
 @pytest.mark.parametrize("check", ["off", ""])
 @pytest.mark.parametrize("widths", [(8, 8), (8, 12)], ids=["equal", "different"])
 def test_modules_by_themselves(ranks: RankPools, widths: tuple[int, ...], check: str) -> None:
-    ranks.run(by_themselves, widths, check, world_size=2)
+    ranks.run(by_themselves, widths, check, False, world_size=2)
+
+
+def test_modules_that_share_streams(ranks: RankPools) -> None:
+    ranks.run(by_themselves, (8, 8), "off", True, world_size=2)
 
 
 def first_forwards() -> None:
@@ -253,7 +259,7 @@ def test_first_forwards_of_different_roots(ranks: RankPools) -> None:
     ranks.run(first_forwards, world_size=2)
 
 
-def two_reductions(widths: tuple[int, ...], hosts: bool) -> None:
+def two_reductions(widths: tuple[int, ...], hosts: bool, shared: bool = False) -> None:
     """All modules have been gathered by all ranks, and stay: gradients of another root are reduced on each rank.
     ``hosts``: ranks share no memory."""
     rank = dist.get_rank()
@@ -261,7 +267,7 @@ def two_reductions(widths: tuple[int, ...], hosts: bool) -> None:
         patch.setenv("VESCALE_CHECK", "off")
         if hosts:
             patch.setattr(Board, "open", lambda *_: None)
-        alone, _ = roots(widths)
+        alone, _ = roots(widths, shared)
         for _ in range(2):
             losses = [module(X).square().mean() for module in alone]
             (losses[0] + losses[1]).backward()
@@ -280,6 +286,35 @@ def two_reductions(widths: tuple[int, ...], hosts: bool) -> None:
 @pytest.mark.parametrize("widths", [(8, 8), (8, 12)], ids=["equal", "different"])
 def test_reductions_of_different_roots(ranks: RankPools, widths: tuple[int, ...], hosts: bool) -> None:
     ranks.run(two_reductions, widths, hosts, world_size=2)
+
+
+def test_reductions_of_roots_that_share_streams(ranks: RankPools) -> None:
+    """One order for all of them did not tell them apart: sums of different sizes met, which ends the process."""
+    ranks.run(two_reductions, (8, 12), False, True, world_size=2)
+
+
+def zeroed_after_an_exception() -> None:
+    alone, whole = roots((8,))
+    for module in (*alone, *whole):
+        through([module], (0,)).backward()
+    handle = alone[0][0].register_full_backward_pre_hook(_fail)  # type: ignore[index]
+    with pytest.raises(ZeroDivisionError):
+        through(alone, (0,)).backward()
+    handle.remove()
+    for module in (*alone, *whole):
+        module.zero_grad()
+        through([module], (0,)).backward()
+    for name, gradient in gradients_of(alone[0]).items():
+        assert torch.allclose(gradient, whole[0].get_parameter(name).grad, rtol=1e-5, atol=1e-7), name
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_zero_grad_after_an_exception_in_backward(ranks: RankPools) -> None:
+    """The module still had its gathered parameters, and the gradients of its shards stayed: the next step added to them."""
+    ranks.run(zeroed_after_an_exception, world_size=2)
 
 
 def models_of_plans(check: str, units: bool) -> None:

@@ -6,6 +6,7 @@ Ranks are simulated: each step runs on up to eight of them in this process.
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.plan_zoo.models import _DECODER, _GPT2, _WHISPER, _model, tokens
 from tests.runtime.hf import quiet
 from tests.simulate import simulate
+from tests.whole import whole
 from vescale import Plan, plan_zoo
 from vescale.comm import CommRecord, record_comms
 from vescale.placements import InterleavedShard
@@ -289,3 +291,29 @@ def of_local_regions(model: nn.Module, batch: int, flattens: bool) -> None:
 def test_local_regions(ranks: int, batch: int, flattens: bool) -> None:
     """How large an output is, is known from the parts of the inputs; nothing is communicated for it."""
     simulate(of_local_regions, ranks, seeded(lambda: Regional(flattens)), batch, flattens)
+
+
+def _views_of_rows(sizes: dict[str, int], rows: int) -> tuple[list[str], int]:
+    """Views of rows that all axes cut: those that are wrong, and the number of collectives."""
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    parallelize(nn.Identity(), Plan(mesh))
+    values = torch.arange(rows * 24.0).reshape(rows, 4, 6)
+    x = distribute_tensor(values, mesh, [S0] * mesh.ndim, src_data_rank=None)
+    shapes = ((rows * 4, 6), (rows * 24,), (rows, 24), (rows * 2, 2, 6), (rows, 2, 2, 6))
+    with record_comms() as moved:
+        views = [x.view(shape) for shape in shapes]
+    return [str(v.placements) for v in views if not torch.equal(whole(v), values.view(v.shape))], len(moved.records)
+
+
+@pytest.mark.parametrize("sizes, rows", [({"dp": 1, "tp": 2}, 5), ({"dp": 2, "tp": 2}, 6), ({"dp": 1, "tp": 3}, 7)])
+def test_views_of_rows_that_several_axes_cut(sizes: dict[str, int], rows: int) -> None:
+    """PyTorch compares the rows with each axis for itself, and asked the ranks for parts that they do not have."""
+    assert all(found == ([], 0) for found in simulate(_views_of_rows, math.prod(sizes.values()), sizes, rows))
+
+
+@pytest.mark.parametrize("sizes, batch", [({"dp": 1, "ep": 2}, 5), ({"dp": 2, "ep": 2}, 6)])
+def test_batches_that_two_axes_cut(sizes: dict[str, int], batch: int) -> None:
+    model, (ids, labels) = seeded(Net), labeled(batch, 3)
+    plan = lambda mesh: Plan(mesh).shard("<in>", S0, mesh="dp").shard("<in>", S0, mesh="ep")  # noqa: E731
+    for records in simulate(check, math.prod(sizes.values()), model, sizes, plan, lambda m: m(ids, labels)):
+        assert {r.op for r in records} == {"all_reduce"}

@@ -63,7 +63,7 @@ try:
     from vescale.compat.optimizers import note_writes
     from vescale.compat.patches import *
     from vescale.compat.process_groups import *
-    from vescale.compat.sharding_caches import clear_sharding_caches
+    from vescale.compat.sharding_caches import begin_world, clear_sharding_caches
     from vescale.compat.tensor_subclasses import (
         FakeTensor,
         TorchDispatchMode,
@@ -87,6 +87,7 @@ __all__ = [
     "OpHandler",
     "TorchDispatchMode",
     "UnsupportedTorchError",
+    "begin_world",
     "clear_sharding_caches",
     "counts_local_writes",
     "detached_below_autograd",

@@ -29,6 +29,7 @@ from vescale.compat.op_info import (
     with_aliasing,
 )
 from vescale.compat.patching import HOOKS, Changes
+from vescale.compat.sharding_caches import REPLICAS
 
 __all__ = [
     "handlers_of_dtensor",
@@ -146,8 +147,6 @@ def _are_replicas(args: tuple[Any, ...]) -> bool:
     return True
 
 
-# Results of ops on operands that are all Replicate, by op, specs and arguments.
-_REPLICAS: dict[tuple[Any, ...], tuple[DTensorSpec, ...]] = {}
 _MAX_REPLICAS = 4096
 
 
@@ -157,7 +156,8 @@ def _on_replicas(op: Any, args: tuple[Any, ...]) -> Any:
     locals_ = []
     for x in args:
         if type(x) is DTensor:
-            call.append(x._spec)
+            spec = x._spec
+            call += (spec, id(spec.mesh))  # equal meshes may belong to destroyed process groups, and to other ranks
             locals_.append(x._local_tensor)
         elif type(x) is list:
             return NotImplemented
@@ -165,7 +165,7 @@ def _on_replicas(op: Any, args: tuple[Any, ...]) -> Any:
             call.append(x)
             locals_.append(x)
     key = tuple(call)
-    specs = _REPLICAS.get(key)
+    specs = REPLICAS.get(key)
     if specs is None:
         meshes = {spec.mesh for spec in call if isinstance(spec, DTensorSpec)}
         if op._schema.is_mutable or len(meshes) > 1 or any(mesh.get_coordinate() is None for mesh in meshes):
@@ -176,9 +176,9 @@ def _on_replicas(op: Any, args: tuple[Any, ...]) -> Any:
     if specs is None:
         (mesh,) = meshes
         placements = (Replicate(),) * mesh.ndim
-        if len(_REPLICAS) >= _MAX_REPLICAS:
-            _REPLICAS.clear()
-        specs = _REPLICAS[key] = tuple(make_spec(mesh, placements, x.shape, x.stride(), x.dtype) for x in results)
+        if len(REPLICAS) >= _MAX_REPLICAS:
+            REPLICAS.clear()
+        specs = REPLICAS[key] = tuple(make_spec(mesh, placements, x.shape, x.stride(), x.dtype) for x in results)
     if len(results) == 1:
         return make_dtensor(results[0], specs[0])
     return tuple(map(make_dtensor, results, specs))
@@ -260,6 +260,10 @@ def _decided(
             kept = listener.view_of_uneven_shards(args, kwargs, op_info.schema)
             if kept is not None:
                 return kept
+    elif (kept := listener.misjudged_view(args, kwargs, op_info.schema, sharding)) is not None:
+        if kept is NotImplemented:
+            kept = listener.no_strategy(op_call, args, kwargs)
+        return sharding if kept is NotImplemented else kept
     if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
         result = listener.no_strategy(op_call, args, kwargs)
         # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
@@ -330,6 +334,9 @@ def keeps_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         if sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema:
             uneven = None if models is None else models.listener.view_of_uneven_shards(None, kwargs, schema)
             return schema, uneven if uneven is not None else sharding
+        right = None if models is None else models.listener.misjudged_view(None, kwargs, schema, sharding)
+        if right is not None:
+            return schema, None if right is NotImplemented else right
     return schema, sharding
 
 

@@ -21,6 +21,7 @@ from vescale.compat.checkpoint_plans import CheckpointHooks
 from vescale.compat.dtensor import local_of, make_dtensor, spec_of
 from vescale.compat.model_hooks import tell_plain_value
 from vescale.compat.patching import Changes
+from vescale.compat.sharding_caches import begin_world
 from vescale.errors import SetDataError
 
 __all__ = [
@@ -205,6 +206,7 @@ def wrap_distribute_tensor(changes: Changes, hooks: DTensorHooks) -> None:
     def distribute_tensor(
         tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0
     ) -> Any:
+        begin_world()
         placements = _again(placements)
         if not placements or not hooks.has_custom(placements):
             return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)

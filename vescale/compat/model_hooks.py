@@ -78,6 +78,12 @@ class DispatchListener:
         a decision."""
         return None
 
+    def misjudged_view(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any, sharding: Any) -> Any:
+        """Stock DTensor would run ``schema.op`` on the operands as they are by the decision ``sharding``: None if that is
+        right; for a view after which ranks would hold other elements, what ``view_of_uneven_shards`` returns, or
+        NotImplemented to have it gathered."""
+        return None
+
     def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
         """Stock DTensor would move operands of ``op`` by the decision ``sharding``: return one that does not, for it to
         cache, or None."""

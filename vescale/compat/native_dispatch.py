@@ -144,6 +144,7 @@ class NativeConversions(NamedTuple):
         wrap: ``(tensor, mesh, placements, requester)`` to a DTensor, the same.
         link_view: ``(local tensor, copy of it to be viewed, update)``: from now on ops that read the copy call
             ``update(tensor with the copy's storage)`` before, if there were writes to the tensor (``csrc/links.h``). True.
+        link_copy: ``(DTensor, copy, outdated)``: the copy was made of the tensor in Python, at a boundary.
         share_version: ``(DTensor, DTensor)``: writes to one count as writes to both, for autograd.
         settle_view: ``(copy)``: an op has written to the copy, and the values are in its source by now.
         settle_group: ``(local tensor, local tensor)``: the second tensor of a boundary has the values of the first now.
@@ -155,6 +156,7 @@ class NativeConversions(NamedTuple):
     leave: Callable[..., Any]
     wrap: Callable[..., Any]
     link_view: Callable[..., Any]
+    link_copy: Callable[..., Any]
     share_version: Callable[..., Any]
     settle_view: Callable[..., Any]
     settle_group: Callable[..., Any]
@@ -190,6 +192,7 @@ def native_conversions(
         module.leave_local,
         module.wrap_global,
         module.link_view,
+        module.link_copy,
         module.share_version,
         module.settle_view,
         module.settle_group,

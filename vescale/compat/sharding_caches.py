@@ -6,8 +6,11 @@ Decisions about calls of certain sizes are forgotten when there are too many of 
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
+import torch.distributed as dist
 from torch._C import _clear_DTensor_sharding_propagator_cache
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _redistribute as redistribution
@@ -21,6 +24,8 @@ __all__ = [
     "LAYOUTS",
     "LAYOUT_OF_SPEC",
     "MADE_SPECS",
+    "REPLICAS",
+    "begin_world",
     "clear_sharding_caches",
     "forget_sizes",
     "make_room",
@@ -33,6 +38,8 @@ INTERNED_SPECS: dict[tuple[Any, ...], DTensorSpec] = {}
 LAYOUT_OF_SPEC: dict[int, tuple[DTensorSpec, Any]] = {}
 # The same for specs that vescale makes, by what they are made from.
 MADE_SPECS: dict[tuple[Any, ...], DTensorSpec] = {}
+# Results of ops on operands that are all Replicate, by op, specs, the meshes' identities and arguments.
+REPLICAS: dict[tuple[Any, ...], tuple[DTensorSpec, ...]] = {}
 # Decisions that hold for all sizes, by op and what decides (:mod:`vescale.compat.closed_forms`), and the layouts in them.
 FORMS: dict[tuple[Any, ...], Any] = {}
 LAYOUTS: dict[tuple[Any, ...], Any] = {}
@@ -40,6 +47,24 @@ LAYOUTS: dict[tuple[Any, ...], Any] = {}
 MAX_SPECS = 4096
 # The same for decisions that hold for all sizes: programs with ever new meshes or numbers.
 MAX_FORMS = 8192
+
+# Default groups that decisions were made under.
+_WORLDS: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_LOCK = threading.Lock()
+
+
+def begin_world() -> None:
+    """Forget what was remembered under other default groups than today's; does nothing when that has been done.
+
+    PyTorch's caches compare meshes by value. After ``destroy_process_group()``, a mesh of the new world may equal one of the
+    old world, whose groups are gone, and in which this process may have been another rank.
+    """
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None or world in _WORLDS:
+        return
+    with _LOCK:
+        _WORLDS.add(world)
+        forget_sizes()
 
 
 def clear_sharding_caches() -> None:
@@ -59,6 +84,7 @@ def forget_sizes() -> None:
     INTERNED_SPECS.clear()
     LAYOUT_OF_SPEC.clear()
     MADE_SPECS.clear()
+    REPLICAS.clear()
     dispatcher = csrc.load_module("dispatch")
     if dispatcher is not None:
         dispatcher.clear()

@@ -229,6 +229,15 @@ class Boundary final : public torch::autograd::ViewFunc {
     std::shared_ptr<Held> held_;
 };
 
+// `copy`, which was made of `tensor` at a boundary: the two are a `Group`.
+inline void link_copy(const at::Tensor& tensor, const at::Tensor& copy, const py::object& outdated) {
+    PyObject *from = dtensor_of(tensor), *to = dtensor_of(copy);
+    if (from != nullptr && to != nullptr && !tensor.is_inference()) {
+        share_version(copy, tensor);
+        add_to_group(local_of(from), local_of(to), outdated);
+    }
+}
+
 // A DTensor with the placements `target`, linked in autograd; None where Python has to do it. `outdated`: None makes a tensor of
 // its own. Otherwise one device would pass the tensor on: where nothing moves, the result is a view of it, or the tensor itself
 // where it needs no gradient; where data move, the two are a `Group`.
@@ -262,9 +271,8 @@ inline py::object convert(
     result = result.defined() ? wrap(std::move(result), *move->target)
                               : to_tensor(conversions().move(py::handle(dtensor), target, requester));
     set_conversion(result, tensor, held_stages, held_requester);
-    if (!outdated.is_none() && !tensor.is_inference()) {
-        share_version(result, tensor);
-        add_to_group(local_of(dtensor), local_of(dtensor_of(result)), py::reinterpret_borrow<py::object>(outdated));
+    if (!outdated.is_none()) {
+        link_copy(tensor, result, py::reinterpret_borrow<py::object>(outdated));
     }
     return to_object(result);
 }

@@ -213,6 +213,7 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("clear", &vescale::clear_tables);
     module.def("make_filter", &vescale::make_filter);
     module.def("convert", torch::wrap_pybind_function(&vescale::convert));
+    module.def("link_copy", torch::wrap_pybind_function(&vescale::link_copy));
     module.def("convert_values", torch::wrap_pybind_function(&vescale::convert_values));
     module.def("enter_together", torch::wrap_pybind_function(&vescale::enter_together));
     module.def("leave_local", torch::wrap_pybind_function(&vescale::leave_local));

@@ -12,11 +12,50 @@ from vescale.buffer import Allocation
 from vescale.comm import SideStream
 from vescale.gradients import CollectiveOrder, DataParallelAxes, OrderMismatchError, ShardedReduction
 
-__all__ = ["CommContext"]
+__all__ = ["CommContext", "RootOrders"]
+
+
+class RootOrders:
+    """What the groups of one root have gathered and reduced, along each group of data-parallel ranks. Roots that share a
+    :class:`CommContext` have one each: that their collectives meet is found before their data are used."""
+
+    def __init__(self) -> None:
+        self._orders: dict[dist.ProcessGroup, CollectiveOrder] = {}
+
+    def along(self, axes: DataParallelAxes) -> CollectiveOrder:
+        group = axes.data_parallel.group
+        found = self._orders.get(group)
+        if found is None:
+            found = self._orders[group] = CollectiveOrder(axes)
+        return found
+
+    def begin(self, model: str) -> None:
+        """See :meth:`CollectiveOrder.begin`."""
+        for order in self._orders.values():
+            order.begin(model)
+
+    def end_turns(self) -> None:
+        """See :meth:`CollectiveOrder.end_turn`."""
+        for order in self._orders.values():
+            order.end_turn()
+
+    def compare_gathers(self) -> None:
+        """See :meth:`CollectiveOrder.compare_gathers`; raises when all groups have compared."""
+        error: OrderMismatchError | None = None
+        for order in self._orders.values():
+            try:
+                order.compare_gathers()
+            except OrderMismatchError as found:
+                error = found
+        if error is not None:
+            raise error
 
 
 class Lender(Protocol):
     """A group whose gradients are being reduced, maybe from the memory of its parameters."""
+
+    @property
+    def orders(self) -> RootOrders: ...
 
     @property
     def is_borrowed(self) -> bool: ...
@@ -54,36 +93,6 @@ class CommContext:
         """Reductions of this backward, in the order in which they were started."""
         self.has_accumulated = False
         """Whether the last backward has left gradients unreduced."""
-        self.orders: dict[dist.ProcessGroup, CollectiveOrder] = {}
-        """What has been gathered and reduced along each group of data-parallel ranks."""
-
-    def order_along(self, axes: DataParallelAxes) -> CollectiveOrder:
-        group = axes.data_parallel.group
-        found = self.orders.get(group)
-        if found is None:
-            found = self.orders[group] = CollectiveOrder(axes)
-        return found
-
-    def begin(self, model: str) -> None:
-        """See :meth:`CollectiveOrder.begin`."""
-        for order in self.orders.values():
-            order.begin(model)
-
-    def end_turns(self) -> None:
-        """See :meth:`CollectiveOrder.end_turn`."""
-        for order in self.orders.values():
-            order.end_turn()
-
-    def compare_gathers(self) -> None:
-        """See :meth:`CollectiveOrder.compare_gathers`; raises when all groups have compared."""
-        error: OrderMismatchError | None = None
-        for order in self.orders.values():
-            try:
-                order.compare_gathers()
-            except OrderMismatchError as found:
-                error = found
-        if error is not None:
-            raise error
 
     # Memory of gathered parameters
 
@@ -133,7 +142,7 @@ class CommContext:
         """Start reductions of one group; they finish when room is needed, or at the end of backward."""
         if self.has_accumulated:  # other groups may be reduced than those that this backward has gathered
             self.has_accumulated = False
-            self.compare_gathers()
+            group.orders.compare_gathers()
         for reduction in reductions:
             reduction.start()
         self._reducing.append((group, reductions))

@@ -13,7 +13,7 @@ from vescale.buffer import Allocation, PendingBuffer
 from vescale.comm import group_of_ranks
 from vescale.compat import backend_memory_pool, profiled
 from vescale.errors import GroupMemoryError
-from vescale.fsdp._context import CommContext
+from vescale.fsdp._context import CommContext, RootOrders
 from vescale.fsdp._residency import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import ShardedParameters
 from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, ShardedReduction, next_unit_number
@@ -57,10 +57,15 @@ class GroupMemory:
         """Streams, and what is in flight on them; the root of a model sets one for all its groups."""
         return CommContext(self.at_rest.device)
 
+    @cached_property
+    def orders(self) -> RootOrders:
+        """Of the root; set as :attr:`comm` is."""
+        return RootOrders()
+
     @property
     def unit(self) -> OrderedUnit:
         """This group in the order of collectives. A root enrolls its groups, in the same order on every rank."""
-        order = self.comm.order_along(self.at_rest.axes)
+        order = self.orders.along(self.at_rest.axes)
         if self._unit is None or self._unit.order is not order:
             self._unit = order.enroll(self.number, lambda: self.at_rest.path, len(self.at_rest.parameters))
         return self._unit

@@ -81,6 +81,14 @@ class FSDPModule:
         """
         self._state.abandon_iteration()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """``nn.Module.zero_grad``. After a backward that an exception has ended, modules may still have their gathered
+        parameters, whose gradients are not those that the next step adds to: such iterations are forgotten first."""
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule) and module._state.tree.is_broken_off:
+                module._state.tree.states[0].abandon_iteration()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: this module's parameters are not needed in backward (an embedding's).
         ``unshard_in_backward``: whether backward gathers them. Default: True.
@@ -380,4 +388,3 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         for state in root.tree_states():
             for group in state.groups:
                 group.memory.comm = first.comm
-                _ = group.memory.unit

@@ -172,7 +172,7 @@ class ModuleState(FSDP2State):
             self.tree.forward_root = None
             self.comm.make_room(keep=0)
             if not torch.is_grad_enabled() and not in_backward():
-                self.comm.compare_gathers()  # no backward will
+                self.tree.orders.compare_gathers()  # no backward will
         return self._cast_outputs(output)
 
     def _end_forward(self, output: Any) -> None:
@@ -357,7 +357,7 @@ class ModuleState(FSDP2State):
         for state in found:
             state.is_root, state.tree = state is self, self.tree
             for group in state.groups:
-                group.memory.comm = self.comm
+                group.memory.comm, group.memory.orders = self.comm, self.tree.orders
                 group.on_gradients = self.tree.follow_backward
         self.tree.states = found
         self.comm.max_gradient_buffers = max(state.max_gradient_buffers for state in found)

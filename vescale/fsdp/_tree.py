@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import nn
 
 from vescale.compat import profiled
-from vescale.fsdp._context import CommContext
+from vescale.fsdp._context import CommContext, RootOrders
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._step_comparison import StepComparison
 from vescale.gradients import BackwardTracker, reduce_unused
@@ -38,7 +38,7 @@ class Tree(Generic[MemberT]):
     """
 
     def __init__(self, comm: CommContext) -> None:
-        self.comm = comm
+        self.comm, self.orders = comm, RootOrders()
         self.states: list[MemberT] = []
         self.forward_root: MemberT | None = None
         self.is_last_backward = True
@@ -52,7 +52,7 @@ class Tree(Generic[MemberT]):
         """Before the first forward of ``root``, which has ``groups``. All data-parallel ranks call it together, and compare
         their steps from now on, if ``compares_steps``."""
         name = type(root).__name__.removeprefix("FSDP")
-        self.comm.begin(name)
+        self.orders.begin(name)
         self._steps = StepComparison(name, groups if compares_steps else ())
 
     def begin_forward(self, module: nn.Module, groups: Sequence[ParameterGroup]) -> None:
@@ -60,7 +60,7 @@ class Tree(Generic[MemberT]):
 
         Raises StepMismatchError, on every rank that comes, where ranks are about to do different things.
         """
-        self.comm.end_turns()  # an exception may have ended the last backward
+        self.orders.end_turns()  # an exception may have ended the last backward
         if self._steps is not None:
             self._steps.forward(module, groups)
 
@@ -102,11 +102,11 @@ class Tree(Generic[MemberT]):
                 if finished:
                     reduce_unused(finished)
                 else:
-                    comm.compare_gathers()
+                    self.orders.compare_gathers()
                     comm.has_accumulated = True
                 comm.prefetches.clear()
                 comm.make_room(keep=0)
-        comm.end_turns()
+        self.orders.end_turns()
         self.awaits_conclusion = False
 
     def abandon(self) -> None:

@@ -34,7 +34,14 @@ from vescale.ops import (
     vector_norms,
     views,
 )
-from vescale.ops._boundary_copies import LIVE_COPIES, note_local, num_writes, read_arguments, settling
+from vescale.ops._boundary_copies import (
+    LIVE_COPIES,
+    note_local,
+    num_writes,
+    read_arguments,
+    require_current,
+    settling,
+)
 from vescale.ops._call import OpCall
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import (
@@ -42,16 +49,16 @@ from vescale.ops._conversion import (
     bring,
     bring_with_gradient,
     convert,
-    cut,
     enter_local,
     leave_local,
     wrap_global,
 )
+from vescale.ops._conversion_plans import cut
 from vescale.ops._decision import Decision, Rule
-from vescale.ops._dispatch import run_interleaved, view_of_uneven_shards
+from vescale.ops._dispatch import misjudged_view, run_interleaved, view_of_uneven_shards
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 from vescale.ops._install import install
-from vescale.ops._links import require_current, settle
+from vescale.ops._links import settle
 from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
 from vescale.ops._register_rule import register_rule
 from vescale.ops._registry import (
@@ -99,6 +106,7 @@ __all__ = [
     "is_elementwise",
     "leave_local",
     "meetings",
+    "misjudged_view",
     "note_local",
     "num_writes",
     "observe",

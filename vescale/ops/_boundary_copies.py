@@ -24,7 +24,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import counts_local_writes, local_of, no_torch_function, version_holder
+from vescale.compat import counts_local_writes, local_of, native_require_current, no_torch_function, version_holder
 
 __all__ = [
     "AFTER_LOCAL_WRITES",
@@ -37,8 +37,8 @@ __all__ = [
     "note_writes",
     "num_writes",
     "pass_boundary",
-    "read",
     "read_arguments",
+    "require_current",
     "settle",
     "settling",
 ]
@@ -58,6 +58,7 @@ OUTDATED_VIEWS: dict[int, Callable[[], None]] = {}
 AFTER_LOCAL_WRITES: list[Callable[[torch.UntypedStorage], None]] = []
 
 IN_PYTHON = not counts_local_writes()
+_native_require_current = native_require_current()
 
 # Methods that read no element.
 _METADATA = frozenset(
@@ -145,7 +146,7 @@ class _Side:
 
 
 def pass_boundary(source: DTensor, copy: DTensor, outdated: Callable[[], None] | None) -> DTensor:
-    """``copy``, which was made of ``source``; with ``outdated``, at a boundary."""
+    """``copy``, which was made of ``source``; with ``outdated``, at a boundary. Where there is C++, it links the two."""
     if outdated is None or not IN_PYTHON:
         return copy
     *_, before = _storages(local_of(source))  # what it views
@@ -216,9 +217,12 @@ def settle(written: torch.Tensor, other: torch.Tensor) -> None:
             side.edition = side.group.edition
 
 
-def read(x: DTensor) -> None:
-    """Before ``x`` is read: gather anew what it views, and call ``outdated`` if it has old values, or views a copy of what
-    has."""
+def require_current(x: DTensor) -> None:
+    """Before anything but an op reads ``x``: gather anew what it views, and call ``outdated`` of a boundary if it has old
+    values, or views a copy of what has."""
+    if _native_require_current is not None:
+        _native_require_current(x)
+        return
     for storage in _written_locals() if _LOCAL_PARTS and LIVE_COPIES else ():
         AFTER_LOCAL_WRITES[0](storage)
     if not _SIDES and not OUTDATED_VIEWS:
@@ -252,4 +256,4 @@ def read_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     for value in (*args, *kwargs.values()):
         for item in value if type(value) in (list, tuple) else (value,):
             if isinstance(item, DTensor):
-                read(item)
+                require_current(item)

@@ -41,10 +41,11 @@ from vescale.compat import (
     permit_writes,
     spec_of,
 )
-from vescale.ops._boundary_copies import pass_boundary, read
+from vescale.ops._boundary_copies import pass_boundary, require_current
 from vescale.ops._conversion_plans import (
     Placements,
     Stage,
+    cut,
     gradient_spec,
     plan_cut,
     plan_gradient,
@@ -61,7 +62,6 @@ __all__ = [
     "bring",
     "bring_with_gradient",
     "convert",
-    "cut",
     "enter_local",
     "enter_together",
     "leave_local",
@@ -162,7 +162,7 @@ def convert(
     result: DTensor | None = _native.convert(x, target, stages, requester, outdated)
     if result is not None:
         return result
-    read(x)
+    require_current(x)
     complete = tuple(f if t is None else t for f, t in zip(x.placements, target))
     with no_torch_function():
         if outdated is not None and complete == tuple(x.placements) and not x.is_inference():
@@ -172,6 +172,8 @@ def convert(
             permit_writes(passed)
             return passed
         made: DTensor = _Convert.apply(x, complete, stages, requester)
+    if outdated is not None:
+        _native.link_copy(x, made, outdated)
     return pass_boundary(x, made, outdated)
 
 
@@ -282,6 +284,7 @@ def enter_local(
     if entered is not None:
         local: torch.Tensor = entered[0]
         return local
+    require_current(x)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return local_of(x).detach()
     with no_torch_function():
@@ -295,6 +298,8 @@ def enter_together(
     entered: tuple[torch.Tensor, ...] | None = _native.enter(tuple(operands), tuple(grad_placements), False)
     if entered is not None:
         return entered
+    for x in operands:
+        require_current(x)
     with no_torch_function():
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
             return tuple(local_of(x).detach() for x in operands)
@@ -345,14 +350,6 @@ def leave_local(
             return make_dtensor(local.detach(), spec)
         grads = without_partials(placements) if grad_placements is None else tuple(grad_placements)
         return _LeaveLocal.apply(local, spec, grads, op)
-
-
-def cut(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """The local part of a tensor that every rank has; a copy unless it is the whole tensor. No communication."""
-    replicated = (Replicate(),) * mesh.ndim
-    if tuple(placements) == replicated:
-        return x
-    return move_local(x, mesh, x.shape, replicated, placements).wait()
 
 
 class _WrapGlobal(torch.autograd.Function):

@@ -12,11 +12,20 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, intern_spec, make_spec
-from vescale.placements import NativeMove, contiguous_stride, native_move, own_region, stride_like, without_partials
+from vescale.placements import (
+    NativeMove,
+    contiguous_stride,
+    move_local,
+    native_move,
+    own_region,
+    stride_like,
+    without_partials,
+)
 
 __all__ = [
     "Placements",
     "Stage",
+    "cut",
     "gradient_spec",
     "plan_cut",
     "plan_gradient",
@@ -28,6 +37,14 @@ __all__ = [
 Placements = tuple[Placement, ...]
 # None for axes that keep their placement.
 Stage = tuple[Placement | None, ...]
+
+
+def cut(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """The local part of a tensor that every rank has; a copy unless it is the whole tensor. No communication."""
+    replicated = (Replicate(),) * mesh.ndim
+    if tuple(placements) == replicated:
+        return x
+    return move_local(x, mesh, x.shape, replicated, placements).wait()
 
 
 def plan_move(spec: DTensorSpec, target: Stage) -> tuple[DTensorSpec, NativeMove | None] | None:

@@ -8,11 +8,12 @@ Otherwise the op is run here.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, OutputSharding, StridedShard, decompose
@@ -22,10 +23,10 @@ from vescale.ops._decision import Decision
 from vescale.ops._execute import assigning, execute
 from vescale.ops._regrouped_dims import is_cut_unevenly
 from vescale.ops.interleaved import interleaved_rule, treats_indices_alike
-from vescale.ops.views import VIEWS, view_rule
+from vescale.ops.views import VIEWS, holds_the_same, view_rule
 from vescale.placements import shard_dim, split_factor
 
-__all__ = ["keeps_operands", "run_interleaved", "run_op", "set_item", "view_of_uneven_shards"]
+__all__ = ["keeps_operands", "misjudged_view", "run_interleaved", "run_op", "set_item", "view_of_uneven_shards"]
 
 
 def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
@@ -139,6 +140,38 @@ def view_of_uneven_shards(args: tuple[Any, ...] | None, kwargs: dict[str, Any], 
 @functools.lru_cache(maxsize=1024)
 def _decide_uneven(call: OpCall) -> Decision | None:
     return view_rule(call) if is_cut_unevenly(call.operands[0]) else None
+
+
+def misjudged_view(args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any, sharding: Any) -> Any:
+    """Where PyTorch's decision for a view gives ranks other elements than the view's placements say: what to do instead, as
+    :func:`view_of_uneven_shards`; NotImplemented where no placement describes what each rank holds, or nothing can be
+    decided. None where the decision is right.
+
+    PyTorch compares the size of a dim with the ranks of one axis after the other, also where several axes cut it.
+    """
+    spec = schema.args_schema[0] if schema.args_schema else None
+    if schema.op.overloadpacket.__name__ not in VIEWS or not isinstance(spec, DTensorSpec):
+        return None
+    dims = [p.dim for p in spec.placements if type(p) is Shard]
+    if len(dims) == len(set(dims)) or not isinstance(output := sharding.output_spec, DTensorSpec):
+        return None
+    call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
+    if cached(_is_right, call, output.placements):
+        return None
+    decision: Decision | None = cached(_decide_view, call)
+    found = None if decision is None else cached_sharding(call, decision)
+    if found is None and decision is not None and args is not None:
+        found = execute(call, decision, args, kwargs)
+    return NotImplemented if found is None else found
+
+
+_decide_view = functools.lru_cache(maxsize=1024)(view_rule)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_right(call: OpCall, placements: tuple[Placement, ...]) -> bool:
+    spec, shape = call.operands[0], tuple(call.meta.shape)
+    return math.prod(shape) != math.prod(spec.shape) or holds_the_same(spec, shape, placements, if_too_large=True)
 
 
 def set_item(original: Callable[..., None], dtensor: DTensor, index: Any, value: Any) -> None:

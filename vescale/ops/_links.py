@@ -7,14 +7,12 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, native_require_current
-from vescale.ops._boundary_copies import IN_PYTHON, read
+from vescale.compat import local_of
+from vescale.ops._boundary_copies import IN_PYTHON
 from vescale.ops._boundary_copies import settle as _settle
 from vescale.ops._conversion import NATIVE as _native
 
-__all__ = ["link_view", "require_current", "settle", "settle_view", "share_version"]
-
-_require_current = native_require_current()
+__all__ = ["link_view", "settle", "settle_view", "share_version"]
 
 
 def link_view(local: torch.Tensor, copy: torch.Tensor, update: Callable[[torch.Tensor], None]) -> bool:
@@ -31,14 +29,6 @@ def share_version(x: DTensor, copy: DTensor) -> None:
 def settle_view(copy: torch.Tensor) -> None:
     """An op has written to a copy that is viewed, and its source has the same values by now."""
     _native.settle_view(copy)
-
-
-def require_current(x: DTensor) -> None:
-    """Before anything but an op reads ``x``: as ops do, brings it up to date, or calls ``outdated`` of a conversion."""
-    if _require_current is not None:
-        _require_current(x)
-    else:
-        read(x)
 
 
 def settle(written: DTensor, other: DTensor) -> None:

@@ -28,12 +28,27 @@ __all__ = ["is_cut_unevenly", "regrouped"]
 
 
 def is_cut_unevenly(spec: DTensorSpec) -> bool:
-    """Whether an axis shards a dim that its ranks do not divide."""
+    """Whether an axis shards a dim, or what earlier axes leave of it, that its ranks do not divide."""
     return any(
         isinstance(p, FlattenedShard)
-        or ((dim := shard_dim(p)) is not None and spec.shape[dim] % (split_factor(p) * spec.mesh.size(axis)) != 0)
+        or (shard_dim(p) is not None and _left(spec, axis) % (split_factor(p) * spec.mesh.size(axis)) != 0)
         for axis, p in enumerate(spec.placements)
     )
+
+
+def _left(spec: DTensorSpec, axis: int) -> int:
+    """The size of the dim that a mesh axis cuts, as the earlier axes leave it, where all cut it as ``Shard`` and evenly; of
+    the whole dim otherwise."""
+    placement = spec.placements[axis]
+    dim = shard_dim(placement)
+    if dim is None:
+        return 0
+    size = int(spec.shape[dim])
+    if type(placement) is not Shard:
+        return size
+    cuts = [a for a, p in enumerate(spec.placements[:axis]) if shard_dim(p) == dim]
+    parts = math.prod(spec.mesh.size(a) for a in cuts)
+    return size // parts if all(type(spec.placements[a]) is Shard for a in cuts) and size % parts == 0 else size
 
 
 def regrouped(spec: DTensorSpec, shape: Sequence[int]) -> Placements | None:
@@ -46,25 +61,41 @@ def regrouped(spec: DTensorSpec, shape: Sequence[int]) -> Placements | None:
         return tuple(spec.placements)
     for together in (False, True):
         placements = tuple(
-            _in_shape(p, tuple(spec.shape), tuple(shape), spec.mesh.size(axis), together)
+            _in_shape(p, tuple(spec.shape), tuple(shape), spec.mesh.size(axis), together, _left(spec, axis))
+            if is_sharded(p)
+            else p
             for axis, p in enumerate(spec.placements)
         )
         found = tuple(p for p in placements if p is not None)
         if len(found) < len(placements):
             return None
-        if not _share_a_dim(spec, found) or _hold_the_same(spec, shape, found):
+        if not _share_a_dim(spec, found):
             return found
+        for one in dict.fromkeys((_nested(found, spec.mesh.shape), found)):
+            if _hold_the_same(spec, shape, one):
+                return one
     return None
 
 
+def _nested(placements: Placements, mesh_shape: Sequence[int]) -> Placements:
+    """With ``Shard`` for what cuts each of the parts that earlier axes have cut the same dim into."""
+    found: list[Placement] = []
+    for placement in placements:
+        if isinstance(placement, InterleavedShard):
+            earlier = [size for p, size in zip(found, mesh_shape) if shard_dim(p) == placement.dim]
+            if placement.num_chunks == math.prod(earlier):
+                placement = Shard(placement.dim)
+        found.append(placement)
+    return tuple(found)
+
+
 def _in_shape(
-    placement: Placement, shape: tuple[int, ...], new_shape: tuple[int, ...], num_ranks: int, together: bool
+    placement: Placement, shape: tuple[int, ...], new_shape: tuple[int, ...], num_ranks: int, together: bool, left: int
 ) -> Placement | None:
-    """``together``: with other cuts of the same dim, which have to be independent of each other."""
-    if not is_sharded(placement):
-        return placement
+    """``together``: with other cuts of the same dim, which have to be independent of each other; ``left``: what earlier
+    ones leave of it."""
     if isinstance(placement, Shard | StridedShard | InterleavedShard):
-        size, rest = divmod(shape[placement.dim], split_factor(placement))
+        size, rest = divmod(left, split_factor(placement))
         inner = 1
         if rest:
             return None

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.comm import all_reduce, axis_group, requested_by
 from vescale.compat import local_of, make_dtensor, make_spec, tell_plain_value, tell_read
-from vescale.ops._conversion import bring, cut
+from vescale.ops._conversion import bring
+from vescale.ops._conversion_plans import cut
 from vescale.ops._registration import handles, is_spread
 from vescale.placements import contiguous_stride, shard_dim, without_partials
 

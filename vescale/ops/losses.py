@@ -33,7 +33,8 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.comm import all_reduce, axis_group, requested_by
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, tell_plain_value, tell_read
 from vescale.errors import LabelError
-from vescale.ops._conversion import bring, cut
+from vescale.ops._conversion import bring
+from vescale.ops._conversion_plans import cut
 from vescale.ops._registration import handles, is_spread
 from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim, without_partials
 

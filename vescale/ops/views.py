@@ -33,7 +33,7 @@ from vescale.placements import (
     split_factor,
 )
 
-__all__ = ["VIEWS", "view_rule"]
+__all__ = ["VIEWS", "holds_the_same", "view_rule"]
 
 _VIEWS = "view _unsafe_view reshape view_copy unsqueeze squeeze expand flatten"
 VIEWS = names(_VIEWS + " slice")
@@ -61,7 +61,7 @@ def view_rule(call: OpCall) -> Decision | None:
         return None if outputs is None else Decision((spec.placements,), (outputs,), _flat, local_sizes=flat_size)
     viewed = regrouped(spec, shape) if is_cut_unevenly(spec) else None
     if viewed is None:
-        viewed = next((p for p in _viewed(spec, shape) if _holds_the_same(spec, shape, p)), None)
+        viewed = next((p for p in _viewed(spec, shape) if holds_the_same(spec, shape, p)), None)
     if viewed is None:
         return None
     region = own_region(shape, viewed, spec.mesh)
@@ -92,7 +92,7 @@ def _ragged_view(spec: DTensorSpec, shape: tuple[int, ...]) -> Placements | None
     others: Placements = tuple(Replicate() if isinstance(p, RaggedShard) else p for p in spec.placements)
     if any(is_sharded(placement) for placement in others):
         left = with_placements(spec, others)
-        found = next((p for p in _viewed(left, shape) if _holds_the_same(left, shape, p)), None)
+        found = next((p for p in _viewed(left, shape) if holds_the_same(left, shape, p)), None)
         if found is None:
             return None
         others = found
@@ -133,14 +133,17 @@ def _regrouped(spec: DTensorSpec, axis: int, shape: tuple[int, ...]) -> Iterator
                 yield InterleavedShard(d, found)
 
 
-def _holds_the_same(spec: DTensorSpec, shape: tuple[int, ...], placements: Placements) -> bool:
-    """Whether every rank holds the same elements in the same order. Dims at either end that neither side shards and
-    that the view leaves alone are shrunk to size 1, which changes nothing but the cost."""
+def holds_the_same(
+    spec: DTensorSpec, shape: tuple[int, ...], placements: Placements, if_too_large: bool = False
+) -> bool:
+    """Whether every rank holds the same elements in the same order; ``if_too_large`` where that would take too long. Dims
+    at either end that neither side shards and that the view leaves alone are shrunk to size 1, which changes nothing but
+    the cost."""
     old, new = _shrunk(tuple(spec.shape), spec.placements, shape, placements)
     last = max(dim for p in spec.placements if (dim := shard_dim(p)) is not None)
     pieces = max(split_factor(p) for p in (*spec.placements, *placements))
     if math.prod(old[:last]) * pieces > _MAX_RUNS:
-        return False
+        return if_too_large
     mesh_shape = tuple(spec.mesh.shape)
     return all(
         list(local_region(old, spec.placements, mesh_shape, where).runs())

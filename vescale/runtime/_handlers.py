@@ -33,6 +33,7 @@ from vescale.ops import (
     LIVE_COPIES,
     bring,
     entries,
+    misjudged_view,
     note_local,
     remember_copy,
     report_implicit_move,
@@ -196,6 +197,9 @@ class _Listener(DispatchListener):
 
     def view_of_uneven_shards(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any) -> Any:
         return view_of_uneven_shards(args, kwargs, schema)
+
+    def misjudged_view(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any, sharding: Any) -> Any:
+        return misjudged_view(args, kwargs, schema, sharding)
 
     def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
         return derivative(op, schema, sharding)
