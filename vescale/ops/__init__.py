@@ -47,6 +47,7 @@ from vescale.ops._conversion import (
     leave_local,
     wrap_global,
 )
+from vescale.ops._conversion_plans import stages_between
 from vescale.ops._decision import Decision, Rule
 from vescale.ops._dispatch import run_interleaved, view_of_uneven_shards
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
@@ -114,6 +115,7 @@ __all__ = [
     "running_module",
     "settle",
     "settling",
+    "stages_between",
     "strict_placements",
     "view_of_uneven_shards",
     "without_dim",
