@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPools
-from vescale.compat import local_of, native_hooks
+from vescale.compat import clear_sharding_caches, local_of, native_hooks
 from vescale.plans import Plan, PlanError
 from vescale.runtime import _function_mode, _parallelize, parallelize
 from vescale.runtime._activation import activations, current_activation
@@ -241,6 +241,142 @@ def without_python() -> None:
     assert called.count("Enter.__call__") == called.count("Leave.__call__") == 4
 
 
+class Block(nn.Module):
+    """Two layers share an input, which is moved for neither; the output of the third is a sum over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = (nn.Linear(4, 4, bias=False).double() for _ in range(3))
+        self.calls: list[str] = []
+        self.is_traced = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def tracer(frame: FrameType, event: str, _: Any) -> None:
+            if event == "call" and "/vescale/" in frame.f_code.co_filename:
+                self.calls.append(frame.f_code.co_qualname)
+
+        x = x * 1.0
+        sys.setprofile(tracer if self.is_traced else None)
+        y = self.last(self.first(x) * self.second(x))
+        sys.setprofile(None)
+        return y
+
+
+def block(native: Any) -> nn.Module:
+    plan = Plan(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
+    plan.shard("(first|second).<in>", Replicate(), mesh="tp")
+    plan.shard("(first|second).weight", Shard(0), mesh="tp")
+    plan.shard("last.weight", Shard(1), mesh="tp")
+    plan.shard("last.<out>", Replicate(), mesh="tp")
+    with hooks(native):
+        return parallelize(Block(), plan, strict=True)
+
+
+def boundaries_without_python() -> None:
+    """Entries that move no input, and that place one output, are carried out without a function of vescale's, with the
+    results of Python: the two layers get one tensor, whose gradient is reduced once."""
+    x = torch.arange(16.0, dtype=torch.float64).view(4, 4)
+    found = []
+    for native in (native_hooks(), None):
+        model = block(native)
+        given: list[Any] = []
+        for step in range(4):
+            handles = [
+                each.register_forward_pre_hook(lambda _, args, given=given: given.append(args[0]))
+                for each in (model.first, model.second)
+                if step == 1  # other hooks run, and go
+            ]
+            with torch.set_grad_enabled(step != 2):
+                model.is_traced = step == 3
+                y: Any = model(x)
+            for handle in handles:
+                handle.remove()
+            if step != 2:
+                y.sum().backward()
+        assert isinstance(given[0], DTensor) and given[0] is given[1]
+        assert (model.calls == []) == (native is not None), model.calls
+        found.append([y.full_tensor(), *(p.grad.full_tensor() for p in model.parameters() if p.grad is not None)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    single = Block()
+    for _ in range(3):
+        single(x).sum().backward()
+    torch.testing.assert_close(found[0][1:], [p.grad for p in single.parameters()])
+
+
+def specs_that_change() -> None:
+    """More kinds of inputs than a hook remembers, and tables that are cleared meanwhile."""
+    models = [block(native) for native in (native_hooks(), None)]
+    for rows in (*range(1, 12), 3, 1):
+        x = torch.arange(4.0 * rows, dtype=torch.float64).view(rows, 4)
+        results: list[Any] = [model(x) for model in models]
+        for result in results:
+            result.sum().backward()
+        torch.testing.assert_close(*(result.full_tensor() for result in results), rtol=0, atol=0)
+        if rows == 5:
+            clear_sharding_caches()
+    grads: list[list[Any]] = [[p.grad for p in model.parameters()] for model in models]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=0, atol=0)
+
+
+def noting(seen: list[str], what: str) -> Callable[..., None]:
+    return lambda *_: seen.append(what)
+
+
+def calls_of_modules() -> None:
+    """What nn.Module does around a forward, without its Python: other hooks, errors, warnings, and hooks that come late."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.seen: list[str] = []
+            self.late: Any = None
+
+        def forward(self, x: torch.Tensor, *, error: BaseException | None = None) -> torch.Tensor:
+            if error is not None:
+                raise error
+            if self.late is not None:
+                self.register_forward_hook(self.late)
+            return x * self.weight
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+            return self.inner(x, **options)
+
+    mesh = init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES))
+    for native in (native_hooks(), None):
+        with hooks(native):
+            model: Any = parallelize(Outer(), Plan(mesh))
+        x, inner = torch.ones(2), model.inner
+        assert (inner.__dict__.get("_compiled_call_impl") is not None) == (native is not None)
+        error = ValueError("own")
+        with pytest.raises(ValueError, match="own") as caught:
+            model(x, error=error)
+        assert caught.value is error and activations() == []
+        handles = [
+            inner.register_forward_hook(noting(inner.seen, "after")),
+            nn.modules.module.register_module_forward_pre_hook(noting(inner.seen, "all")),
+            inner.register_full_backward_hook(noting(inner.seen, "backward")),
+        ]
+        model(x.requires_grad_()).sum().backward()
+        assert inner.seen == ["all", "all", "after", "backward"]
+        for handle in handles:
+            handle.remove()
+        inner.late = lambda module, args, output: output + 1
+        assert model(x.detach()).full_tensor().tolist() == [2.0, 2.0]
+        inner.late = None
+        copied = copy.deepcopy(model)
+        assert copied(x.detach()).full_tensor().tolist() == [2.0, 2.0]
+        inner.forward = lambda x: x * 7  # replaced by hand
+        assert model(x.detach()).full_tensor().tolist() == [8.0, 8.0]
+
+
 def errors_of_instructions() -> None:
     """An output that cannot be placed: the plan's error, and nothing stays switched on; the module's own error wins."""
     for native in (native_hooks(), None):
@@ -347,7 +483,7 @@ def functions() -> None:
 
 @pytest.mark.helper("module_hooks")
 def test_cpp_does_what_python_does(ranks: RankPools) -> None:
-    ranks.run(each, the_same, without_python)
+    ranks.run(each, the_same, without_python, boundaries_without_python, specs_that_change, calls_of_modules)
 
 
 @pytest.mark.helper("module_hooks")

@@ -35,6 +35,7 @@ __all__ = [
     "handlers_of_dtensor",
     "keeps_operands",
     "no_torch_function",
+    "specs_on_replicas",
     "stock_dispatch",
     "take_over_handled_ops",
     "take_over_mixed_ops",
@@ -133,6 +134,16 @@ def _handle_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     specs = tuple(x._spec if isinstance(x, DTensor) else x for x in args)
     found = _by_handler(op, args, kwargs, SimpleNamespace(args_schema=specs, kwargs_schema=kwargs))
     return stock_dispatch(op, args, kwargs) if found is NotImplemented else found
+
+
+def specs_on_replicas(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensorSpec, ...] | None:
+    """The specs of the results of an op of :func:`take_over_mixed_ops` that runs on its local tensors as they are, because
+    all operands are whole DTensors; None where something else happens. Runs the op."""
+    if handlers_of_dtensor().get(op) is not _handle_mixed or kwargs or not _are_replicas(args):
+        return None
+    results = _on_replicas(op, args)
+    found = results if isinstance(results, tuple) else (results,)
+    return tuple(x._spec for x in found) if all(type(x) is DTensor for x in found) else None
 
 
 def _are_replicas(args: tuple[Any, ...]) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import _redistribute as tensor_redistribute
 from vescale.compat.checkpoint_plans import CheckpointHooks
 from vescale.compat.dtensor import local_of, make_dtensor, spec_of
 from vescale.compat.model_hooks import tell_plain_value
+from vescale.compat.passed_functions import pass_methods
 from vescale.compat.patching import Changes
 from vescale.compat.sharding_caches import begin_world
 from vescale.errors import SetDataError
@@ -216,8 +217,10 @@ def wrap_distribute_tensor(changes: Changes, hooks: DTensorHooks) -> None:
 
 
 def give_values(changes: Changes, hooks: Any) -> None:
+    """What DTensors do in models' forwards and around them."""
     _format_scalars(changes)
     _read_whole_values(changes)
+    pass_methods(changes)
 
 
 def _format_scalars(changes: Changes) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from torch import nn
 
-__all__ = ["CALL_OVERRIDE", "GLOBAL_HOOKS", "HOOKS_OF_MODULES", "MODULE_CALL", "call_module"]
+__all__ = ["CALL_OVERRIDE", "GLOBAL_HOOKS", "HOOKS_OF_MODULES", "MODULE_CALL", "call_module", "shorten_call"]
 
 MODULE_CALL = nn.Module._call_impl  # runs the hooks and the forward of a module
 CALL_OVERRIDE = "_compiled_call_impl"  # an attribute that is called in place of ``MODULE_CALL`` where it is not None
@@ -24,3 +26,43 @@ GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
 def call_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The hooks and the forward of a module, whatever ``CALL_OVERRIDE`` is."""
     return module._call_impl(*args, **kwargs)
+
+
+def shorten_call(module: nn.Module, native: Any) -> None:
+    """Let calls of a module whose only hooks are one of ``native.Enter`` and one of ``native.Leave`` run them without
+    ``nn.Module``'s Python (``csrc/module_call.h``); with others, ``nn.Module`` runs them all. A module with a way of its own
+    to be called, a copy and a module that is compiled run as usual."""
+    kind = type(module)
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook) is native.Enter]
+    hooks += [hook for hook in module._forward_hooks.values() if type(hook) is native.Leave]
+    is_usual = kind.__call__ is nn.Module.__call__ and kind._call_impl is MODULE_CALL
+    if is_usual and len(hooks) == 2 and CALL_OVERRIDE not in module.__dict__:
+        native.set_call_functions(GLOBAL_HOOKS, _run_hooks, _fail)
+        module.__dict__[CALL_OVERRIDE] = native.ModuleCall(module, *hooks)
+
+
+def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """The forward hooks as ``nn.Module`` runs them, of a module whose forward has added some."""
+    named = module._forward_hooks_with_kwargs.keys() | _modules._global_forward_hooks_with_kwargs.keys()
+    for key, hook in (*_modules._global_forward_hooks.items(), *module._forward_hooks.items()):
+        changed = hook(module, args, kwargs, output) if key in named else hook(module, args, output)
+        output = output if changed is None else changed
+    return output
+
+
+def _fail(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[..., Any], error: BaseException
+) -> NoReturn:
+    """As ``nn.Module`` after an error in the forward, or in the hook before it."""
+    try:
+        raise error
+    except Exception:
+        try:
+            after(module, args, kwargs, None)
+        except Exception as second:  # not lost: a warning, as nn.Module gives
+            warnings.warn(
+                "module forward hook with ``always_call=True`` raised an exception that was silenced as another error was "
+                f"raised in forward: {second}",
+                stacklevel=2,
+            )
+        raise

@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from vescale import csrc
 from vescale.compat.closed_forms import form_key, known_form, moves_operands, remember_form
-from vescale.compat.dispatch import handlers_of_dtensor, keeps_operands
+from vescale.compat.dispatch import handlers_of_dtensor, keeps_operands, specs_on_replicas
 from vescale.compat.model_hooks import model_hooks
 from vescale.compat.native_decisions import (
     STOCK_PLACEMENTS,
@@ -52,7 +52,9 @@ __all__ = [
     "filter_functions",
     "install_native_dispatch",
     "is_native",
+    "native_boundaries",
     "native_conversions",
+    "native_passes",
     "native_require_current",
     "num_entries",
     "reset_dispatch_counts",
@@ -213,6 +215,19 @@ def filter_functions(mode: TorchFunctionMode, python: Callable[..., Any], when: 
         mode.__torch_function__ = module.make_filter(weakref.ref(mode), python, when)  # type: ignore[method-assign]
 
 
+def native_boundaries() -> Any:
+    """What the hooks of modules in C++ call in the C++ dispatcher, in a capsule; None where that has not been built."""
+    module = _loaded()
+    return None if module is None else module.boundary_functions
+
+
+def native_passes() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """What makes the descriptors of ``csrc/function_passes.h``, for methods and attributes: ``(class, method, function)``
+    and ``(attribute, function)``, with what a mode sees as the function. None without the helper."""
+    module = _loaded()
+    return None if module is None else (module.pass_method, module.pass_attribute)
+
+
 @contextlib.contextmanager
 def without_native() -> Iterator[None]:
     """Let PyTorch's path run all ops of the process, to compare with it."""
@@ -289,8 +304,10 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
     ``(position, number of summands)``.
     """
     op = _op(name, overload)
-    if op in _NEVER or op in handlers_of_dtensor() or op in DTensor._op_dispatcher._random_ops:
+    if op in _NEVER or op in DTensor._op_dispatcher._random_ops:
         return None
+    if op in handlers_of_dtensor():
+        return _decide_on_replicas(op, args, kwargs)
     form = form_key(op, args, kwargs)
     try:
         if form is not None:
@@ -318,3 +335,18 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
     if form is not None and not divided:
         remember_form(form, results, dict(replaced))
     return results, tuple(replaced), tuple(divided)
+
+
+def _decide_on_replicas(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """:func:`_decide` for ops with an entry in DTensor's table of handlers: the ones that do nothing on whole tensors."""
+    if op is _aten._local_scalar_dense.default:
+        whole = all(type(placement) is Replicate for placement in args[0].placements)
+        return ((((None,), -1, -1),), (), ()) if whole else None
+    try:
+        found = specs_on_replicas(op, args, kwargs)
+    except Exception:  # not lost: PyTorch's path runs it again, and raises it
+        return None
+    specs = None if found is None else tuple(map(intern_spec, found))
+    if specs is None or None in specs:
+        return None
+    return tuple(((spec,), -1, -1) for spec in specs), (), ()

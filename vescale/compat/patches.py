@@ -144,7 +144,9 @@ PATCHES: tuple[Patch, ...] = (
           "PEFT takes the shape of an adapter from the local part of its base layer's weight; plain parameters that come "
           "later are not reduced", "models",
           model_patches.observe_registrations),
-    Patch(f"{_DTENSOR}.__format__, tolist, numpy, __array__", 'f"{loss:.3f}"; the whole value', "PyTorch refuses them",
+    Patch(f"{_DTENSOR}.__format__, tolist, numpy, __array__; methods and attributes of torch._C.TensorBase",
+          'f"{loss:.3f}"; the whole value; the others run without the mode of a model\'s forward, where it does nothing',
+          "PyTorch refuses the first ones; it calls the mode for each method and each attribute that is read, 1 to 3 us",
           "models", dtensor_methods.give_values),
     Patch("torch.utils.checkpoint: _checkpoint_without_reentrant_generator, CheckpointFunction.forward, backward",
           "recompute a function in the module whose forward checkpointed it",

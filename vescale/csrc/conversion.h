@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "boundary_functions.h"
 #include "links.h"
 #include "moves.h"
 #include "python_node.h"
@@ -238,6 +239,25 @@ inline void link_copy(const at::Tensor& tensor, const at::Tensor& copy, const py
     }
 }
 
+// Whether a boundary leaves a tensor where it is.
+inline bool passes(const Move& move, const at::Tensor& tensor) {
+    return move.target != nullptr && !move.program && !tensor.is_inference();
+}
+
+// The tensor behind a boundary where nothing moves.
+inline py::object passed_on(
+    const at::Tensor& tensor, PyObject* dtensor, const py::object& stages, const py::object& requester) {
+    if (!at::GradMode::is_enabled() || !tensor.requires_grad()) {
+        return py::reinterpret_borrow<py::object>(dtensor);
+    }
+    auto held = std::make_shared<Boundary::Held>(Boundary::Held{stages, requester});
+    at::Tensor view = torch::autograd::as_view(
+        tensor, alias_of(tensor, dtensor), /*is_bw_differentiable=*/true, /*is_fw_differentiable=*/true,
+        std::make_unique<Boundary>(std::move(held)));
+    set_conversion(view, tensor, stages, requester);
+    return to_object(view);
+}
+
 // A DTensor with the placements `target`, linked in autograd; None where Python has to do it. `outdated`: None makes a tensor of
 // its own. Otherwise one device would pass the tensor on: where nothing moves, the result is a view of it, or the tensor itself
 // where it needs no gradient; where data move, the two are a `Group`.
@@ -256,16 +276,8 @@ inline py::object convert(
     const auto move = move_between(spec, target.ptr());
     const auto held_stages = py::reinterpret_borrow<py::object>(stages);
     const auto held_requester = py::reinterpret_borrow<py::object>(requester);
-    if (!outdated.is_none() && move->target != nullptr && !move->program && !tensor.is_inference()) {
-        if (!at::GradMode::is_enabled() || !tensor.requires_grad()) {
-            return py::reinterpret_borrow<py::object>(dtensor);
-        }
-        auto held = std::make_shared<Boundary::Held>(Boundary::Held{held_stages, held_requester});
-        at::Tensor view = torch::autograd::as_view(
-            tensor, alias_of(tensor, dtensor), /*is_bw_differentiable=*/true, /*is_fw_differentiable=*/true,
-            std::make_unique<Boundary>(std::move(held)));
-        set_conversion(view, tensor, held_stages, held_requester);
-        return to_object(view);
+    if (!outdated.is_none() && passes(*move, tensor)) {
+        return passed_on(tensor, dtensor, held_stages, held_requester);
     }
     at::Tensor result = moved(local_of(dtensor), *move);
     result = result.defined() ? wrap(std::move(result), *move->target)
@@ -275,6 +287,40 @@ inline py::object convert(
         link_copy(tensor, result, py::reinterpret_borrow<py::object>(outdated));
     }
     return to_object(result);
+}
+
+// `convert` with `outdated` where nothing moves; None in all other cases.
+inline py::object pass_boundary(const at::Tensor& tensor, py::handle target, py::handle stages, py::handle requester) {
+    PyObject* dtensor = is_seen() ? nullptr : dtensor_of(tensor);
+    const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
+    if (spec == nullptr || torch::autograd::isFwGradDefined(tensor)) {
+        return py::none();
+    }
+    require_current(local_of(dtensor));
+    const Running running;
+    const auto move = move_between(spec, target.ptr());
+    if (!passes(*move, tensor)) {
+        return py::none();
+    }
+    return passed_on(tensor, dtensor, py::reinterpret_borrow<py::object>(stages), py::reinterpret_borrow<py::object>(requester));
+}
+
+// For the library of module hooks.
+inline const BoundaryFunctions* own_boundary_functions() {
+    static const auto or_null = [](py::object made) { return made.is_none() ? nullptr : made.release().ptr(); };
+    static const BoundaryFunctions functions{
+        [](PyObject* x, PyObject* target, PyObject* stages, PyObject* requester) {
+            return or_null(pass_boundary(THPVariable_Unpack(x), target, stages, requester));
+        },
+        [](PyObject* x, PyObject* target, PyObject* stages, PyObject* requester, PyObject* outdated) {
+            return or_null(convert(THPVariable_Unpack(x), target, stages, requester, outdated));
+        },
+        [](PyObject* x) {
+            if (PyObject* dtensor = dtensor_of(THPVariable_Unpack(x))) {
+                spec_of(dtensor);
+            }
+        }};
+    return &functions;
 }
 
 // A new DTensor with the placements `target`, outside of autograd; None where Python has to make it.

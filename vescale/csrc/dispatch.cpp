@@ -11,6 +11,7 @@
 #include "batched_matmul.h"
 #include "conversion.h"
 #include "function_filter.h"
+#include "function_passes.h"
 #include "held_tensors.h"
 #include "kernel.h"
 #include "layer_norm.h"
@@ -212,6 +213,8 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("answer_mixed_calls", &vescale::answer_mixed_calls);
     module.def("clear", &vescale::clear_tables);
     module.def("make_filter", &vescale::make_filter);
+    module.def("pass_method", &vescale::pass_method);
+    module.def("pass_attribute", &vescale::pass_attribute);
     module.def("convert", torch::wrap_pybind_function(&vescale::convert));
     module.def("link_copy", torch::wrap_pybind_function(&vescale::link_copy));
     module.def("convert_values", torch::wrap_pybind_function(&vescale::convert_values));
@@ -222,6 +225,8 @@ PYBIND11_MODULE(_dispatch, module) {
         "set_local_regions", &vescale::set_local_regions, py::arg("gradient_spec"), py::arg("leaving"), py::arg("wrapping"),
         py::arg("enter_gradient"), py::arg("leave_gradient"), py::arg("wrap_gradient"));
     module.def("set_conversions", &vescale::set_conversions);
+    module.attr("boundary_functions") =
+        py::capsule(const_cast<vescale::BoundaryFunctions*>(vescale::own_boundary_functions()), vescale::kBoundaryFunctions);
     py::class_<vescale::LocalConversion>(module, "LocalConversion")
         .def(py::init<
              py::object, const py::object&, const py::tuple&, const py::tuple&, const py::object&, py::object, py::object,

@@ -162,6 +162,20 @@ inline bool is_affirmed(PyObject* asked, PyObject* function, PyObject* args, PyO
     return answer;
 }
 
+// Whether a function with this rule has to go to Python. `index`: its second argument, or null.
+inline bool is_for(When when, const Operands& operands, PyObject* index) {
+    switch (when) {
+        case When::kPartial:
+            return operands.is_partial;
+        case When::kNotReplicate:
+            return !operands.is_replicate;
+        case When::kIndex:
+            return operands.is_custom || index == nullptr || !is_basic_index(index);
+        default:
+            return true;
+    }
+}
+
 inline bool goes_to_python(PyObject* function, PyObject* args, PyObject* kwargs, PyObject* table) {
     PyObject* rule = PyDict_GetItemWithError(table, function);
     if (rule == nullptr && PyErr_Occurred()) {
@@ -192,16 +206,7 @@ inline bool goes_to_python(PyObject* function, PyObject* args, PyObject* kwargs,
     if (!operands.has_dtensor || when < 0) {
         return false;
     }
-    switch (static_cast<When>(when)) {
-        case When::kPartial:
-            return operands.is_partial;
-        case When::kNotReplicate:
-            return !operands.is_replicate;
-        case When::kIndex:
-            return operands.is_custom || PyTuple_GET_SIZE(args) < 2 || !is_basic_index(PyTuple_GET_ITEM(args, 1));
-        default:
-            return true;
-    }
+    return is_for(static_cast<When>(when), operands, PyTuple_GET_SIZE(args) < 2 ? nullptr : PyTuple_GET_ITEM(args, 1));
 }
 
 // ``__torch_function__`` of a mode: ``(function, kinds, args, kwargs)``. An object of Python's C interface, because PyTorch calls
@@ -213,6 +218,12 @@ struct FunctionFilter {
     PyObject* python;  // (mode, function, kinds, args, kwargs) -> result
     PyObject* table;  // what `goes_to_python` reads
 };
+
+// The filters of modes, by the mode.
+inline std::unordered_map<PyObject*, const FunctionFilter*>& filters() {
+    static auto* made = new std::unordered_map<PyObject*, const FunctionFilter*>;
+    return *made;
+}
 
 inline PyObject* call_filter(PyObject* object, PyObject* const* given, std::size_t num_given, PyObject*) {
     HANDLE_TH_ERRORS
@@ -239,6 +250,12 @@ inline PyObject* self_of_filter(PyObject* object, void*) {
 inline void free_filter(PyObject* object) {
     auto* filter = reinterpret_cast<FunctionFilter*>(object);
     auto* type = Py_TYPE(object);
+    for (auto found = filters().begin(); found != filters().end(); ++found) {
+        if (found->second == filter) {
+            filters().erase(found);
+            break;
+        }
+    }
     Py_CLEAR(filter->mode);
     Py_CLEAR(filter->python);
     Py_CLEAR(filter->table);
@@ -263,6 +280,7 @@ inline PyTypeObject* filter_type() {
     return made;
 }
 
+// `mode`: a weak reference.
 inline py::object make_filter(const py::object& mode, const py::object& python, const py::dict& table) {
     auto* type = filter_type();
     auto made = owned(type->tp_alloc(type, 0));
@@ -271,6 +289,7 @@ inline py::object make_filter(const py::object& mode, const py::object& python, 
     filter.mode = mode.inc_ref().ptr();
     filter.python = python.inc_ref().ptr();
     filter.table = table.inc_ref().ptr();
+    filters()[owned(PyObject_CallNoArgs(mode.ptr())).ptr()] = &filter;
     return made;
 }
 

@@ -9,16 +9,34 @@
 
 namespace vescale {
 
-// The interpreter's lock, taken for a scope.
+// The interpreter's lock, taken for a scope. Where this thread has it, as most do, only that is found out.
 class Gil {
   public:
-    Gil() : state_(PyGILState_Ensure()) {}
-    ~Gil() { PyGILState_Release(state_); }
+    Gil() : was_held_(is_held()) {
+        if (!was_held_) {
+            state_ = PyGILState_Ensure();
+        }
+    }
+    ~Gil() {
+        if (!was_held_) {
+            PyGILState_Release(state_);
+        }
+    }
     Gil(const Gil&) = delete;
     Gil& operator=(const Gil&) = delete;
 
   private:
-    PyGILState_STATE state_;
+    static bool is_held() {  // PyGILState_Check answers yes where there are several interpreters
+#if PY_VERSION_HEX >= 0x030D0000
+        PyThreadState* current = PyThreadState_GetUnchecked();
+#else
+        PyThreadState* current = _PyThreadState_UncheckedGet();
+#endif
+        return current != nullptr && current == PyGILState_GetThisThreadState();
+    }
+
+    bool was_held_;
+    PyGILState_STATE state_{};
 };
 
 // The interpreter's lock, given up for a scope if `is_wanted`.

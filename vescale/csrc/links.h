@@ -14,6 +14,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <bitset>
 #include <chrono>
 #include <memory>
 #include <thread>
@@ -87,6 +88,41 @@ inline std::unordered_map<c10::StorageImpl*, Known>& all_links() {
     return *made;
 }
 
+// Some bits for each storage in the table: most that are asked about have a bit that is not set, and are not looked up.
+class LinkedBits {
+  public:
+    void add(const c10::StorageImpl* storage) { bits_.set(position(storage)); }
+    bool may_have(const c10::StorageImpl* storage) const { return bits_.test(position(storage)); }
+
+    template <class Table>
+    void count_again(const Table& table) {
+        bits_.reset();
+        for (const auto& entry : table) {
+            add(entry.first);
+        }
+    }
+
+  private:
+    static constexpr std::size_t kNumBits = std::size_t{1} << 14;
+
+    static std::size_t position(const c10::StorageImpl* storage) {
+        return (reinterpret_cast<std::uint64_t>(storage) * 0x9e3779b97f4a7c15ULL) >> 50;
+    }
+
+    std::bitset<kNumBits> bits_;
+};
+
+inline LinkedBits& linked_bits() {
+    static auto* made = new LinkedBits;
+    return *made;
+}
+
+// The entry of a storage, made if there is none.
+inline Known& links_of(c10::StorageImpl* storage) {
+    linked_bits().add(storage);
+    return all_links()[storage];
+}
+
 // Drops what no tensor can find any more, when the table has doubled.
 inline void sweep_links() {
     static std::size_t limit = 256;
@@ -132,6 +168,7 @@ inline void sweep_links() {
         entry = table.erase(entry);
     }
     limit = std::max<std::size_t>(256, 2 * table.size());
+    linked_bits().count_again(table);
 }
 
 // What a local tensor that may be a viewed copy is a copy of; the tensor itself if it is none.
@@ -153,10 +190,9 @@ inline void add_to_group(const at::Tensor& source, const at::Tensor& copy, const
         return;
     }
     sweep_links();
-    auto& table = all_links();
     Side side = base_of(source);
     from = side.storage._unsafe_get_target();
-    auto& group = table[from].group;
+    auto& group = links_of(from).group;
     if (!group) {
         side.see();
         group = std::make_shared<Group>();
@@ -165,15 +201,15 @@ inline void add_to_group(const at::Tensor& source, const at::Tensor& copy, const
     group->update();
     group->members.push_back({Side(copy), group->edition, outdated});
     auto shared = group;
-    table[to].group = std::move(shared);
+    links_of(to).group = std::move(shared);
 }
 
 // `copy` is to be viewed in place of `local`.
 inline void add_view(const at::Tensor& local, const at::Tensor& copy, py::object update) {
     sweep_links();
     auto link = std::make_shared<ViewLink>(ViewLink{Side(local), Side(copy), std::move(update)});
-    all_links()[local.storage().unsafeGetStorageImpl()].copies.push_back(link);
-    all_links()[copy.storage().unsafeGetStorageImpl()].view = std::move(link);
+    links_of(local.storage().unsafeGetStorageImpl()).copies.push_back(link);
+    links_of(copy.storage().unsafeGetStorageImpl()).view = std::move(link);
 }
 
 // An empty tensor, which has the storage of a side.
@@ -252,8 +288,12 @@ inline void require_current(c10::StorageImpl* storage) {
 }
 
 inline void require_current(const at::Tensor& local) {
-    if (!all_links().empty() && local.has_storage()) {
-        require_current(local.storage().unsafeGetStorageImpl());
+    if (all_links().empty() || !local.has_storage()) {
+        return;
+    }
+    auto* storage = local.storage().unsafeGetStorageImpl();
+    if (linked_bits().may_have(storage)) {
+        require_current(storage);
     }
 }
 

@@ -6,11 +6,12 @@
 //
 // The interpreter's lock is held throughout. The library is for one build of torch: setup.py passes its name.
 
+#include "boundaries.h"
 #include "dtensor.h"
 #include "frame.h"
+#include "module_call.h"
+#include "no_torch_function.h"
 #include "timeline.h"
-
-#include <ATen/PythonTorchFunctionTLS.h>
 
 namespace vescale {
 namespace {
@@ -42,6 +43,8 @@ struct Names {
     py::object where = owned(PyUnicode_InternFromString("where"));
     py::object placed = owned(PyUnicode_InternFromString("placed"));
     py::object results = owned(PyUnicode_InternFromString("results"));
+    py::object converted = owned(PyUnicode_InternFromString("converted"));
+    py::object recorder = owned(PyUnicode_InternFromString("recorder"));
 };
 
 const Names& names() {
@@ -62,20 +65,6 @@ py::object part(py::handle frame, PyObject* Frame::*member, const py::object& na
     return py::reinterpret_borrow<py::object>(held == nullptr ? Py_None : held);
 }
 
-// Torch functions run as they are: no mode and no subclass sees them.
-class NoTorchFunction {
-  public:
-    NoTorchFunction() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
-        at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
-    }
-    ~NoTorchFunction() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before_); }
-    NoTorchFunction(const NoTorchFunction&) = delete;
-    NoTorchFunction& operator=(const NoTorchFunction&) = delete;
-
-  private:
-    at::impl::TorchFunctionDisabledState before_;
-};
-
 // A hook of one module: a callable that is copied with its model.
 struct Hook {
     PyObject_HEAD
@@ -83,6 +72,8 @@ struct Hook {
     PyObject* runtime;
     PyObject* path;
     PyObject* place;  // None: nothing to place
+    PyObject* entries;  // what `place` carries out, for BoundaryEntries; None: it does more
+    BoundaryEntries* known;  // of these; null: none
     PyObject* around;  // None: no parameter to show, or to hide
     PyObject* timeline;
     PyObject* where;  // what the timeline marks
@@ -100,6 +91,22 @@ struct Hook {
         return attribute(last, names().runtime).ptr() == runtime ? last : py::object();
     }
 
+    // The innermost frame of the thread, of whatever model; null where there is none, or somebody records what is placed.
+    static py::object calling_frame() {
+        const auto stack = attribute(callbacks().thread, names().stack);
+        const auto length = PyList_GET_SIZE(stack.ptr());
+        if (length == 0) {
+            return {};
+        }
+        const auto last = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(stack.ptr(), length - 1));
+        if (!attribute(last, names().recorder).is_none()) {
+            return {};
+        }
+        const auto frames = attribute(last, names().frames);
+        const auto depth = PyList_GET_SIZE(frames.ptr());
+        return depth == 0 ? py::object() : py::reinterpret_borrow<py::object>(PyList_GET_ITEM(frames.ptr(), depth - 1));
+    }
+
     // Before the forward: the arguments in a tuple, or None if they stay.
     py::object enter(PyObject* module, PyObject* args, PyObject* kwargs) const {
         auto& python = callbacks();
@@ -107,9 +114,14 @@ struct Hook {
         py::object placed = py::none(), held = py::none();
         if (place != Py_None) {
             const NoTorchFunction guard;
-            const auto answer = owned(PyObject_CallFunctionObjArgs(place, args, kwargs, nullptr));
-            held = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(answer.ptr(), 2));
-            placed = owned(PyTuple_GetSlice(answer.ptr(), 0, 2));
+            if (const auto caller = known == nullptr ? py::object() : calling_frame()) {
+                placed = known->place_inputs(args, kwargs, attribute(caller, names().converted));
+            }
+            if (placed.is_none()) {
+                const auto answer = owned(PyObject_CallFunctionObjArgs(place, args, kwargs, nullptr));
+                held = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(answer.ptr(), 2));
+                placed = owned(PyTuple_GetSlice(answer.ptr(), 0, 2));
+            }
             args = PyTuple_GET_ITEM(placed.ptr(), 0);
             kwargs = PyTuple_GET_ITEM(placed.ptr(), 1);
         }
@@ -142,7 +154,10 @@ struct Hook {
             settle(module);
             if (place != Py_None && output != Py_None) {
                 const NoTorchFunction guard;
-                placed = owned(PyObject_CallOneArg(place, output));
+                placed = known != nullptr && calling_frame() ? known->place_output(output) : py::object();
+                if (!placed) {
+                    placed = owned(PyObject_CallOneArg(place, output));
+                }
             }
         } catch (python_error& error) {
             error.persist();
@@ -267,11 +282,15 @@ PyObject* call_leave(PyObject* self, PyObject* const* args, size_t num_args, PyO
 template <vectorcallfunc call>
 PyObject* new_hook(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     HANDLE_TH_ERRORS
-    PyObject *runtime, *path, *place, *around;
-    static const char* keywords[] = {"runtime", "path", "place", "around", nullptr};
+    PyObject *runtime, *path, *place, *around, *entries;
+    static const char* keywords[] = {"runtime", "path", "place", "around", "entries", nullptr};
     if (PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OUOO", const_cast<char**>(keywords), &runtime, &path, &place, &around) == 0) {
+            args, kwargs, "OUOOO", const_cast<char**>(keywords), &runtime, &path, &place, &around, &entries) == 0) {
         return nullptr;
+    }
+    std::unique_ptr<BoundaryEntries> known;
+    if (entries != Py_None && boundary_functions() != nullptr) {
+        known = std::make_unique<BoundaryEntries>(py::reinterpret_borrow<py::object>(entries).cast<py::tuple>());
     }
     auto timeline = owned(PyObject_GetAttrString(runtime, "timeline"));
     py::cast<Timeline&>(timeline);  // or an error
@@ -283,6 +302,8 @@ PyObject* new_hook(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     hook->path = Py_NewRef(path);
     hook->place = Py_NewRef(place);
     hook->around = Py_NewRef(around);
+    hook->entries = Py_NewRef(entries);
+    hook->known = known.release();
     hook->timeline = timeline.release().ptr();
     hook->where = where.release().ptr();
     return made.inc_ref().ptr();
@@ -295,6 +316,8 @@ int clear_hook(PyObject* object) {
     Py_CLEAR(hook->path);
     Py_CLEAR(hook->place);
     Py_CLEAR(hook->around);
+    Py_CLEAR(hook->entries);
+    delete std::exchange(hook->known, nullptr);
     Py_CLEAR(hook->timeline);
     Py_CLEAR(hook->where);
     return 0;
@@ -306,7 +329,8 @@ int traverse_hook(PyObject* object, visitproc visit, void* arg) {
     Py_VISIT(hook->runtime);
     Py_VISIT(hook->place);
     Py_VISIT(hook->around);
-    return 0;
+    Py_VISIT(hook->entries);
+    return hook->known == nullptr ? 0 : hook->known->traverse(visit, arg);
 }
 
 void delete_hook(PyObject* object) {
@@ -320,7 +344,8 @@ void delete_hook(PyObject* object) {
 // A copy is a hook of the copied model.
 PyObject* reduce_hook(PyObject* object, PyObject*) {
     const auto* hook = reinterpret_cast<Hook*>(object);
-    return Py_BuildValue("O(OOOO)", Py_TYPE(object), hook->runtime, hook->path, hook->place, hook->around);
+    return Py_BuildValue(
+        "O(OOOOO)", Py_TYPE(object), hook->runtime, hook->path, hook->place, hook->around, hook->entries);
 }
 
 template <vectorcallfunc call>
@@ -344,7 +369,13 @@ py::object hook_type(const char* name) {
     return owned(PyType_FromSpec(&spec));
 }
 
-void install(const py::object& dtensor, const py::object& spec, const py::object& local, py::object set_compiler) {
+void install(
+    const py::object& dtensor, const py::object& spec, const py::object& local, py::object set_compiler,
+    const py::object& functions) {
+    boundary_functions() = static_cast<const BoundaryFunctions*>(PyCapsule_GetPointer(functions.ptr(), kBoundaryFunctions));
+    if (boundary_functions() == nullptr) {
+        throw python_error();
+    }
     set_dtensor_class(dtensor, spec, local);
     callbacks().set_compiler = std::move(set_compiler);
 }
@@ -375,6 +406,8 @@ PYBIND11_MODULE(_module_hooks, module) {
         .def("__len__", &Timeline::length);
     module.attr("Enter") = vescale::hook_type<vescale::call_enter>("vescale.csrc._module_hooks.Enter");
     module.attr("Leave") = vescale::hook_type<vescale::call_leave>("vescale.csrc._module_hooks.Leave");
+    module.attr("ModuleCall") = vescale::ModuleCall::type();
+    module.def("set_call_functions", &vescale::set_call_functions);
     module.def("install", &vescale::install);
     module.def("set_callbacks", &vescale::set_callbacks);
 }

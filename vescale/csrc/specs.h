@@ -5,6 +5,7 @@
 #include "dtensor.h"
 
 #include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <any>
 #include <atomic>
@@ -24,7 +25,7 @@ struct Spec {
     c10::SmallVector<std::int64_t, 5> strides;
 };
 
-using SpecTable = std::unordered_map<PyObject*, std::unique_ptr<Spec>>;
+using SpecTable = ska::flat_hash_map<PyObject*, std::unique_ptr<Spec>>;
 
 // What Python is asked, and the tables. Read and written with the interpreter's lock held.
 struct State {

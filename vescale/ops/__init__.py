@@ -53,7 +53,7 @@ from vescale.ops._conversion import (
     leave_local,
     wrap_global,
 )
-from vescale.ops._conversion_plans import cut
+from vescale.ops._conversion_plans import cut, stages_between
 from vescale.ops._decision import Decision, Rule
 from vescale.ops._dispatch import misjudged_view, run_interleaved, view_of_uneven_shards
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
@@ -122,6 +122,7 @@ __all__ = [
     "running_module",
     "settle",
     "settling",
+    "stages_between",
     "strict_placements",
     "view_of_uneven_shards",
     "without_dim",

@@ -21,7 +21,6 @@ module's boundary (``outdated``) keeps what one device has there: one tensor on 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +50,7 @@ from vescale.ops._conversion_plans import (
     plan_gradient,
     plan_leaving,
     plan_move,
+    stages_between,
     whole_spec,
 )
 from vescale.ops._observer import report_implicit_move
@@ -152,7 +152,7 @@ def convert(
             move, what reads one of the two after a write to the other calls ``outdated()`` before, which raises: every op;
             without the C++ dispatcher, every torch function in a model's forward.
     """
-    target, stages = _stages(
+    target, stages = stages_between(
         tuple(x.placements),
         tuple(target),
         None if grad_source is None else tuple(grad_source),
@@ -182,26 +182,13 @@ class PreparedConversion:
     ``stages`` say where it brings tensors and gradients; None on an axis keeps what is there."""
 
     def __init__(self, found: Placements, target: Stage, grads: tuple[Stage | None, Stage | None], who: str) -> None:
-        self.target, self.stages = _stages(found, target, *grads, False)
+        self.target, self.stages = stages_between(found, target, *grads, False)
         complete = tuple(f if t is None else t for f, t in zip(found, self.target))
         self._native, self._others = (self.target, self.stages, who, None), (complete, self.stages, who)
 
     def __call__(self, x: DTensor) -> DTensor:
         made: DTensor | None = _native.convert(x, *self._native)
         return made if made is not None else _Convert.apply(x, *self._others)
-
-
-@functools.lru_cache(maxsize=4096)
-def _stages(
-    found: Placements, target: Stage, grad_source: Stage | None, grad_target: Stage | None, passes_gradient: bool
-) -> tuple[Stage, tuple[Stage, ...]]:
-    """The target, and the placements that the gradient is brought to, one after the other. Equal calls get the same objects,
-    by whose addresses C++ remembers what to do."""
-    back = tuple(None if t is None else g for t, g in zip(target, without_partials(found)))
-    last = back if grad_target is None else tuple(b if g is None else g for b, g in zip(back, grad_target))
-    if passes_gradient:
-        return target, ()
-    return target, (last,) if grad_source is None else (grad_source, last)
 
 
 def _move(x: DTensor, target: Stage, requester: str) -> DTensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "plan_gradient",
     "plan_leaving",
     "plan_move",
+    "stages_between",
     "whole_spec",
 ]
 
@@ -95,3 +97,16 @@ def plan_cut(
         return None if spec is None else (spec, replicated, None)
     move = native_move(mesh, x.shape, replicated, placements, x.dtype)
     return None if move is None else (spec, replicated, move)
+
+
+@functools.lru_cache(maxsize=4096)
+def stages_between(
+    found: Placements, target: Stage, grad_source: Stage | None, grad_target: Stage | None, passes_gradient: bool
+) -> tuple[Stage, tuple[Stage, ...]]:
+    """The target, and the placements that the gradient is brought to, one after the other. Equal calls get the same objects,
+    by whose addresses C++ remembers what to do."""
+    back = tuple(None if t is None else g for t, g in zip(target, without_partials(found)))
+    last = back if grad_target is None else tuple(b if g is None else g for b, g in zip(back, grad_target))
+    if passes_gradient:
+        return target, ()
+    return target, (last,) if grad_source is None else (grad_source, last)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.compat import shorten_call
 from vescale.errors import ParallelizeError
 from vescale.ir import Program
 from vescale.runtime._runtime import Runtime
@@ -31,7 +32,12 @@ class _Eager:
             raise ParallelizeError("record= is of static mode; give mode='static' with it")
 
     def check(self, program: Program, mesh: DeviceMesh | None) -> None: ...
-    def install(self, runtime: Runtime, model: nn.Module) -> None: ...
+
+    def install(self, runtime: Runtime, model: nn.Module) -> None:
+        """Static mode does without: it replaces the calls of modules itself."""
+        if runtime.native is not None:
+            for module in model.modules():
+                shorten_call(module, runtime.native)
 
 
 _MODES: dict[str, Callable[[Any], Mode]] = {"eager": _Eager}

@@ -121,13 +121,17 @@ def module_hooks(
     show: Callable[[nn.Module], None] | None,
     place_outputs: Callable[..., Any] | None,
     hide: Callable[[nn.Module], None] | None,
+    input_entries: tuple[Any, ...] | None,
+    output_entries: tuple[Any, ...] | None,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """:class:`Enter` and :class:`Leave` for a module, in C++ if the model's are."""
+    """:class:`Enter` and :class:`Leave` for a module, in C++ if the model's are: these carry out the entries by themselves
+    where they can."""
     native = runtime.native
     if native is None:
         return Enter(runtime, path, place_inputs, show), Leave(runtime, path, place_outputs, hide)
     native.set_callbacks(THREAD, _begin, _end, _warn_of_compiler, _results, write_back)
-    return native.Enter(runtime, path, place_inputs, show), native.Leave(runtime, path, place_outputs, hide)
+    before = native.Enter(runtime, path, place_inputs, show, input_entries)
+    return before, native.Leave(runtime, path, place_outputs, hide, output_entries)
 
 
 def _begin(runtime: Runtime, module: nn.Module, path: str) -> Activation:

@@ -48,6 +48,8 @@ def add_hooks(runtime: Runtime, module: nn.Module, path: str, instructions: Sequ
         own.show if own.shown else None,
         own.place_outputs if own.outputs or own.is_root or own.hands_out or own.casts.output else None,
         own.hide if own.shown else None,
+        own.entries_of_inputs(),
+        own.entries_of_outputs(),
     )
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True, always_call=True)
@@ -135,6 +137,27 @@ class _Instructions:
                 assert isinstance(key, str)
                 kwargs = {**kwargs, key: placing(kwargs[key], placed)}
         return args, kwargs, placed or None
+
+    def entries_of_inputs(self) -> tuple[tuple[str | None, int, Any], ...] | None:
+        """For hooks in C++: name and position of each input that an entry names, and what is asked about it. Neither name
+        nor position: the entry is for all others. None: :meth:`place_inputs` does more than to carry out entries."""
+        if self.is_root or self.casts.param or not self.inputs:
+            return None
+        return tuple([(*self._name_and_position(placing.index), placing.way) for placing in self.inputs])
+
+    def entries_of_outputs(self) -> tuple[tuple[str | None, int, Any], ...] | None:
+        """The same of the only entry for a single output; None: there is another one, or more to do."""
+        if self.is_root or self.hands_out or self.casts.output or len(self.outputs) != 1:
+            return None
+        (placing,) = self.outputs
+        return ((None, -1, placing.way),) if placing.index in (None, 0, "0") else None
+
+    def _name_and_position(self, index: int | str | None) -> tuple[str | None, int]:
+        if index is None:
+            return None, -1
+        if isinstance(index, str):
+            return index, self._positions.get(index, -1)
+        return next((name for name, position in self._positions.items() if position == index), None), index
 
     def _place_others(
         self, placing: Placing, args: tuple[Any, ...], kwargs: dict[str, Any], placed: list[Placed]

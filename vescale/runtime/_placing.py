@@ -86,9 +86,7 @@ class Placing:
         if isinstance(x, DTensor):
             if not isinstance(self._op, Redistribute):
                 return x
-            spec = spec_of(x)
-            known = self._known.get(id(spec))
-            stages = known[1] if known is not None and known[0] is spec else self._stages(x)
+            stages = self._stages_of(x)
             recorder = _recorder()
             if recorder is not None:
                 return recorder.boundary(self, x, stages, self._is_shared)
@@ -108,6 +106,15 @@ class Placing:
             return from_local(x, runtime.mesh, placements)
         return wrap_global(x, runtime.mesh, placements, self.requester)
 
+    def way(self, x: DTensor) -> tuple[Any, ...]:
+        """For hooks in C++ (``csrc/boundaries.h``), what happens to DTensors with the spec of ``x``: the spec, the target,
+        the stages of the gradient, the requester, :meth:`outdated`, and by what the results are shared, None: by nothing.
+        The target is None where DTensors stay as they are."""
+        if not isinstance(self._op, Redistribute):
+            return spec_of(x), None, None, None, None, None
+        stages = self._stages_of(x)
+        return spec_of(x), *stages.bound(x), self.requester, self.outdated, stages if self._is_shared else None
+
     @property
     def takes_local_parts(self) -> bool:
         """Whether a plain tensor is one rank's part."""
@@ -124,6 +131,11 @@ class Placing:
             self._check(x, planned)
             known = self._planned[ndim] = cast(tuple[Placement, ...], _front(planned, ndim))
         return known
+
+    def _stages_of(self, x: DTensor) -> Stages:
+        spec = spec_of(x)
+        known = self._known.get(id(spec))
+        return known[1] if known is not None and known[0] is spec else self._stages(x)
 
     def _stages(self, x: DTensor) -> Stages:
         """The conversion of a tensor with this spec, after checks that depend on nothing else."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, versions
-from vescale.ops import PreparedConversion, convert
+from vescale.ops import PreparedConversion, convert, stages_between
 from vescale.runtime._activation import current_activation
 
 __all__ = ["Stages", "stages_of"]
@@ -48,6 +48,14 @@ class Stages:
         )
         assert target is not None
         return PreparedConversion(placements, target, (grad_source, grad_target), requester)
+
+    def bound(self, x: DTensor) -> tuple[object, object]:
+        """Target and stages of the gradient, as :meth:`convert` passes them to C++ for tensors placed as ``x``."""
+        target, source, last = (
+            None if stage is None else tuple(stage) for stage in (self._target, self._grad_source, self._grad_target)
+        )
+        assert target is not None
+        return stages_between(tuple(x.placements), target, source, last, False)
 
     def convert_once(self, x: DTensor, requester: str, outdated: Callable[[], None]) -> DTensor:
         """:meth:`convert`, or its earlier result within the forward of the module that passes ``x`` on.
