@@ -106,7 +106,9 @@ def load_model(text: str, device: str = "meta") -> nn.Module:
     with working(f"building {text}"):
         import torch
 
-        with torch.device(device):
+        from vescale.cli._without_fills import WithoutFills
+
+        with torch.device(device), WithoutFills():
             return _from_config(text[len("hf:") :]) if text.startswith("hf:") else _from_factory(text)
 
 
