@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.ranks import RankPools
 from vescale import parallelize
+from vescale.compat import dtensor_methods
+from vescale.errors import SavedPartWarning
 from vescale.fsdp import fully_shard
 from vescale.plans import Plan
 
@@ -38,6 +42,28 @@ def saved(value: Any) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def a_part_is_saved() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize(nn.Linear(4, 2), Plan(mesh).shard("weight", Shard(0), mesh="tp"))
+    dtensor_methods._WARNED.clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        copy.deepcopy(model.state_dict())
+        pickle.dumps(model.weight)
+        saved(model.bias)
+        assert not [each for each in seen if each.category is SavedPartWarning]
+        saved(model.state_dict())
+        saved(model.state_dict())
+    return [str(each.message) for each in seen if each.category is SavedPartWarning]
+
+
+def test_a_saved_part_warns_once(ranks: RankPools) -> None:
+    """Copies, and what goes to other processes, do not; neither do tensors of which this rank has all."""
+    for found in ranks.run(a_part_is_saved, world_size=2):
+        assert len(found) == 1 and "part (1, 4) of a DTensor of shape (2, 4)" in found[0], found
+        assert "vescale.checkpoint.save" in found[0]
 
 
 def model_with_gradients(kind: str) -> nn.Module:

@@ -27,15 +27,18 @@ DAILY = [
     "another_batch_over_tp",
     "another_batch_size",
     "another_plan",
+    "another_seed_for_an_initialization",
     "another_seed_for_the_model",
     "clipping_old_parameters",
     "ddp_around",
     "evaluation_on_rank_0",
+    "labels_of_local_rows",
     "load_state_dict_of_another_run",
     "numpy_numbers_in_a_forward",
     "optimizer_before_fully_shard",
     "optimizer_before_parallelize",
     "other_labels_outside",
+    "safetensors_of_parts",
     "saving_the_module",
 ]
 

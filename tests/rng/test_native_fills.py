@@ -29,6 +29,7 @@ from vescale import csrc, rng
 from vescale.compat import clear_sharding_caches, local_of, make_dtensor, make_spec
 from vescale.compat.native_dispatch import write_through_python
 from vescale.compat.patching import HOOKS, Changes
+from vescale.compat.random_ops import count_forward
 from vescale.placements import RaggedShard, local_region
 from vescale.rng import _native_parts, _op_handlers
 from vescale.rng._engine import fill_region
@@ -177,7 +178,8 @@ def test_functions(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("where", [Replicate(), Shard(0), Shard(1)], ids=str)
 def test_a_known_call_does_not_enter_python(mesh: DeviceMesh, where: Placement) -> None:
-    """No handler, no decision, no get_state(): the interpreter calls nothing but the op."""
+    """No handler, no decision, no get_state(): the interpreter calls nothing but the op. As in a forward: outside of it, the
+    checks are told."""
     dtensor = placed(torch.ones(32, 32), mesh, [where])
     calls: list[Any] = []
 
@@ -195,11 +197,13 @@ def test_a_known_call_does_not_enter_python(mesh: DeviceMesh, where: Placement) 
     ):
         call()
         calls.clear()
+        count_forward(1)
         sys.setprofile(watch)
         try:
             call()
         finally:
             sys.setprofile(None)
+            count_forward(-1)
         assert [one for one in calls if one not in ("<lambda>", "setprofile")] in ([name], []), calls
 
 
@@ -299,7 +303,7 @@ def test_what_is_not_for_the_kernels(mesh: DeviceMesh, handled: list[str]) -> No
 def test_writes_are_told_while_copies_are_viewed(
     mesh: DeviceMesh, handled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listener = SimpleNamespace(wrote=lambda tensor: handled.append("told"))
+    listener = SimpleNamespace(wrote=lambda tensor: handled.append("told"), draws=lambda *_: None)
     copies = {1}
     models = SimpleNamespace(view_copies=copies, handlers={}, listener=listener)
     dtensor = placed(torch.ones(8, 8), mesh, [Shard(0)])

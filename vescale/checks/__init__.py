@@ -1,8 +1,9 @@
 """Mistakes of the script around a model that would end in wrong numbers or a hang: found, and told with the edit."""
 
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
+from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
-from vescale.checks._mismatches import MADE, SEED, STATE, InputMismatchError, StepMismatchError
+from vescale.checks._mismatches import DRAWN, MADE, SEED, STATE, InputMismatchError, StepMismatchError
 from vescale.checks._random_states import RandomStates
 from vescale.checks._repeated_parts import RepeatedPartsWarning
 from vescale.checks._replaced_parameters import (
@@ -16,6 +17,7 @@ from vescale.checks._start import start_checks, start_checks_among, step_checks
 from vescale.checks._steps import LocalPart, StepChecks
 
 __all__ = [
+    "DRAWN",
     "MADE",
     "SEED",
     "STATE",
@@ -29,6 +31,7 @@ __all__ = [
     "StepChecks",
     "StepMismatchError",
     "adopt_optimizers",
+    "call_site",
     "check_every",
     "check_mode",
     "describe",

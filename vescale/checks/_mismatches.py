@@ -9,6 +9,7 @@ from vescale.comm import first_difference
 from vescale.errors import Coded
 
 __all__ = [
+    "DRAWN",
     "MADE",
     "NUMBERS",
     "SAME_STEPS",
@@ -44,6 +45,8 @@ NUMBERS = ("state of numpy.random", "state of Python's random")
 """Of generators that have no seed to ask for."""
 MADE = "made: "
 """What names of tensors begin with that a forward has made of numbers, arrays or texts."""
+DRAWN = "drawn: "
+"""What names of random ops on DTensors begin with, outside of forwards."""
 STATE = "state: "
 """What names of parameters begin with."""
 SAME_STEPS = (
@@ -120,6 +123,14 @@ def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
             "under `if rank == 0:`, another learning rate, another requires_grad or hyperparameter. Do the same on "
             "every rank; to take values of one file or rank, call load_state_dict on all. If values differ on purpose: "
             "`with vescale.unchecked():`"
+        )
+    if difference.name.startswith(DRAWN):
+        return (
+            f"ranks have drawn different random numbers before {site}: {difference.name.removeprefix(DRAWN)} is from "
+            f"{found}. Each rank draws its part of what one device draws, so that all have to start from one seed and draw "
+            "the same, in the same order: call torch.manual_seed with the same seed on every rank before an initialization "
+            "(and give generator= the same seed), with no `if rank == 0:` around it. If they differ on purpose: `with "
+            "vescale.unchecked():`"
         )
     if difference.name.startswith(MADE):
         return (

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from vescale.checks._axis_meetings import AxisMeetings
 from vescale.checks._call_site import call_site
-from vescale.checks._descriptions import digest_of
+from vescale.checks._descriptions import digest_of, hash_of
 from vescale.checks._mismatches import (
     SAME_STEPS,
     SEVERAL_THREADS,
@@ -197,8 +197,10 @@ class StepChecks:
 
     def note(self, name: str, text: str) -> None:
         """Something that is the same on every rank was given outside of a forward: compared with the next event."""
-        if len(self._noted) < _MAX_NOTED:
-            self._noted.append((name, text))
+        if len(self._noted) >= _MAX_NOTED:  # their hash, so that one that differs is found
+            earlier = self._noted.pop()
+            name, text = f"{name} or one before it", hash_of("".join((*earlier, name, text)))
+        self._noted.append((name, text))
 
     # One event
 

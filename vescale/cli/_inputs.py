@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import working
+from vescale.cli._late_import import late_scipy
 from vescale.cli._main import UsageError
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ def load_model(text: str, device: str = "meta") -> nn.Module:
     with working(f"building {text}"):
         import torch
 
-        with torch.device(device):
+        from vescale.cli._without_fills import WithoutFills
+
+        with torch.device(device), WithoutFills():
             return _from_config(text[len("hf:") :]) if text.startswith("hf:") else _from_factory(text)
 
 
@@ -148,10 +151,11 @@ def _of_transformers(file: str, data: dict[str, Any]) -> nn.Module:
     except ImportError:
         raise UsageError("--model hf:... needs transformers; install vescale[hf]") from None
     try:
-        config = transformers.AutoConfig.for_model(**data)
-        names = config.architectures or []
-        known: Any = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-        return known(config) if known is not None else transformers.AutoModelForCausalLM.from_config(config)
+        with late_scipy():
+            config = transformers.AutoConfig.for_model(**data)
+            names = config.architectures or []
+            known: Any = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+            return known(config) if known is not None else transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise UsageError(f"--model hf:{file}: {type(error).__name__}: {error}") from error
 

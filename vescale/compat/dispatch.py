@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
 from vescale.compat.empty_shards import has_empty_shards
+from vescale.compat.gradient_scaling import unscale
 from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
 from vescale.compat.op_info import (
     OutputSharding,
@@ -100,6 +101,7 @@ def take_over_handled_ops(changes: Changes, _: Any) -> None:
     ):
         if op in table:
             changes.entry(handlers_of_dtensor, op, functools.partial(_handle, table[op]))
+    changes.entry(handlers_of_dtensor, _aten._amp_foreach_non_finite_check_and_unscale_.default, unscale)
 
 
 def take_over_mixed_ops(changes: Changes, hooks: ModelHooks) -> None:

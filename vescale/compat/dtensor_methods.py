@@ -7,6 +7,7 @@ Each wrapper first looks for a custom placement and calls the original if there 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from vescale.compat.model_hooks import tell_plain_value
 from vescale.compat.passed_functions import pass_methods
 from vescale.compat.patching import Changes
 from vescale.compat.sharding_caches import begin_world
-from vescale.errors import SetDataError
+from vescale.errors import DTensorStorageError, SavedPartWarning, SetDataError
 
 __all__ = [
     "DTensorHooks",
@@ -268,10 +269,43 @@ def wrap_copying(changes: Changes, _: Any) -> None:
 
     @functools.wraps(reduce)
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        if protocol == _OF_TORCH_SAVE:
+            _warn_of_part(self)
         return reduce(_aligned(self) if _is_inside(self) else self, protocol)
 
-    for method in (__deepcopy__, __reduce_ex__):
+    def storage(self: Any) -> Any:
+        raise DTensorStorageError(
+            f"storage() of a DTensor of shape {tuple(self.shape)} placed as {tuple(self.placements)}: it has no memory of "
+            "its own, and to_local() is this rank's part. To write a file (safetensors), give it whole tensors, "
+            "x.full_tensor() on all ranks, or save with vescale.checkpoint.save, and export (`vescale ckpt export`)"
+        )
+
+    for method in (__deepcopy__, __reduce_ex__, storage):
         changes.attribute(DTensor, method.__name__, method)
+
+
+_OF_TORCH_SAVE = 2
+"""torch.save's protocol; copies, queues and process groups pickle with newer ones."""
+_WARNED: list[bool] = []
+
+
+def _warn_of_part(x: Any) -> None:
+    """Of the first DTensor in this process of which other ranks have parts, too."""
+    spec = spec_of(x)
+    cut = [a for a, p in enumerate(spec.placements) if not p.is_replicate() and spec.mesh.size(a) > 1]
+    if _WARNED or not cut or local_of(x).is_meta:
+        return
+    _WARNED.append(True)
+    warnings.warn(
+        SavedPartWarning(
+            f"torch.save writes this rank's part {tuple(local_of(x).shape)} of a DTensor of shape {tuple(x.shape)} placed "
+            f"as {spec.placements}, not the whole tensor: the file can be loaded on this rank of an equal mesh only. Save "
+            "the model on all ranks with vescale.checkpoint.save (any mesh loads it), or the whole values: `state = {name: "
+            'x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in model.state_dict().items()}` on all ranks, '
+            "then torch.save(state, ...) on one"
+        ),
+        stacklevel=3,
+    )
 
 
 def _is_inside(x: Any) -> bool:

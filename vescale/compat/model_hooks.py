@@ -15,7 +15,16 @@ from torch.distributed.tensor import DTensor
 from vescale.compat.dtensor import DTensorSpec
 from vescale.compat.patching import HOOKS
 
-__all__ = ["DispatchListener", "ModelHooks", "OpHandler", "model_hooks", "tell_move", "tell_write", "telling"]
+__all__ = [
+    "DispatchListener",
+    "ModelHooks",
+    "OpHandler",
+    "model_hooks",
+    "tell_draw",
+    "tell_move",
+    "tell_write",
+    "telling",
+]
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,9 @@ class DispatchListener:
 
     def hands_out(self, tensor: DTensor) -> None:
         """Before ``to_local()`` returns, where there is no C++ dispatcher."""
+
+    def draws(self, spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:
+        """Before the random op ``what`` draws this rank's part of a tensor of ``spec``, with a generator or the default."""
 
     def wrote(self, tensor: DTensor) -> None:
         """After an op has written to ``tensor`` in place."""
@@ -168,6 +180,13 @@ def tell_plain_value(op: Any, name: str, tensor: Any, mesh: Any) -> None:
     models = model_hooks()
     if models is not None and isinstance(tensor, torch.Tensor) and tensor.ndim:
         models.listener.plain_value(op, name, tensor, mesh)
+
+
+def tell_draw(spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:
+    """Before a random op draws this rank's part of a tensor of ``spec``. Also called from C++, with the op's full name."""
+    models = model_hooks()
+    if models is not None:
+        models.listener.draws(spec, what.removeprefix("aten::"), generator)
 
 
 def tell_move(op: Any, operand: str, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:

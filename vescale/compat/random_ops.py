@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from vescale import csrc
 from vescale.compat.dispatch import handlers_of_dtensor
-from vescale.compat.model_hooks import telling
+from vescale.compat.model_hooks import tell_draw, telling
 from vescale.compat.patching import Changes
 
 __all__ = [
     "Handler",
     "RandomHooks",
     "correct_inplace_view",
+    "count_forward",
     "has_composite_kernel",
     "is_symbolic",
     "key_by_memory_format",
@@ -64,8 +65,15 @@ def wrap_random_ops(changes: Changes, hooks: RandomHooks) -> None:
     kernels = csrc.load_module("random_fills")
     if kernels is not None:
         slots = (DTensor.__dict__[name] for name in ("_spec", "_local_tensor"))
-        kernels.install(DTensor, *slots, hooks.native_part, list(hooks.exponents))
+        kernels.install(DTensor, *slots, hooks.native_part, tell_draw, list(hooks.exponents))
         changes.on_undo(kernels.uninstall)
+
+
+def count_forward(change: int) -> None:
+    """This thread has begun (1) or ended (-1) a forward of a model: what draws there is not told one by one."""
+    kernels = csrc.load_module("random_fills")
+    if kernels is not None:
+        kernels.count_forward(change)
 
 
 def without_native_fills() -> None:

@@ -20,6 +20,7 @@
 #include "local_conversion.h"
 #include "local_regions.h"
 #include "module_entries.h"
+#include "plain_labels.h"
 #include "rms_norm.h"
 
 #include <algorithm>
@@ -118,6 +119,9 @@ void install(
     add_composite("aten::matmul", &matmul);
     add_composite("aten::layer_norm", &layer_norm);
     add_composite("aten::rms_norm", &rms_norm);
+    add_composite("aten::cross_entropy_loss", &cross_entropy_loss);
+    add_composite("aten::nll_loss_nd", &nll_loss_nd);
+    add_composite("aten::broadcast_tensors", &broadcast_tensors);
 }
 
 bool is_installed() {

@@ -15,6 +15,7 @@
 #include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <array>
 #include <optional>
@@ -45,6 +46,18 @@ struct Recipe {
 py::object& decide() {
     static auto* made = new py::object;  // never destroyed: kernels outlive the interpreter
     return *made;
+}
+
+// (spec, op name, generator or None): called before numbers are drawn, outside of forwards and backwards of models.
+py::object& tell_draw() {
+    static auto* made = new py::object;  // as above
+    return *made;
+}
+
+// How many forwards of models this thread is in.
+int& num_forwards() {
+    static thread_local int count = 0;
+    return count;
 }
 
 // The recipes of one random op, by the spec of the DTensor and by integers.
@@ -99,6 +112,9 @@ class Recipes {
             fill_.callBoxed(&stack);
             stack.clear();
         };
+        if (num_forwards() == 0 && torch::autograd::get_current_graph_task_id() == -1) {
+            tell_draw()(recipe.spec, fill_.schema().name(), generator.has_value() ? py::cast(*generator) : py::none());
+        }
         const auto part = recipe.part;
         const auto& draws = generator.has_value() ? *generator : at::detail::getDefaultCPUGenerator();
         c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
@@ -400,10 +416,11 @@ void put(const char* name, const char* overload, const char* fill, const char* f
 
 void install(
     const py::object& dtensor, const py::object& spec, const py::object& local, py::object native_part,
-    std::vector<std::int32_t> exponents) {
+    py::object draws, std::vector<std::int32_t> exponents) {
     TORCH_CHECK(registered().handles.empty(), "the kernels of random ops are installed already");
     set_dtensor_class(dtensor, spec, local);
     decide() = std::move(native_part);
+    tell_draw() = std::move(draws);
     characteristic_exponents() = std::move(exponents);
     const std::pair<const char*, const char*> fills[] = {
         {"aten::uniform_", ""},   {"aten::normal_", ""},     {"aten::exponential_", ""}, {"aten::cauchy_", ""},
@@ -429,6 +446,7 @@ void uninstall() {
     dtensor_class().type = nullptr;
     registered().remove_all();
     decide() = py::object();
+    tell_draw() = py::object();
 }
 
 }  // namespace
@@ -439,5 +457,6 @@ PYBIND11_MODULE(_random_fills, module) {
     module.def("install", &vescale::install);
     module.def("uninstall", &vescale::uninstall);
     module.def("clear", &vescale::clear);
+    module.def("count_forward", [](int change) { vescale::num_forwards() += change; });
     module.def("observe_writes", &vescale::observe_writes);
 }

@@ -129,10 +129,12 @@ from vescale.errors._pipelines import (
 )
 from vescale.errors._placements import (
     DistributeError,
+    DTensorStorageError,
     FromLocalError,
     OtherMeshError,
     PlacementError,
     RedistributeError,
+    SavedPartWarning,
     ShardedStateError,
 )
 from vescale.errors._plan_error import MissingMeshError, PlanError, PlanMismatchError
@@ -185,6 +187,7 @@ __all__ = [
     "CudaError",
     "CutBlockError",
     "DBufferError",
+    "DTensorStorageError",
     "DamagedFileError",
     "DebugOptionError",
     "DeviceTableError",
@@ -270,6 +273,7 @@ __all__ = [
     "SamplerError",
     "SaveFailedError",
     "SavePretrainedError",
+    "SavedPartWarning",
     "ScheduleError",
     "SearchError",
     "SetDataError",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from vescale.errors._coded import Coded
 
 __all__ = [
+    "DTensorStorageError",
     "DistributeError",
     "FromLocalError",
     "OtherMeshError",
     "PlacementError",
     "RedistributeError",
+    "SavedPartWarning",
     "ShardedStateError",
 ]
 
@@ -51,3 +53,15 @@ class ShardedStateError(Coded, ValueError):
     """A state dict of torch.distributed.checkpoint does not fit the DTensor that it is loaded into."""
 
     code = "VS0406"
+
+
+class DTensorStorageError(Coded, RuntimeError):
+    """Foreign code asked for the memory of a DTensor, which has none of its own."""
+
+    code = "VS0408"
+
+
+class SavedPartWarning(Coded, UserWarning):
+    """`torch.save` writes this rank's part of a DTensor."""
+
+    code = "VS0407"

@@ -2,7 +2,7 @@
 
 from vescale.estimation._calibrate import calibrate
 from vescale.estimation._compare import Comparison, EstimateWarning, compare
-from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
+from vescale.estimation._depth import first_and_last_of
 from vescale.estimation._device_attention import attention_of_gpu
 from vescale.estimation._devices import Curve, Device, Efficiency, device_names, device_of
 from vescale.estimation._estimate import Estimate, estimate, routing_of
@@ -31,6 +31,7 @@ from vescale.estimation._step_time import (
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
 from vescale.estimation._variants import WHAT_IF, hybrid_plan, unit_paths, what_if, zero_plan, zero_table
+from vescale.ir import Repeats, repeats_of
 
 __all__ = [
     "CATEGORIES",

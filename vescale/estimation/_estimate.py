@@ -14,7 +14,7 @@ from torch import nn
 
 from vescale.errors import EstimateArgumentError
 from vescale.estimation._compare import Comparison, compare
-from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
+from vescale.estimation._depth import first_and_last_of
 from vescale.estimation._device_attention import attention_of_gpu
 from vescale.estimation._devices import Device, device_of
 from vescale.estimation._memory_timeline import timeline_of
@@ -27,7 +27,7 @@ from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of
 from vescale.estimation._stages import first_microbatch, one_rank_plan, plan_of_cut, step_of_stages
 from vescale.estimation._step_time import StepTime, seconds_of_stages, step_time
 from vescale.estimation._unknown_values import Routing
-from vescale.ir import Local, Program, lower
+from vescale.ir import Local, Program, Repeats, lower, repeats_of
 from vescale.pipeline import Schedule, program_of_stages
 from vescale.plans import MeshAxes, Plan
 

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from vescale.compat.fake_worlds import fake_world
-from vescale.estimation._depth import first_and_last_of, repeats_of
+from vescale.estimation._depth import first_and_last_of
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._rehearsal import apart, given
 from vescale.estimation._skeleton import loss_of, skeleton_of
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
+from vescale.ir import repeats_of
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationWarning, parallelize
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from vescale.estimation._depth import Repeats
 from vescale.estimation._memory_log import Block, Instant
 from vescale.estimation._rehearsal import Rehearsal
+from vescale.ir import Repeats
 
 __all__ = ["CATEGORIES", "MemoryTimeline", "Moment", "OpenBlock", "timeline_of"]
 

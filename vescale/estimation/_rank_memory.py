@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from vescale.estimation._depth import Repeats
 from vescale.estimation._memory_timeline import MemoryTimeline, label_of
 from vescale.estimation._rank_states import RankStates
 from vescale.estimation._rehearsal import Rehearsal
-from vescale.ir import Program, Wrap
+from vescale.ir import Program, Repeats, Wrap
 from vescale.placements import shard_dim
 
 __all__ = ["RankMemory", "SeenRank", "memory_of_ranks", "uneven_axes"]

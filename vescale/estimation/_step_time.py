@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from vescale.comm import CommRecord
-from vescale.estimation._depth import Repeats
 from vescale.estimation._devices import Device
 from vescale.estimation._op_costs import OpCost, OpCosts
 from vescale.estimation._rehearsal import Rehearsal
+from vescale.ir import Repeats
 from vescale.plans import MeshAxes
 
 __all__ = [

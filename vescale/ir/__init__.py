@@ -30,6 +30,7 @@ from vescale.ir._operations import (
 from vescale.ir._packed_weights import Packing, packed_dims
 from vescale.ir._predict import Prediction, predict
 from vescale.ir._program import Program
+from vescale.ir._repeats import Repeats, repeats_of
 from vescale.ir._replica_checks import refuse_part_of_replicas
 from vescale.ir._uneven_cuts import UnevenCut, uneven_cuts, uneven_inputs
 from vescale.ir._unit_layouts import UnitBucket, unit_buckets
@@ -58,6 +59,7 @@ __all__ = [
     "Program",
     "ProgramDiff",
     "Redistribute",
+    "Repeats",
     "Stage",
     "UnevenCut",
     "Unit",
@@ -78,6 +80,7 @@ __all__ = [
     "ragged_positions",
     "random_inputs",
     "refuse_part_of_replicas",
+    "repeats_of",
     "stand_in_for_experts",
     "uneven_cuts",
     "uneven_inputs",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from vescale.ir._findings import Findings
 from vescale.ir._flow_mode import FlowMode
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._placement_flow import indexed_dims, is_elementwise
+from vescale.ir._repeats import Repeats, repeats_of
 from vescale.ir._resolution import Resolution
 from vescale.ir._resolve import shown_name
 from vescale.plans import Plan
@@ -41,12 +42,40 @@ class Packing:
 def packed_dims(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Packing, ...]:
     """The dims that ``model(**inputs)`` splits, in the order of the forward; model and inputs are on the meta device.
 
-    If the forward raises on meta tensors, the dims found until then are returned.
+    If the forward raises on meta tensors, the dims found until then are returned. Of equal layers that follow each other,
+    the first and the last run, and the first stands for the others.
     """
+    runs = repeats_of(model)
+    # A forward that counts its layers, or has no values: the whole one runs.
+    with contextlib.suppress(Exception), _without_repeats(model, runs):
+        return _walked(model, inputs).packings(runs)
     walk = _Walk(ModelIndex(model))
     with FlowMode(walk), contextlib.suppress(Exception):  # data-dependent code, for which there are no values
         model(**inputs)
-    return tuple(Packing(name, dim, num_parts) for (name, dim), num_parts in walk.found.items())
+    return walk.packings(())
+
+
+def _walked(model: nn.Module, inputs: Mapping[str, Any]) -> _Walk:
+    walk = _Walk(ModelIndex(model))
+    with FlowMode(walk):
+        model(**inputs)
+    return walk
+
+
+@contextlib.contextmanager
+def _without_repeats(model: nn.Module, runs: Sequence[Repeats]) -> Iterator[None]:
+    """Inside, lists lack the layers between the first and the last of each run."""
+    lists = [(model.get_submodule(run.path), run) for run in runs]
+    before = [dict(modules._modules) for modules, _ in lists]
+    try:
+        for modules, run in lists:
+            for name in run.names[1:-1]:
+                del modules._modules[name]
+        yield
+    finally:
+        for (modules, _), kept in zip(reversed(lists), reversed(before)):
+            modules._modules.clear()
+            modules._modules.update(kept)
 
 
 def lint_packed(
@@ -106,6 +135,15 @@ class _Walk:
                 self._names[getattr(index.modules[path], attribute)] = name
         self._features = WeakIdKeyDictionary()
         self.found: dict[tuple[str, int], int] = {}
+
+    def packings(self, runs: Sequence[Repeats]) -> tuple[Packing, ...]:
+        """What was found, in the layers that ``runs`` have left out, too."""
+        packings = []
+        for (name, dim), num_parts in self.found.items():
+            run = next((run for run in runs if run.holds(name)), None)
+            ends = [name] if run is None else [f"{path}{name[len(run.stand_in) :]}" for path in run.paths()]
+            packings += [Packing(each, dim, num_parts) for each in ends]
+        return tuple(packings)
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """After a torch function: what it made of features."""

@@ -129,11 +129,16 @@ class Matcher:
             return False
 
 
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+"""Modules around the one that the script has named."""
+
+
 def _closest(pattern: str, names: Iterable[str]) -> str:
     """``; closest: ...`` with up to three names like the expression's plainest reading, repeated layers merged."""
     merged = [name for name, _, _ in merge_repeats((name, None) for name in names) if name]
     plain = _plain(pattern)
-    close = difflib.get_close_matches(plain, merged, n=3, cutoff=0.6)
+    inner = {".".join(part for part in name.split(".") if part not in _WRAPPERS): name for name in merged}
+    close = [inner[name] for name in difflib.get_close_matches(plain, inner, n=3, cutoff=0.6)]
     if not close:
         ends = {name: _common_end(name, plain) for name in merged}
         longest = max(ends.values(), default=0)

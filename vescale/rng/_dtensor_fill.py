@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, spec_of
+from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, spec_of, tell_draw
 from vescale.errors import PlacementError, RandomOpError
 from vescale.placements import Region, contiguous_stride, local_region
 from vescale.rng._engine import fill_region
@@ -68,6 +68,7 @@ def fill(
     """
     spec = spec_of(dtensor)
     region = region_of(spec, op.name)
+    tell_draw(spec, op.name, generator)
     local = local_of(dtensor).detach()
     terms = None if parameter is None else local_of(parameter).detach()
     assert spec.tensor_meta is not None

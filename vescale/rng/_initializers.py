@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, local_of, no_torch_function, spec_of, tell_write
+from vescale.compat import DTensorSpec, local_of, no_torch_function, spec_of, tell_draw, tell_write
 from vescale.compat.random_ops import is_symbolic
 from vescale.rng._deferred_tensor import is_deferred, record_initializer
 from vescale.rng._dtensor_fill import count_write, empty, fill, part_of_whole, region_of
@@ -43,6 +43,7 @@ def _trunc_normal_(
         return original(tensor, mean, std, a, b, generator=generator)
     spec = spec_of(tensor)
     region = region_of(spec, "trunc_normal_")
+    tell_draw(spec, "trunc_normal_", generator)
     assert spec.tensor_meta is not None
     arguments = (mean, std, a, b)
     strides = tuple(spec.tensor_meta.stride)
@@ -73,7 +74,9 @@ def _orthogonal_(
     """``nn.init.orthogonal_`` on a DTensor: every rank computes it, because the factorization needs the whole matrix."""
     if not isinstance(tensor, DTensor) or is_symbolic(local_of(tensor)):
         return original(tensor, gain=gain, generator=generator)
-    return _whole_on_every_rank(tensor, "orthogonal_", lambda whole: original(whole, gain=gain, generator=generator))
+    return _whole_on_every_rank(
+        tensor, "orthogonal_", generator, lambda whole: original(whole, gain=gain, generator=generator)
+    )
 
 
 def _sparse_(
@@ -87,13 +90,16 @@ def _sparse_(
     if not isinstance(tensor, DTensor) or is_symbolic(local_of(tensor)):
         return original(tensor, sparsity, std=std, generator=generator)
     return _whole_on_every_rank(
-        tensor, "sparse_", lambda whole: original(whole, sparsity, std=std, generator=generator)
+        tensor, "sparse_", generator, lambda whole: original(whole, sparsity, std=std, generator=generator)
     )
 
 
-def _whole_on_every_rank(tensor: DTensor, what: str, initialize: Callable[[torch.Tensor], Any]) -> DTensor:
+def _whole_on_every_rank(
+    tensor: DTensor, what: str, generator: torch.Generator | None, initialize: Callable[[torch.Tensor], Any]
+) -> DTensor:
     spec = spec_of(tensor)
     region = region_of(spec, what)
+    tell_draw(spec, what, generator)
     assert spec.tensor_meta is not None
     device = torch.device(spec.mesh.device_type) if region is None else local_of(tensor).device
     with no_torch_function():  # these are no tensors of a model that runs

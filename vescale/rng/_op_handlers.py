@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.comm import requested_by
-from vescale.compat import local_of, make_dtensor, make_spec, spec_of, stock_dispatch, tell_read
+from vescale.compat import local_of, make_dtensor, make_spec, spec_of, stock_dispatch, tell_draw, tell_read
 from vescale.compat.cuda_kernels import fused_dropout
 from vescale.compat.random_ops import (
     Handler,
@@ -197,6 +197,7 @@ def _replayed(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
             f"{op} on a DTensor of shape {tuple(spec.shape)}: how much it draws depends on the values, which this rank, "
             "outside of the mesh, does not have; expected a mesh of all ranks: move the tensor there first"
         )
+    tell_draw(spec, str(op), kwargs.get("generator"))
     whole_args = [whole_of(value) for value in args]
     shape = torch.broadcast_shapes(*(value.shape for value in args if isinstance(value, torch.Tensor)))
     placements = spec.placements if tuple(first.shape) == tuple(shape) else (Replicate(),) * spec.mesh.ndim

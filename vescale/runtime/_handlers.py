@@ -48,7 +48,7 @@ from vescale.placements import move_local
 from vescale.runtime._activation import current_activation
 from vescale.runtime._adapters import AdapterWatch
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
-from vescale.runtime._input_checks import check_move, check_read, note_plain_value
+from vescale.runtime._input_checks import check_move, check_read, note_draw, note_plain_value
 from vescale.runtime._linear_on_partial import DERIVATIVE_HANDLERS, accumulated, derivative, where
 from vescale.runtime._module_calls import checkpointed
 from vescale.runtime._plain_operands import run_mixed
@@ -185,6 +185,9 @@ class _Listener(DispatchListener):
     def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
         if running_module() is None:
             check_move(spec_of(tensor), placements, how)
+
+    def draws(self, spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:
+        note_draw(spec, what, generator)
 
     def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
         note_plain_value(str(op), name, tensor, mesh)

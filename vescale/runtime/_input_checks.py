@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.checks import (
+    DRAWN,
     MADE,
     STATE,
     InputMismatchError,
     LocalPart,
     RandomStates,
+    call_site,
     describe,
     hash_of,
     is_unchecked,
@@ -39,6 +42,7 @@ from vescale.errors import BoundaryError
 from vescale.gradients import GradientReducer
 from vescale.ops import running_module
 from vescale.placements import local_region, shard_dim
+from vescale.rng import default_generator
 from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
@@ -49,6 +53,7 @@ __all__ = [
     "check_move",
     "check_read",
     "draws_of_this_rank",
+    "note_draw",
     "note_made",
     "note_plain_value",
     "note_random_state",
@@ -263,6 +268,20 @@ def note_made(runtime: Runtime, what: str, path: str, tensor: torch.Tensor) -> N
     if not in_backward() and not has_dispatch_modes():
         where = f"{what} in {path!r}" if path else f"{what} in the model's forward"
         runtime.checks.note(f"{MADE}{where}", tensor_text(tensor, fully=True))
+
+
+def note_draw(spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:
+    """Of an initialization and the like, outside of models: which numbers are drawn, before they are; compared with the next
+    event."""
+    checks = step_checks(spec.mesh)
+    if checks is None or not checks.compares_data or in_backward() or running_module() is not None:
+        return
+    if generator is None:
+        generator = default_generator(torch.device(spec.mesh.device_type))
+    with no_torch_function():
+        state = zlib.crc32(generator.get_state().numpy().tobytes())
+    text = f"the seed {generator.initial_seed()} in state {state:08x}"
+    checks.note(f"{DRAWN}what {what} has put into a DTensor of shape {tuple(spec.shape)} ({call_site()})", text)
 
 
 def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import in_backward, local_of, no_torch_function, resume_compiling, suspend_compiling, tensors_in
+from vescale.compat.random_ops import count_forward
 from vescale.ops import require_current
 from vescale.runtime._activation import THREAD, Activation, Frame, activations, current_activation
 from vescale.runtime._function_mode import RuntimeMode
@@ -146,6 +147,7 @@ def _begin(runtime: Runtime, module: nn.Module, path: str) -> Activation:
         runtime.saved.begin()
     activation = _activate(runtime)
     activations().append(activation)
+    count_forward(1)
     return activation
 
 
@@ -153,6 +155,7 @@ def _end(activation: Activation) -> None:
     """The outermost module of this forward, the innermost one of the thread, has ended."""
     stack = activations()
     stack.pop()
+    count_forward(-1)
     around = stack[-1].frames[-1].where if stack and stack[-1].frames else None
     activation.runtime.timeline.mark(around)
     activation.contexts.close()
@@ -208,6 +211,7 @@ def resumed(runtime: Runtime, module: nn.Module, path: str) -> Iterator[None]:
     where = runtime.where(path)
     activation.frames.append(Frame(module, path, where=where))
     stack.append(activation)
+    count_forward(1)
     runtime.timeline.mark(where)
     try:
         yield

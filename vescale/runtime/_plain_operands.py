@@ -16,6 +16,7 @@ Meshes without a parallelized model, and places inside of one, are not treated h
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from vescale.checks import step_checks
 from vescale.compat import local_of, make_dtensor, make_spec, map_tensors, tensors_in
 from vescale.errors import MixedTensorsError
 from vescale.ops import bring, running_module
+from vescale.placements import shard_dim
 from vescale.runtime._input_checks import check_read, note_plain_value
 
 __all__ = ["run_mixed"]
@@ -46,6 +48,10 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = [x for x in _written(op, args, kwargs) if not isinstance(x, DTensor)]
     if not written and all(isinstance(x, DTensor) or x.ndim == 0 for x in tensors):
         return NotImplemented
+    if op in _COMPARED_EARLIER:  # asked because sizes differ
+        if op is not torch.ops.aten.broadcast_tensors.default or not _fit(tensors):
+            _refuse_parts(op, tensors)
+        return NotImplemented
     if torch.is_grad_enabled():
         _refuse_gradients(op, tensors, bool(written))
     if written:
@@ -61,7 +67,45 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return make_dtensor(x, make_spec(mesh, (Replicate(),) * mesh.ndim, x.shape, x.stride(), x.dtype))
 
     args, kwargs = map_tensors(wrapped, tuple(args)), map_tensors(wrapped, dict(kwargs))
-    return op(*args, **kwargs)
+    try:
+        return op(*args, **kwargs)
+    except (RuntimeError, ValueError):
+        _refuse_parts(op, tensors)
+        raise
+
+
+_COMPARED_EARLIER = (
+    torch.ops.aten.cross_entropy_loss.default,
+    torch.ops.aten.nll_loss_nd.default,
+    torch.ops.aten.broadcast_tensors.default,
+)
+
+
+def _fit(tensors: list[torch.Tensor]) -> bool:
+    """Whether shapes broadcast."""
+    sizes = itertools.zip_longest(*(reversed(x.shape) for x in tensors), fillvalue=1)
+    return all(len(set(size) - {1}) < 2 for size in sizes)
+
+
+def _refuse_parts(op: Any, tensors: list[torch.Tensor]) -> None:
+    """Of an op whose operands do not fit together: the case that a plain one is as large as this rank's part of another."""
+    for x in tensors:
+        for output in tensors:
+            if isinstance(x, DTensor) or not isinstance(output, DTensor):
+                continue
+            part, whole = local_of(output).shape, output.shape
+            cut = [d for d in range(min(x.ndim, len(whole))) if x.shape[d] == part[d] != whole[d]]
+            if not cut:
+                continue
+            placements = tuple(p if shard_dim(p) in cut else Replicate() for p in output.placements)
+            name = str(op).removeprefix("aten.").partition(".")[0]
+            raise MixedTensorsError(
+                f"{name} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, and a plain tensor "
+                f"of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors beside a model's outputs "
+                "are global. Make it a part, "
+                f"`DTensor.from_local(x, out.device_mesh, {placements})`, or compute with it in the model's forward, as an "
+                'input of the plan that is given="local"'
+            )
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
