@@ -5,8 +5,8 @@
 Makes a Llama of about a billion bf16 parameters (with 16 layers), in files of 1 GB, sharded by ``fully_shard``. In turns,
 each rank loads its part with ``load_hf``, and reads as many bytes of the same files with plain reads into memory that is
 there already. Both find the files in the page cache, so that the ratio is what ``load_hf`` adds. A turn lasts from the first
-rank's start to the last rank's end: where ranks share processors, one begins later than the others, and ``load_hf`` waits for
-it. Printed are medians of turns and of the processor time of all ranks, the median and the quartiles of the ratios of
+rank's start to the last rank's end: where ranks share processors, one begins later than the others, and ``load_hf`` waits
+for it. Printed are medians of turns and of the processor time of all ranks, the median and the quartiles of the ratios of
 neighbouring turns, the growth of a rank's resident memory over its shards, and the bytes that ranks write in an export.
 """
 

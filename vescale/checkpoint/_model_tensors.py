@@ -33,12 +33,12 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         prefix = f"{path}." if path else ""
         for wrapper in _WRAPPERS:
             prefix = prefix.replace(wrapper, "")
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                parameters[prefix + name] = tensor
-        for name, tensor in module._buffers.items():
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                buffers[prefix + name] = tensor
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters[prefix + name] = parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                buffers[prefix + name] = buffer
     return parameters | buffers
 
 
