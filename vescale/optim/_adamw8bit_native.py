@@ -14,6 +14,7 @@ import torch
 
 from vescale import csrc
 from vescale.optim._adamw8bit_update import Update
+from vescale.optim._code_cells import code_cells
 from vescale.optim._dynamic_map import dynamic_map
 
 __all__ = ["is_native", "update_all"]
@@ -34,6 +35,7 @@ _MAP = np.dtype(
         ("thresholds", np.uint64),
         ("first_codes", np.uint64),
         ("lines", np.uint64),
+        ("cells", np.uint64),
         ("bytes", np.uint64),
         ("zero_code", np.int64),
     ]
@@ -114,9 +116,10 @@ def _map_row(signed: bool) -> tuple[int, ...]:
     found = dynamic_map(signed)
     padded = np.append(found.thresholds.numpy(), np.float32(np.inf))  # behind the last threshold there is none
     lines = _lines(found.thresholds.numpy()[found.zero_code :], signed)
+    cells = code_cells(found.thresholds.numpy()[found.zero_code :])
     planes = np.ascontiguousarray(found.values.numpy().astype("<f4").view(np.uint8).reshape(256, 4).T)
-    _KEPT.extend((padded, lines, planes))  # C++ gets their addresses
-    pointers = found.values.data_ptr(), *(a.ctypes.data for a in (padded, found.first_codes, lines, planes))
+    _KEPT.extend((padded, lines, cells, planes))  # C++ gets their addresses
+    pointers = found.values.data_ptr(), *(a.ctypes.data for a in (padded, found.first_codes, lines, cells, planes))
     return *pointers, found.zero_code
 
 
