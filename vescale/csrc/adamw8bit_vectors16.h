@@ -25,7 +25,8 @@ struct Vectors16 {
     int64_t i = 0;
     for (; i + 16 <= count; i += 16) {
       __m512 first = _mm512_loadu_ps(m + i), second = _mm512_loadu_ps(v + i);
-      step(p + i, g + i, &first, &second, factors);
+      moments(g + i, &first, &second, factors);
+      change(p + i, quotient(first, _mm512_sqrt_ps(second), factors), factors);
       _mm512_storeu_ps(m + i, first);
       _mm512_storeu_ps(v + i, second);
     }
@@ -84,9 +85,12 @@ struct Vectors16 {
         item.v_max[index - 1] = v_before.divisor;
         const __m512 m_inverse = _mm512_set1_ps(1.0f / m_before.divisor), v_inverse = _mm512_set1_ps(1.0f / v_before.divisor);
         for (int64_t i = 0; i < size; i += 64) {
-          step64(now, i, factors);
+          __m512 numbers[4];
+          find_roots(now, i, numbers, factors);
           encode64(m_before, m_inverse, i, m_cells);
+          find_quotients(now, i, numbers, factors);
           encode64(v_before, v_inverse, i, v_cells);
+          change(now, i, numbers, factors);
         }
       } else {
         for (int64_t i = 0; i < size; i += 64) step64(now, i, factors);
@@ -190,7 +194,16 @@ struct Vectors16 {
     AVX512 uint32_t v_largest() const { return static_cast<uint32_t>(_mm512_reduce_max_epi32(v_most)); }
   };
 
+  // A step of 64 elements in three parts, with work between them while roots and quotients are computed: `numbers` become
+  // the roots, the quotients.
   static AVX512 ALWAYS void step64(Stepped& one, int64_t i, const Factors& factors) {
+    __m512 numbers[4];
+    find_roots(one, i, numbers, factors);
+    find_quotients(one, i, numbers, factors);
+    change(one, i, numbers, factors);
+  }
+
+  static AVX512 ALWAYS void find_roots(Stepped& one, int64_t i, __m512* numbers, const Factors& factors) {
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     __m512 first[4], second[4];
     values_of(first, one.m.codes + i, *one.m.map);
@@ -202,7 +215,8 @@ struct Vectors16 {
       _mm_prefetch(reinterpret_cast<const char*>(one.p + at + kAhead), _MM_HINT_T0);
       first[part] = _mm512_mul_ps(first[part], one.m_scale);
       second[part] = _mm512_mul_ps(second[part], one.v_scale);
-      step(one.p + at, one.g + at, &first[part], &second[part], factors);
+      moments(one.g + at, &first[part], &second[part], factors);
+      numbers[part] = _mm512_sqrt_ps(second[part]);
       one.m_most = _mm512_max_epi32(one.m_most, _mm512_and_si512(_mm512_castps_si512(first[part]), magnitude));
       one.v_most = _mm512_max_epi32(one.v_most, _mm512_and_si512(_mm512_castps_si512(second[part]), magnitude));
       _mm512_storeu_ps(one.m.values + at, first[part]);
@@ -210,13 +224,29 @@ struct Vectors16 {
     }
   }
 
-  static AVX512 ALWAYS void step(float* p, const float* g, __m512* m, __m512* v, const Factors& by) {
+  static AVX512 ALWAYS void find_quotients(const Stepped& one, int64_t i, __m512* numbers, const Factors& by) {
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part)
+      numbers[part] = quotient(_mm512_loadu_ps(one.m.values + i + part * 16), numbers[part], by);
+  }
+
+  static AVX512 ALWAYS void change(const Stepped& one, int64_t i, const __m512* numbers, const Factors& by) {
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) change(one.p + i + part * 16, numbers[part], by);
+  }
+
+  static AVX512 ALWAYS void moments(const float* g, __m512* m, __m512* v, const Factors& by) {
     const __m512 gradient = _mm512_mul_ps(_mm512_loadu_ps(g), by.sign);
     *m = _mm512_add_ps(*m, _mm512_mul_ps(_mm512_sub_ps(gradient, *m), by.weight1));
     *v = _mm512_add_ps(_mm512_mul_ps(*v, by.beta2), _mm512_mul_ps(_mm512_mul_ps(gradient, by.weight2), gradient));
-    const __m512 denominator = _mm512_add_ps(_mm512_mul_ps(_mm512_sqrt_ps(*v), by.inverse_root), by.eps);
-    const __m512 change = _mm512_mul_ps(_mm512_div_ps(*m, denominator), by.step_size);
-    _mm512_storeu_ps(p, _mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(p), by.decay), change));
+  }
+
+  static AVX512 ALWAYS __m512 quotient(__m512 m, __m512 root, const Factors& by) {
+    return _mm512_div_ps(m, _mm512_add_ps(_mm512_mul_ps(root, by.inverse_root), by.eps));
+  }
+
+  static AVX512 ALWAYS void change(float* p, __m512 quotient, const Factors& by) {
+    _mm512_storeu_ps(p, _mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(p), by.decay), _mm512_mul_ps(quotient, by.step_size)));
   }
 
   // The values of 64 codes: each of their four bytes by two lookups among 128.

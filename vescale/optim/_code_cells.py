@@ -1,6 +1,6 @@
 """Codes of the dynamic maps as lines, for vectors of 16 elements: ``Cells`` of ``vescale/csrc/adamw8bit_numbers.h``.
 
-Within a decade the least numbers of the codes lie on a line, and lines of later decades rise less. So within a cell that has
+Within a decade the least numbers of the codes are on a straight line, and lines of later decades rise less. So within a cell that has
 at most one border of two decades in it, the code of a magnitude is the integral part of the lesser of two lines. Only the
 last code, that of 1, begins earlier than its line says.
 """
@@ -15,7 +15,12 @@ import numpy.typing as npt
 __all__ = ["code_cells"]
 
 _CELLS = np.dtype(
-    [("slopes", np.float32, (2, 16)), ("offsets", np.float32, (2, 16)), ("last_slope", np.float32), ("last_offset", np.float32)]
+    [
+        ("slopes", np.float32, (2, 16)),
+        ("offsets", np.float32, (2, 16)),
+        ("last_slope", np.float32),
+        ("last_offset", np.float32),
+    ]
 )
 _BELOW, _FACTOR = 13224, 303  # with these each cell of both maps is the lesser of two lines
 _UNSURE = 1 / 4096  # a code is done again by the definition where the fraction is less
@@ -66,7 +71,9 @@ def _lesser_lines(points: Sequence[tuple[float, float]], code: int, low: float, 
     raise AssertionError(f"no two lines for the codes from {low} to {high}")
 
 
-def _line(points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]], low: float, high: float) -> _Line:
+def _line(
+    points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]], low: float, high: float
+) -> _Line:
     """Through the points; through one alone and the nearest of the others, or with a small slope."""
     (x, y), (end, top) = points[0], points[-1]
     if len(points) == 1:
