@@ -1,8 +1,8 @@
 """Codes of the dynamic maps as lines, for vectors of 16 elements: ``Cells`` of ``vescale/csrc/adamw8bit_numbers.h``.
 
-Within a decade the least numbers of the codes are on a straight line, and lines of later decades rise less. So within a cell that has
-at most one border of two decades in it, the code of a magnitude is the integral part of the lesser of two lines. Only the
-last code, that of 1, begins earlier than its line says.
+Within a decade the least numbers of the codes are on a straight line, and lines of later decades rise less. So within a cell
+that has at most one border of two decades in it, the code of a magnitude is the integral part of the lesser of two lines.
+Only the last code, that of 1, begins earlier than its line says.
 """
 
 from __future__ import annotations
