@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.hf_models import saved as hf_saved
 from tests.checkpoint.killing import filled, model_of
-from vescale.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, verify
+from vescale.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, export_hf, save, verify
+from vescale.cli import main
 
 _BYTES = 4 << 20
 _FILES = 60
@@ -104,6 +106,31 @@ def test_no_names_left(disk: Path) -> None:
             for name in names[files:]:
                 name.unlink()
         assert save_or_fail(checkpoints, 9, "")
+
+
+def test_exports_leave_nothing_half_written(disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files of an earlier export stay as they were, and a new folder is not left behind."""
+    model = hf_saved("llama", tmp_path / "hf")
+    save(tmp_path / "step", model=model)
+    export_hf(model, disk / "before")
+    before = {path.name: path.read_bytes() for path in (disk / "before").iterdir()}
+    size = sum(map(len, before.values()))
+    config = f"hf:{tmp_path / 'hf' / 'config.json'}"
+    for target in (disk / "before", disk / "new"):
+        for free in (0, size // 2):
+            filler = fill(disk, free)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                export_hf(model, target, max_shard_size=size // 4)
+            assert main(["ckpt", "export", str(tmp_path / "step"), str(target), "--model", config]) == 2
+            assert "No space left on device" in capsys.readouterr().err
+            assert {path.name: path.read_bytes() for path in (disk / "before").iterdir()} == before
+            assert not (disk / "new").exists()
+            filler.unlink()
+    for target in (disk / "before", disk / "new"):
+        target.mkdir(exist_ok=True)
+        (target / "model-00001-of-00009.safetensors.part").write_bytes(b"of a job that was killed")
+        export_hf(model, target)
+        assert {path.name for path in target.iterdir()} == before.keys()
 
 
 def test_a_read_only_disk(disk: Path) -> None:

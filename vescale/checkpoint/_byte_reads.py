@@ -60,14 +60,18 @@ class BoxIndex:
 
     def __init__(self, name: str, stored: StoredTensor) -> None:
         self.name, self.stored = name, stored
-        self._boxes = sorted(stored.boxes, key=lambda box: box.offset)
-        self._firsts = [box.offset[:1] for box in self._boxes]
-        self._longest = max((box.sizes[0] for box in self._boxes if box.sizes), default=0)
+        self._boxes: Sequence[StoredBox] = stored.boxes
+        self._firsts: Sequence[tuple[int, ...]] = ()
+        self._longest = 0
+        if len(self._boxes) > 1:
+            self._boxes = sorted(stored.boxes, key=lambda box: box.offset)
+            self._firsts = [box.offset[:1] for box in self._boxes]
+            self._longest = max((box.sizes[0] for box in self._boxes if box.sizes), default=0)
 
     def overlapping(self, block: Box) -> Iterator[tuple[StoredBox, Box]]:
         """(stored box, part of ``block`` that it holds). Raises CheckpointError if boxes leave elements out."""
         low, high = 0, len(self._boxes)
-        if block.offset:
+        if block.offset and high > 1:
             low = bisect.bisect_right(self._firsts, (block.offset[0] - self._longest,))
             high = bisect.bisect_left(self._firsts, (block.offset[0] + block.sizes[0],))
         found = 0

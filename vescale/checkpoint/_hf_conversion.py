@@ -17,6 +17,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from vescale.checkpoint._index_map import IndexMap, MappedTensor, NotAnIndexMapError
+from vescale.checkpoint._model_tensors import modules_by_path
 from vescale.errors import HfConversionError
 from vescale.fsdp import FSDPModule
 
@@ -94,9 +95,15 @@ class _AsWritten:
         self._model, self.base_model_prefix = model, model.base_model_prefix
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in self._model.named_modules():
-            written = written_class(type(module))
-            if written is not type(module):
+        seen: set[int] = set()
+        classes: dict[type, type] = {}
+        for name, module in modules_by_path(self._model):
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            kind = type(module)
+            written = classes.get(kind) or classes.setdefault(kind, written_class(kind))
+            if written is not kind:
                 state = module.__dict__
                 module = object.__new__(written)
                 object.__setattr__(module, "__dict__", state)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,14 +71,15 @@ def export_hf(
     work = Export(place, files, tensors, conversion)
     consensus = Consensus(range(dist.get_world_size()), "checkpoint export") if has_other_ranks() else None
     first = consensus is None or dist.get_rank() == 0
-    _together(consensus, "prepare the files of an export", work.create if first else _nothing)
-    whole = work.planned_whole()
-    written = _together(consensus, "write an export", work.write)
-    for number, item in enumerate(whole):
-        written = [a + b for a, b in zip(written, _write_whole(work, item, number, consensus))]
-    origin = origin_of(model)
-    given = Path(source) if source is not None else origin.folder if origin is not None else None
-    _together(consensus, "finish an export", (lambda: work.finish(model, given)) if first else _nothing)
+    with work.discarded_on_failure() if first else contextlib.nullcontext():
+        _together(consensus, "prepare the files of an export", work.create if first else _nothing)
+        whole = work.planned_whole()
+        written = _together(consensus, "write an export", work.write)
+        for number, item in enumerate(whole):
+            written = [a + b for a, b in zip(written, _write_whole(work, item, number, consensus))]
+        origin = origin_of(model)
+        given = Path(source) if source is not None else origin.folder if origin is not None else None
+        _together(consensus, "finish an export", (lambda: work.finish(model, given)) if first else _nothing)
     return written
 
 
@@ -178,6 +180,21 @@ class Export:
     def path(self, file: FileLayout) -> Path:
         return self.folder / f"{file.name}.part"
 
+    @contextlib.contextmanager
+    def discarded_on_failure(self) -> Iterator[None]:
+        """Remove the unfinished files if the block raises, and the folder if it was made for them. For one process, of an
+        export by several the first."""
+        is_new = not os.path.lexists(self.folder)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):
+                for path in [*map(self.path, self.files), *self.folder.glob("*.safetensors.index.json.part")]:
+                    path.unlink(missing_ok=True)
+                if is_new:
+                    self.folder.rmdir()  # fails if something is in it
+            raise
+
     def create(self) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
@@ -239,7 +256,8 @@ class Export:
             os.replace(partial, index)
         else:
             index.unlink(missing_ok=True)
-        for name in before - {file.name for file in self.files}:
+        left = {path.name for path in self.folder.glob(f"{base}*.safetensors.part")}  # of an export that was killed
+        for name in (before | left) - {file.name for file in self.files}:
             (self.folder / name).unlink(missing_ok=True)
         used = next(
             (dtype for file in self.files for dtype, _, _ in file.tensors.values() if dtype.is_floating_point), None

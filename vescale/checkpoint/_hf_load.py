@@ -227,8 +227,7 @@ def _fill(
         if any(part.source in quantized for part in mapped.parts):
             sliced[name] = mapped
         else:
-            boxes = tuple(_box(stored, part) for part in mapped.parts)
-            tensors[name] = StoredTensor(mapped.shape, mapped.dtype, boxes)
+            tensors[name] = _mapped(stored, mapped)
     share = any(isinstance(tensor, DTensor) for tensor in targets.values())
     plain = {name: targets[name] for name in tensors}
     read_tensors(Stored(stored.folder, tensors, "safetensors"), plain, cast=True, share=share)
@@ -236,6 +235,15 @@ def _fill(
         _fill_sliced(stored, quantized, name, targets[name], mapped)
     for computed in conversion.computed:
         _fill_computed(stored, quantized, computed, targets, sources)
+
+
+def _mapped(stored: Stored, mapped: IndexMap) -> StoredTensor:
+    part = mapped.parts[0] if len(mapped.parts) == 1 else None
+    if part is not None and part.start == 0 and part.strides == row_major(part.sizes):
+        source = stored.tensors[part.source]
+        if source.shape == part.sizes == mapped.shape and source.dtype == mapped.dtype:
+            return source  # as it is
+    return StoredTensor(mapped.shape, mapped.dtype, tuple(_box(stored, part) for part in mapped.parts))
 
 
 def _box(stored: Stored, part: Part) -> StoredBox:

@@ -90,7 +90,12 @@ def fill_the_rest(model: nn.Module, *, is_new: bool) -> None:
 
 
 def _has_tensors_without_values(model: nn.Module) -> bool:
-    for module in model.modules():
+    modules: list[nn.Module | None] = [model]
+    while modules:
+        module = modules.pop()
+        if module is None:
+            continue
+        modules += module._modules.values()
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and not isinstance(tensor, DTensor) and (tensor.is_meta or is_deferred(tensor)):
                 return True

@@ -9,6 +9,7 @@ programs that are not yet written need nothing here as long as they only move el
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from vescale.compat.tensor_subclasses import WrapperTensor
+from vescale.placements import contiguous_stride
 
 __all__ = ["IndexMap", "MappedTensor", "NotAnIndexMapError", "Part", "row_major", "source_axes"]
 
@@ -49,11 +51,12 @@ class Part:
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor of this shape."""
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))
+    return _row_major(tuple(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return contiguous_stride(shape)
 
 
 def source_axes(part: Part, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]] | None:

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from vescale.compat import AsyncCollectiveTensor, local_of, spec_of
 from vescale.errors import UnsavableTensorError
-from vescale.placements import Box, is_sharded, own_region
+from vescale.placements import Box, Region, is_sharded, own_region
 
-__all__ = ["LocalBlocks", "local_blocks"]
+__all__ = ["LocalBlocks", "Regions", "local_blocks"]
+
+Regions = dict[tuple[tuple[int, ...], tuple[Placement, ...], int], tuple[Region | None, tuple[int, ...]]]
+"""(shape, placements, ``id`` of a mesh) -> (this rank's region, axes along which ranks hold the same)"""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,12 @@ class LocalBlocks:
         return box.view(self.local)
 
 
-def local_blocks(name: str, tensor: torch.Tensor) -> LocalBlocks:
-    """No communication. ``name`` is for errors.
+def local_blocks(name: str, tensor: torch.Tensor, regions: Regions | None = None) -> LocalBlocks:
+    """No communication.
+
+    Args:
+        name: for errors.
+        regions: those found so far, for the next tensors of equal layout on the same mesh object.
 
     Raises CheckpointError for pending reductions, tensors without memory, sparse and quantized ones and other tensor
     subclasses, and local tensors that their placements do not describe.
@@ -64,13 +71,27 @@ def local_blocks(name: str, tensor: torch.Tensor) -> LocalBlocks:
         whole = Box((0,) * len(shape), shape, (0,) * len(shape), None)
         return LocalBlocks(tensor, shape, (whole,) if tensor.numel() else (), tensor)
     spec = spec_of(tensor)
-    if any(placement.is_partial() for placement in spec.placements):
+    placements, key = tuple(spec.placements), None
+    if regions is not None:
+        key = (shape, placements, id(spec.mesh))
+        if (known := regions.get(key)) is not None:
+            return _of_region(name, tensor, shape, *known)
+    if any(placement.is_partial() for placement in placements):
         raise UnsavableTensorError(
             f"{name}: shape {shape} placed as {tuple(spec.placements)} has a pending reduction, and a checkpoint holds "
             "values only; redistribute it to a placement without Partial first"
         )
-    region = own_region(shape, spec.placements, spec.mesh)
-    repeated = tuple(axis for axis, placement in enumerate(spec.placements) if not is_sharded(placement))
+    region = own_region(shape, placements, spec.mesh)
+    repeated = tuple(axis for axis, placement in enumerate(placements) if not is_sharded(placement))
+    if regions is not None and key is not None:
+        regions[key] = region, repeated
+    return _of_region(name, tensor, shape, region, repeated)
+
+
+def _of_region(
+    name: str, tensor: DTensor, shape: tuple[int, ...], region: Region | None, repeated: tuple[int, ...]
+) -> LocalBlocks:
+    spec = spec_of(tensor)
     if region is None:
         return LocalBlocks(tensor, shape, (), None, spec.mesh, repeated)
     local = local_of(tensor)

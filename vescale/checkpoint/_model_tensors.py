@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.fsdp import FSDPModule
 
-__all__ = ["model_tensors", "replace_tensors", "tied_groups"]
+__all__ = ["model_tensors", "modules_by_path", "replace_tensors", "tied_groups"]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -21,24 +21,39 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Modules of ``fully_shard`` are resharded first, so that these are the tensors at rest. Prefixes that wrappers of
     ``torch.compile`` and activation checkpointing add are left out.
     """
-    modules = list(model.named_modules(remove_duplicate=False))
+    modules = modules_by_path(model)
     for _, module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     for path, module in modules:
+        if not module._parameters and not module._buffers:
+            continue
         prefix = f"{path}." if path else ""
         for wrapper in _WRAPPERS:
             prefix = prefix.replace(wrapper, "")
-        transient = module._non_persistent_buffers_set
-        parameters |= {prefix + name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-        buffers |= {
-            prefix + name: tensor
-            for name, tensor in module._buffers.items()
-            if tensor is not None and name not in transient
-        }
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters[prefix + name] = parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                buffers[prefix + name] = buffer
     return parameters | buffers
+
+
+def modules_by_path(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What ``named_modules(remove_duplicate=False)`` yields, without a generator for each module inside of another."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(path: str, module: nn.Module) -> None:
+        found.append((path, module))
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(f"{path}.{name}" if path else name, child)
+
+    visit("", model)
+    return found
 
 
 def tied_groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:

@@ -63,21 +63,22 @@ def export_stored(
     written = 0
     opened: dict[str, int] = {}
     try:
-        work.create()
-        for name in work.targets:
-            for offset, values in blocks_of(stored, names[name]):
-                count = work.write_part(opened, name, offset, values)
-                progress(count)
-                written += count
-        for item in work.planned_whole():
-            made = item.run(lambda name: read_whole(stored, [names[name]])[names[name]])
-            for file in files:
-                for name in file.tensors.keys() & item.results.keys():
-                    descriptor = work.descriptor(opened, file)
-                    written += write_block(descriptor, file.tensors[name], (0,) * made[name].ndim, made[name])
-        for descriptor in opened.values():
-            os.fsync(descriptor)
-        work.finish(model, beside)
+        with work.discarded_on_failure():
+            work.create()
+            for name in work.targets:
+                for offset, values in blocks_of(stored, names[name]):
+                    count = work.write_part(opened, name, offset, values)
+                    progress(count)
+                    written += count
+            for item in work.planned_whole():
+                made = item.run(lambda name: read_whole(stored, [names[name]])[names[name]])
+                for file in files:
+                    for name in file.tensors.keys() & item.results.keys():
+                        descriptor = work.descriptor(opened, file)
+                        written += write_block(descriptor, file.tensors[name], (0,) * made[name].ndim, made[name])
+            for descriptor in opened.values():
+                os.fsync(descriptor)
+            work.finish(model, beside)
     except OSError as error:
         raise HfExportError(f"{folder}: {error}") from error
     finally:

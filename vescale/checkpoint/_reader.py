@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vescale.checkpoint._byte_reads import MAX_READ_BYTES, BoxIndex, ByteRead, plan_reads
-from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
+from vescale.checkpoint._local_blocks import LocalBlocks, Regions, local_blocks
 from vescale.checkpoint._names import compare
 from vescale.checkpoint._replicas import Shares, broadcast_shares, plan_shares
 from vescale.checkpoint._scratch import scratch
@@ -55,7 +55,8 @@ def read_tensors(
             tensors without memory; before anything is read. Files that are shorter than the index says.
     """
     compare(stored.tensors, targets, cast=cast).refuse(str(stored.folder))
-    blocks = {name: local_blocks(name, targets[name]) for name in sorted(targets)}
+    regions: Regions = {}
+    blocks = {name: local_blocks(name, targets[name], regions) for name in sorted(targets)}
     shares = plan_shares(blocks) if share else Shares(set(blocks))
     shares.agree(
         lambda: _fill_or_failure(stored, blocks, shares.own)
@@ -225,12 +226,12 @@ class _Files:
                 waiting[0] = waiting[0][count:]
 
 
+@torch.no_grad()
 def _fetch_all(files: _Files, batches: Iterable[list[ByteRead]]) -> None:
     for batch in batches:
         _fetch(files, batch)
 
 
-@torch.no_grad()
 def _fetch(files: _Files, batch: list[ByteRead]) -> None:
     """One read system call for all of a batch, unless the system returns less."""
     buffers: list[Any] = []
@@ -254,5 +255,6 @@ def _fetch(files: _Files, batch: list[ByteRead]) -> None:
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
     """The memory of a contiguous CPU tensor, writable."""
-    memory: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor if tensor.ndim else tensor.view(1)
+    memory: Any = flat.view(torch.uint8).numpy()
     return memoryview(memory)

@@ -12,6 +12,7 @@
 
 #include "adamw8bit_numbers.h"
 #include "adamw8bit_vectors.h"
+#include "adamw8bit_vectors16.h"
 
 namespace {
 
@@ -47,21 +48,6 @@ INLINE void load(float* out, const void* from, int32_t dtype, int64_t at, int64_
     const uint16_t* words = static_cast<const uint16_t*>(from) + at;
     for (int64_t i = 0; i < count; ++i) out[i] = float_of(static_cast<uint32_t>(words[i]) << 16);
   }
-}
-
-// One moment of a block back to its codes: `rows` rows of `columns` in `x`, `stride` elements apart in `codes`; `largest`:
-// the bits of their largest magnitude.
-template <typename Form>
-void store_codes(uint8_t* codes, float* maximum, const float* x, uint32_t largest, int64_t rows, int64_t columns,
-                 int64_t stride, const Map& map) {
-  if (largest >= 0x7f800000u) {
-    *maximum = float_of(largest > 0x7f800000u ? 0x7fc00000u : largest);
-    for (int64_t row = 0; row < rows; ++row) memset(codes + row * stride, static_cast<int>(map.zero_code), columns);
-    return;
-  }
-  *maximum = float_of(largest);
-  const float divisor = largest == 0 ? 1.0f : *maximum;
-  for (int64_t row = 0; row < rows; ++row) Form::encode(codes + row * stride, x + row * columns, divisor, map, columns);
 }
 
 INLINE void load_param(Scratch& scratch, const Item& item, int64_t at, int64_t count) {
@@ -143,7 +129,8 @@ void block(const Item& item, int64_t index, Scratch& scratch, const Map* maps) {
 
 template <typename Form>
 void blocks(const Task& task, Scratch& scratch, const Map* maps) {
-  for (int64_t index = task.begin; index < task.end; ++index) block<Form>(*task.item, index, scratch, maps);
+  int64_t index = Form::flat_blocks(*task.item, task.begin, task.end, maps);
+  for (; index < task.end; ++index) block<Form>(*task.item, index, scratch, maps);
 }
 
 using Blocks = void (*)(const Task&, Scratch&, const Map*);

@@ -43,11 +43,24 @@ struct Lines {
 constexpr int kUnitBits = 11, kNear = 4;
 constexpr int32_t kUnits = 1 << kUnitBits;
 
+// Codes of magnitudes, counted from zero's, as the lesser of two lines for each cell of magnitudes, or the last line where
+// that is more. Kept in step with _CELLS in _adamw8bit_native.py.
+//
+// The cell of y is the upper half of (the upper 16 bits of y, less kCellsBelow) * kCellsFactor. The code is sure unless the
+// fraction of what the lines give is less than kUnsure.
+struct Cells {
+  float slopes[2][16], offsets[2][16];
+  float last_slope, last_offset;
+};
+constexpr int kCellsBelow = 13224, kCellsFactor = 303;
+constexpr float kUnsure = 1.0f / 4096;
+
 struct Map {
   const float* values;
   const float* thresholds;
   const uint8_t* first_codes;
   const Lines* lines;
+  const Cells* cells;
   const uint8_t* bytes;                // the first byte of the 256 values, the second byte, and so on
   int64_t zero_code;
 };
@@ -127,6 +140,21 @@ INLINE void step_codes_of(float* p, const float* g, const Codes& m, const Codes&
   *v.largest = std::max(*v.largest, Form::largest(v.values, count));
 }
 
+// One moment of a block back to its codes: `rows` rows of `columns` in `x`, `stride` elements apart in `codes`; `largest`:
+// the bits of their largest magnitude.
+template <typename Form>
+void store_codes(uint8_t* codes, float* maximum, const float* x, uint32_t largest, int64_t rows, int64_t columns,
+                 int64_t stride, const Map& map) {
+  if (largest >= 0x7f800000u) {
+    *maximum = float_of(largest > 0x7f800000u ? 0x7fc00000u : largest);
+    for (int64_t row = 0; row < rows; ++row) memset(codes + row * stride, static_cast<int>(map.zero_code), columns);
+    return;
+  }
+  *maximum = float_of(largest);
+  const float divisor = largest == 0 ? 1.0f : *maximum;
+  for (int64_t row = 0; row < rows; ++row) Form::encode(codes + row * stride, x + row * columns, divisor, map, columns);
+}
+
 // A form of the loops over consecutive elements; the others have the same members and give the same bits.
 struct Plain {
   static bool is_there() { return true; }
@@ -148,6 +176,9 @@ struct Plain {
   static void encode(uint8_t* codes, const float* x, float divisor, const Map& map, int64_t count) {
     encode_each(codes, x, divisor, map, count);
   }
+
+  // Several blocks at once, if the form has a way to do that; returns the first that is left.
+  static int64_t flat_blocks(const Item&, int64_t begin, int64_t, const Map*) { return begin; }
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,7 @@ from vescale.optim._adamw8bit_states import (
     state_tensors,
 )
 from vescale.optim._adamw8bit_update import Scalars, Update, compute_dtype, update
-from vescale.optim._blocks import Part
+from vescale.optim._blocks import Blocks, Part
 from vescale.optim._flat_blocks import FlatBlocks
 from vescale.optim._report import ParameterReport
 from vescale.optim._row_blocks import RowBlocks
@@ -196,7 +197,7 @@ class AdamW8bit(ExactStates):
         for number, ((group, p, name), gradient) in enumerate(zip(listed, gradients)):
             if gradient is None:
                 continue
-            self.state[p]["step"] += 1
+            self.state[p]["step"].add_(1)
             param = local_part(p)
             one = self._update(group, p, param, gradient, name, number, known)
             if not is_native(one):
@@ -240,7 +241,7 @@ class AdamW8bit(ExactStates):
             noise = indexed_bits(group["seed"], stream, step, region.runs()).to(param.device)
         states = {key: local_part(value).contiguous() for key, value in state.items() if key != "step"}
         is_codes = is_quantized(parameter, group)
-        parts = blocks_of(group).parts(region) if is_codes else [Part(1, 1, param.numel(), 1, _UNQUANTIZED)]
+        parts = _parts(blocks_of(group), region) if is_codes else [Part(1, 1, param.numel(), 1, _UNQUANTIZED)]
         return Update(
             param.contiguous(),
             local_part(gradient).contiguous(),
@@ -293,8 +294,17 @@ def _region(parameter: torch.Tensor) -> Region:
         found = own_region(parameter.shape, parameter.placements, parameter.device_mesh)
         if found is not None:
             return found
-    shape = tuple(local_part(parameter).shape)
+    return _whole(tuple(local_part(parameter).shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> Region:
     return Region(shape, tuple(((0, size),) for size in shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(blocks: Blocks, region: Region) -> tuple[Part, ...]:
+    return tuple(blocks.parts(region))
 
 
 def _scalars(group: dict[str, Any], step: int) -> Scalars:

@@ -14,6 +14,7 @@ import torch
 
 from vescale import csrc
 from vescale.optim._adamw8bit_update import Update
+from vescale.optim._code_cells import code_cells
 from vescale.optim._dynamic_map import dynamic_map
 
 __all__ = ["is_native", "update_all"]
@@ -34,6 +35,7 @@ _MAP = np.dtype(
         ("thresholds", np.uint64),
         ("first_codes", np.uint64),
         ("lines", np.uint64),
+        ("cells", np.uint64),
         ("bytes", np.uint64),
         ("zero_code", np.int64),
     ]
@@ -114,10 +116,20 @@ def _map_row(signed: bool) -> tuple[int, ...]:
     found = dynamic_map(signed)
     padded = np.append(found.thresholds.numpy(), np.float32(np.inf))  # behind the last threshold there is none
     lines = _lines(found.thresholds.numpy()[found.zero_code :], signed)
-    planes = np.ascontiguousarray(found.values.numpy().astype("<f4").view(np.uint8).reshape(256, 4).T)
-    _KEPT.extend((padded, lines, planes))  # C++ gets their addresses
-    pointers = found.values.data_ptr(), *(a.ctypes.data for a in (padded, found.first_codes, lines, planes))
+    cells = code_cells(found.thresholds.numpy()[found.zero_code :])
+    planes = _aligned(found.values.numpy().astype("<f4").view(np.uint8).reshape(256, 4).T)
+    _KEPT.extend((padded, lines, cells, planes))  # C++ gets their addresses
+    pointers = found.values.data_ptr(), *(a.ctypes.data for a in (padded, found.first_codes, lines, cells, planes))
     return *pointers, found.zero_code
+
+
+def _aligned(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """A copy that begins at a multiple of 64 bytes, so that no load of a vector crosses a line of the cache."""
+    memory = np.empty(values.size + 64, dtype=np.uint8)
+    begin = -memory.ctypes.data % 64
+    found = memory[begin : begin + values.size].reshape(values.shape)
+    found[...] = values
+    return found
 
 
 def _lines(borders: npt.NDArray[np.float32], signed: bool) -> npt.NDArray[np.void]:

@@ -43,6 +43,8 @@ _LOCK = threading.Lock()
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's values of a tensor or DTensor, without autograd; waits for a pending collective."""
+    if type(tensor) is torch.Tensor and not tensor.requires_grad:
+        return tensor
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
