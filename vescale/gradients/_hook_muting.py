@@ -34,7 +34,7 @@ class HookMuting:
             for slot, may in zip(slots, may_be_collected)
             if not may or slot.num_expected > 1 or slot.parameter is None
         }
-        self._heard = {slot for slot in slots if slot.spec is not None}
+        self._dtensors = {slot for slot in slots if slot.spec is not None}
         self._num_regular = 0  # consecutive backwards in which all slots were notified and all gradients arrived
         self._num_required = 1
         self._notify_all()
@@ -75,4 +75,4 @@ class HookMuting:
         self._num_regular += 1
         may_mute = not self.collected and self._num_regular >= self._num_required
         if may_mute and last is not None and len(self._handed_over) < len(self._slots):
-            self._set(self._handed_over | self._heard | {last}, self._handed_over)
+            self._set(self._handed_over | self._dtensors | {last}, self._handed_over)

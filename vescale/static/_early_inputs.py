@@ -28,12 +28,13 @@ class Entered(NamedTuple):
     """Inputs of a forward that have become local tensors.
 
     Attributes:
-        key: of the program that runs on them.
+        key, program: of what runs on them.
         args, kwargs: as they were given.
         local_args, local_kwargs: what they have become.
     """
 
     key: str
+    program: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     local_args: tuple[Any, ...]
@@ -80,7 +81,7 @@ class EarlyInputs:
             self._entries[described] = key, cuts
 
     def enter(
-        self, key: str, cuts: Sequence[Cut | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: str, program: Any, cuts: Sequence[Cut | None], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The local tensors, which :meth:`take` recognizes."""
         values = tuple(
@@ -88,7 +89,7 @@ class EarlyInputs:
             for value, cut in zip((*args, *kwargs.values()), cuts, strict=True)
         )
         local_args, local_kwargs = values[: len(args)], dict(zip(kwargs, values[len(args) :]))
-        self._thread.entered = Entered(key, args, kwargs, local_args, local_kwargs)
+        self._thread.entered = Entered(key, program, args, kwargs, local_args, local_kwargs)
         return local_args, local_kwargs
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entered | None:

@@ -106,7 +106,7 @@ class StaticForward:
         # What the user calls before the forward gets DTensors.
         if len(model.__dict__["_forward_pre_hooks"]) > 1 or any(GLOBAL_HOOKS) or program.guards.broken():
             return None
-        return *self._early.enter(*found, args, kwargs), None
+        return *self._early.enter(found[0], program, found[1], args, kwargs), None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model, activation = self.model(), current_activation()
@@ -137,8 +137,8 @@ class StaticForward:
             return self._run(model, activation, key, program, args, kwargs)
 
     def _run_entered(self, model: nn.Module, activation: Activation | None, entered: Entered) -> Any:
-        program = self.programs.get(entered.key)
-        assert activation is not None and program is not None
+        assert activation is not None
+        program: StaticProgram = entered.program
         if activation.frames[0].compiler is not None:
             program = self._compiled(model, entered.key, program)
         return self._run(model, activation, entered.key, program, (), {}, entered)
