@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from vescale import csrc
+from tests.ranks import RankPools
+from vescale import Plan, csrc, parallelize
 from vescale.compat import ParameterRow, TensorRow, num_storage_users
 from vescale.compat import gradient_rows as grads_module
 
@@ -193,3 +198,45 @@ def test_the_helper_takes_what_is_usual(monkeypatch: pytest.MonkeyPatch, side: s
     parameters, _, flat = make()
     assert csrc.load("grads") is not None
     assert ParameterRow(parameters).take_grads(TensorRow(views_of(flat)), torch.float32)
+
+
+def of_dtensors() -> None:
+    """The local tensors of DTensors, and plain gradients among them."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    parallelize(nn.Identity(), Plan(mesh))  # which tells C++ what a DTensor is
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    parameters = [nn.Parameter(DTensor.from_local(value, mesh, [Replicate()])) for value in values[:3]]
+    parameters.append(nn.Parameter(values[3]))
+    grads = [DTensor.from_local(value.clone(), mesh, [Partial()]) for value in values[:3]]
+    specs = [*(grad._spec for grad in grads), None]
+
+    def give(*others: Any) -> ParameterRow:
+        for parameter, grad in zip(parameters, (*others, *grads[len(others) :], values[3].clone()), strict=False):
+            parameter.grad = grad
+        return ParameterRow(parameters, specs)
+
+    flat = torch.zeros(sum(value.numel() for value in values))
+    others = [DTensor.from_local(values[0].clone(), mesh, [p]) for p in (Replicate(), Partial())]
+    others[1].requires_grad_()
+    for other in (None, *others):  # of other placements, and one with a graph
+        row = give(other)
+        assert not row.take_grads(TensorRow(views_of(flat)), torch.float32)
+        assert all(parameter.grad is not None for parameter in parameters[1:]) and not flat.any()
+    row = give()
+    assert row.take_grads(TensorRow(views_of(flat)), torch.float32)
+    assert torch.equal(flat, torch.cat([value.flatten() for value in values]))
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_dtensors(ranks: RankPools, side: str) -> None:
+    ranks.run(on_side, side, world_size=1)
+
+
+def on_side(side: str) -> None:
+    before = os.environ.get("VESCALE_NO_NATIVE", "")
+    os.environ["VESCALE_NO_NATIVE"] = "1" if side == "python" else ""
+    try:
+        of_dtensors()
+    finally:
+        os.environ["VESCALE_NO_NATIVE"] = before

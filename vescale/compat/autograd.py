@@ -17,6 +17,7 @@ from vescale import csrc
 __all__ = [
     "TELLS_HOLDERS",
     "EarlyStop",
+    "are_dtensors_unheld",
     "are_unheld",
     "at_end_of_backward",
     "before_backward",
@@ -112,6 +113,22 @@ def are_unheld(tensors: list[torch.Tensor]) -> bool:
     if _use_count is None:
         return False
     return max(map(sys.getrefcount, tensors)) == _NUM_HOLDERS_OF_UNHELD and max(map(_use_count, tensors)) == 1
+
+
+def are_dtensors_unheld(dtensors: list[Any], parts: list[torch.Tensor], specs: list[Any]) -> bool:
+    """Whether each DTensor has its local tensor and spec, and nothing holds it, or its local tensor, but these lists."""
+    if not dtensors:
+        return True
+    module: Any = csrc.load_module("dispatch")
+    if module is not None:
+        return bool(module.are_dtensors_unheld(dtensors, parts, specs))
+    if _use_count is None or any(
+        x._local_tensor is not part or x._spec is not spec or x.requires_grad
+        for x, part, spec in zip(dtensors, parts, specs, strict=True)
+    ):
+        return False
+    counts = max(map(sys.getrefcount, dtensors)), max(map(sys.getrefcount, parts)) - 1  # the DTensor's own
+    return set(counts) == {_NUM_HOLDERS_OF_UNHELD} and max(map(_use_count, [*dtensors, *parts])) == 1
 
 
 # What counting itself adds differs between versions of Python.

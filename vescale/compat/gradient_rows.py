@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from vescale import csrc
+from vescale.compat.dtensor import local_of, spec_of
 from vescale.compat.foreach import foreach_copy_
 
-__all__ = ["ParameterRow", "TensorRow", "is_dense", "plain_parts", "share_memory"]
+__all__ = ["ParameterRow", "TensorRow", "dense_part", "is_dense", "plain_parts", "share_memory"]
 
 _address_of = operator.attrgetter("_cdata")
 
@@ -36,22 +38,32 @@ class TensorRow:
 
 
 class ParameterRow(TensorRow):
-    """Parameters whose gradients are moved together. Nothing that is moved is recorded for autograd."""
+    """Parameters whose gradients are moved together. Nothing that is moved is recorded for autograd.
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    Args:
+        specs: of the gradient of each parameter, a DTensor whose local tensor is moved; None of one that is plain. By
+            default all are.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], specs: Sequence[Any] = ()) -> None:
         super().__init__(parameters)
         self._library = _library()
+        self._specs = list(specs)
+        self._take_locals = _take_locals() if any(spec is not None for spec in specs) else None
 
     def take_grads(self, targets: TensorRow, dtype: torch.dtype) -> bool:
         """Copy each ``grad`` to its target and leave None. Returns False, and changes nothing, unless each is there, dense
         and of ``dtype``, which targets need not be, and in its place already or outside of the targets' memory."""
-        library = self._library if self.tensors and targets.tensors[0].dtype == dtype else None
-        if library is not None and library.take_grads(len(self.tensors), self.addresses(), targets.addresses()):
+        if self.tensors and targets.tensors[0].dtype == dtype and self._take_natively(targets):
             return True
-        gradients = [gradient for parameter in self.tensors if (gradient := parameter.grad) is not None]
-        if len(gradients) < len(self.tensors) or not all(is_dense(gradient, dtype) for gradient in gradients):
+        specs = self._specs or [None] * len(self.tensors)
+        parts = [dense_part(parameter.grad, spec, dtype) for parameter, spec in zip(self.tensors, specs)]
+        gradients = [part for part in parts if part is not None]
+        if len(gradients) < len(self.tensors):
             return False
-        for gradient, target in zip(gradients, targets.tensors):
+        for gradient, target in zip(gradients, targets.tensors, strict=True):
+            if gradient.shape != target.shape:
+                return False
             if share_memory(gradient, target) and gradient.data_ptr() != target.data_ptr():
                 return False  # it could be overwritten before it is read
         with torch.no_grad():
@@ -60,6 +72,14 @@ class ParameterRow(TensorRow):
         for parameter in self.tensors:
             parameter.grad = None
         return True
+
+    def _take_natively(self, targets: TensorRow) -> bool:
+        if self._take_locals is not None:
+            return bool(self._take_locals(self.tensors, self._specs, targets.tensors))
+        library = None if any(spec is not None for spec in self._specs) else self._library
+        return library is not None and bool(
+            library.take_grads(len(self.tensors), self.addresses(), targets.addresses())
+        )
 
     def give_grads(self, gradients: TensorRow) -> bool:
         """Make each gradient its parameter's ``grad``. Returns False, and changes nothing, if a parameter has one."""
@@ -97,11 +117,25 @@ def is_dense(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return type(tensor) is torch.Tensor and tensor.dtype is dtype and tensor.layout is torch.strided
 
 
+def dense_part(gradient: torch.Tensor | None, spec: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """The local tensor of a gradient that is a DTensor with this spec, or with None the gradient itself; None unless it is
+    that, and dense and of ``dtype``."""
+    if spec is not None and gradient is not None:
+        is_expected = type(gradient) is DTensor and not gradient.requires_grad and spec_of(gradient) == spec
+        gradient = local_of(gradient) if is_expected else None  # type: ignore[arg-type]
+    return gradient if gradient is not None and is_dense(gradient, dtype) else None
+
+
 @functools.cache
 def _typed(library: ctypes.CDLL) -> Any:
     """Its functions, called without letting go of the interpreter's lock: they may count references of Python objects."""
     prototype = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     return SimpleNamespace(**{name: prototype((name, library)) for name in ("take_grads", "give_grads")})
+
+
+def _take_locals() -> Any:
+    module: Any = csrc.load_module("dispatch")
+    return None if module is None else module.take_local_grads
 
 
 def _library() -> Any:

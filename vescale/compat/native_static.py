@@ -41,6 +41,9 @@ class NativeStatic(Protocol):
             accept: called with the spec of the result where it is another one than before; may raise.
         """
 
+    def is_installed(self) -> bool:
+        """Whether the C++ dispatcher is."""
+
     def first_resized(self, dicts: Sequence[dict[str, Any]], sizes: Sequence[int]) -> int:
         """The first dictionary that has another number of entries; -1: there is none."""
 

@@ -241,6 +241,9 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("set_entries", torch::wrap_pybind_function(&vescale::set_entries));
     module.def("delete_entries", torch::wrap_pybind_function(&vescale::delete_entries));
     module.def("have_locals", torch::wrap_pybind_function(&vescale::have_locals));
+    module.def("set_hook_gate", &vescale::set_hook_gate);
+    module.def("take_local_grads", torch::wrap_pybind_function(&vescale::take_local_grads));
+    module.def("are_dtensors_unheld", torch::wrap_pybind_function(&vescale::are_dtensors_unheld));
     module.def("link_view", torch::wrap_pybind_function(&vescale::link_view));
     module.def("require_current", torch::wrap_pybind_function(&vescale::require_current_dtensor));
     module.def("share_version", torch::wrap_pybind_function(&vescale::share_version));

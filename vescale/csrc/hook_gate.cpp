@@ -49,11 +49,12 @@ class GatedHooks : public FunctionPreHook {
         : hooks(std::move(hooks)), dict_(dict), gate_(std::move(gate)) {}
 
     variable_list operator()(const variable_list& gradients) override {
+        return lets_pass() ? gradients : (*hooks)(gradients);
+    }
+
+    bool lets_pass() const {
         // The size is one word, which may be read without the interpreter's lock. `hooks` keeps the dict alive.
-        if (gate_->is_shut.load(std::memory_order_relaxed) && PyDict_Size(dict_) == 1 && accumulates_everything()) {
-            return gradients;
-        }
-        return (*hooks)(gradients);
+        return gate_->is_shut.load(std::memory_order_relaxed) && PyDict_Size(dict_) == 1 && accumulates_everything();
     }
 
     void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
@@ -106,7 +107,13 @@ EXPORT int guard(void* gate, void* tensor, PyObject* dict) {
     return 1;
 }
 
-// The reverse.
+// Inside of a backward: whether a hook, a FunctionPreHook, is behind a gate, and would not be called now.
+EXPORT int lets_pass(void* hook) {
+    const auto* gated = dynamic_cast<GatedHooks*>(static_cast<FunctionPreHook*>(hook));
+    return gated != nullptr && gated->lets_pass();
+}
+
+// The reverse of `guard`.
 EXPORT void unguard(void* tensor) {
     for (auto& hook : hooks_of(tensor)) {
         if (auto* gated = dynamic_cast<GatedHooks*>(hook.get())) {

@@ -25,10 +25,7 @@ class ConvertLocalBackward final : public PythonNode {
             return {through_dtensors(global_gradient(local, held(4), held(5)), held(2))};
         }
         const Running running;
-        const auto crossing = find_crossing(Way::kGradient, local, {held(4), held(5)}, {}, [&](const py::object& given) {
-            return local_regions().gradient_spec(given, held(4), held(5));
-        });
-        const Spec* spec = crossing->spec;
+        const Spec* spec = gradient_spec(local, held(4), held(5));
         if (spec == nullptr) {
             return {through_dtensors(global_gradient(local, held(4), held(5)), held(2))};
         }

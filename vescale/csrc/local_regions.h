@@ -4,6 +4,7 @@
 #pragma once
 
 #include "conversion.h"
+#include "leaf_gradients.h"
 #include "python_node.h"
 
 #include <unordered_map>
@@ -93,19 +94,24 @@ inline bool is_linked(const at::Tensor& tensor) {
     return at::GradMode::is_enabled() && tensor.requires_grad();
 }
 
+// The spec of a local gradient of a tensor with the spec `like`; null: Python makes the DTensor. A `Running` is there.
+inline const Spec* gradient_spec(const at::Tensor& gradient, const py::object& like, const py::object& placements) {
+    const auto crossing = find_crossing(Way::kGradient, gradient, {like, placements}, {}, [&](const py::object& given) {
+        return local_regions().gradient_spec(given, like, placements);
+    });
+    return crossing->spec;
+}
+
 // The DTensor with the local gradient of a tensor with the spec `like`.
 inline at::Tensor global_gradient(const at::Tensor& gradient, const py::object& like, const py::object& placements) {
-    const auto& our = local_regions();
     if (!at::GradMode::is_enabled() && is_plain(gradient) && dtensor_class().type != nullptr) {
         const Running running;
-        const auto crossing = find_crossing(Way::kGradient, gradient, {like, placements}, {}, [&](const py::object& given) {
-            return our.gradient_spec(given, like, placements);
-        });
-        if (crossing->spec != nullptr) {
-            return wrap(gradient, *crossing->spec);
+        const Spec* spec = gradient_spec(gradient, like, placements);
+        if (spec != nullptr) {
+            return wrap(gradient, *spec);
         }
     }
-    return to_tensor(our.enter_gradient(to_object(gradient), like, placements));
+    return to_tensor(local_regions().enter_gradient(to_object(gradient), like, placements));
 }
 
 // Of the local tensors of some DTensors; holds the spec and the gradient's placements of each.
@@ -123,7 +129,7 @@ class EnterLocalBackward final : public PythonNode {
                 gradient = at::zeros(unused_[i]->first, unused_[i]->second);
             }
             if (gradient.defined() && task_should_compute_output(i)) {
-                found[i] = global_gradient(gradient, held(2 * i), held(2 * i + 1));
+                give(i, std::move(gradient), found[i]);
             }
         }
         return found;
@@ -132,6 +138,26 @@ class EnterLocalBackward final : public PythonNode {
     std::string name() const override { return "EnterLocalBackward"; }
 
   private:
+    // A parameter's gradient is put into its `grad` where autograd would do nothing else with it; other gradients go to `found`.
+    void give(std::size_t i, at::Tensor gradient, at::Tensor& found) {
+        auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(next_edge(i).function.get());
+        if (!at::GradMode::is_enabled() && is_plain(gradient) && dtensor_class().type != nullptr) {
+            const at::Tensor none, &parameter = leaf == nullptr ? none : leaf->variable;
+            PyObject* dtensor = parameter.defined() ? dtensor_of(parameter) : nullptr;
+            gradient = alone(std::move(gradient), dtensor == nullptr ? none : local_of(dtensor));
+            const Running running;
+            const Spec* spec = gradient_spec(gradient, held(2 * i), held(2 * i + 1));
+            if (spec != nullptr) {
+                found = wrap(std::move(gradient), *spec);
+                if (dtensor != nullptr && accumulates_plainly(*this, next_edge(i), *leaf, dtensor) && is_like(found, parameter)) {
+                    parameter.mutable_grad() = std::exchange(found, at::Tensor());
+                }
+                return;
+            }
+        }
+        found = to_tensor(local_regions().enter_gradient(to_object(gradient), held(2 * i), held(2 * i + 1)));
+    }
+
     std::vector<std::optional<std::pair<Sizes, at::TensorOptions>>> unused_;  // gradients of zeros where there are none
 };
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
-from vescale.compat import ParameterRow, TensorRow, is_dense, num_storage_users
+from vescale.compat import ParameterRow, TensorRow, dense_part, is_dense, num_storage_users
 from vescale.gradients._bucket_memory import BucketMemory
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._buffer_reduction import BufferReduction
@@ -168,7 +168,12 @@ class Bucket:
             self._count(slot)
             return True
         parameter = slot.parameter
-        if parameter is None or parameter.grad is None or not is_dense(parameter.grad, self.reduction.dtype):
+        if (
+            parameter is None
+            or slot.spec is not None
+            or parameter.grad is None
+            or not is_dense(parameter.grad, self.reduction.dtype)
+        ):
             return False
         gradient, parameter.grad = parameter.grad, None
         self.arrive(slot, gradient)
@@ -217,10 +222,11 @@ class Bucket:
         for slot in self.muting.collected:
             assert slot.parameter is not None
             gradient = slot.parameter.grad
-            if gradient is None or slot.index in self._given or not is_dense(gradient, self.reduction.dtype):
+            part = dense_part(gradient, slot.spec, self.reduction.dtype)
+            if gradient is None or part is None or slot.index in self._given:
                 continue
             if versions is None or versions.get(id(slot.parameter)) != gradient._version:
-                self._given[slot.index], slot.parameter.grad = gradient, None
+                self._given[slot.index], slot.parameter.grad = part, None
 
     def launch(self, versions: Versions, missing: float | None = None) -> None:
         """Fill the buffer and start the first collective; called in the same order on every rank.
@@ -307,7 +313,9 @@ class Bucket:
     def give_results(self) -> bool:
         """Make the results the parameters' gradients in one call. Returns False, and changes nothing, if a slot needs a
         conversion or a parameter has a gradient."""
-        return len(self._parameters.tensors) == len(self.slots) and self._parameters.give_grads(self.results())
+        if len(self._parameters.tensors) < len(self.slots):
+            return False
+        return self._parameters.give_grads(self._memory.gradients(self.results()))
 
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {len(self.slots)} gradients, {self.num_bytes} bytes, {self.reduction.text()})"

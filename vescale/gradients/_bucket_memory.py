@@ -10,7 +10,15 @@ import torch
 from torch.distributed.tensor import Partial
 
 from vescale.buffer import DBuffer, TensorGroup
-from vescale.compat import TELLS_HOLDERS, TensorRow, are_unheld, foreach_copy_, num_storage_users
+from vescale.compat import (
+    TELLS_HOLDERS,
+    TensorRow,
+    are_dtensors_unheld,
+    are_unheld,
+    foreach_copy_,
+    make_dtensor,
+    num_storage_users,
+)
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._complete_gradient import mark_complete
 from vescale.gradients._reduction import Reduction
@@ -42,6 +50,8 @@ class BucketMemory:
         self._is_simple = reduction.scatter is None and all(slot.numel for slot in self._slots)
         self._views: list[list[torch.Tensor]] = []  # of each slot: the parts of its gradient in buffer order
         self._results = TensorRow(())  # of each slot: its gradient, the same tensor in each step
+        self._gradients: TensorRow | None = None  # DTensors around the results, if all are
+        self._specs = [slot.result_spec for slot in self._slots]
         self._places: tuple[Sequence[int], TensorRow] | None = None
         self._num_users = 0
         self._all_marks: torch.Tensor | None = None
@@ -106,6 +116,7 @@ class BucketMemory:
         """Prepare for contributions. New memory is allocated if the old one is still referenced."""
         if self._views and not self._is_unreferenced():
             self.buffer, self._views, self._results = self.buffer.like(), [], TensorRow(())
+            self._gradients = None
         if not self.buffer.is_allocated:
             self.buffer.allocate()
         if not self._views:
@@ -113,8 +124,12 @@ class BucketMemory:
             self._num_users = num_storage_users(self.buffer.local)
 
     def _is_unreferenced(self) -> bool:
-        num_users = self._num_users + len(self._results.tensors)
-        return num_storage_users(self.buffer.local) == num_users and are_unheld(self._results.tensors)
+        results = self._results.tensors
+        if num_storage_users(self.buffer.local) != self._num_users + len(results):
+            return False
+        if self._gradients is None:
+            return are_unheld(results)
+        return are_dtensors_unheld(self._gradients.tensors, results, self._specs)
 
     def _new_views(self) -> list[list[torch.Tensor]]:
         views: list[list[torch.Tensor]] = [[] for _ in self._slots]
@@ -200,6 +215,21 @@ class BucketMemory:
         if is_own and TELLS_HOLDERS:
             self._results = found
         return found
+
+    def gradients(self, results: TensorRow) -> TensorRow:
+        """What is to be the parameters' ``grad``: the results, of DTensors around them."""
+        if not any(self._specs):
+            return results
+        if self._gradients is not None and results is self._results:
+            return self._gradients
+        made = TensorRow(
+            [x if spec is None else make_dtensor(x, spec) for x, spec in zip(results.tensors, self._specs, strict=True)]
+        )
+        for gradient in made.tensors:
+            mark_complete(gradient)
+        if results is self._results and all(self._specs):
+            self._gradients = made
+        return made
 
     def start(self, slot: BucketSlot[Any], piece: int | None = None) -> int:
         """The offset of a slot's part in the buffer, or in one scattered piece of it."""

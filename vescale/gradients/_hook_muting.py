@@ -22,6 +22,9 @@ class HookMuting:
     arrived last stays notified. Each rank decides this for itself: a bucket is launched when all of its gradients have
     arrived, or at the end of backward. If some were missing when the last one arrived, all slots are notified again, for
     twice as many backwards as before.
+
+    Gradients that are DTensors are collected, too, but stay notified: backward communicates between them, and their bucket
+    has to be launched at one moment on all ranks, whatever the order in which they arrive.
     """
 
     def __init__(self, slots: Sequence[BucketSlot[Any]], may_be_collected: Sequence[bool]) -> None:
@@ -31,6 +34,7 @@ class HookMuting:
             for slot, may in zip(slots, may_be_collected)
             if not may or slot.num_expected > 1 or slot.parameter is None
         }
+        self._dtensors = {slot for slot in slots if slot.spec is not None}
         self._num_regular = 0  # consecutive backwards in which all slots were notified and all gradients arrived
         self._num_required = 1
         self._notify_all()
@@ -41,7 +45,10 @@ class HookMuting:
     def _set(self, notified: set[BucketSlot[Any]], handed_over: set[BucketSlot[Any]]) -> None:
         self.collected = tuple(slot for slot in self._slots if slot not in handed_over)
         self.indices = [slot.index for slot in self.collected]
-        self.parameters = ParameterRow([slot.parameter for slot in self.collected if slot.parameter is not None])
+        self.parameters = ParameterRow(
+            [slot.parameter for slot in self.collected if slot.parameter is not None],
+            [slot.spec for slot in self.collected],
+        )
         self.num_expected = sum(slot.num_expected for slot in notified)
         for slot in self._slots:
             slot.is_notified, slot.is_collected = slot in notified, slot not in handed_over
@@ -68,4 +75,4 @@ class HookMuting:
         self._num_regular += 1
         may_mute = not self.collected and self._num_regular >= self._num_required
         if may_mute and last is not None and len(self._handed_over) < len(self._slots):
-            self._set(self._handed_over | {last}, self._handed_over)
+            self._set(self._handed_over | self._dtensors | {last}, self._handed_over)

@@ -48,7 +48,7 @@ class ReducedParameter:
         index: its number, the same on every rank; -1 until the ranks have agreed on it.
         destination: where its gradient belongs.
         slots: its slots in buckets, one for each way in which its gradient arrives.
-        plain_slot: the slot of plain gradients in the parameter's dtype.
+        plain_slot: the slot of gradients that are not converted first.
         previous: a complete gradient from before this backward, kept aside until the new one is added to it.
         complete_spec: of gradients that arrive complete, in the strides they keep; None: unknown.
         is_offered: whether the ranks have agreed on a slot, if one was known, although no gradient had arrived.
@@ -87,9 +87,16 @@ class ReducedParameter:
 
     def new_slot(self, arrival: Arrival, num_expected: int) -> BucketSlot[Bucket]:
         """A slot that is not among :attr:`slots` yet."""
-        is_plain = self.destination.mesh is None and arrival.dtype == self.parameter.dtype
-        parameter = self.parameter if is_plain else None
-        return BucketSlot(self.name, self, arrival, self.contribution(arrival), num_expected, parameter)
+        found = self.contribution(arrival)
+        if self.destination.mesh is None:
+            parameter = self.parameter if arrival.dtype == self.parameter.dtype else None
+            return BucketSlot(self.name, self, arrival, found, num_expected, parameter)
+        spec = self._usual_spec if self._usual == arrival else None
+        is_converted = found.staged != arrival.placements or found.reduced != self.destination.target
+        if spec is None or is_converted or found.pieces is not None:
+            return BucketSlot(self.name, self, arrival, found, num_expected)
+        result_spec = self._spec_of(self.destination.target, arrival.dtype)
+        return BucketSlot(self.name, self, arrival, found, num_expected, self.parameter, spec, result_spec)
 
     def add_slot(self, slot: BucketSlot[Bucket]) -> None:
         self.slots.append(slot)

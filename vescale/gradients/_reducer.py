@@ -268,11 +268,11 @@ class GradientReducer:
         """Move this rank's contribution to its bucket."""
         gradient = reduced.parameter.grad
         assert gradient is not None
-        arrival = reduced.arrival_of(gradient)
+        arrival, local = reduced.arrival_of(gradient), local_part(gradient)
         reduced.parameter.grad = None
-        local = local_part(gradient)
         for slot in reduced.slots:
             if (slot.arrival is arrival or slot.arrival == arrival) and not slot.bucket.is_launched:
+                slot.note_spec_of(gradient)
                 slot.bucket.arrive(slot, reduced.staged(arrival, slot.contribution.staged, local))
                 if slot.bucket.num_missing <= 0:
                     self._schedule.launch_full()

@@ -34,6 +34,7 @@ from vescale.ops import (
     vector_norms,
     views,
 )
+from vescale.ops._attention_work import ROWS, AttentionWork
 from vescale.ops._boundary_copies import (
     LIVE_COPIES,
     note_local,
@@ -44,6 +45,7 @@ from vescale.ops._boundary_copies import (
 )
 from vescale.ops._call import OpCall
 from vescale.ops._context import OpContext
+from vescale.ops._context_parallel import attend_to_prefixes, sequence_axes
 from vescale.ops._conversion import (
     PreparedConversion,
     bring,
@@ -79,6 +81,8 @@ from vescale.ops.losses import cross_entropy_of_rows, has_whole_rows, without_di
 __all__ = [
     "FAMILY_FILES",
     "LIVE_COPIES",
+    "ROWS",
+    "AttentionWork",
     "Decision",
     "Meeting",
     "ModelObserver",
@@ -93,6 +97,7 @@ __all__ = [
     "Rule",
     "Runs",
     "When",
+    "attend_to_prefixes",
     "bring",
     "bring_with_gradient",
     "convert",
@@ -120,6 +125,7 @@ __all__ = [
     "require_current",
     "run_interleaved",
     "running_module",
+    "sequence_axes",
     "settle",
     "settling",
     "stages_between",

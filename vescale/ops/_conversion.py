@@ -250,11 +250,11 @@ class _EnterTogether(torch.autograd.Function):
 
 
 def _enter_gradient(grad: torch.Tensor, like: DTensorSpec, placements: Placements | None) -> DTensor:
-    """The DTensor with the local gradient ``grad`` of a tensor with the spec ``like``."""
+    """The DTensor with the local gradient ``grad`` of a tensor with the spec ``like``, in memory that no other one has."""
     spec = gradient_spec(grad, like, placements)
     if torch.is_grad_enabled():  # for derivatives of gradients
         return leave_local(grad, spec.mesh, spec.placements, spec.shape, "local gradient")
-    return make_dtensor(grad, spec)
+    return make_dtensor(grad.clone(), spec)
 
 
 def enter_local(

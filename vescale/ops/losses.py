@@ -20,7 +20,7 @@ Stock DTensor takes the mean of the ranks' means, which is another number where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -257,16 +257,26 @@ def _loss_of_whole_rows(
 
 
 def cross_entropy_of_rows(
-    mesh: DeviceMesh, axes: Sequence[int], scores: torch.Tensor, labels: torch.Tensor, reduction: str, ignore_index: int
+    mesh: DeviceMesh,
+    axes: Sequence[int],
+    scores: torch.Tensor,
+    labels: torch.Tensor,
+    reduction: str,
+    ignore_index: int,
+    add_up: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """``F.cross_entropy`` of the rows of all ranks along ``axes``, from local scores of shape ``[rows, classes]`` and local
-    labels: the bits of the loss, and of the gradient, of DTensors. One all-reduce of three numbers.
+    labels: the bits of the loss, and of the gradient, of DTensors. One all-reduce of three numbers, for which ``add_up`` is
+    asked first.
 
     Raises LabelError, on every rank, for a label that is neither a class nor ignored.
     """
     logarithms = F.log_softmax(scores, 1)
     numbers, total = _sums_of_rows(_aten.nll_loss_forward.default, logarithms, labels, None, ignore_index)
-    whole, weights, bad = _sum_over(mesh, axes, numbers, "sum", "nll_loss").unbind()
+    added = None if add_up is None else add_up(numbers)
+    if added is None:
+        added = _sum_over(mesh, axes, numbers, "sum", "nll_loss")
+    whole, weights, bad = added.unbind()
     _refuse_bad_labels(scores, int(bad) if scores.is_cpu else 0)
     if reduction == "sum":
         return cast(torch.Tensor, _OfAllRows.apply(total, whole.to(total.dtype, copy=True), None))

@@ -9,7 +9,7 @@ from vescale.runtime._init_mesh import init_mesh
 from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._missing_values import MissingValuesWarning
 from vescale.runtime._modes import register_mode
-from vescale.runtime._module_calls import resumed
+from vescale.runtime._module_calls import resumed, switch_on
 from vescale.runtime._op_saving import SavingRule
 from vescale.runtime._parallelize import (
     finish_gradients,
@@ -27,6 +27,7 @@ from vescale.runtime._saved_report import SavedReport, report
 from vescale.runtime._shard_batch import shard_batch
 from vescale.runtime._shared_conversion import Stages
 from vescale.runtime._token_exchange import TokenExchange
+from vescale.runtime._write_back import write_back
 
 __all__ = [
     "Activation",
@@ -63,5 +64,7 @@ __all__ = [
     "report",
     "resumed",
     "shard_batch",
+    "switch_on",
     "unit_groups",
+    "write_back",
 ]

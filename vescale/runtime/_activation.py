@@ -54,18 +54,21 @@ class Activation:
         recorder: gets to know what runs in place of torch functions, and what is placed; None: nobody does.
         static: what runs in place of the model's own forward; None: that does.
         frames: the running modules, outermost first; never empty while the model's code runs.
-        contexts: what is switched on during the forward.
+        contexts: what is switched on during the forward; None: nothing is.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.mesh = runtime.mesh
-        self.axis_names: Sequence[str] = runtime.axes.names
         self.replicated = runtime.replicated
         self.recorder: Any = None
         self.static: Any = None
         self.frames: list[Frame] = []
-        self.contexts = ExitStack()
+        self.contexts: ExitStack | None = None
+
+    @property
+    def axis_names(self) -> Sequence[str]:
+        return self.runtime.axes.names
 
     def factory_placements(self) -> tuple[Placement, ...]:
         """The placements of tensors that the running module makes."""

@@ -289,8 +289,8 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
     checks = runtime.checks
     if not (checks.is_on and checks.waits and torch.is_grad_enabled()):
         return
-    for tensor in tensors_in(outputs):
-        if tensor.grad_fn is not None:
+    for tensor in (outputs,) if type(outputs) is DTensor else tensors_in(outputs):
+        if not tensor.is_leaf:
             step, reducer = checks.await_backward(model, runtime.number), runtime.gradients.reducer
             before_backward(tensor, functools.partial(_begin_backward, runtime, reducer, model, step))
             return

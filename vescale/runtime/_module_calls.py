@@ -5,14 +5,22 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import in_backward, local_of, no_torch_function, resume_compiling, suspend_compiling, tensors_in
+from vescale.compat import (
+    GLOBAL_HOOKS,
+    in_backward,
+    local_of,
+    no_torch_function,
+    resume_compiling,
+    suspend_compiling,
+    tensors_in,
+)
 from vescale.compat.random_ops import count_forward
 from vescale.ops import require_current
 from vescale.runtime._activation import THREAD, Activation, Frame, activations, current_activation
@@ -20,7 +28,7 @@ from vescale.runtime._function_mode import RuntimeMode
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._write_back import write_back
 
-__all__ = ["Enter", "Leave", "checkpointed", "module_hooks", "resumed"]
+__all__ = ["Enter", "Leave", "checkpointed", "module_hooks", "resumed", "switch_on"]
 
 
 class _Hook:
@@ -145,10 +153,19 @@ def _begin(runtime: Runtime, module: nn.Module, path: str) -> Activation:
     if torch.is_grad_enabled():
         runtime.num_training_forwards += 1
         runtime.saved.begin()
-    activation = _activate(runtime)
+    activation = Activation(runtime)
+    is_later = not path and runtime.switches_on_later and _is_alone(module)
+    if not is_later or torch.is_inference_mode_enabled():
+        switch_on(activation)
     activations().append(activation)
     count_forward(1)
     return activation
+
+
+def _is_alone(module: nn.Module) -> bool:
+    """Whether nothing runs between the hooks of the runtime and the forward that they are around."""
+    held = module.__dict__
+    return len(held["_forward_pre_hooks"]) == len(held["_forward_hooks"]) == 1 and not any(GLOBAL_HOOKS)
 
 
 def _end(activation: Activation) -> None:
@@ -158,7 +175,8 @@ def _end(activation: Activation) -> None:
     count_forward(-1)
     around = stack[-1].frames[-1].where if stack and stack[-1].frames else None
     activation.runtime.timeline.mark(around)
-    activation.contexts.close()
+    if activation.contexts is not None:
+        activation.contexts.close()
 
 
 def _results(path: str, output: Any) -> list[tuple[str, int]]:
@@ -167,14 +185,16 @@ def _results(path: str, output: Any) -> list[tuple[str, int]]:
         return [(path, local_of(t).data_ptr()) for t in tensors_in(output) if isinstance(t, DTensor) and not t.is_meta]
 
 
-def _activate(runtime: Runtime) -> Activation:
-    activation = Activation(runtime)
+def switch_on(activation: Activation) -> None:
+    """From here to the end of the forward, the model's function mode is on. A second call does nothing."""
+    if activation.contexts is not None:
+        return
+    activation.contexts = contexts = ExitStack()
     if torch.is_inference_mode_enabled():
         # There, composite ops reach DTensor whole, and its rules for them gather; without gradients they do not.
-        activation.contexts.enter_context(torch.inference_mode(False))
-        activation.contexts.enter_context(torch.no_grad())
-    activation.contexts.enter_context(RuntimeMode(activation))
-    return activation
+        contexts.enter_context(torch.inference_mode(False))
+        contexts.enter_context(torch.no_grad())
+    contexts.enter_context(RuntimeMode(activation))
 
 
 def checkpointed(function: Callable[..., Any], is_reentrant: bool) -> Callable[..., Any]:
@@ -207,7 +227,8 @@ def resumed(runtime: Runtime, module: nn.Module, path: str) -> Iterator[None]:
     if stack and stack[-1].runtime is runtime:
         yield
         return
-    activation = _activate(runtime)
+    activation = Activation(runtime)
+    switch_on(activation)
     where = runtime.where(path)
     activation.frames.append(Frame(module, path, where=where))
     stack.append(activation)

@@ -98,6 +98,11 @@ class _Instructions:
         check_inputs(self.runtime, self._model, args, kwargs, self._named_inputs, takes_local_parts=parts)
         if not self.inputs and not self.casts.param:
             return args, kwargs, None
+        if self.runtime.early_inputs is not None and not parts:
+            early = self.runtime.early_inputs(args, kwargs)
+            if early is not None:
+                found: tuple[tuple[Any, ...], dict[str, Any], None] = early
+                return found
         try:
             return self.place_inputs(args, kwargs)
         finally:
@@ -168,6 +173,10 @@ class _Instructions:
             {key: value if ("kwargs", key) in named else placing(value, placed) for key, value in kwargs.items()},
         )
 
+    def position_of(self, index: int | str) -> int | None:
+        """Where an input is that was given by position; None: it has to be given by name."""
+        return index if isinstance(index, int) else self._positions.get(index)
+
     def _find(
         self, index: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str | None, int | str | None]:
@@ -203,7 +212,7 @@ class _Instructions:
         if self.hands_out and is_generating(self.runtime):
             output = whole_output(self.runtime, output)
         elif self.is_root:
-            output = map_tensors(self._finished, output)
+            output = self._finished(output) if type(output) is DTensor else map_tensors(self._finished, output)
         if self.is_root:
             note_random_state(self.runtime)
             watch_backward(self.runtime, self._model, output)

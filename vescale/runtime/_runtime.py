@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
@@ -55,6 +56,9 @@ class Runtime:
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
         checks: what its ranks compare before they communicate; num_forwards: how many of the model have begun;
             number: of the model among those that were compared there.
+        switches_on_later: whether the forward of the model itself switches the function mode on, where it needs it.
+        early_inputs: ``(args, kwargs)`` of the model to what its forward gets in their place, and None; or to None, where
+            the entries of the plan place them. None: there is no such function.
         compiles: whether torch.compile has an effect on what the model runs.
         missing_values: parameters that had none when the model was parallelized; None: not known.
         saved: what the last forward held for its backward.
@@ -81,7 +85,8 @@ class Runtime:
         self.native = native
         self.timeline = _timeline(native)
         self.warned_of_compiler = False
-        self.compiles = False
+        self.switches_on_later = self.compiles = False
+        self.early_inputs: Callable[..., Any] | None = None
         self.missing_values: MissingValues | None = None
         self.instructions: dict[str, Any] = {}
         self.saved = SavedAccount()

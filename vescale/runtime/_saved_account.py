@@ -71,7 +71,7 @@ class SavedAccount:
         """The outermost module has ended with ``output``."""
         if not torch.is_grad_enabled():
             return
-        tensors = [x for x in tensors_in(output) if isinstance(x, torch.Tensor)]
+        tensors = [output] if type(output) is DTensor else list(tensors_in(output))
         self._roots = [weak_node(x) for x in tensors if x.requires_grad]
         self._signature = (
             model.training,

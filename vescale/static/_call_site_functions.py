@@ -11,8 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat import map_tensors, no_torch_function, with_torch_function
-from vescale.runtime import Activation, Frame
-from vescale.static._local_functions import local_function
+from vescale.runtime import Frame, current_activation
+from vescale.static._local_functions import LocalFunction
 from vescale.static._size_functions import SIZE_READERS
 from vescale.static._tensor_type import TensorType, UnrecordedError
 
@@ -66,36 +66,40 @@ def take_sizes(factors: Sequence[int]) -> Callable[..., Any]:
 
 class EagerCall:
     """A site that runs its function on DTensors, in the model's eager mode, or a function of local tensors with the same
-    collectives and results (:func:`local_function`).
+    collectives and results.
 
     Args:
+        require_mode: called before the function runs on DTensors, in the function mode of the model.
         function: the recorded torch function.
         inputs, outputs: of its tensors, in order.
         callee: for sites that are no calls: what runs there.
+        local: what runs on local tensors (:func:`local_function`); None: nothing.
     """
 
     def __init__(
         self,
-        activation: Callable[[], Activation],
-        module: Callable[[], nn.Module],
+        require_mode: Callable[[], None],
+        module: nn.Module,
         path: str,
         function: Any,
         inputs: Sequence[TensorType],
         outputs: Sequence[TensorType],
         callee: Callee | None,
+        local: LocalFunction | None,
     ) -> None:
-        self.activation, self.module, self.path, self.function = activation, module, path, function
+        self.require_mode, self.module, self.path, self.function = require_mode, module, path, function
         self.inputs, self.outputs, self.callee = tuple(inputs), tuple(outputs), callee
-        self.local = local_function(function, self.inputs, self.outputs)
+        self.local = local
         name = getattr(function, "__name__", str(function))
         self._to_global = [functools.partial(kind.to_global, op=name) for kind in inputs]
         self._to_local = [kind.to_local for kind in outputs]
 
     def __call__(self, f: Callee | None, *args: Any, **kwargs: Any) -> Any:
-        activation = self.activation()
+        activation = current_activation()
+        assert activation is not None
         runtime = activation.runtime
         where = runtime.where(self.path)
-        activation.frames.append(Frame(self.module(), self.path, where=where))
+        activation.frames.append(Frame(self.module, self.path, where=where))
         runtime.timeline.mark(where)
         try:
             if f is self.function:
@@ -113,6 +117,7 @@ class EagerCall:
         found = None if self.local is None else self.local(*args, **kwargs)
         if found is not None:
             return found
+        self.require_mode()
         args, kwargs = map_in_order((args, kwargs), self._to_global)
         with with_torch_function():
             result = f(*args, **kwargs)
@@ -138,6 +143,7 @@ class _Intercept(TorchFunctionMode):
             found = None if site.local is None else site.local(*args, **(kwargs or {}))
             if found is not None:
                 return found
+            site.require_mode()
             args, kwargs = map_in_order((args, kwargs or {}), site._to_global)
         result = func(*args, **kwargs)
         with no_torch_function():

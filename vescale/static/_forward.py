@@ -15,10 +15,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import CALL_OVERRIDE, hides_tensors, is_native, no_torch_function, spec_of, tensors_in
+from vescale.compat import (
+    CALL_OVERRIDE,
+    GLOBAL_HOOKS,
+    hides_tensors,
+    is_native,
+    native_static,
+    no_torch_function,
+    spec_of,
+    tensors_in,
+)
 from vescale.errors import StaticRecordError
 from vescale.ir import Precision
-from vescale.runtime import Activation, Runtime, current_activation
+from vescale.runtime import Activation, Runtime, current_activation, switch_on, write_back
+from vescale.static._early_inputs import EarlyInputs, Entered
 from vescale.static._first_step import only_recorded_functions
 from vescale.static._guards import Guards, settings
 from vescale.static._held_values import HeldValues
@@ -78,12 +88,33 @@ class StaticForward:
         # Keys by what takes less time to find out, with the specs whose addresses that has.
         self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
+        self._early = EarlyInputs()
+        runtime.compiles = runtime.switches_on_later = True
+        runtime.early_inputs = self.enter
         functools.update_wrapper(self, type(model).forward)
+
+    def enter(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], None] | None:
+        """Before the inputs of the model are placed: what its forward gets in their place; None: they are placed."""
+        found = self._early.find(settings(), args, kwargs)
+        if found is None or current_activation() is not None:
+            return None
+        program, model = self.programs.get(found[0]), self.model()
+        if program is None or not program.is_static or model is None or not native_static().is_installed():
+            return None
+        # What the user calls before the forward gets DTensors.
+        if len(model.__dict__["_forward_pre_hooks"]) > 1 or any(GLOBAL_HOOKS) or program.guards.broken():
+            return None
+        return *self._early.enter(found[0], program, found[1], args, kwargs), None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model, activation = self.model(), current_activation()
         assert model is not None
+        entered = self._early.take(args, kwargs)
         with self._lock:
+            if entered is not None:
+                return self._run_entered(model, activation, entered)
             reason = self._why_eager(model, activation, args, kwargs)
             if reason:
                 return self._eager(model, reason, args, kwargs)
@@ -103,7 +134,14 @@ class StaticForward:
                 program = other
             if program.has_compiled_parts or activation.frames[0].compiler is not None:
                 program = self._compiled(model, key, program)
-            return self._run(model, activation, program, args, kwargs)
+            return self._run(model, activation, key, program, args, kwargs)
+
+    def _run_entered(self, model: nn.Module, activation: Activation | None, entered: Entered) -> Any:
+        assert activation is not None
+        program: StaticProgram = entered.program
+        if activation.frames[0].compiler is not None:
+            program = self._compiled(model, entered.key, program)
+        return self._run(model, activation, entered.key, program, (), {}, entered)
 
     def _exchanged(self, key: str, program: StaticProgram) -> StaticProgram | None:
         """A program whose guards hold, in place of one whose do not; None: the next step of this kind is recorded. Training
@@ -120,13 +158,26 @@ class StaticForward:
         del others[:-_MAX_OTHERS]
         return fitting
 
-    def _run(self, model: nn.Module, activation: Activation, program: StaticProgram, args: Any, kwargs: Any) -> Any:
+    def _run(
+        self,
+        model: nn.Module,
+        activation: Activation,
+        key: str,
+        program: StaticProgram,
+        args: Any,
+        kwargs: Any,
+        entered: Entered | None = None,
+    ) -> Any:
+        """``entered``: local tensors in place of ``args`` and ``kwargs``."""
+        if program.needs_mode:
+            switch_on(activation)
         state = random_state() if program.draws else None
         mark = program.units.mark()
+        frame = activation.frames[0]
         activation.static = program
         try:
             with self._checked(program):
-                result = program.run(args, kwargs, activation.frames[0].compiler)
+                result = program.run(args, kwargs, frame.compiler, entered)
         except Exception as problem:
             if program.is_proven and not isinstance(problem, UnrecordedError):
                 raise  # of the model's own code, as in eager mode
@@ -139,9 +190,16 @@ class StaticForward:
             activation.static = None
             program.units.return_to(mark)
             del activation.frames[1:]
-            return self._eager(model, str(problem), args, kwargs)
+            if entered is None:
+                return self._eager(model, str(problem), args, kwargs)
+            args, kwargs, placed = self.runtime.instructions[""].place_inputs(entered.args, entered.kwargs)
+            result = self._eager(model, str(problem), args, kwargs)
+            write_back(placed or ())
+            return result
         finally:
             activation.static = None
+        if entered is None and not program.has_compiled_parts:
+            self._early.remember(key, settings(), args, kwargs, frame)
         program.is_proven = True
         self.static_steps += 1
         return result
@@ -179,6 +237,9 @@ class StaticForward:
 
     def _eager(self, model: nn.Module, reason: str, args: Any, kwargs: Any) -> Any:
         self.fallbacks[reason] += 1
+        activation = current_activation()
+        if activation is not None and activation.runtime is self.runtime and activation.static is None:
+            switch_on(activation)
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(model).forward(model, *args, **kwargs)
@@ -209,6 +270,7 @@ class StaticForward:
             frame = activation.frames[-1]
             return frame.module, frame.path
 
+        switch_on(activation)
         units = ModelUnits(model)
 
         recorder = Recorder(running, functools.partial(units.names_in, model))

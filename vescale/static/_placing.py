@@ -91,8 +91,11 @@ class LocalPlacing:
 
     def __init__(self, index: Any, leaves: Sequence[_Leaf], holder: Any) -> None:
         self.index = index
-        self._changes = [functools.partial(self._place, leaf) for leaf in leaves]
         self._holder = holder
+        self._changes = [
+            leaf.convert if leaf.shared_key is None else functools.partial(self._place, leaf) for leaf in leaves
+        ]
+        self._only = self._changes[0] if len(leaves) == 1 else None
 
     @classmethod
     def of(cls, placing: Placing, placed: Sequence[PlacedTensor], holder: Any) -> LocalPlacing:
@@ -100,16 +103,15 @@ class LocalPlacing:
 
     def __call__(self, value: Any, placed: Any = None) -> Any:
         if type(value) is torch.Tensor or isinstance(value, torch.Tensor):
-            if len(self._changes) != 1:
+            if self._only is None:
                 raise UnrecordedError("a tensor at a boundary where none was recorded")
-            return self._changes[0](value)
+            return self._only(value)
         if type(value) in _PLAIN:
             return value
         return map_in_order(value, self._changes)
 
     def _place(self, leaf: _Leaf, x: torch.Tensor) -> torch.Tensor:
-        if leaf.shared_key is None:
-            return leaf.convert(x)
+        """Of a conversion that other entries share."""
         shared: dict[Any, Any] = self._holder.shared
         key = (id(x), leaf.shared_key, torch.is_grad_enabled())
         held = shared.get(key)

@@ -10,37 +10,33 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import (
     CALL_OVERRIDE,
     call_module,
-    local_of,
-    make_dtensor,
     no_torch_function,
-    spec_of,
     with_torch_function,
 )
-from vescale.errors import StaticGradientError
 from vescale.fsdp import ManagedParameter, state_of
 from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import FunctionPlan, ModulePlan
 from vescale.static._call_site_functions import EagerCall, map_in_order, read_sizes, take_sizes
 from vescale.static._compiling import Compiling, has_compiled_parts
+from vescale.static._early_inputs import Entered
 from vescale.static._guards import Guards
-from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_functions import local_function
 from vescale.static._local_parameter import LocalParameter
+from vescale.static._outputs import handed_out
 from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
 from vescale.static._recorded import Recorded
 from vescale.static._shown_entries import ShownEntries
 from vescale.static._source import code_objects
 from vescale.static._state import checkpoint_of, is_inside, own_forward
-from vescale.static._tensor_type import TensorType, UnrecordedError
+from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits, UnitForward
 from vescale.static._unreached import GuardedFunctions, UnreachedFunctions
 
@@ -58,6 +54,7 @@ class StaticProgram:
         units: of the model.
         eager_modules: why modules run in eager mode, by path.
         draws: whether the step drew random numbers.
+        needs_mode: whether something runs on DTensors, in the model's function mode.
         steps: how many forwards ran.
         is_proven: whether a static step has come to its end.
         originals: the code of functions that were changed, by that which runs.
@@ -77,6 +74,7 @@ class StaticProgram:
         # Their inputs become DTensors, and nothing inside of them is changed.
         self._regions = frozenset(recorded.module_types) - self.eager_modules.keys()
         self.draws = recorded.draws
+        self.needs_mode = self._used_mode = False
         self.is_proven = False
         self.steps = 0
         self.shared: dict[Any, Any] = {}
@@ -113,7 +111,7 @@ class StaticProgram:
 
         def of(plan: FunctionPlan) -> Iterator[tuple[str, str, str]]:
             for action in plan.actions.values():
-                if isinstance(action, Eager) and local_function(action.function, action.inputs, action.outputs) is None:
+                if isinstance(action, Eager) and self._local(action, plan.call.module) is None:
                     yield plan.call.module, name_of(action.function), action.reason
             for plans in plan.swaps.values():
                 for inner in filter(None, plans.values()):
@@ -124,24 +122,29 @@ class StaticProgram:
             if forward is not None:
                 yield from of(forward)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any = None) -> Any:
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any = None, entered: Entered | None = None
+    ) -> Any:
         """The forward on local tensors; takes and returns DTensors. Raises UnrecordedError.
 
         Args:
             compiler: what compiles it, as ``suspend_compiling`` returns it; None: nothing.
+            entered: local tensors in place of ``args`` and ``kwargs``; None: there are none.
         """
         assert self._root is not None
         with no_torch_function():
-            args, kwargs = map_in_order((args, kwargs), [t.to_local for t in self._inputs])
-            with self._showing():
+            if entered is None:
+                args, kwargs = map_in_order((args, kwargs), [t.to_local for t in self._inputs])
+            else:
+                args, kwargs = entered.local_args, entered.local_kwargs
+            self._show()
+            try:
                 result = self.compiling.run(compiler, self._root, args, kwargs)
-            slots = hidden_slots(result)
-            if len(slots) != len(self._hidden):
-                raise UnrecordedError("objects in the output hold other tensors than recorded")
-            for slot, kind in zip(slots, self._hidden, strict=True):
-                slot.set(kind.to_global(slot.get(), "output"))
+            finally:
+                self._hide()
             self.steps += 1
-            return map_in_order(result, [functools.partial(_hand_out, t) for t in self._outputs])
+            self.needs_mode = self._used_mode
+            return handed_out(result, self._outputs, self._hidden)
 
     def checkpointed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What the recomputation of ``function`` runs, which is part of a static forward, too."""
@@ -164,23 +167,28 @@ class StaticProgram:
             again = current_activation()
             assert again is not None
             again.static = self
-            with self._showing():
+            self._show()
+            try:
                 yield
+            finally:
+                self._hide()
 
-    @contextmanager
-    def _showing(self) -> Iterator[None]:
+    def _show(self) -> None:
         self._shown.show()
         self._guarded.show()
         try:
             for parameter in self._parameters:
                 parameter.show()
-            yield
-        finally:
-            self._guarded.hide()
-            self._shown.hide()
-            for parameter in self._parameters:
-                parameter.hide()
-            self.shared.clear()
+        except BaseException:
+            self._hide()
+            raise
+
+    def _hide(self) -> None:
+        self._guarded.hide()
+        self._shown.hide()
+        for parameter in self._parameters:
+            parameter.hide()
+        self.shared.clear()
 
     # Building
 
@@ -195,6 +203,7 @@ class StaticProgram:
             held = module.__dict__
             if plan is not None and (plan.problem or path in self._regions):
                 self._shown.add(held, CALL_OVERRIDE, self._on_dtensors(path, module))
+                self.needs_mode = self._used_mode = True
                 continue
             if plan is None:  # other modules may use its parameters
                 self._shown.add(held, CALL_OVERRIDE, _never_ran(path))
@@ -251,8 +260,22 @@ class StaticProgram:
             return read_sizes(action.function, callee, action.factors)
         if isinstance(action, TakeSizes):
             return take_sizes(action.factors)
-        call = EagerCall(_activation, lambda: module, path, action.function, action.inputs, action.outputs, callee)
+        local = self._local(action, path)
+        call = EagerCall(
+            self._require_mode, module, path, action.function, action.inputs, action.outputs, callee, local
+        )
+        self.needs_mode = True
         return self.compiling.aside(call)
+
+    def _local(self, action: Eager, path: str) -> Any:
+        methods = self.runtime.attention_methods(path)
+        return local_function(action.function, action.inputs, action.outputs, methods)
+
+    def _require_mode(self) -> None:
+        activation = current_activation()
+        self.needs_mode = self._used_mode = True
+        if activation is None or activation.contexts is None:
+            raise UnrecordedError("a function runs on DTensors that did not in the steps before")
 
     def _placed(
         self, path: str, module: nn.Module, forward: Callable[..., Any], unit: UnitForward | None
@@ -273,12 +296,15 @@ class StaticProgram:
         local.inputs, local.outputs = inputs, outputs
 
         is_any = len(inputs) == 1 and inputs[0].index is None  # of one entry for all inputs
+        position = local.position_of(inputs[0].index) if len(inputs) == 1 and not is_any else None
         is_whole = len(outputs) == 1 and outputs[0].index is None and not local.hands_out
         place_output = outputs[0] if is_whole else local.place_outputs if outputs else None
 
         def placed(*args: Any, **kwargs: Any) -> Any:
             if is_any and not kwargs:
                 args = tuple(map(inputs[0], args))
+            elif position is not None and position < len(args):
+                args = (*args[:position], inputs[0](args[position]), *args[position + 1 :])
             elif inputs:
                 args, kwargs, _ = local.place_inputs(args, kwargs)
             return inner(*args, **kwargs) if unit is None else unit.run(inner, args, kwargs)
@@ -360,33 +386,6 @@ def _gathered(parameter: ManagedParameter) -> DTensor:
 def _in_unit(unit: UnitForward | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     assert unit is not None
     return unit.run(forward, args, kwargs)
-
-
-def _hand_out(kind: TensorType, local: torch.Tensor) -> torch.Tensor:
-    """An output as a DTensor."""
-    x = kind.to_global(local, "output")
-    if kind.grad is None and x.requires_grad and isinstance(x, DTensor):
-        x = _NoGradient.apply(x)
-    return x
-
-
-class _NoGradient(torch.autograd.Function):
-    """An output of which no gradient has been recorded, so that nobody knows what gradients inside would stand for."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor) -> DTensor:
-        return make_dtensor(local_of(x), spec_of(x), requires_grad=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise StaticGradientError(
-            "an output of a model in static mode got a gradient, and got none in the step that was recorded; use the same "
-            "outputs in the loss of the first step, or parallelize with mode='eager'"
-        )
-
-
-def _activation() -> Any:
-    return current_activation()
 
 
 def _refuse(file: str, line: int) -> None:

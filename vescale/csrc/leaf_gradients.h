@@ -1,0 +1,158 @@
+// Gradients of parameters, put where autograd would accumulate them, and taken from there for buckets.
+
+#pragma once
+
+#include "dtensor.h"
+
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace vescale {
+
+// Of hook_gate.cpp: whether a hook would do nothing now.
+using LetsPass = int (*)(void* hook);
+
+inline LetsPass& lets_pass() {
+    static LetsPass known = nullptr;  // null: not built
+    return known;
+}
+
+// `address`: of the function, or 0.
+inline void set_hook_gate(std::uintptr_t address) {
+    lets_pass() = reinterpret_cast<LetsPass>(address);
+}
+
+// A gradient that no other gradient shares its memory with, with the strides of `parameter` if there is one. A DTensor hides
+// from autograd who else holds its local tensor, so that autograd would add to it in place, or give it to two parameters.
+inline at::Tensor alone(at::Tensor gradient, const at::Tensor& parameter) {
+    const bool is_dense = gradient.is_non_overlapping_and_dense();
+    if (is_dense && torch::autograd::impl::is_tensor_stealable(gradient)) {
+        return gradient;
+    }
+    return parameter.defined() ? torch::autograd::utils::clone_obey_contract(gradient, parameter)
+                               : gradient.clone(is_dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
+}
+
+// Whether autograd would do nothing with a gradient that `node` sends along `edge`, to `leaf`, but make it the `grad` of the
+// leaf, the Python object `parameter`. The lock is held.
+inline bool accumulates_plainly(
+    torch::autograd::Node& node, const torch::autograd::Edge& edge, torch::autograd::AccumulateGrad& leaf, PyObject* parameter) {
+    const at::Tensor& variable = leaf.variable;
+    if (variable.grad().defined() || torch::autograd::AnomalyMode::is_enabled()) {
+        return false;
+    }
+    if (edge.function.use_count() != 1) {  // others may send a part of the gradient, and the order of additions counts
+        return false;
+    }
+    // torch.autograd.grad, and backward(inputs=...), accumulate in no leaf, or in some.
+    const auto* execution = torch::autograd::get_current_graph_task_exec_info();
+    if (execution == nullptr || !execution->empty()) {
+        return false;
+    }
+    for (const auto& hook : torch::autograd::impl::hooks(variable)) {
+        if (lets_pass() == nullptr || lets_pass()(hook.get()) == 0) {
+            return false;
+        }
+    }
+    PyObject* after = reinterpret_cast<THPVariable*>(parameter)->post_accumulate_grad_hooks;
+    const bool has_after = torch::autograd::impl::post_acc_grad_hooks(variable) != nullptr &&
+        (after == nullptr || !PyDict_Check(after) || PyDict_Size(after) != 0);
+    if (has_after || !leaf.pre_hooks().empty() || !leaf.post_hooks().empty()) {
+        return false;
+    }
+    return variable.is_cpu() || node.stream() == leaf.stream();  // else the engine orders the streams
+}
+
+// Whether a gradient is what the engine passes on, and keeps, as it is.
+inline bool is_like(const at::Tensor& gradient, const at::Tensor& parameter) {
+    return gradient.sizes() == parameter.sizes() && gradient.dtype() == parameter.dtype() &&
+        gradient.device() == parameter.device() && gradient.strides() == parameter.strides();
+}
+
+inline const at::Tensor& tensor_at(const py::list& list, Py_ssize_t i) {
+    return THPVariable_Unpack(PyList_GET_ITEM(list.ptr(), i));
+}
+
+// What can be copied to `target` of a gradient, which has this spec or, with None, is plain; null: nothing.
+inline const at::Tensor* takeable(const at::Tensor& gradient, PyObject* spec, const at::Tensor& target) {
+    const at::Tensor* local = &gradient;
+    if (!gradient.defined() || gradient.requires_grad()) {
+        return nullptr;
+    }
+    if (spec != Py_None) {
+        PyObject* dtensor = dtensor_of(gradient);
+        const bool is_expected = dtensor != nullptr && slot(dtensor, dtensor_class().spec_slot) == spec &&
+            THPVariable_CheckExact(slot(dtensor, dtensor_class().local_slot));
+        if (!is_expected) {
+            return nullptr;
+        }
+        local = &local_of(dtensor);
+    }
+    const bool is_alike = local->key_set() == target.key_set() && local->dtype() == target.dtype() &&
+        local->sizes() == target.sizes() && local->is_contiguous() && target.is_contiguous() && target.is_cpu();
+    const bool may_be_overwritten =
+        is_alike && local->const_data_ptr() != target.const_data_ptr() && local->is_alias_of(target);
+    return is_alike && !may_be_overwritten ? local : nullptr;
+}
+
+// Copies `grad` of each parameter, the local tensor of a DTensor with its spec, to its target, and leaves none. Returns False,
+// and changes nothing, unless each is there, like its target, and in its place already or in other memory than all of them,
+// which are in one block.
+inline bool take_local_grads(const py::list& parameters, const py::list& specs, const py::list& targets) {
+    const auto count = PyList_GET_SIZE(parameters.ptr());
+    TORCH_CHECK_VALUE(
+        PyList_GET_SIZE(specs.ptr()) == count && PyList_GET_SIZE(targets.ptr()) == count, "lists of different lengths");
+    if (dtensor_class().type == nullptr) {
+        return false;
+    }
+    std::vector<const at::Tensor*> locals;
+    std::vector<c10::IValue> copied;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        const auto& target = tensor_at(targets, i);
+        locals.push_back(takeable(tensor_at(parameters, i).grad(), PyList_GET_ITEM(specs.ptr(), i), target));
+        if (locals.back() == nullptr) {
+            return false;
+        }
+    }
+    at::RecordFunction profiled(at::RecordScope::FUNCTION);
+    if (profiled.isActive()) {  // its inputs are what is copied
+        for (Py_ssize_t i = 0; profiled.needsInputs() && i < count; ++i) {
+            if (locals[i]->const_data_ptr() != tensor_at(targets, i).const_data_ptr()) {
+                copied.emplace_back(*locals[i]);
+            }
+        }
+        profiled.before("vescale::take_grads", c10::ArrayRef<const c10::IValue>(copied.data(), copied.size()));
+    }
+    std::vector<at::Tensor> taken;  // whose ends may run Python
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        void* place = tensor_at(targets, i).mutable_data_ptr();
+        if (place != locals[i]->const_data_ptr()) {
+            std::memcpy(place, locals[i]->const_data_ptr(), locals[i]->nbytes());
+        }
+        taken.push_back(std::exchange(tensor_at(parameters, i).mutable_grad(), at::Tensor()));
+    }
+    return true;
+}
+
+// Whether each DTensor has its local tensor and spec, and nothing but these lists holds it, or its local tensor.
+inline bool are_dtensors_unheld(const py::list& dtensors, const py::list& locals, const py::list& specs) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dtensors.ptr()); ++i) {
+        PyObject* dtensor = PyList_GET_ITEM(dtensors.ptr(), i);
+        PyObject* local = PyList_GET_ITEM(locals.ptr(), i);
+        const at::Tensor& tensor = tensor_at(dtensors, i);
+        const bool is_as_made = dtensor_of(tensor) == dtensor && slot(dtensor, dtensor_class().local_slot) == local &&
+            slot(dtensor, dtensor_class().spec_slot) == PyList_GET_ITEM(specs.ptr(), i) && !tensor.requires_grad();
+        if (!is_as_made || Py_REFCNT(dtensor) != 1 || tensor.use_count() != 1 || Py_REFCNT(local) != 2 ||
+            THPVariable_Unpack(local).use_count() != 1) {
+            return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace vescale
