@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_gather_into, all_reduce, axis_group, requested_by
-from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
+from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, note_writes
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, enter_local, leave_local
 from vescale.ops._registration import replaces
@@ -67,6 +67,7 @@ def _batch_norm(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: di
         if training:
             statistics = _whole_statistics(local.detach(), layout.group)
             if mean is not None:
+                note_writes([mean, var])
                 unbiased = statistics.var * (num_values / (num_values - 1))
                 layout.update(mean, statistics.mean, momentum, "running_mean", x.shape[1])
                 layout.update(var, unbiased, momentum, "running_var", x.shape[1])

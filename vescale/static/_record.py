@@ -257,7 +257,7 @@ class Recorder(TorchFunctionMode):
             site, is_direct = found if found is not None else (None, False)
             call = Call(site, is_direct, func, [self._record(x) for x in tensors])
             edges = _edges(tensors, call.inputs)
-            versions = [None if x.is_inference() else x._version for x in tensors]
+            versions = list(map(_versions, tensors))
         self._taken_over = ""
         self.calls.append(call)
         before = random_state()
@@ -278,7 +278,7 @@ class Recorder(TorchFunctionMode):
                 r.value is None and r.requires_grad for r in call.inputs
             ):
                 call.changed = observer.changed  # it is the same on every rank, as are its uses
-            written = [x for x, version in zip(tensors, versions) if version is not None and x._version != version]
+            written = [x for x, version in zip(tensors, versions) if _versions(x) != version]
             call.writes = bool(written)
             if not written:
                 call.local_run = run_on_locals(func, args, kwargs, result, is_random)
@@ -373,6 +373,11 @@ def _edges(tensors: list[torch.Tensor], records: list[TensorRecord]) -> dict[Any
             edge = get_gradient_edge(x)
             found[edge.node, edge.output_nr] = record
     return found
+
+
+def _versions(x: torch.Tensor) -> list[int]:
+    """Which writes have reached it; what runs in place of a function may write to the local tensor alone."""
+    return [y._version for y in ([x, local_of(x)] if isinstance(x, DTensor) else [x]) if not y.is_inference()]
 
 
 def _forget_moves(_: Any) -> None:
