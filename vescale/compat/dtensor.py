@@ -24,6 +24,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "current_mesh",
+    "expanded_as",
     "local_of",
     "make_dtensor",
     "make_spec",
@@ -97,3 +98,13 @@ def partial_reduce(partial: Placement, local: torch.Tensor, mesh: DeviceMesh, ax
     """The reduced value of a Partial axis, by the placement's own rule (one all-reduce on the axis)."""
     reduced = partial._reduce_value(local, mesh, axis)  # type: ignore[attr-defined]
     return reduced.wait() if hasattr(reduced, "wait") else reduced
+
+
+def expanded_as(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """``part`` of ``whole``, expanded along the dims along which ``whole`` is: strides decide about those of results."""
+    if whole.ndim != part.ndim:
+        return part
+    expanded = [n > 1 and m > 1 and stride == 0 for n, m, stride in zip(whole.shape, part.shape, whole.stride())]
+    if not any(expanded):
+        return part
+    return part.as_strided(part.shape, [0 if is_expanded else n for is_expanded, n in zip(expanded, part.stride())])

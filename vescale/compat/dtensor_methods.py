@@ -19,7 +19,7 @@ from torch.distributed.tensor import _api as tensor_api
 from torch.distributed.tensor import _redistribute as tensor_redistribute
 
 from vescale.compat.checkpoint_plans import CheckpointHooks
-from vescale.compat.dtensor import local_of, make_dtensor, spec_of
+from vescale.compat.dtensor import expanded_as, local_of, make_dtensor, spec_of
 from vescale.compat.model_hooks import tell_plain_value
 from vescale.compat.passed_functions import pass_methods
 from vescale.compat.patching import Changes
@@ -184,7 +184,9 @@ def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
     def redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec: Any, **options: Any) -> Any:
         if is_stock(map(type, current_spec.placements)) and is_stock(map(type, target_spec.placements)):
             try:
-                return original(local_tensor, current_spec, target_spec, **options)
+                found = original(local_tensor, current_spec, target_spec, **options)
+                copies = _only_copies(current_spec.placements, target_spec.placements)
+                return expanded_as(local_tensor, found) if copies else found
             except RuntimeError:
                 # PyTorch does not turn a shard into a summand, which adding one to a pending gradient asks for: the
                 # gradients of two microbatches may be placed differently.
@@ -195,6 +197,10 @@ def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
         )
 
     changes.function(original, redistribute_local_tensor)
+
+
+def _only_copies(source: Any, target: Any) -> bool:
+    return all(before == after or (before.is_replicate() and after.is_shard()) for before, after in zip(source, target))
 
 
 def _becomes_summand(source: Any, target: Any) -> bool:

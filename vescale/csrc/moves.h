@@ -172,6 +172,20 @@ class RowReduction {
     bool divides_ = false;
 };
 
+// `part` of `whole`, expanded along the dims along which `whole` is: strides decide about those of results.
+inline at::Tensor expanded_as(const at::Tensor& whole, at::Tensor part) {
+    if (whole.dim() != part.dim()) {
+        return part;
+    }
+    Sizes strides(part.strides().begin(), part.strides().end());
+    for (const auto dim : c10::irange(whole.dim())) {
+        if (whole.size(dim) > 1 && whole.stride(dim) == 0 && part.size(dim) > 1) {
+            strides[dim] = 0;
+        }
+    }
+    return part.strides() == strides ? part : part.as_strided(part.sizes(), strides);
+}
+
 // One launch, or one local copy; the fields are those of NativeStep.
 class Step {
   public:
@@ -227,7 +241,7 @@ class Step {
         for (const auto factor : factors_) {
             factor == 0 ? out.zero_() : out.mul_(factor);
         }
-        return out;
+        return kind_ == Kind::kCopy && !neutral_ && factors_.empty() ? expanded_as(local, out) : out;
     }
 
   private:

@@ -7,6 +7,7 @@ forward, training     one all-gather of ``2 C + 1`` numbers a rank over the axes
 forward, evaluation   none
 backward, training    one all-reduce of ``2 C`` numbers over the same axes
 running statistics    none where they are sharded as the channels are; else they are gathered (implicit)
+instance norm         forward, training, with running statistics: one all-reduce of ``C`` numbers for each of the two
 ====================  ======================================================================================================
 
 No plan could avoid this communication, so that it does not count as implicit. ``C`` is the number of this rank's channels:
@@ -39,7 +40,8 @@ from vescale.placements import shard_dim
 __all__: list[str] = []
 
 _OP = "batch_norm"
-_SIGNATURE = inspect.signature(F.batch_norm)
+_SIGNATURE, _INSTANCE_SIGNATURE = inspect.signature(F.batch_norm), inspect.signature(F.instance_norm)
+_RUNNING = ("running_mean", "running_var")
 
 
 @replaces(F.batch_norm, backward="custom", communicates=("all_gather", "all_reduce"))
@@ -76,6 +78,28 @@ def _batch_norm(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: di
             statistics = _Statistics(*(local_of(t) for t in running))
         result = _Normalize.apply(local, weight, bias, statistics, eps, num_values if training else None, layout.group)
         return leave_local(result, x.device_mesh, layout.input, x.shape, _OP)
+
+
+@replaces(F.instance_norm, communicates=("all_reduce",))
+def _instance_norm(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.instance_norm`` of a DTensor. Its running statistics are means over all rows of the batch; PyTorch writes them to
+    a copy, which DTensor redistributes, so that they would get lost."""
+    call = _INSTANCE_SIGNATURE.bind(*args, **kwargs)
+    call.apply_defaults()
+    options = call.arguments
+    x, running, momentum = options["input"], {name: options[name] for name in _RUNNING}, options["momentum"]
+    if not isinstance(x, DTensor) or None in running.values() or not options["use_input_stats"]:
+        return func(*args, **kwargs)
+    options |= dict.fromkeys(_RUNNING)
+    result = func(*call.args, **call.kwargs)
+    with no_torch_function(), torch.no_grad():
+        var, mean = torch.var_mean(x, _rows(x)[1:])
+        for (name, kept), of_rows in zip(running.items(), (mean, var)):
+            new: Any = of_rows.mean(0)
+            with requested_by(f"instance_norm: {name}"):
+                new = new.redistribute(kept.device_mesh, kept.placements)
+            kept.mul_(1 - momentum).add_(new.to(kept.dtype), alpha=momentum)
+    return result
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import Pending, all_gather_v, all_reduce, all_to_all_v, axis_group, keeps_result, reduce_scatter_v
-from vescale.compat import AsyncCollectiveTensor, partial_reduce
+from vescale.compat import AsyncCollectiveTensor, expanded_as, partial_reduce
 from vescale.placements._exchange_plan import pack, plan_exchange, unpack, unpack_gathered
 from vescale.placements._move_steps import (
     Step,
@@ -114,6 +114,8 @@ def _exchange(
     if group is None or not plan.moves:
         for box_from, box_to in zip(plan.kept.source, plan.kept.target):
             box_to.view(out).copy_(box_from.view(local))
+        if neutral is None and not contribution_factors(step, tuple(mesh.shape), own):
+            out = expanded_as(local, out)
         pending = Pending(out)
     elif plan.gathers:
         sizes = [region.numel for region in plan.peer_sources]
