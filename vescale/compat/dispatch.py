@@ -23,12 +23,7 @@ from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
 from vescale.compat.empty_shards import has_empty_shards
 from vescale.compat.gradient_scaling import unscale
 from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
-from vescale.compat.op_info import (
-    OutputSharding,
-    is_view,
-    iterate_specs,
-    with_aliasing,
-)
+from vescale.compat.op_info import OutputSharding, is_view, iterate_specs, with_aliasing
 from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import REPLICAS
 

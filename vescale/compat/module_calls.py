@@ -66,3 +66,5 @@ def _fail(
                 stacklevel=2,
             )
         raise
+    finally:
+        del error  # its traceback has this frame: the tensors of all frames would stay until the garbage collector comes

@@ -320,7 +320,7 @@ class FSDPModule:
         made = ModuleState.copy_into(states, memo)
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        for key, value in self.__dict__.items():
+        for key, value in self.__getstate__().items():  # type: ignore[attr-defined]  # as for any module: without what is called in place of its call
             twin.__dict__[key] = copy.deepcopy(value, memo)
         for state in made:
             state.take_place(memo)
