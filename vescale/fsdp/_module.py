@@ -83,7 +83,9 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``nn.Module.zero_grad``. After a backward that an exception has ended, modules may still have their gathered
-        parameters, whose gradients are not those that the next step adds to: such iterations are forgotten first."""
+        parameters, whose gradients are not those that the next step adds to: such iterations are forgotten first.
+        ``set_to_none``: whether gradients become None, or zeros.
+        """
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule) and module._state.tree.is_broken_off:
                 module._state.tree.states[0].abandon_iteration()
