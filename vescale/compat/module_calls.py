@@ -67,4 +67,6 @@ def _fail(
             )
         raise
     finally:
-        del error  # its traceback has this frame: the tensors of all frames would stay until the garbage collector comes
+        del (
+            error
+        )  # its traceback has this frame: the tensors of all frames would stay until the garbage collector comes
