@@ -312,7 +312,7 @@ def free_port() -> int:
 
 def run(part: str, library: str, args: argparse.Namespace) -> float:
     """The figure of one row, from a process of its own, or two that talk to each other."""
-    command = [sys.executable, "-m", "benchmarks.peers", "--part", part, "--library", library]
+    command = [sys.executable, "-m", "benchmarks.peers", "--part", part, "--system", library]
     command += [f"--hidden={args.hidden}", f"--rounds={args.rounds}", f"--port={free_port()}"]
     ranks = range(2 if part == "dropout" else 1)
     jobs = [
@@ -332,7 +332,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
-    for hidden in ("--part", "--library"):
+    for hidden in ("--part", "--system"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     for hidden in ("--rank", "--port"):
         parser.add_argument(hidden, type=int, default=0, help=argparse.SUPPRESS)
@@ -340,10 +340,10 @@ def main() -> int:
     args.layers = LAYERS
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if args.library:
+    if args.system:
         dropout = args.part == "dropout"
-        measured = dropout_difference(args.library, args.rank, args.port) if dropout else None
-        print(json.dumps(measure(args.part, args.library, args) if measured is None else measured))
+        measured = dropout_difference(args.system, args.rank, args.port) if dropout else None
+        print(json.dumps(measure(args.part, args.system, args) if measured is None else measured))
         return 0
     for part in args.only:
         for library in parts[part]:

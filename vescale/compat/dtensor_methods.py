@@ -185,8 +185,9 @@ def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
         if is_stock(map(type, current_spec.placements)) and is_stock(map(type, target_spec.placements)):
             try:
                 found = original(local_tensor, current_spec, target_spec, **options)
-                copies = _only_copies(current_spec.placements, target_spec.placements)
-                return expanded_as(local_tensor, found) if copies else found
+                if 0 not in local_tensor.stride() or not _only_copies(current_spec.placements, target_spec.placements):
+                    return found
+                return expanded_as(local_tensor, found)
             except RuntimeError:
                 # PyTorch does not turn a shard into a summand, which adding one to a pending gradient asks for: the
                 # gradients of two microbatches may be placed differently.
