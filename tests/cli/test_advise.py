@@ -139,7 +139,7 @@ def test_shapes_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 
 BROKEN = {
-    '{"model_type": "lama"}': "'lama' is unknown to transformers",
+    '{"model_type": "lama"}': "has no model_type 'lama'",
     '{"hidden_size": 5}': "the shape of 'hidden_size' is 5",
     '{"a": [1, 2}': "1:12: not JSON",
     "[]": "no shapes",

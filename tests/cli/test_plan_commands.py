@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / "plan.yaml").write_text(PLAN)
     (tmp_path / "llama.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "unknown.json").write_text(json.dumps(CONFIG | {"model_type": "lama"}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
 
@@ -94,6 +96,25 @@ def test_lint_finds_nothing_in_good_plans(run: Run) -> None:
     assert run("lint", "llama", *LLAMA)[0] == 0
     code, out, _ = run("lint", "llama", *LLAMA, "--json")
     assert code == 0 and json.loads(out)["findings"] == []
+
+
+def test_a_configuration_is_a_file_a_folder_or_a_repository_of_the_hub(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    cache = Path("hub")  # as huggingface_hub lays it out
+    snapshot = cache / "models--some--llama" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    shutil.copy("llama.json", snapshot / "config.json")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache.resolve()))
+    for model in ("llama.json", "hf:llama.json", str(snapshot), f"hf:{snapshot}", "hf:some/llama"):
+        assert run("lint", "llama", "--model", model, "--mesh", "dp=2,tp=2")[:2] == (0, "no findings\n"), model
+    code, _, err = run("lint", "llama", "--model", "hf:some/other", "--mesh", "dp=2,tp=2")
+    assert code == 2 and "hf:some/other: no such file, and the Hub gives none" in err
 
 
 def test_lint_prints_each_finding_on_a_line_of_its_own(run: Run) -> None:
@@ -137,7 +158,12 @@ def test_lint_warns_and_can_be_told_not_to(run: Run) -> None:
         (("lint", "plan.yaml", "--model", "nomodule:make"), "No module named 'nomodule'"),
         (("lint", "plan.yaml", "--model", "net:broken"), "calling broken() raised KeyError: 'no such size'"),
         (("lint", "plan.yaml", "--model", "net:number"), "returned a int, not a torch.nn.Module"),
-        (("lint", "plan.yaml", "--model", "justaname"), "expected hf:FILE"),
+        (
+            ("lint", "plan.yaml", "--model", "justaname"),
+            "expected a config.json of transformers or diffusers, the folder",
+        ),
+        (("lint", "plan.yaml", "--model", "hf:."), "the folder has no config.json"),
+        (("lint", "plan.yaml", "--model", "hf:unknown.json"), "no model_type 'lama'; did you mean 'llama'?"),
         (("lint", "plan.yaml", "--model", "hf:none.json"), "No such file"),
         (("lint", "plan.yaml", "--model", "hf:plan.yaml"), "not JSON"),
         (("explain", "plan.yaml", "--model", "net:make", "--input", "x=8by8"), "write NAME=SHAPE[:DTYPE]"),
@@ -305,6 +331,7 @@ def test_models_by_other_names(run: Run) -> None:
 def test_as_a_process_in_a_narrow_pipe(tmp_path: Path) -> None:
     """Names are not cut or wrapped where a program reads them."""
     (tmp_path / "llama.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "unknown.json").write_text(json.dumps(CONFIG | {"model_type": "lama"}))
     root = str(Path(__file__).parent.parent.parent)
     environment = {**os.environ, "COLUMNS": "40", "PYTHONPATH": root}
     command = [sys.executable, "-m", "vescale", "explain", "llama", *LLAMA, "--only", "hooks"]

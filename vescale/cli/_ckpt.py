@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import bytes_text, new_console, new_table, print_json
+from vescale.cli._hf_config import CONFIG_HELP, config_file
 from vescale.cli._main import UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export = actions.add_parser("export", help="write a model's checkpoint as from_pretrained loads it")
     export.add_argument("source", metavar="SOURCE", help=_PATH)
     export.add_argument("target", metavar="TARGET", help="a folder")
-    export.add_argument("--model", metavar="hf:FILE", required=True, help="the config.json of the model")
+    export.add_argument("--model", metavar="CONFIG", required=True, help=CONFIG_HELP)
     for action in (convert, export):
         action.add_argument("--max-shard-size", default="5GB", help="of a safetensors file (default: 5GB)")
         action.add_argument("--no-verify", action="store_true", help="do not check the source's checksums before")
@@ -204,15 +205,15 @@ def _export(args: argparse.Namespace) -> int:
     from vescale.checkpoint._offline_export import export_stored
     from vescale.cli._inputs import load_model
 
-    if not args.model.startswith("hf:"):
-        raise UsageError(f"--model {args.model}: expected hf:FILE, the config.json of a Hugging Face model")
+    config = config_file(args.model)
+    if config is None:
+        raise UsageError(f"--model {args.model}: expected {CONFIG_HELP}")
     model = load_model(args.model)
     stored = _open(Path(args.source))
     if _is_damaged(args, stored):
         return 1
-    beside = Path(args.model.removeprefix("hf:")).parent
     with _progress(args, "export", _summary(stored)["bytes"]) as advance:
-        written = export_stored(stored, model, Path(args.target), args.max_shard_size, beside, advance)
+        written = export_stored(stored, model, Path(args.target), args.max_shard_size, config.parent, advance)
     if args.json:
         print_json({"source": args.source, "target": args.target, "bytes": written})
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.util
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import working
+from vescale.cli._hf_config import CONFIG_HELP, config_file
 from vescale.cli._late_import import late_scipy
 from vescale.cli._main import UsageError
 
@@ -34,10 +36,7 @@ __all__ = [
 ]
 
 PLAN_HELP = "a YAML file, or the name of a plan of the zoo (see `vescale zoo`)"
-MODEL_HELP = (
-    "hf:FILE, a config.json of transformers or diffusers; or pkg.module:factory (or file.py:factory), a module class or a "
-    "function"
-)
+MODEL_HELP = f"{CONFIG_HELP}; or pkg.module:factory (or file.py:factory), a module class or a function"
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -110,54 +109,70 @@ def load_model(text: str, device: str = "meta") -> nn.Module:
         from vescale.cli._without_fills import WithoutFills
 
         with torch.device(device), WithoutFills():
-            return _from_config(text[len("hf:") :]) if text.startswith("hf:") else _from_factory(text)
+            file = config_file(text)
+            return _from_config(file) if file is not None else _from_factory(text)
 
 
-def _from_config(file: str) -> nn.Module:
+def _from_config(file: Path) -> nn.Module:
     try:
-        data = json.loads(Path(file).read_text(encoding="utf-8"))
+        data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--model hf:{file}: {error.strerror}; give the path of a config.json") from None
+        raise UsageError(f"--model {file}: {error.strerror}; give the path of a config.json") from None
     except ValueError as error:
-        raise UsageError(f"--model hf:{file}: not JSON: {error}") from None
+        raise UsageError(f"--model {file}: not JSON: {error}") from None
     if not isinstance(data, dict) or not {"model_type", "_class_name"} & data.keys():
         raise UsageError(
-            f"--model hf:{file}: no model_type, and no _class_name as diffusers writes it; give the config.json of a "
+            f"--model {file}: no model_type, and no _class_name as diffusers writes it; give the config.json of a "
             "Hugging Face model"
         )
     return _of_transformers(file, data) if "model_type" in data else _of_diffusers(file, data)
 
 
-def _of_diffusers(file: str, data: dict[str, Any]) -> nn.Module:
+def _of_diffusers(file: Path, data: dict[str, Any]) -> nn.Module:
     try:
         import diffusers
     except ImportError:
         raise UsageError(
-            "--model hf:... with a config of diffusers needs diffusers; install vescale[diffusers]"
+            f"--model {file}: a configuration of diffusers needs diffusers; install vescale[diffusers]"
         ) from None
     known: Any = getattr(diffusers, str(data["_class_name"]), None)
     if known is None or not hasattr(known, "from_config"):
-        raise UsageError(f"--model hf:{file}: diffusers has no model {data['_class_name']}")
+        raise UsageError(f"--model {file}: diffusers has no model {data['_class_name']}")
     try:
         model: nn.Module = known.from_config(data)
     except Exception as error:
-        raise UsageError(f"--model hf:{file}: {type(error).__name__}: {error}") from error
+        raise UsageError(f"--model {file}: {type(error).__name__}: {error}") from error
     return model
 
 
-def _of_transformers(file: str, data: dict[str, Any]) -> nn.Module:
+def _of_transformers(file: Path, data: dict[str, Any]) -> nn.Module:
     try:
         import transformers
     except ImportError:
-        raise UsageError("--model hf:... needs transformers; install vescale[hf]") from None
-    try:
-        with late_scipy():
-            config = transformers.AutoConfig.for_model(**data)
+        raise UsageError(
+            f"--model {file}: a configuration of transformers needs transformers; install vescale[hf]"
+        ) from None
+    with late_scipy():
+        auto = transformers.models.auto
+        kinds = auto.configuration_auto.CONFIG_MAPPING_NAMES
+        if data["model_type"] not in kinds:
+            close = difflib.get_close_matches(str(data["model_type"]), kinds, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UsageError(
+                f"--model {file}: transformers {transformers.__version__} has no model_type {data['model_type']!r}{hint}"
+            )
+        settings = {key: value for key, value in data.items() if key not in ("auto_map", "quantization_config")}
+        try:
+            config = transformers.AutoConfig.for_model(**settings)
             names = config.architectures or []
             known: Any = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-            return known(config) if known is not None else transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as error:
-        raise UsageError(f"--model hf:{file}: {type(error).__name__}: {error}") from error
+            if known is not None:
+                return known(config)
+            is_causal = type(config) in auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+            return (transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel).from_config(config)
+        except Exception as error:  # whatever a constructor raises on sizes that do not go together
+            reason = f"{type(error).__name__}: {error}"
+            raise UsageError(f"--model {file}: transformers cannot build this model: {reason}") from error
 
 
 def _from_factory(text: str) -> nn.Module:

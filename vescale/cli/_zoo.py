@@ -7,6 +7,7 @@ import textwrap
 import warnings
 
 from vescale.cli._console import new_console, new_table, print_json
+from vescale.cli._hf_config import CONFIG_HELP, config_file
 from vescale.cli._inputs import add_json, add_mesh, load_model, parse_mesh
 from vescale.cli._main import UsageError
 
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("show", help="print the YAML of a plan, to read or to copy")
     show.add_argument("name", metavar="NAME")
     read = actions.add_parser("import", help="print the plan that a Hugging Face model carries, as YAML to edit")
-    read.add_argument("model", metavar="hf:FILE", help="a Hugging Face config.json")
+    read.add_argument("model", metavar="CONFIG", help=CONFIG_HELP)
     add_mesh(read)
     read.add_argument("--axis", default="tp", help="axis of tensor parallelism (default: tp)")
     read.add_argument("--expert-axis", metavar="AXIS", help="axis over which whole experts are spread (default: none)")
@@ -60,8 +61,8 @@ def _import(args: argparse.Namespace) -> int:
     from vescale.ir import coverage
     from vescale.plans import HfImportWarning, Plan, PlanError
 
-    if not args.model.startswith("hf:"):
-        raise UsageError(f"zoo import {args.model}: expected hf:FILE, a Hugging Face config.json")
+    if config_file(args.model) is None:
+        raise UsageError(f"zoo import {args.model}: expected {CONFIG_HELP}")
     mesh = parse_mesh(args.mesh or f"dp=1,{args.axis}=2")
     assert mesh is not None
     model = load_model(args.model)
