@@ -17,6 +17,7 @@ __all__ = [
     "PACKING",
     "OpSchema",
     "OutputSharding",
+    "assert_on_device",
     "decompose",
     "has_results",
     "is_view",
@@ -32,6 +33,9 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
+
+# Of a tensor's value and a message: stops what a GPU runs, without a wait of the host.
+assert_on_device = torch._assert_async
 
 # What torch.nn.utils.rnn makes a packed sequence with, and padded sequences of it.
 PACKING = (torch._C._VariableFunctions._pack_padded_sequence, torch._C._VariableFunctions._pad_packed_sequence)

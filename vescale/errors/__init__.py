@@ -102,6 +102,7 @@ from vescale.errors._models import (
 )
 from vescale.errors._near_names import did_you_mean
 from vescale.errors._ops import (
+    IndexBoundsError,
     LabelError,
     MixedTensorsError,
     OpPlacementError,
@@ -215,6 +216,7 @@ __all__ = [
     "HfLoadError",
     "HfPlanError",
     "IncludeError",
+    "IndexBoundsError",
     "JoinedMeshError",
     "LabelError",
     "LayoutError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vescale.errors._coded import Coded
 
 __all__ = [
+    "IndexBoundsError",
     "LabelError",
     "MixedTensorsError",
     "OpPlacementError",
@@ -43,3 +44,10 @@ class MixedTensorsError(Coded, RuntimeError):
     gradient is written to a plain tensor."""
 
     code = "VS1607"
+
+
+class IndexBoundsError(Coded, IndexError):
+    """Indices are out of bounds: tokens that an embedding has no row for, positions for ``gather``, classes for
+    ``one_hot``."""
+
+    code = "VS1608"

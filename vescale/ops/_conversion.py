@@ -84,8 +84,8 @@ def _moved_in_python(x: DTensor, target: Placements, requester: str) -> DTensor:
     return make_dtensor(moved, make_spec(spec.mesh, target, x.shape, contiguous_stride(x.shape), x.dtype))
 
 
-def bring(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTensor:
-    """Redistribute the operand ``operand`` of ``op`` to ``target``, outside of autograd.
+def bring(x: DTensor, target: Sequence[Placement], op: str, operand: str | None) -> DTensor:
+    """Redistribute the operand ``operand`` of ``op`` to ``target``, outside of autograd; None: ``op`` has no rule for parts.
 
     Communication is implicit: the model that runs counts and reports it, and raises instead in strict mode.
     """

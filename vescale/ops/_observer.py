@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["ModelObserver", "observe", "report_implicit_move", "running_module"]
+__all__ = ["ModelObserver", "has_model", "observe", "report_implicit_move", "running_module"]
 
 
 class ModelObserver(Protocol):
@@ -23,10 +24,13 @@ class ModelObserver(Protocol):
         """The path of the module whose op this thread runs, in forward or in backward; "" for the model itself; None
         outside of every parallelized model."""
 
+    def has_model(self, mesh: DeviceMesh) -> bool:
+        """Whether a model has been parallelized on ``mesh``."""
+
     def implicit_move(
         self,
         op: str,
-        operand: str,
+        operand: str | None,
         local: torch.Tensor | None,
         source: Sequence[Placement],
         target: Sequence[Placement],
@@ -52,9 +56,14 @@ def running_module() -> str | None:
     return _OBSERVERS[0].running_module() if _OBSERVERS else None
 
 
+def has_model(mesh: DeviceMesh) -> bool:
+    """See :meth:`ModelObserver.has_model`."""
+    return bool(_OBSERVERS) and _OBSERVERS[0].has_model(mesh)
+
+
 def report_implicit_move(
     op: str,
-    operand: str,
+    operand: str | None,
     local: torch.Tensor | None,
     source: Sequence[Placement],
     target: Sequence[Placement],

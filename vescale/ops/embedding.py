@@ -15,6 +15,7 @@ from vescale.errors import UnsupportedOpError
 from vescale.ops._batch_rows import local_parameter, local_rows, rows_from_local, sharded_rows
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, enter_local, leave_local
+from vescale.ops._index_bounds import require_in_bounds
 from vescale.ops._registration import replaces
 from vescale.placements import at_dim, local_region, shard_dim
 
@@ -38,7 +39,8 @@ def _embedding(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dic
     redistribution does. If the rows of the table are not sharded, DTensor's own rule is used.
 
     Raises:
-        NotImplementedError: ``max_norm`` or ``scale_grad_by_freq`` on a table with sharded rows.
+        IndexBoundsError: an index that no rank has a row for.
+        UnsupportedOpError: ``max_norm`` or ``scale_grad_by_freq`` on a table with sharded rows.
     """
     if func is F.embedding:
         call = _SIGNATURE.bind(*args, **kwargs)
@@ -87,6 +89,7 @@ def _lookup(context: OpContext, weight: DTensor, indices: DTensor, padding: int 
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         ranges = local_region(tuple(weight.shape), tuple(weight_target), tuple(mesh.shape), coordinate).intervals[0]
+        require_in_bounds(local_indices, weight.shape[0], _OP, "check the tokenizer, or the table's number of rows")
         table = enter_local(weight, grads)
         local = _local_lookup(table, local_indices, ranges, padding)
         return leave_local(local, mesh, out, (*indices.shape, weight.shape[1]), _OP)

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local
-from vescale.ops._observer import running_module
+from vescale.ops._observer import has_model, running_module
 from vescale.ops._registration import handles, replaces
 from vescale.ops._registry import When
 from vescale.placements import contiguous_stride, shard_dim, without_partials
@@ -136,14 +136,21 @@ def _reduces_a_shard(op: Any, schema: Any) -> bool:
     return any(shard_dim(p) in over if shard_dim(p) is not None else not p.is_replicate() for p in x.placements)
 
 
-@handles(_aten.linalg_vector_norm.default, applies=_reduces_a_shard, communicates=("all_reduce",))
+@handles(
+    _aten.linalg_vector_norm.default,
+    _aten.norm.Scalar,
+    _aten.norm.ScalarOpt_dim,
+    _aten.norm.ScalarOpt_dim_dtype,
+    _aten.norm.ScalarOpt_dtype,
+    applies=_reduces_a_shard,
+    communicates=("all_reduce",),
+)
 def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Inside a model, reduce a norm over a sharded dim at once: other ops take DTensor's pending norm for a pending sum."""
+    """Reduce a norm over a sharded dim at once, inside a model and outside of it on a mesh of one: other ops (``sum``, also
+    PyTorch's own) take DTensor's pending norm for a pending sum."""
     found = stock_dispatch(op, args, kwargs)
-    if isinstance(found, DTensor) and any(p.is_partial() and type(p) is not Partial for p in found.placements):
-        return (
-            bring(found, without_partials(found.placements), str(op), "result")
-            if running_module() is not None
-            else found
-        )
-    return found
+    if not isinstance(found, DTensor) or all(type(p) is Partial or not p.is_partial() for p in found.placements):
+        return found
+    if running_module() is None and not has_model(found.device_mesh):
+        return found
+    return bring(found, without_partials(found.placements), str(op), "result")

@@ -21,11 +21,14 @@ from vescale.ops._combine_ranks import (
     reduction_axes,
 )
 from vescale.ops._decision import Decision
+from vescale.ops._registration import handles
 from vescale.ops._registry import register_aten
 from vescale.ops._row_reductions import reduces_everything, row_reduction
 from vescale.placements import without_partials
 
 __all__: list[str] = []
+
+_aten = torch.ops.aten
 
 
 def reduction_rule(call: OpCall) -> Decision | None:
@@ -153,6 +156,13 @@ _KERNELS: dict[str, Callable[[_Reduction, torch.Tensor], tuple[torch.Tensor, ...
     "var_mean": _var_mean,
     "std_mean": _std_mean,
 }
+
+
+@handles(_aten._is_all_true.default, _aten._is_any_true.default)
+def _is_true(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As ``all`` and ``any``, which PyTorch has strategies for: the arguments of each distribution are checked so."""
+    return args[0].all() if op is _aten._is_all_true.default else args[0].any()
+
 
 register_aten(" ".join(_KERNELS), rule=reduction_rule, communicates=("all_reduce", "all_gather_v"))
 register_aten("logsumexp", rule=row_reduction)

@@ -13,6 +13,7 @@ from vescale.ops._call import OpCall, Placements
 from vescale.ops._decision import Decision
 from vescale.ops._interleaved_slices import chunk_slices
 from vescale.ops._ragged_slices import row_slices
+from vescale.ops._registration import handles
 from vescale.ops._registry import register_aten
 from vescale.ops.views import view_rule
 from vescale.placements import own_region, ragged_axis, shard_dim, shift_dim
@@ -50,6 +51,18 @@ def _gradient(
     assert region is not None  # only ranks of the mesh run local functions
     result: torch.Tensor = op(local, region.local_shape, *rest)
     return result
+
+
+def _counts_from_the_end(op: Any, schema: Any) -> bool:
+    return bool(schema.args_schema[2] < 0)
+
+
+@handles(torch.ops.aten.select_backward.default, applies=_counts_from_the_end)
+def _select_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With the dim counted from the first one: PyTorch's rule takes ``-1`` for a dim before all others, and labels the
+    gradient of ``x.select(-1, 0)`` as cut along the dim after the one that is cut."""
+    grad, sizes, dim, index = args
+    return op(grad, sizes, dim + len(sizes), index)
 
 
 register_aten("slice", rule=slice_rule)

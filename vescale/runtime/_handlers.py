@@ -270,7 +270,7 @@ def _replicated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def whole_part(x: Any) -> Any:
         if not isinstance(x, DTensor):
             return x
-        gathered = bring(x, whole, str(op), "an operand")
+        gathered = bring(x, whole, str(op), None)
         if is_view(op):
             remember_copy(local_of(x), spec_of(x), local_of(gathered), spec_of(gathered))
         return local_of(gathered)

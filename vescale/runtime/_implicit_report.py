@@ -9,9 +9,11 @@ from dataclasses import replace
 import regex
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.checks import step_checks
 from vescale.compat import local_of, tensors_in
 from vescale.placements import RaggedShard
 from vescale.plans import MeshAxes
@@ -40,10 +42,13 @@ class RuntimeObserver:
         running = locate()
         return running.path if running is not None else None
 
+    def has_model(self, mesh: DeviceMesh) -> bool:
+        return step_checks(mesh) is not None
+
     def implicit_move(
         self,
         op: str,
-        operand: str,
+        operand: str | None,
         local: torch.Tensor | None,
         source: Sequence[Placement],
         target: Sequence[Placement],
@@ -58,7 +63,7 @@ class RuntimeObserver:
         if running is None or not communicates(source, target, tuple(running.runtime.mesh.shape)):
             return
         runtime = running.runtime
-        operand, usual_edit = _name_operand(running, operand, local, source, target)
+        operand, usual_edit = _name_operand(running, op, operand, local, source, target)
         edit = edit or _edit_of_keys(running, op, source, target) or usual_edit
         sizes = tuple(runtime.mesh.shape)
         moved = sent_bytes(local.numel() * local.element_size(), source, target, sizes) if local is not None else 0
@@ -107,7 +112,8 @@ def _edit_of_keys(
 
 def _name_operand(
     running: RunningModule,
-    operand: str,
+    op: str,
+    operand: str | None,
     local: torch.Tensor | None,
     source: Sequence[Placement],
     target: Sequence[Placement],
@@ -121,7 +127,10 @@ def _name_operand(
     pattern = running.runtime.pattern(running.path)
     prefix = f"{pattern}." if pattern else ""
     # A gradient that arrives in backward is that of the module's output.
-    name, key = f"its operand '{operand}'", f"{prefix}<{'out' if operand.startswith('grad') else 'in'}>"
+    if operand is None:
+        name, key = "an operand", None
+    else:
+        name, key = f"its operand '{operand}'", f"{prefix}<{'out' if operand.startswith('grad') else 'in'}>"
     frame = running.frame
     if local is not None and not local.is_meta and frame is not None:
         pointer = local.data_ptr()
@@ -140,6 +149,11 @@ def _name_operand(
         for index, value in enumerate((*frame.args, *frame.kwargs.values())):
             if any(isinstance(t, DTensor) and local_of(t).data_ptr() == pointer for t in tensors_in(value)):
                 name, key = f"its input {index}", f"{prefix}<in:{index}>"
+    if key is None:
+        return name, (
+            "place what it takes in the plan. To avoid it: give the op a rule, "
+            f"`vescale.ops.register_rule(torch.ops.{op}, rule)`; none tells how it runs on parts of its operands"
+        )
     if isinstance(wanted, Shard) and wanted.dim == 0 and "<" in key:  # DTensor's choice; it would cut the batch
         placement = "R"
     return name, f"write `{key}: {{{axis}: {placement}}}` in the plan's shard section"

@@ -83,6 +83,7 @@ def _pending_text(source: Sequence[Placement], target: Sequence[Placement], axes
     for axis, before, after in zip(axes, source, target):
         if isinstance(before, Partial) and before != after:
             kind = {"sum": "sum", "avg": "mean"}.get(before.reduce_op, before.reduce_op)
+            kind = kind if type(before) is Partial else "norm"
             return f" {one_placement_text(before)} is a pending {kind}: each rank along '{axis}' has one of its terms."
     return ""
 

@@ -20,6 +20,7 @@ import itertools
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.checks import step_checks
@@ -39,14 +40,16 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Raises MixedTensorsError.
     """
-    if running_module() is not None:
-        return NotImplemented
     tensors = [*tensors_in(args), *tensors_in(kwargs)]
     mesh = next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
-    if mesh is None or step_checks(mesh) is None:
+    if mesh is None:
         return NotImplemented
     written = [x for x in _written(op, args, kwargs) if not isinstance(x, DTensor)]
     if not written and all(isinstance(x, DTensor) or x.ndim == 0 for x in tensors):
+        return NotImplemented
+    if running_module() is not None:
+        return NotImplemented if written else _on_replicas(op, args, kwargs, mesh)
+    if step_checks(mesh) is None:
         return NotImplemented
     if op in _COMPARED_EARLIER:  # asked because sizes differ
         if op is not torch.ops.aten.broadcast_tensors.default or not _fit(tensors):
@@ -72,6 +75,18 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except (RuntimeError, ValueError):
         _refuse_parts(op, tensors)
         raise
+
+
+def _on_replicas(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+    """The op of C++ code that has made a tensor of global sizes, as derivatives do, which the model's function mode does not
+    see: that of ``cumprod`` has zeros, that of ``trace`` indices."""
+    replicated = (Replicate(),) * mesh.ndim
+
+    def wrapped(x: torch.Tensor) -> torch.Tensor:
+        is_whole = not isinstance(x, DTensor) and x.ndim > 0
+        return make_dtensor(x, make_spec(mesh, replicated, x.shape, x.stride(), x.dtype)) if is_whole else x
+
+    return op(*map_tensors(wrapped, tuple(args)), **map_tensors(wrapped, dict(kwargs)))
 
 
 _COMPARED_EARLIER = (

@@ -1,0 +1,123 @@
+"""``gather`` along a sharded dim (the scores of given classes), and ``one_hot``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import DTensorSpec, local_of
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local
+from vescale.ops._index_bounds import require_in_bounds
+from vescale.ops._registration import handles, replaces
+from vescale.placements import local_region, without_partials
+
+__all__: list[str] = []
+
+_OP = "gather"
+
+
+def _signature(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False, out: Any = None) -> None: ...
+
+
+_SIGNATURE = inspect.signature(_signature)
+
+
+def _looks_up_parts(x: Any, dim: Any, index: Any) -> bool:
+    """Whether ``x`` and ``index`` (DTensors or specs) are such that each rank looks up in its part of ``dim``, which moves
+    less than gathering ``x``."""
+    if not isinstance(dim, int) or x.ndim == 0 or x.ndim != len(index.shape) or not hasattr(x, "placements"):
+        return False
+    along = [type(p) is Shard and p.dim == dim % x.ndim for p in x.placements]
+    return any(along) and 2 * index.shape.numel() <= x.shape.numel()
+
+
+def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = _SIGNATURE.bind(*args, **kwargs).arguments
+    return _looks_up_parts(given["input"], given["dim"], given["index"])
+
+
+@replaces(torch.gather, torch.Tensor.gather, changes=_changes, communicates=("all_reduce",))
+def _gather(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank looks up what it holds and takes zeros for the rest; one all-reduce of the result, and none in backward.
+
+    Stock DTensor gathers the whole operand, or returns a masked placement that few ops understand. No plan could place the
+    result otherwise: it does not count as implicit.
+
+    Raises IndexBoundsError.
+    """
+    given = _SIGNATURE.bind(*args, **kwargs).arguments
+    x, dim, index = given["input"], given["dim"], given["index"]
+    if given.get("out") is not None or not isinstance(x, DTensor) or not _looks_up_parts(x, dim, index):
+        return func(*args, **kwargs)
+    targets = _targets(x, dim % x.ndim, index)
+    x = bring_with_gradient(x, targets[0], _OP, "input")
+    local_index = local_of(bring(index, targets[1], _OP, "index"))
+    found = _look_up(x, enter_local(x, targets[2]), dim % x.ndim, local_index)
+    pending = leave_local(found, x.device_mesh, targets[3], tuple(index.shape), _OP)
+    return convert(pending, without_partials(targets[3]), requester="gather over shards")
+
+
+@handles(torch.ops.aten.gather.default, applies=lambda op, schema: _is_masked(*schema.args_schema[:3]))
+def _gather_inside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same inside of functions in C++, as ``take_along_dim``."""
+    x, dim, index = args[:3]
+    targets = _targets(x, dim % x.ndim, index)
+    x, index = bring(x, targets[0], _OP, "input"), bring(index, targets[1], _OP, "index")
+    found = _look_up(x, local_of(x), dim % x.ndim, local_of(index))
+    pending = leave_local(found, x.device_mesh, targets[3], tuple(index.shape), _OP)
+    return convert(pending, without_partials(targets[3]), requester="gather over shards")
+
+
+def _is_masked(x: Any, dim: int, index: Any) -> bool:
+    return isinstance(x, DTensorSpec) and isinstance(index, DTensorSpec) and _looks_up_parts(x, dim, index)
+
+
+def _targets(x: Any, dim: int, index: Any) -> tuple[tuple[Placement, ...], ...]:
+    """Placements of the operands, of the gradient of ``x`` and of the result."""
+    found: list[tuple[Placement, ...]] = []
+    for own, of_index in zip(x.placements, index.placements):
+        if type(own) is Shard and own.dim == dim:  # this part of the dim meets whole indices
+            found.append((own, Replicate(), own, Partial()))
+        elif type(own) is Shard and x.shape[own.dim] == index.shape[own.dim]:
+            found.append((own, own, own, own))
+        elif type(of_index) is Shard and of_index.dim != dim and x.shape[of_index.dim] == index.shape[of_index.dim]:
+            found.append((of_index,) * 4)
+        else:
+            found.append((Replicate(),) * 4)
+    return tuple(zip(*found))
+
+
+def _look_up(x: DTensor, local: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """Of a rank's part ``local`` of ``x``: the values at those global indices that it has, zeros for the others."""
+    require_in_bounds(index, x.shape[dim], _OP, "check the indices, or the size of the dim that they point into")
+    coordinate = x.device_mesh.get_coordinate()
+    assert coordinate is not None  # only ranks of the mesh run functions of its models
+    region = local_region(tuple(x.shape), tuple(x.placements), tuple(x.device_mesh.shape), coordinate)
+    ((start, stop),) = region.intervals[dim] or ((0, 0),)
+    missing = (index < start) | (index >= stop)
+    if start == stop:  # more ranks than indices
+        return local.new_zeros(index.shape) + local.sum()
+    return local.gather(dim, (index - start).masked_fill(missing, 0)).masked_fill(missing, 0)
+
+
+def _is_checked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return True
+
+
+@replaces(F.one_hot, changes=_is_checked)
+def _one_hot(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As on one device, with its check of the classes, which PyTorch leaves out for tensors of other types.
+
+    Raises IndexBoundsError.
+    """
+    labels = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
+    num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if isinstance(labels, DTensor) and num_classes > 0:
+        require_in_bounds(local_of(labels), num_classes, "one_hot", "check the labels, or num_classes")
+    return func(*args, **kwargs)
