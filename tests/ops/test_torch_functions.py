@@ -4,7 +4,7 @@ gradients and buffers are those of one device."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -84,6 +84,69 @@ def test_all(ranks: RankPools, axis: str, mode: str, num_rows: int) -> None:
     left_out = _UNEVEN if axis == "tp" else ("op-embidx",) if num_rows < 6 else ()  # row 5 of 5
     names = [name for name in CASES if name not in left_out]
     ranks.run(equal_to_one_device, names, axis, mode, num_rows, 3, world_size=2, timeout=900.0)
+
+
+class Features(nn.Module):
+    """The layers of a case that may be cut; what a script then computes with their outputs is not the model's."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        for name, layer in net.named_children():
+            setattr(self, name, layer)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: layer(x) for name, layer in self.named_children()}
+
+
+class Outputs:
+    """Stands for the network in a case's function: its layers are outputs that have been computed."""
+
+    def __init__(self, outputs: dict[str, torch.Tensor]) -> None:
+        self.outputs = outputs
+
+    def __getattr__(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: self.outputs[name]
+
+
+def outside_of_the_model(names: Sequence[str], axis: str) -> None:
+    warnings.simplefilter("ignore")
+    mesh = init_mesh(f"{axis}=2")
+    torch.set_default_dtype(torch.float64)
+    try:
+        for name in names:
+            make, shape = CASES[name]
+            results = []
+            for on_mesh in (False, True):
+                torch.manual_seed(0)
+                net = make()
+                model: nn.Module = Features(net)
+                if on_mesh:
+                    entry = ("<in:x>", Shard(0)) if axis == "dp" else ("(a|b).(weight|bias)", Shard(0))
+                    model = parallelize(model, Plan(mesh).shard(*entry))
+                x = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+                loss = net.function(Outputs(model(x)), x)
+                loss.backward()
+                results.append([whole(loss), *(whole(p.grad) for p in model.parameters() if p.grad is not None)])
+            for x, y in zip(*results, strict=True):
+                torch.testing.assert_close(y, x, rtol=1e-9, atol=1e-11, equal_nan=True, msg=f"{name}, {axis}")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+_RANDOM = ["randn", "normal", "distN", "distB", "distG", "distC", "bernoulli", "multinomial", "gumbel", "randperm"]
+
+
+def test_a_sample_outside_of_the_model(ranks: RankPools) -> None:
+    names = ["op-maskidx", "op-nonzero", "op-indexput", "op-embidx", "op-setitem", "pairdist", "op-cumprod", "ce-sum"]
+    for axis in ("dp", "tp"):
+        ranks.run(outside_of_the_model, names, axis, world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_all_outside_of_the_model(ranks: RankPools, axis: str) -> None:
+    names = [name for name in CASES if name.startswith("op-") and name.removeprefix("op-") not in _RANDOM]
+    ranks.run(outside_of_the_model, names, axis, world_size=2, timeout=600.0)
 
 
 class Scores(nn.Module):

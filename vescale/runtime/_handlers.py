@@ -44,7 +44,7 @@ from vescale.ops import (
     wrap_global,
     write_through,
 )
-from vescale.placements import move_local
+from vescale.placements import move_local, shard_dim
 from vescale.runtime._activation import current_activation
 from vescale.runtime._adapters import AdapterWatch
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
@@ -118,16 +118,27 @@ def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Values may be plain, the same on every rank: the backward of ``x[positions] = values`` puts plain zeros there."""
+    """Values may be plain, the same on every rank: the backward of ``x[positions] = values`` puts plain zeros there. So may
+    be positions, outside of a model: those of ``out[labels != -100]``."""
     found = accumulated(op, args, kwargs)
     if found is not None:
         return found
     x, indices, values, *more = args
-    if not isinstance(x, DTensor) and (result := run_mixed(op, args, kwargs)) is not NotImplemented:
-        return result
+    if not isinstance(x, DTensor) or running_module() is None:
+        result = run_mixed(op, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if isinstance(x, DTensor) and any(
+        shard_dim(p) for p in x.placements
+    ):  # DTensor's rule takes a mask for one of rows
+        indices = [part for index in indices for part in _positions(index)]
     if isinstance(x, DTensor) and not isinstance(values, DTensor):
         values = wrap_global(values, x.device_mesh, (Replicate(),) * x.device_mesh.ndim, str(op))
     return stock_dispatch(op, (x, indices, values, *more), kwargs)
+
+
+def _positions(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    return index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else (index,)
 
 
 def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputSharding:
