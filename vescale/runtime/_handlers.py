@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.checks import step_checks
 from vescale.comm import record
@@ -44,7 +44,7 @@ from vescale.ops import (
     wrap_global,
     write_through,
 )
-from vescale.placements import move_local, shard_dim
+from vescale.placements import move_local
 from vescale.runtime._activation import current_activation
 from vescale.runtime._adapters import AdapterWatch
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
@@ -128,9 +128,8 @@ def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = run_mixed(op, args, kwargs)
         if result is not NotImplemented:
             return result
-    if isinstance(x, DTensor) and any(
-        shard_dim(p) for p in x.placements
-    ):  # DTensor's rule takes a mask for one of rows
+    # DTensor's rule takes a mask for one of rows.
+    if isinstance(x, DTensor) and any(type(p) is Shard and p.dim for p in x.placements):
         indices = [part for index in indices for part in _positions(index)]
     if isinstance(x, DTensor) and not isinstance(values, DTensor):
         values = wrap_global(values, x.device_mesh, (Replicate(),) * x.device_mesh.ndim, str(op))
