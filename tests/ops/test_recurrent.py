@@ -91,6 +91,8 @@ def recurrent() -> int:
         (mesh, nn.GRU(3, 4, **options), output, (double(5, 4, 3), double(1, 4, 4)), (S1, R), True),
         (mesh, nn.GRU(3, 4, **options), output, (double(5, 4, 3),), (S0, R), False),  # time is cut: gathered
         (mesh, nn.LSTM(3, 4, 2, batch_first=True, dropout=0.5, **options), output, (double(4, 5, 3),), (S0, R), True),
+        # Features are cut, too: gathered, before the dropout.
+        (mesh, nn.GRU(3, 4, 2, dropout=0.5, **options), output, (double(5, 4, 3),), (S1, Shard(2)), False),
         (mesh, nn.LSTM(3, 4, batch_first=True, **options), packed, (double(4, 5, 3),), (S0, R), False),
         (mesh, nn.LSTMCell(3, 4, **options), lambda m, x: m(x)[0].square().sum(), (double(4, 3),), (S0, R), False),
     ]
@@ -98,7 +100,7 @@ def recurrent() -> int:
 
 
 def test_recurrent_networks(ranks: RankPools) -> None:
-    assert set(ranks.run(recurrent)) == {12}
+    assert set(ranks.run(recurrent)) == {13}
 
 
 def bags() -> int:

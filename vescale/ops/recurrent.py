@@ -38,7 +38,10 @@ def _recurrent(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dic
     states = state if func is torch.lstm else (state,)
     _biases, _layers, dropout, train, _bidirectional = numbers
     if dropout and train and any(rows):
+        whole = [Replicate()] * len(rows)  # of a pending sum there is no dropout
+        x = bring_with_gradient(x, [Shard(batch_dim) if r else Replicate() for r in rows], name, "input")
         states = [bring_with_gradient(s, [Shard(1) if r else Replicate() for r in rows], name, "state") for s in states]
+        parameters = [bring_with_gradient(p, whole, name, "weight") for p in parameters]
         return func(x, states if func is torch.lstm else states[0], parameters, *numbers, batch_first)
     local = local_rows(x, rows, batch_dim, name, "input")
     own = [local_rows(s, rows, 1, name, "state") for s in states]
