@@ -34,18 +34,23 @@ __all__ = [
 ]
 
 
+_ONCE_A_JOB = ("does not support alltoall yet", "operations will be performed. This is suboptimal")
+
+
 def _on_first_rank(record: logging.LogRecord) -> bool:
-    """PyTorch says once a process that gloo gathers where an all-to-all would do: once a job is enough."""
-    is_repeated = "does not support alltoall yet" in str(record.msg)
+    """PyTorch says once a process that gloo gathers where an all-to-all would do, and that one collective would do for two
+    axes: once a job is enough."""
+    is_repeated = any(text in str(record.msg) for text in _ONCE_A_JOB)
     if not is_repeated or not dist.is_initialized():
         return True
     return dist.get_rank() == 0 and dist.get_backend() != "fake"  # of ranks that do not exist, never
 
 
 def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
-    logger = logging.getLogger("torch.distributed.tensor._collective_utils")
-    logger.addFilter(_on_first_rank)
-    changes.on_undo(lambda: logger.removeFilter(_on_first_rank))
+    for name in ("_collective_utils", "_redistribute"):
+        logger = logging.getLogger(f"torch.distributed.tensor.{name}")
+        logger.addFilter(_on_first_rank)
+        changes.on_undo(functools.partial(logger.removeFilter, _on_first_rank))
     dispatcher, listener = DTensor._op_dispatcher, hooks.listener
     original = dispatcher.redistribute_local_args
 
