@@ -54,6 +54,10 @@ def native_sharding(
         if op is torch.ops.aten.expand.default:  # its rule does not know a sharded dim of size 1 that is repeated
             return None
         raise
+    except RuntimeError:
+        if is_view(op):  # its rules refuse what would move: `squeeze` of a sharded dim of size 1
+            return None
+        raise
 
 
 def output_meta(

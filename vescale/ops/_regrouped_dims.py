@@ -110,6 +110,11 @@ def _in_shape(
     if not math.prod(new_shape) or not period:
         return None
     is_even = size % num_ranks == 0
+    if isinstance(placement, InterleavedShard) and size == 1 and not together:
+        # Chunks of one index are a dim of size 1, as a batch of one row of which only the first rank has any.
+        for d, length in enumerate(new_shape):
+            if length == 1 and math.prod(new_shape[d + 1 :]) == behind:
+                return Shard(d)
     for d in _candidates(dim, shape, new_shape, behind):
         after = math.prod(new_shape[d + 1 :])
         outer, rest = divmod(new_shape[d] * after, period)

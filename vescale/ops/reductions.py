@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
-from vescale.compat import TensorMeta
+from vescale.compat import TensorMeta, has_empty_shards
 from vescale.ops._call import OpCall
 from vescale.ops._combine_ranks import (
     accumulation_dtype,
@@ -20,6 +20,7 @@ from vescale.ops._combine_ranks import (
     neutral_extremum,
     reduction_axes,
 )
+from vescale.ops._conversion import convert
 from vescale.ops._decision import Decision
 from vescale.ops._registration import handles
 from vescale.ops._registry import register_aten
@@ -162,6 +163,19 @@ _KERNELS: dict[str, Callable[[_Reduction, torch.Tensor], tuple[torch.Tensor, ...
 def _is_true(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As ``all`` and ``any``, which PyTorch has strategies for: the arguments of each distribution are checked so."""
     return args[0].all() if op is _aten._is_all_true.default else args[0].any()
+
+
+def _has_empty_shards(op: Any, schema: Any) -> bool:
+    return has_empty_shards(schema.args_schema[0])
+
+
+@handles(_aten.max.default, _aten.min.default, _aten.amax.default, _aten.amin.default, applies=_has_empty_shards)
+def _extremum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a tensor with fewer rows than ranks: of all rows on every rank. PyTorch runs a kernel that takes no empty tensor,
+    on some ranks, and the others wait for these."""
+    x = args[0]
+    target = [Replicate() if type(placement) is Shard else placement for placement in x.placements]
+    return op(convert(x, target, requester=f"statistic: {op}"), *args[1:], **kwargs)
 
 
 register_aten(" ".join(_KERNELS), rule=reduction_rule, communicates=("all_reduce", "all_gather_v"))
