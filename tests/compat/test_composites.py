@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.compat.test_native_dispatch import Outcome, assert_same, made, world
 from tests.examples import NIGHTLY
+from vescale.comm import record_comms
 from vescale.compat import clear_sharding_caches, dispatch_counts, extend_dtensor, reset_dispatch_counts
 from vescale.compat.native_dispatch import without_native
 
@@ -132,7 +133,7 @@ def test_composites_equal_their_parts(world: dict[str, DeviceMesh], composite: s
             if not NIGHTLY and drawn.random() > (0.3 if mesh.ndim == 1 else 0.04):
                 continue
             chosen = (*placements, placements[1] if placements[1].is_shard(0) else Replicate())[: len(shapes)]
-            with without_native():
+            with without_native(), record_comms() as ledger:
                 expected = outcome(function, leaves_of(shapes, mesh, chosen))
             for _ in range(2):
                 reset_dispatch_counts()
@@ -140,7 +141,7 @@ def test_composites_equal_their_parts(world: dict[str, DeviceMesh], composite: s
                 counts = dispatch_counts()
                 num_local += counts.get(f"{composite}_backward", (0,))[0]
                 # What fake groups gather is not defined.
-                is_defined = not any(stock for _, _, _, stock in counts.values())
+                is_defined = not ledger.records and not any(stock for _, _, _, stock in counts.values())
                 try:
                     assert_same(found, expected, is_defined)
                 except AssertionError as error:
@@ -190,3 +191,34 @@ def test_results_that_autograd_saves_are_made_in_cpp(world: dict[str, DeviceMesh
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     assert copy._local_tensor is not y._local_tensor
+
+
+def in_leaves(world: dict[str, DeviceMesh], how: str) -> tuple[list[torch.Tensor], int]:
+    """Gradients of a weight and a bias after backwards, and how many ops on DTensors autograd called to accumulate them."""
+    mesh = world["1-D"]
+    x, w, b = leaves_of(((4, 12), (12, 12), (12,)), mesh, (Shard(0), Replicate(), Replicate()))
+    seen: list[torch.Tensor] = []
+    if how == "hook":
+        w.register_hook(lambda grad: 2 * grad)
+    elif how == "hook after accumulation":
+        w.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.to_local().clone()))
+    out = F.linear(
+        F.linear(x.detach(), w, b), w if how == "used twice" else w.detach(), b if how == "used twice" else None
+    )
+    reset_dispatch_counts()
+    for _ in range(2 if how == "on top" else 1):
+        out.sum().backward(retain_graph=how == "on top")
+    num_detached = dispatch_counts().get("detach", (0,))[0]
+    grads = [w.grad, b.grad]
+    assert len({grad.to_local().untyped_storage().data_ptr() for grad in grads}) == 2
+    return [*grads, *seen], num_detached
+
+
+@pytest.mark.parametrize("how", ["once", "on top", "used twice", "hook", "hook after accumulation"])
+def test_gradients_of_leaves(world: dict[str, DeviceMesh], how: str) -> None:
+    """They become ``grad`` as they are where autograd would do nothing else with them."""
+    with without_native():
+        expected, _ = in_leaves(world, how)
+    found, num_detached = in_leaves(world, how)
+    assert_same(Outcome("", found, [], []), Outcome("", expected, [], []), True)
+    assert num_detached == 0 or how != "once"

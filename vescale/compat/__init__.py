@@ -5,6 +5,7 @@ from vescale.compat.needs import OBSERVATION, UnsupportedTorchError, require, se
 
 try:
     from vescale.compat import (
+        arrival_count,
         async_tensors,
         autograd,
         containers,
@@ -19,6 +20,7 @@ try:
         patches,
         process_groups,
     )
+    from vescale.compat.arrival_count import *
     from vescale.compat.async_tensors import *
     from vescale.compat.autograd import *
     from vescale.compat.checkpoint_plans import CheckpointHooks
@@ -125,6 +127,7 @@ __all__ = [
     "with_torch_function",
     "without_modes",
 ]
+__all__ += arrival_count.__all__
 __all__ += async_tensors.__all__
 __all__ += autograd.__all__
 __all__ += containers.__all__

@@ -16,7 +16,16 @@ from vescale import csrc
 from vescale.compat.dtensor import local_of, spec_of
 from vescale.compat.foreach import foreach_copy_
 
-__all__ = ["ParameterRow", "TensorRow", "dense_part", "is_dense", "plain_parts", "share_memory"]
+__all__ = [
+    "ParameterRow",
+    "TensorRow",
+    "are_complete",
+    "dense_part",
+    "have_grads",
+    "is_dense",
+    "plain_parts",
+    "share_memory",
+]
 
 _address_of = operator.attrgetter("_cdata")
 
@@ -90,6 +99,32 @@ class ParameterRow(TensorRow):
         for parameter, gradient in zip(self.tensors, gradients.tensors):
             parameter.grad = gradient
         return True
+
+
+def have_grads(parameters: list[Any]) -> bool:
+    """Whether any of them has a ``grad``."""
+    module: Any = csrc.load_module("dispatch")
+    if module is not None:
+        return bool(module.gradients_of(parameters, []) != _NO_GRADIENTS)
+    return any(parameter.grad is not None for parameter in parameters)
+
+
+def are_complete(parameters: list[Any], specs: list[Any]) -> bool:
+    """Whether each has a ``grad`` that is a DTensor with its very spec and an ordinary local tensor, and without a graph."""
+    module: Any = csrc.load_module("dispatch")
+    if module is not None:
+        return bool(module.gradients_of(parameters, specs) == _COMPLETE_GRADIENTS)
+    grads = [parameter.grad for parameter in parameters]
+    return all(
+        type(grad) is DTensor
+        and spec_of(grad) is spec
+        and type(local_of(grad)) is torch.Tensor
+        and not grad.requires_grad
+        for grad, spec in zip(grads, specs, strict=True)
+    )
+
+
+_NO_GRADIENTS, _COMPLETE_GRADIENTS = 0, 1  # of csrc/leaf_gradients.h
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from vescale import csrc
 
-__all__ = ["HookGate", "address_of_gate"]
+__all__ = ["HookGate", "addresses_about_hooks"]
 
 
 class HookGate:
@@ -50,10 +50,14 @@ class HookGate:
         self._is_shut.value = False
 
 
-def address_of_gate() -> int:
-    """Of the function by which other C++ code asks whether a hook would be skipped now; 0 where there is none."""
+def addresses_about_hooks() -> tuple[int, int]:
+    """Of the functions by which other C++ code asks whether a hook would be skipped now, and whether one only counts
+    gradients (:class:`ArrivalCount`); 0 where there is none."""
     library = _library()
-    return 0 if library is None else ctypes.cast(library.lets_pass, ctypes.c_void_p).value or 0
+    if library is None:
+        return 0, 0
+    found = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (library.lets_pass, library.is_only_count)]
+    return found[0], found[1]
 
 
 @functools.cache

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from vescale import csrc
 from vescale.compat.closed_forms import form_key, known_form, moves_operands, remember_form
 from vescale.compat.dispatch import handlers_of_dtensor, keeps_operands, specs_on_replicas
-from vescale.compat.hook_gate import address_of_gate
+from vescale.compat.hook_gate import addresses_about_hooks
 from vescale.compat.model_hooks import model_hooks
 from vescale.compat.native_decisions import (
     STOCK_PLACEMENTS,
@@ -88,7 +88,7 @@ def install_native_dispatch(changes: Changes, _: Any) -> None:
     module = _loaded()
     if module is None:
         return
-    module.set_hook_gate(address_of_gate())
+    module.set_hook_gate(*addresses_about_hooks())
     slots = [DTensor.__dict__[name] for name in ("_spec", "_local_tensor")]
     module.install(
         DTensor, *slots, intern_spec, _decide, _static_arguments, STOCK_PLACEMENTS, forget_sizes, _MAX_ENTRIES

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kept_results.h"
+#include "leaf_gradients.h"
 
 #include <array>
 
@@ -38,7 +39,12 @@ class CompositeBackward : public torch::autograd::Node {
         const auto run_with = [&](c10::ArrayRef<at::Tensor> given) {
             return run(given, kept_.beside(given[0], kept), wanted);
         };
-        return is_composable(operands) ? parts().run(operands, words, run_with) : run_with(operands);
+        if (!is_composable(operands)) {
+            return run_with(operands);
+        }
+        auto found = parts().run(operands, words, run_with);
+        give_to_leaves(*this, found);
+        return found;
     }
 
     void release_variables() override {

@@ -244,6 +244,7 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("set_hook_gate", &vescale::set_hook_gate);
     module.def("take_local_grads", torch::wrap_pybind_function(&vescale::take_local_grads));
     module.def("are_dtensors_unheld", torch::wrap_pybind_function(&vescale::are_dtensors_unheld));
+    module.def("gradients_of", torch::wrap_pybind_function(&vescale::gradients_of));
     module.def("link_view", torch::wrap_pybind_function(&vescale::link_view));
     module.def("require_current", torch::wrap_pybind_function(&vescale::require_current_dtensor));
     module.def("share_version", torch::wrap_pybind_function(&vescale::share_version));

@@ -5,6 +5,8 @@
 //
 // It needs torch's headers, so that the library is for one build of torch: setup.py passes its name.
 
+#include "arrival_count.h"
+
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -15,11 +17,6 @@
 #include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
-
-// Of Python's stable interface, the little that is needed: its headers are not installed everywhere.
-struct _object;
-using PyObject = _object;
-extern "C" std::ptrdiff_t PyDict_Size(PyObject*);
 
 namespace {
 
@@ -68,10 +65,13 @@ class GatedHooks : public FunctionPreHook {
     SharedGate gate_;
 };
 
-std::vector<std::unique_ptr<FunctionPreHook>>& hooks_of(void* tensor) {
+at::Tensor held(void* tensor) {
     auto* impl = static_cast<at::TensorImpl*>(tensor);
-    at::Tensor held(c10::intrusive_ptr<at::TensorImpl>::unsafe_reclaim_from_nonowning(impl));
-    return torch::autograd::impl::hooks(held);
+    return at::Tensor(c10::intrusive_ptr<at::TensorImpl>::unsafe_reclaim_from_nonowning(impl));
+}
+
+std::vector<std::unique_ptr<FunctionPreHook>>& hooks_of(void* tensor) {
+    return torch::autograd::impl::hooks(held(tensor));
 }
 
 }  // namespace
@@ -121,4 +121,52 @@ EXPORT void unguard(void* tensor) {
             hook = std::move(bare);
         }
     }
+}
+
+// Counts of gradients that arrive; see arrival_count.h.
+
+EXPORT void* new_count(std::size_t num, const std::int32_t* expected) {
+    return new vescale::SharedCount(std::make_shared<vescale::ArrivalCount>(num, expected));
+}
+
+// The tensors whose gradients it counts keep it.
+EXPORT void free_count(void* count) {
+    std::unique_ptr<vescale::SharedCount> owned(static_cast<vescale::SharedCount*>(count));
+    (*owned)->is_counting.store(false);
+}
+
+EXPORT void reset_count(void* count, std::int32_t missing) {
+    (*static_cast<vescale::SharedCount*>(count))->reset(missing);
+}
+
+EXPORT void set_counting(void* count, int is_counting) {
+    (*static_cast<vescale::SharedCount*>(count))->is_counting.store(is_counting != 0);
+}
+
+EXPORT void add_arrival(void* count, std::size_t index) {
+    (*static_cast<vescale::SharedCount*>(count))->add(index);
+}
+
+EXPORT std::int32_t num_missing(void* count) {
+    return (*static_cast<vescale::SharedCount*>(count))->missing();
+}
+
+// Counts the gradients of a tensor, whose Python hooks for accumulated gradients are in `dict`, as slot `index`, and as no
+// other from now on.
+EXPORT void count_gradients(void* count, std::size_t index, void* tensor, PyObject* dict) {
+    auto& hooks = torch::autograd::impl::post_acc_grad_hooks(held(tensor));
+    if (auto* counting = dynamic_cast<vescale::CountingHooks*>(hooks.get())) {
+        auto bare = std::move(counting->hooks);
+        hooks = std::move(bare);
+    }
+    if (hooks != nullptr && count != nullptr) {
+        const auto& shared = *static_cast<vescale::SharedCount*>(count);
+        hooks = std::make_unique<vescale::CountingHooks>(std::move(hooks), dict, shared, index);
+    }
+}
+
+// Whether a hook, a PostAccumulateGradHook, counts gradients, and is the only one.
+EXPORT int is_only_count(void* hook) {
+    const auto* counting = dynamic_cast<vescale::CountingHooks*>(static_cast<torch::autograd::PostAccumulateGradHook*>(hook));
+    return counting != nullptr && counting->is_alone();
 }

@@ -14,17 +14,21 @@
 
 namespace vescale {
 
-// Of hook_gate.cpp: whether a hook would do nothing now.
-using LetsPass = int (*)(void* hook);
+// Of hook_gate.cpp: whether a hook would do nothing now; whether one counts gradients, and nobody has others.
+using AboutHook = int (*)(void* hook);
 
-inline LetsPass& lets_pass() {
-    static LetsPass known = nullptr;  // null: not built
+struct HookGate {
+    AboutHook lets_pass = nullptr, is_only_count = nullptr;  // null: not built
+};
+
+inline HookGate& hook_gate() {
+    static HookGate known;
     return known;
 }
 
-// `address`: of the function, or 0.
-inline void set_hook_gate(std::uintptr_t address) {
-    lets_pass() = reinterpret_cast<LetsPass>(address);
+// Addresses of the functions, or 0.
+inline void set_hook_gate(std::uintptr_t lets_pass, std::uintptr_t is_only_count) {
+    hook_gate() = {reinterpret_cast<AboutHook>(lets_pass), reinterpret_cast<AboutHook>(is_only_count)};
 }
 
 // A gradient that no other gradient shares its memory with, with the strides of `parameter` if there is one. A DTensor hides
@@ -39,7 +43,8 @@ inline at::Tensor alone(at::Tensor gradient, const at::Tensor& parameter) {
 }
 
 // Whether autograd would do nothing with a gradient that `node` sends along `edge`, to `leaf`, but make it the `grad` of the
-// leaf, the Python object `parameter`. The lock is held.
+// leaf, the Python object `parameter`, and count it. It does so where the gradient is put there and none is sent. The lock is
+// held.
 inline bool accumulates_plainly(
     torch::autograd::Node& node, const torch::autograd::Edge& edge, torch::autograd::AccumulateGrad& leaf, PyObject* parameter) {
     const at::Tensor& variable = leaf.variable;
@@ -55,14 +60,15 @@ inline bool accumulates_plainly(
         return false;
     }
     for (const auto& hook : torch::autograd::impl::hooks(variable)) {
-        if (lets_pass() == nullptr || lets_pass()(hook.get()) == 0) {
+        if (hook_gate().lets_pass == nullptr || hook_gate().lets_pass(hook.get()) == 0) {
             return false;
         }
     }
-    PyObject* after = reinterpret_cast<THPVariable*>(parameter)->post_accumulate_grad_hooks;
-    const bool has_after = torch::autograd::impl::post_acc_grad_hooks(variable) != nullptr &&
-        (after == nullptr || !PyDict_Check(after) || PyDict_Size(after) != 0);
-    if (has_after || !leaf.pre_hooks().empty() || !leaf.post_hooks().empty()) {
+    const auto& after = torch::autograd::impl::post_acc_grad_hooks(variable);
+    PyObject* hooks = reinterpret_cast<THPVariable*>(parameter)->post_accumulate_grad_hooks;
+    const bool has_hooks = after != nullptr && (hooks == nullptr || !PyDict_Check(hooks) || PyDict_Size(hooks) != 0);
+    const bool is_only_counted = has_hooks && hook_gate().is_only_count != nullptr && hook_gate().is_only_count(after.get()) != 0;
+    if ((has_hooks && !is_only_counted) || !leaf.pre_hooks().empty() || !leaf.post_hooks().empty()) {
         return false;
     }
     return variable.is_cpu() || node.stream() == leaf.stream();  // else the engine orders the streams
@@ -72,6 +78,32 @@ inline bool accumulates_plainly(
 inline bool is_like(const at::Tensor& gradient, const at::Tensor& parameter) {
     return gradient.sizes() == parameter.sizes() && gradient.dtype() == parameter.dtype() &&
         gradient.device() == parameter.device() && gradient.strides() == parameter.strides();
+}
+
+// Puts gradients of parameters among those that `node` sends where autograd would put them, so that it does not make another
+// tensor of each. They are its own, and nobody else has them. For any thread.
+inline void give_to_leaves(torch::autograd::Node& node, torch::autograd::variable_list& gradients) {
+    if (at::GradMode::is_enabled() || dtensor_class().type == nullptr) {
+        return;
+    }
+    for (const auto i : c10::irange(gradients.size())) {
+        auto* leaf = gradients[i].defined() ? dynamic_cast<torch::autograd::AccumulateGrad*>(node.next_edge(i).function.get())
+                                            : nullptr;
+        if (leaf == nullptr) {
+            continue;
+        }
+        const Gil gil;
+        PyObject *parameter = dtensor_of(leaf->variable), *gradient = dtensor_of(gradients[i]);
+        if (parameter == nullptr || gradient == nullptr || !local_of(gradient).has_storage() ||
+            local_of(gradient).storage().use_count() != 1) {
+            continue;
+        }
+        const bool is_like_local = local_of(gradient).strides() == local_of(parameter).strides();
+        if (is_like_local && is_like(gradients[i], leaf->variable) &&
+            accumulates_plainly(node, node.next_edge(i), *leaf, parameter)) {
+            leaf->variable.mutable_grad() = std::exchange(gradients[i], at::Tensor());
+        }
+    }
 }
 
 inline const at::Tensor& tensor_at(const py::list& list, Py_ssize_t i) {
@@ -137,6 +169,26 @@ inline bool take_local_grads(const py::list& parameters, const py::list& specs, 
         taken.push_back(std::exchange(tensor_at(parameters, i).mutable_grad(), at::Tensor()));
     }
     return true;
+}
+
+enum class Gradients : int { kNone, kComplete, kOther };
+
+// What `grad` of some parameters is: None of all; a DTensor of each, with its spec and an ordinary local tensor; or else.
+inline int gradients_of(const py::list& parameters, const py::list& specs) {
+    bool is_any = false;
+    bool is_all = dtensor_class().type != nullptr && PyList_GET_SIZE(specs.ptr()) == PyList_GET_SIZE(parameters.ptr());
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parameters.ptr()); ++i) {
+        const at::Tensor& gradient = tensor_at(parameters, i).grad();
+        is_any |= gradient.defined();
+        if (!is_all || !gradient.defined()) {
+            is_all = false;
+            continue;
+        }
+        PyObject* dtensor = dtensor_of(gradient);
+        is_all = dtensor != nullptr && slot(dtensor, dtensor_class().spec_slot) == PyList_GET_ITEM(specs.ptr(), i) &&
+            THPVariable_CheckExact(slot(dtensor, dtensor_class().local_slot)) && !gradient.requires_grad();
+    }
+    return static_cast<int>(!is_any ? Gradients::kNone : is_all ? Gradients::kComplete : Gradients::kOther);
 }
 
 // Whether each DTensor has its local tensor and spec, and nothing but these lists holds it, or its local tensor.

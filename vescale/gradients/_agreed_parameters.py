@@ -47,6 +47,9 @@ class AgreedParameters:
         yield from self.agreed
         yield from self._new
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [reduced.parameter for reduced in (*self.agreed, *self._new)]
+
     def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
         """Agree on more parameters, and watch them."""
         new = self._hooked.wrap(parameters)

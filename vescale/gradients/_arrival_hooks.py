@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vescale.compat import HookGate
+from vescale.compat import ArrivalCount, HookGate, stop_counting_gradients
 
 __all__ = ["ArrivalHooks"]
 
@@ -40,11 +40,19 @@ class ArrivalHooks:
     def notify(self, is_notified: bool) -> None:
         """Set whether ``take`` is called; at first it is not."""
         if not is_notified and self._handle is not None:
+            self.count(None)
             self._handle.remove()
             self._handle = None
         elif is_notified and self._handle is None:
             with _trainable(self._parameter):
                 self._handle = self._parameter.register_post_accumulate_grad_hook(self._take)
+
+    def count(self, arrivals: ArrivalCount | None, index: int = 0) -> None:
+        """Have the hook after accumulation count in C++, as this slot, what needs no call of ``take``; None: nothing."""
+        if arrivals is None:
+            stop_counting_gradients(self._parameter)
+        elif self._handle is not None:
+            arrivals.attach(self._parameter, index)
 
     def remove(self) -> None:
         self._gate.release(self._parameter)

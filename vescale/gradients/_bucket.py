@@ -50,8 +50,6 @@ class Bucket:
     An average is a sum that is divided: before the reduction if that is exact and the gradient is copied anyway, else after.
     """
 
-    num_missing: int
-    """How many contributions have not been announced yet."""
     absent: list[BucketSlot[Bucket]]
     """After the launch: the slots without a contribution."""
     is_launched: bool
@@ -63,7 +61,6 @@ class Bucket:
     _has_all: bool  # contributions
     _is_irregular: bool  # a gradient was missing when all notified slots had theirs
     _last: BucketSlot[Bucket] | None  # that was notified
-    _num_arrived: dict[int, int]  # by slot index
     _given: dict[int, torch.Tensor]  # contributions by slot index, except collected ones
     _only: torch.Tensor | None  # the contribution of the only slot, to be reduced in place
     _result: torch.Tensor | None
@@ -105,6 +102,7 @@ class Bucket:
                 for s, early in zip(self.slots, self._copies_early)
             ],
         )
+        self.arrivals = self.muting.arrivals
         self._parameters = ParameterRow([slot.parameter for slot in self.slots if slot.parameter is not None])
         others = f" with {len(self.slots) - 1} others" if len(self.slots) > 1 else ""
         self.requester = requester or f"bucket {index}: {self.slots[0].name}.grad: reduced{others}"
@@ -180,12 +178,17 @@ class Bucket:
         return True
 
     def _count(self, slot: BucketSlot[Bucket]) -> None:
-        """Count a gradient that has arrived. One that arrives more often than expected does not stand for another."""
         self._last = slot
-        number = self._num_arrived.get(slot.index, 0)
-        if number < slot.num_expected:
-            self._num_arrived[slot.index] = number + 1
-            self.num_missing -= 1
+        self.arrivals.add(slot.index)
+
+    @property
+    def num_missing(self) -> int:
+        """How many contributions have not been announced yet."""
+        return self.arrivals.num_missing
+
+    def has_arrivals(self) -> bool:
+        """Whether a contribution has been announced, if the bucket has not been launched."""
+        return self.arrivals.num_missing < self.muting.num_expected
 
     def is_ready(self, versions: Versions) -> bool:
         """Whether all expected contributions have arrived; if so, collects those of the collected slots."""
@@ -235,6 +238,7 @@ class Bucket:
         no exception, and the neutral element stands for them.
         """
         self.is_launched = True
+        self.arrivals.stop()
         if not self._has_all:
             self._take_present(versions if missing is not None else None)
             self.absent = [slot for slot in self.slots if slot.index not in self._given]
@@ -327,12 +331,12 @@ class Bucket:
         self._reset()
 
     def _reset(self) -> None:
-        self.num_missing = self.muting.num_expected
+        self.arrivals.reset(self.muting.num_expected)
         self.absent = []
         self.is_launched = self._is_open = False
         self._has_all = self._is_irregular = False
         self._last = self._only = self._result = None
-        self._num_arrived, self._given, self.waited = {}, {}, []
+        self._given, self.waited = {}, []
 
     @property
     def _own(self) -> int:

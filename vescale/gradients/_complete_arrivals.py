@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
-
-from vescale.compat import local_of, spec_of
+from vescale.compat import are_complete, have_grads
 from vescale.gradients._parameter import ReducedParameter
 
 __all__ = ["CompleteArrivals"]
@@ -35,14 +31,18 @@ class CompleteArrivals:
     def __init__(self) -> None:
         self._found: list[ReducedParameter] = []
         self._muted: list[ReducedParameter] = []
+        self._parameters: list[Any] = []  # of the muted ones
         self._num_mutings = 0
 
-    def begin(self, syncs: bool) -> None:
-        """Called before the first gradient of a backward, when gradients of earlier ones have been set aside."""
+    def begin(self, syncs: bool, has_previous: bool) -> None:
+        """Called before the first gradient of a backward, when gradients of earlier ones have been set aside;
+        ``has_previous``: there are some."""
         self._found.clear()
+        if syncs and not has_previous and not have_grads(self._parameters):
+            return
         others = [r for r in self._muted if not syncs or r.previous is not None or r.parameter.grad is not None]
         for reduced in others:
-            self._muted.remove(reduced)
+            self._remove(reduced)
             reduced.notify(True)
 
     def note(self, reduced: ReducedParameter) -> None:
@@ -54,12 +54,12 @@ class CompleteArrivals:
         """At the end of a backward, whether there are gradients of muted parameters; ``take`` gets those that are not
         complete."""
         muted, others = self._muted, []
-        grads = [reduced.parameter.grad for reduced in muted]
-        arrived = any(grad is not None for grad in grads)
-        if not _are_complete(muted, grads):
+        arrived = bool(muted)
+        if muted and not are_complete(self._parameters, [reduced.complete_spec for reduced in muted]):
+            arrived = have_grads(self._parameters)
             others = [r for r in muted if r.parameter.grad is not None and not r.is_complete_as_before()]
         for reduced in others:
-            muted.remove(reduced)
+            self._remove(reduced)
             if reduced.hooks is not None:  # it still belongs to the model
                 reduced.notify(True)
                 take(reduced, reduced.parameter)
@@ -68,17 +68,10 @@ class CompleteArrivals:
             for reduced in self._found:
                 reduced.notify(False)
             self._muted += self._found
+            self._parameters += [reduced.parameter for reduced in self._found]
         self._found.clear()
         return arrived
 
-
-def _are_complete(muted: Sequence[ReducedParameter], grads: Sequence[torch.Tensor | None]) -> bool:
-    """Whether all gradients have the specs of those that were complete before: the usual case, in few calls."""
-    if set(map(type, grads)) != {DTensor}:
-        return False
-    dtensors = [grad for grad in grads if isinstance(grad, DTensor)]
-    return (
-        all(map(operator.is_, map(spec_of, dtensors), [reduced.complete_spec for reduced in muted]))
-        and {type(local_of(grad)) for grad in dtensors} == {torch.Tensor}
-        and not any(grad.requires_grad for grad in dtensors)
-    )
+    def _remove(self, reduced: ReducedParameter) -> None:
+        index = self._muted.index(reduced)
+        del self._muted[index], self._parameters[index]

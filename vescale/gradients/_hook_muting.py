@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vescale.compat import ParameterRow
+from vescale.compat import ArrivalCount, ParameterRow
 from vescale.gradients._bucket_slot import BucketSlot
 
 __all__ = ["HookMuting"]
@@ -24,11 +24,18 @@ class HookMuting:
     twice as many backwards as before.
 
     Gradients that are DTensors are collected, too, but stay notified: backward communicates between them, and their bucket
-    has to be launched at one moment on all ranks, whatever the order in which they arrive.
+    has to be launched at one moment on all ranks, whatever the order in which they arrive. Their hooks count in C++, and
+    call Python for the last one.
+
+    Attributes:
+        collected: the slots that are; ``indices``, ``parameters``: of these.
+        num_expected: how many gradients of notified slots arrive in a backward.
+        arrivals: which of them have arrived.
     """
 
     def __init__(self, slots: Sequence[BucketSlot[Any]], may_be_collected: Sequence[bool]) -> None:
         self._slots = tuple(slots)
+        self.arrivals = ArrivalCount([slot.num_expected for slot in slots])
         self._handed_over = {
             slot
             for slot, may in zip(slots, may_be_collected)
@@ -53,6 +60,7 @@ class HookMuting:
         for slot in self._slots:
             slot.is_notified, slot.is_collected = slot in notified, slot not in handed_over
             slot.owner.notify(slot.is_notified)
+            slot.owner.count(self.arrivals if slot.is_notified and slot.is_collected else None, slot.index)
 
     def never_collect(self, slot: BucketSlot[Any]) -> None:
         """From now on the slot is notified, and its gradients are handed over."""

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, local_of, make_dtensor, spec_of
+from vescale.compat import ArrivalCount, DTensorSpec, local_of, make_dtensor, spec_of
 from vescale.errors import GradientError
 from vescale.gradients._arrival_hooks import ArrivalHooks
 from vescale.gradients._bucket import Bucket
@@ -78,6 +78,11 @@ class ReducedParameter:
         """Set whether a hook announces each gradient, if the parameter is watched."""
         if self.hooks is not None:
             self.hooks.notify(is_notified)
+
+    def count(self, arrivals: ArrivalCount | None, index: int = 0) -> None:
+        """Have the hook count gradients as those of a slot, where none of them may be complete; None: no longer."""
+        if self.hooks is not None:
+            self.hooks.count(arrivals if self.complete_spec is None else None, index)
 
     def describe(self) -> str:
         """A text for ranks to compare."""
@@ -191,6 +196,7 @@ class ReducedParameter:
         now = self.parameter.grad
         if type(gradient) is DTensor and isinstance(now, DTensor) and spec_of(gradient) == spec_of(now):
             self.complete_spec = spec_of(gradient)
+            self.count(None)
 
     def is_complete_as_before(self) -> bool:
         """Whether the gradient that has been accumulated is complete, like one with the same spec before. It stays."""

@@ -13,19 +13,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes
-from vescale.compat import in_backward, no_torch_function
+from vescale.compat import have_grads, in_backward, no_torch_function
 from vescale.errors import ArgumentTypeError, CommHookError
 from vescale.gradients._agreed_parameters import AgreedParameters
 from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
-from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._comm_hook import CommHook
 from vescale.gradients._complete_arrivals import CompleteArrivals
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._hooked_parameters import HookedParameters
 from vescale.gradients._parameter import GradientRule, ReducedParameter
 from vescale.gradients._reduction import Arrival, Policy
-from vescale.gradients._schedule import Schedule, make_buckets
+from vescale.gradients._schedule import Schedule, make_buckets, new_slots
 from vescale.gradients._settings import check_settings
 
 __all__ = ["GradientReducer"]
@@ -107,6 +106,7 @@ class GradientReducer:
         self._has_checked = False  # the module has been checked for changes before the next backward
         self._has_older = False  # contributions of earlier backwards are in `.grad`
         self._has_reduced = self._has_previous = False  # complete gradients are kept aside
+        self._may_hide = False  # or have been since it was looked at last
         self._unplaced: dict[tuple[ReducedParameter, Arrival], tuple[torch.Tensor, int]] = {}
         self._parameters = AgreedParameters(
             HookedParameters(module, self._policy, self._begin, self._take, self._backward.gate),
@@ -137,7 +137,7 @@ class GradientReducer:
         if self._schedule.buckets:
             return self._schedule.buckets
         trained = [reduced for reduced in reversed(self._parameters.agreed) if reduced.parameter.requires_grad]
-        guessed = self._slots([(reduced, reduced.likely_arrival(), 1) for reduced in trained])
+        guessed = new_slots([(reduced, reduced.likely_arrival(), 1) for reduced in trained])
         return make_buckets(guessed, self._bucket_bytes, self._mesh.device_type)
 
     @property
@@ -149,6 +149,7 @@ class GradientReducer:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate this rank's gradients; the first one outside reduces the total."""
         before, self._syncs = self._syncs, False
+        self._schedule.count_arrivals(in_hooks=False)
         try:
             with self.around_no_sync():
                 yield
@@ -223,6 +224,7 @@ class GradientReducer:
             self._is_begun, self._is_synced = True, self._syncs
             self._parameters.turn.begin(self._backward.current, self._give_up)
             self._prepare()
+            self._schedule.count_arrivals(in_hooks=self._syncs)
 
     def _prepare(self) -> None:
         """Set complete gradients aside: what arrives now is this rank's contribution."""
@@ -231,15 +233,17 @@ class GradientReducer:
             self._check_changes()
         self._has_checked = self._has_older = self._has_previous = False
         self._schedule.versions = versions = {}
-        for reduced in self._parameters:
-            if reduced.parameter.grad is None:
-                reduced.previous = None  # zero_grad() applies to the hidden gradient, too
-                continue
-            if reduced.set_aside():
-                versions[id(reduced.parameter)] = reduced.parameter.grad._version
-            self._has_previous |= reduced.previous is not None
+        if self._may_hide or have_grads(self._parameters.tensors()):
+            for reduced in self._parameters:
+                if reduced.parameter.grad is None:
+                    reduced.previous = None  # zero_grad() applies to the hidden gradient, too
+                    continue
+                if reduced.set_aside():
+                    versions[id(reduced.parameter)] = reduced.parameter.grad._version
+                self._has_previous |= reduced.previous is not None
+            self._may_hide = self._has_previous
         self._has_older = bool(versions)
-        self._complete.begin(self._syncs)
+        self._complete.begin(self._syncs, self._has_previous)
 
     def _check_changes(self) -> None:
         self._schedule.release_works()
@@ -292,12 +296,13 @@ class GradientReducer:
     def _end(self) -> None:
         """The outermost backward has ended."""
         with torch.no_grad(), no_torch_function():
-            self._arrived |= self._complete.end(self._take) or self._schedule.has_unannounced()
+            self._arrived |= self._complete.end(self._take) or self._schedule.has_untaken()
             if self._arrived and self._syncs:
                 self._reduce()
                 self._has_reduced = True
                 return
             self._has_reduced &= not self._arrived  # there may be something to reduce again
+            self._schedule.count_arrivals(in_hooks=False)
             for reduced in self._parameters:
                 reduced.settle()
             self._parameters.turn.end()
@@ -380,7 +385,7 @@ class GradientReducer:
         """Agree on slots for gradients that have none, and add them to the schedule."""
         arrivals = {key: count for key, (_, count) in self._unplaced.items()}
         found = self._parameters.agree_on_arrivals(arrivals)
-        slots = self._slots(found)
+        slots = new_slots(found)
         self._schedule.extend(slots, self._bucket_bytes, self._mesh.device_type, self._hook)
         for slot in slots:
             slot.owner.add_slot(slot)
@@ -390,11 +395,3 @@ class GradientReducer:
             waiting = self._unplaced.get((slot.owner, slot.arrival))
             if waiting is not None:
                 slot.bucket.arrive(slot, waiting[0])
-
-    def _slots(self, found: Sequence[tuple[ReducedParameter, Arrival, int]]) -> list[BucketSlot[Bucket]]:
-        """Slots for (parameter, arrival, number of arrivals in a backward), except for complete gradients."""
-        return [
-            reduced.new_slot(arrival, count)
-            for reduced, arrival, count in found
-            if reduced.contribution(arrival).reduction is not None
-        ]

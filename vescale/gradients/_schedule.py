@@ -12,9 +12,11 @@ from vescale.comm import BucketBytes, bucket_limits, link_of, plan_buckets
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._comm_hook import CommHook
+from vescale.gradients._parameter import ReducedParameter
 from vescale.gradients._reducer_turns import ReducerTurn
+from vescale.gradients._reduction import Arrival
 
-__all__ = ["Schedule", "make_buckets"]
+__all__ = ["Schedule", "make_buckets", "new_slots"]
 
 
 @dataclass
@@ -78,9 +80,14 @@ class Schedule:
         program exits; see :meth:`Pending.works`."""
         self._works = []
 
-    def has_unannounced(self) -> bool:
-        """Whether a gradient has arrived that no hook announced."""
-        return any(bucket.has_unannounced(self.versions) for bucket in self.buckets)
+    def count_arrivals(self, *, in_hooks: bool) -> None:
+        """Set whether hooks may count gradients without calling Python."""
+        for bucket in self.buckets:
+            bucket.arrivals.start() if in_hooks and not bucket.is_launched else bucket.arrivals.stop()
+
+    def has_untaken(self) -> bool:
+        """Whether a gradient has arrived that no hook announced to Python."""
+        return any(bucket.has_arrivals() or bucket.has_unannounced(self.versions) for bucket in self.buckets)
 
     def latecomers(self) -> list[BucketSlot[Bucket]]:
         """The collected slots whose parameters got another gradient after their bucket was launched."""
@@ -106,6 +113,15 @@ class Schedule:
         self.turn.end()
         for bucket in self.buckets:
             bucket.close()
+
+
+def new_slots(found: Sequence[tuple[ReducedParameter, Arrival, int]]) -> list[BucketSlot[Bucket]]:
+    """Slots for (parameter, arrival, number of arrivals in a backward), except for complete gradients."""
+    return [
+        reduced.new_slot(arrival, count)
+        for reduced, arrival, count in found
+        if reduced.contribution(arrival).reduction is not None
+    ]
 
 
 def make_buckets(

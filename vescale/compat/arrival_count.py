@@ -1,0 +1,105 @@
+"""``ArrivalCount``: how many gradients of a bucket have not arrived, counted by autograd's hooks without Python."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vescale import csrc
+
+__all__ = ["ArrivalCount", "stop_counting_gradients"]
+
+
+class ArrivalCount:
+    """Counts gradients by slot. While :meth:`start` is in force, hooks of parameters that :meth:`attach` was given count in
+    C++, and call Python only where this parameter has other hooks, too, where a gradient arrives that is not expected or
+    has a graph, and for the last one that is missing, which Python counts.
+
+    Without the helper ``csrc/hook_gate.cpp`` Python is called for all of them, and counts them. The numbers are the same.
+
+    Args:
+        expected: how often a gradient of each slot arrives.
+    """
+
+    def __init__(self, expected: Sequence[int]) -> None:
+        self._expected = list(expected)
+        self._left, self._missing = list(expected), 0
+        self._library = _library()
+        self._count: Any = None
+        if self._library is not None:
+            self._count = self._library.new_count(len(expected), (ctypes.c_int32 * len(expected))(*expected))
+            weakref.finalize(self, self._library.free_count, self._count)
+
+    def __reduce__(self) -> Any:
+        return ArrivalCount, (self._expected,)  # a copy has a count of its own: the one in C++ goes with this object
+
+    def reset(self, num_missing: int) -> None:
+        """Nothing has arrived; hooks call Python."""
+        if self._library is not None:
+            self._library.reset_count(self._count, num_missing)
+            return
+        self._left, self._missing = list(self._expected), num_missing
+
+    @property
+    def num_missing(self) -> int:
+        return self._missing if self._library is None else int(self._library.num_missing(self._count))
+
+    def add(self, index: int) -> None:
+        """A gradient of this slot has arrived. One that arrives more often than expected does not stand for another."""
+        if self._library is not None:
+            self._library.add_arrival(self._count, index)
+        elif self._left[index] > 0:
+            self._left[index] -= 1
+            self._missing -= 1
+
+    def start(self) -> None:
+        """Let hooks count until :meth:`stop` or :meth:`reset`."""
+        if self._library is not None:
+            self._library.set_counting(self._count, 1)
+
+    def stop(self) -> None:
+        if self._library is not None:
+            self._library.set_counting(self._count, 0)
+
+    def attach(self, parameter: torch.Tensor, index: int) -> None:
+        """Count the gradients that are accumulated in a leaf that has one hook for them, and no others' any more."""
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if self._library is not None and hooks:
+            self._library.count_gradients(self._count, index, parameter._cdata, hooks)
+
+
+def stop_counting_gradients(parameter: torch.Tensor) -> None:
+    """Call the hooks of a leaf for each of its gradients again."""
+    library = _library()
+    if library is not None:
+        library.count_gradients(None, 0, parameter._cdata, None)
+
+
+@functools.cache
+def _typed(library: ctypes.CDLL) -> Any:
+    """Its functions, called without letting go of the interpreter's lock, which they need for a moment only."""
+
+    def of(name: str, result: Any, *arguments: Any) -> Any:
+        return ctypes.PYFUNCTYPE(result, *arguments)((name, library))
+
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32
+    return SimpleNamespace(
+        new_count=of("new_count", address, size, address),
+        free_count=of("free_count", None, address),
+        reset_count=of("reset_count", None, address, number),
+        set_counting=of("set_counting", None, address, ctypes.c_int),
+        add_arrival=of("add_arrival", None, address, size),
+        num_missing=of("num_missing", number, address),
+        count_gradients=of("count_gradients", None, address, size, address, ctypes.py_object),
+    )
+
+
+def _library() -> Any:
+    library = csrc.load("hook_gate")
+    return None if library is None else _typed(library)
