@@ -98,6 +98,7 @@ from vescale.errors._models import (
     ShardBatchError,
     SlowPathError,
     StrayParameterError,
+    TransformError,
     UnitSubclassError,
 )
 from vescale.errors._near_names import did_you_mean
@@ -287,6 +288,7 @@ __all__ = [
     "StaticRecordError",
     "StrayParameterError",
     "TotalNormError",
+    "TransformError",
     "UnitPolicyError",
     "UnitSubclassError",
     "UnknownDtypeError",

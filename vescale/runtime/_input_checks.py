@@ -33,6 +33,7 @@ from vescale.compat import (
     before_backward,
     has_dispatch_modes,
     in_backward,
+    in_transform,
     local_of,
     no_torch_function,
     spec_of,
@@ -265,7 +266,7 @@ def draws_of_this_rank(runtime: Runtime) -> Iterator[None]:
 
 def note_made(runtime: Runtime, what: str, path: str, tensor: torch.Tensor) -> None:
     """Of a forward whose values are compared: a tensor that it has made of numbers, arrays or texts."""
-    if not in_backward() and not has_dispatch_modes():
+    if not in_backward() and not has_dispatch_modes() and not in_transform():
         where = f"{what} in {path!r}" if path else f"{what} in the model's forward"
         runtime.checks.note(f"{MADE}{where}", tensor_text(tensor, fully=True))
 
