@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.checks import (
-    DRAWN,
     MADE,
     STATE,
     InputMismatchError,
     LocalPart,
     RandomStates,
-    call_site,
     describe,
+    describe_draw,
     hash_of,
     is_unchecked,
     sample,
@@ -279,10 +277,7 @@ def note_draw(spec: DTensorSpec, what: str, generator: torch.Generator | None) -
         return
     if generator is None:
         generator = default_generator(torch.device(spec.mesh.device_type))
-    with no_torch_function():
-        state = zlib.crc32(generator.get_state().numpy().tobytes())
-    text = f"the seed {generator.initial_seed()} in state {state:08x}"
-    checks.note(f"{DRAWN}what {what} has put into a DTensor of shape {tuple(spec.shape)} ({call_site()})", text)
+    checks.note(*describe_draw(spec.shape, what, generator))
 
 
 def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
