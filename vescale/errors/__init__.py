@@ -168,6 +168,7 @@ from vescale.errors._source import Source, calling_line
 from vescale.errors._static import (
     StaticGradientError,
     StaticRecordError,
+    StaticStepError,
 )
 
 __all__ = [
@@ -286,6 +287,7 @@ __all__ = [
     "SparseGradientError",
     "StaticGradientError",
     "StaticRecordError",
+    "StaticStepError",
     "StrayParameterError",
     "TotalNormError",
     "TransformError",
