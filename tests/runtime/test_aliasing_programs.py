@@ -41,8 +41,9 @@ FAILED_IN_PYTHON = (31, 86, 146, 172, 181, 255, 682, 845)
 # Under a dispatch mode, with the helpers.
 FAILED_UNDER_A_MODE = (2, 6, 10, 12, 13, 14, 17, 22, 30, 34, 49, 51)
 # Of the wide space: a parameter whose gradient is undefined, because it goes to an input of a reentrant checkpoint that the
-# output does not depend on (an assertion of the reducer); see MULTIPLE_VIEWS.
-FAILED_WIDE = (877, 366)
+# output does not depend on (an assertion of the reducer); see MULTIPLE_VIEWS. On three ranks, one of which holds nothing of some
+# tensors (hangs): inputs that were taken for one memory there, and copies of views that were not remembered there.
+FAILED_WIDE = {2: (877, 366), 3: (124, 165)}
 # Views that a reentrant checkpoint returns, which a boundary that moves data replaces by tensors of their own.
 VIEWS_OF_A_FUNCTION = "of CheckpointFunction is a view and is being modified inplace"
 # What a boundary that moves data may answer instead of what one device does.
@@ -197,7 +198,7 @@ def run(
     with warnings.catch_warnings():  # for all threads
         warnings.simplefilter("ignore")
         found: tuple[Counter[str], list[str]] = simulate(
-            compare_all, num_ranks, seeds, is_seen, wide, timeout=36_000.0
+            compare_all, num_ranks, seeds, is_seen, wide, timeout=120.0 + 4 * len(seeds)
         )[0]
     return found
 
@@ -211,10 +212,10 @@ def test_drawn_modules() -> None:
     assert outcomes["equal"] > len(seeds) * 0.5, outcomes
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_drawn_modules_of_the_wide_space(num_ranks: int) -> None:
     """Three ranks cut unevenly."""
-    seeds = range(5_000) if NIGHTLY else (*range(98), *FAILED_WIDE)
+    seeds = range(5_000) if NIGHTLY else (*range(98 if num_ranks == 2 else 0), *FAILED_WIDE[num_ranks])
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         outcomes, failures = pool.submit(run, list(seeds), False, True, num_ranks).result()
     assert not failures, "\n\n".join(failures[:5])

@@ -1,5 +1,4 @@
-"""A static forward that cannot go on leaves buffers and inputs as they were, because the step runs again in eager mode: what it
-had written was written twice."""
+"""A static forward that cannot go on leaves buffers and inputs as they were: the step runs again in eager mode."""
 
 from __future__ import annotations
 
