@@ -87,7 +87,7 @@ MORE_VIEWS: dict[str, tuple[Callable[[Any], Any], Callable[[Shape], Shape | None
         lambda s: (*s[:-1], 2, s[-1] // 2) if s[-1] % 2 == 0 and len(s) < 3 else None,
     ),
     "narrow": (lambda x: x.narrow(-1, 1, 2), lambda s: (*s[:-1], 2) if s[-1] > 2 else None),
-    "select": (lambda x: x.select(-1, -1), lambda s: s[:-1] if len(s) > 1 else None),
+    "select": (lambda x: x.select(x.ndim - 1, -1), lambda s: s[:-1] if len(s) > 1 else None),
     "diagonal": (lambda x: x.diagonal(), lambda s: (min(s),) if len(s) == 2 else None),
     "view_as": (lambda x: x.view_as(x), lambda s: s),
     "squeeze": (lambda x: x.squeeze(0), lambda s: s[1:] if len(s) > 1 and s[0] == 1 else None),
