@@ -53,6 +53,45 @@ VIEWS: dict[str, tuple[Callable[[Any], Any], Callable[[Shape], Shape | None]]] =
     "unsqueeze": (lambda x: x.unsqueeze(0), lambda s: (1, *s) if len(s) < 3 else None),
     "detach": (lambda x: x.detach(), lambda s: s),
 }
+# In the wide space, beside those above.
+MORE_NEW: dict[str, Callable[[Any], Any]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "cumsum": lambda x: x.cumsum(0),
+    "roll": lambda x: x.roll(1, -1),
+    "where": lambda x: torch.where(x > 0, x, x * 0.5),
+    "cat": lambda x: torch.cat([x[..., 1:], x[..., :1]], -1),
+    "no_grad": lambda x: _without_gradient(x),
+    "scaled": lambda x: _Scaled.apply(x),
+    "hook": lambda x: _hooked(x * 1),
+}
+MORE_WRITES: dict[str, Callable[[Any], Any]] = {
+    "zero_": lambda x: x.zero_(),
+    "clamp_": lambda x: x.clamp_(min=-0.5),
+    "masked_fill_": lambda x: x.masked_fill_(x > 0.5, 0.125),
+    "+= 1": lambda x: x.__iadd__(1),
+    "no_grad mul_": lambda x: _write_without_gradient(x),
+    "_Doubled": lambda x: _Doubled.apply(x),
+    "view.neg_": lambda x: x.view(-1).neg_() if x.is_contiguous() else x.neg_(),
+    "chunk[1].mul_": lambda x: x.chunk(2, -1)[-1].mul_(2),
+    "unbind[0].add_": lambda x: x.unbind(0)[0].add_(0.5),
+    "t.copy_": lambda x: x.transpose(0, -1).copy_(x.transpose(0, -1) * 0.5),
+}
+MORE_VIEWS: dict[str, tuple[Callable[[Any], Any], Callable[[Shape], Shape | None]]] = {
+    "chunk[0]": (lambda x: x.chunk(2, -1)[0], lambda s: (*s[:-1], (s[-1] + 1) // 2) if s[-1] > 1 else None),
+    "split[1]": (lambda x: x.split(2)[1], lambda s: (2, *s[1:]) if s[0] == 4 else None),
+    "unbind[-1]": (lambda x: x.unbind(0)[-1], lambda s: s[1:] if len(s) > 1 else None),
+    "expand": (lambda x: x.unsqueeze(0).expand(2, *x.shape), lambda s: (2, *s) if len(s) < 2 else None),
+    "flatten": (lambda x: x.flatten(), lambda s: (math.prod(s),) if len(s) == 2 and math.prod(s) <= 24 else None),
+    "unflatten": (
+        lambda x: x.unflatten(-1, (2, -1)),
+        lambda s: (*s[:-1], 2, s[-1] // 2) if s[-1] % 2 == 0 and len(s) < 3 else None,
+    ),
+    "narrow": (lambda x: x.narrow(-1, 1, 2), lambda s: (*s[:-1], 2) if s[-1] > 2 else None),
+    "select": (lambda x: x.select(x.ndim - 1, -1), lambda s: s[:-1] if len(s) > 1 else None),
+    "diagonal": (lambda x: x.diagonal(), lambda s: (min(s),) if len(s) == 2 else None),
+    "view_as": (lambda x: x.view_as(x), lambda s: s),
+    "squeeze": (lambda x: x.squeeze(0), lambda s: s[1:] if len(s) > 1 and s[0] == 1 else None),
+}
 BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "x * y": lambda x, y: x * y,
     "x + y": lambda x, y: x + y,
@@ -62,6 +101,46 @@ WRITES_OF: dict[str, Callable[[Any, Any], Any]] = {
     "add_(y)": lambda x, y: x.add_(y),
     "copy_(y)": lambda x, y: x.copy_(y),
 }
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return 3 * gradient * ctx.saved_tensors[0]
+
+
+class _Doubled(torch.autograd.Function):
+    """In place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return 2 * gradient
+
+
+def _hooked(x: Any) -> Any:
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * 1.5)
+    return x
+
+
+def _without_gradient(x: Any) -> Any:
+    with torch.no_grad():
+        return x * 1.5
+
+
+def _write_without_gradient(x: Any) -> None:
+    with torch.no_grad():
+        x.mul_(1.5)
 
 
 def write_local(x: Any) -> None:
@@ -92,13 +171,24 @@ class Block(nn.Module):
     """See the module's description. ``statements`` can be read, and say all that happens."""
 
     def __init__(
-        self, draw: random.Random, shapes: list[Shape], depth: int, *, writes: bool, clones: bool, by_local: bool
+        self,
+        draw: random.Random,
+        shapes: list[Shape],
+        depth: int,
+        *,
+        writes: bool,
+        clones: bool,
+        by_local: bool,
+        wide: bool = False,
     ) -> None:
         super().__init__()
+        self.wide = wide
         self.linear = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=draw.random() < 0.5, dtype=torch.float64)
         self.blocks = nn.ModuleList()
         self.inputs, self.statements = list(shapes), []
         self.shapes = list(shapes)
+        if wide:
+            self.register_buffer("seen", torch.zeros(WIDTH, dtype=torch.float64))
         self._writes, self.by_local, self.clones = writes, by_local, clones
         if clones:
             for index in range(len(shapes)):
@@ -121,12 +211,16 @@ class Block(nn.Module):
         kinds = ["new", "view", "view", "binary", "linear"]
         kinds += ["write"] * 4 + ["write of"] * 2 + ["local"] * self.by_local if self._writes else []
         kinds += ["call"] * 5 if depth else []
+        kinds += ["buffer", "parameter", "weight view"] if self.wide else []
+        made_by = {**NEW, **(MORE_NEW if self.wide else {})}
+        viewed_by = {**VIEWS, **(MORE_VIEWS if self.wide else {})}
+        written_by = {**WRITES, **(MORE_WRITES if self.wide else {})}
         kind = draw.choice(kinds)
         if kind == "new":
-            self._add((kind, draw.choice([*NEW]), index), shape)
+            self._add((kind, draw.choice([*made_by]), index), shape)
         elif kind == "view":
-            name = draw.choice([*VIEWS])
-            made = VIEWS[name][1](shape)
+            name = draw.choice([*viewed_by])
+            made = viewed_by[name][1](shape)
             if made:
                 self._add((kind, name, index), made)
         elif kind == "binary":
@@ -134,9 +228,13 @@ class Block(nn.Module):
         elif kind == "linear" and shape[-1] == WIDTH:
             self._add((kind, index), shape)
         elif kind == "write":
-            self._add((kind, draw.choice([*WRITES]), index))
+            self._add((kind, draw.choice([*written_by]), index))
         elif kind == "write of":
             self._add((kind, draw.choice([*WRITES_OF]), index, draw.choice(same)))
+        elif kind in ("buffer", "parameter") and shape[-1] == WIDTH:
+            self._add((kind, index), shape)
+        elif kind == "weight view":
+            self._add((kind, draw.randrange(WIDTH)), (WIDTH,))
         elif kind == "local":
             self._add((kind, index))
         elif kind == "call":
@@ -155,7 +253,15 @@ class Block(nn.Module):
             callee = draw.choice(callees)
         else:
             shapes = [self.shapes[i] for i in indices]
-            block = Block(draw, shapes, depth - 1, writes=True, clones=recompute is not None, by_local=self.by_local)
+            block = Block(
+                draw,
+                shapes,
+                depth - 1,
+                writes=True,
+                clones=recompute is not None,
+                by_local=self.by_local,
+                wide=self.wide,
+            )
             callee = len(self.blocks)
             self.blocks.append(block)
         block = self.blocks[callee]
@@ -170,15 +276,24 @@ class Block(nn.Module):
                 x.append(self.linear(x[rest[0]]))
             elif kind == "local":
                 write_local(x[rest[0]])
+            elif kind == "buffer":
+                with torch.no_grad():
+                    self.seen.add_(x[rest[0]].detach().reshape(-1, WIDTH).sum(0))
+                x.append(x[rest[0]] * (1 + self.seen))
+            elif kind == "parameter":
+                x.append(x[rest[0]] + self.linear.weight[0])
+            elif kind == "weight view":
+                x.append(self.linear.weight[rest[0]] * 1.5)
             elif kind == "write":
-                WRITES[rest[0]](x[rest[1]])
+                (WRITES.get(rest[0]) or MORE_WRITES[rest[0]])(x[rest[1]])
             elif kind == "write of":
                 require_defined(x[rest[1]], x[rest[2]])
                 WRITES_OF[rest[0]](x[rest[1]], x[rest[2]])
             elif kind == "binary":
                 x.append(BINARY[rest[0]](x[rest[1]], x[rest[2]]))
             else:
-                x.append(NEW[rest[0]](x[rest[1]]) if kind == "new" else VIEWS[rest[0]][0](x[rest[1]]))
+                made = NEW.get(rest[0]) or MORE_NEW.get(rest[0]) if kind == "new" else None
+                x.append((made or (VIEWS.get(rest[0]) or MORE_VIEWS[rest[0]])[0])(x[rest[1]]))
         return tuple(x[index] for index in self.outputs)
 
     def _run(self, x: list[Any], callee: int, indices: list[int], how: str, recompute: bool | None) -> Any:
@@ -199,14 +314,17 @@ class Block(nn.Module):
             yield from block.text(f"{path}.blocks.{index}".lstrip("."))
 
 
-def draw_model(draw: random.Random) -> Block:
+def draw_model(draw: random.Random, wide: bool = False) -> Block:
+    """``wide``: of more ops, views, writes and uses of parameters and buffers; other models for each seed."""
     shapes: list[Shape] = [(ROWS, WIDTH)] * draw.randint(1, 2)
     # Writes to local tensors count for autograd's saved tensors on one device only.
     by_local = draw.random() < 0.2
     while True:
-        model = Block(draw, shapes, 2, writes=draw.random() < 0.3, clones=False, by_local=by_local)
+        model = Block(draw, shapes, 2, writes=draw.random() < 0.3, clones=False, by_local=by_local, wide=wide)
         if len(model.blocks):
             break
+    if wide:
+        _share(model, draw)
     # Ranks that are threads share the default generator, which `parallelize` compares: it draws nothing here.
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -215,10 +333,26 @@ def draw_model(draw: random.Random) -> Block:
     return model
 
 
+def _share(model: Block, draw: random.Random) -> None:
+    """Some weights are tied, and some modules have hooks."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    if draw.random() < 0.3:
+        first, other = draw.choice(blocks), draw.choice(blocks)
+        other.linear.weight = first.linear.weight
+    if draw.random() < 0.2:
+        draw.choice(blocks).register_forward_hook(lambda module, args, output: tuple(x * 1.25 for x in output))
+    if draw.random() < 0.2:
+        draw.choice(blocks).linear.register_full_backward_hook(lambda module, given, gone: None)
+
+
 def draw_plan(model: Block, draw: random.Random, mesh: Any) -> tuple[Plan, list[str]]:
     """Boundaries anywhere, and maybe sharded weights; returns the entries, too."""
     size = math.prod(mesh.shape)
     plan, entries = Plan(mesh), []
+    cut: set[torch.Tensor] = set()  # tied weights once
+
+    def fits(length: int) -> bool:
+        return model.wide or length % size == 0
 
     def shard(path: str, placement: Any) -> None:
         plan.shard(path, placement)
@@ -226,14 +360,15 @@ def draw_plan(model: Block, draw: random.Random, mesh: Any) -> tuple[Plan, list[
 
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        if isinstance(module, nn.Linear) and draw.random() < 0.3:
+        if isinstance(module, nn.Linear) and draw.random() < 0.3 and module.weight not in cut:
             shard(f"{prefix}weight", Shard(draw.randint(0, 1)))
+            cut.add(module.weight)
         if not isinstance(module, Block) or draw.random() < 0.3:
             continue
         for side, shapes in (("in", module.inputs), ("out", [module.shapes[i] for i in module.outputs])):
             if side == "out" and (draw.random() < 0.6 or not name):
                 continue
-            options: list[Any] = [Replicate()] + [Shard(0)] * 2 * all(shape[0] % size == 0 for shape in shapes)
-            options += [Shard(-1)] * all(shape[-1] % size == 0 for shape in shapes)
+            options: list[Any] = [Replicate()] + [Shard(0)] * 2 * all(fits(shape[0]) for shape in shapes)
+            options += [Shard(-1)] * all(fits(shape[-1]) for shape in shapes)
             shard(f"{prefix}<{side}>", draw.choice(options))
     return plan, entries

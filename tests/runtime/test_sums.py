@@ -253,3 +253,32 @@ def numbers() -> None:
 
 def test_numbers_beside_tensors_without_dims(ranks: RankPools) -> None:
     ranks.run(numbers, world_size=2)
+
+
+def losses_of_own_rows() -> None:
+    """Of outputs whose rows are cut: sums of local rows are right; a mean of local rows counts once for each rank."""
+    mesh, x = make_mesh(dp=2), torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    one = nn.Linear(6, 3)
+    with torch.no_grad():
+        one.weight.copy_(torch.linspace(-1, 1, 18).view(3, 6))
+        one.bias.zero_()
+    rows = {0: 3, 1: 2}[mesh.get_local_rank()]
+    losses: list[tuple[int, int, Any]] = [  # rows of all ranks, how often the loss counts, the loss
+        (5, 1, lambda out: out.square().mean()),
+        (5, 1, lambda out: out.to_local().square().sum() / (5 * 3)),
+        (5, 1, lambda out: out.to_local().square().mean() * rows / 5),
+        (4, 1, lambda out: out.to_local().square().mean() / 2),
+        (4, 2, lambda out: out.to_local().square().mean()),
+    ]
+    for rows_of_all, times, loss in losses:
+        given = x[:rows_of_all]
+        model, expected = (copy.deepcopy(one) for _ in range(2))
+        parallelize(model, Plan(mesh).shard("<in>", S0, mesh="dp"))
+        loss(model(given)).backward()
+        expected(given).square().mean().backward()
+        for own, other in zip(model.parameters(), expected.parameters()):
+            torch.testing.assert_close(full_tensor(own.grad), times * other.grad)
+
+
+def test_losses_of_own_rows(ranks: RankPools) -> None:
+    ranks.run(losses_of_own_rows, world_size=2)

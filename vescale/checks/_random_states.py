@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from vescale.checks._mismatches import NUMBERS, SEED
+from vescale.checks._call_site import call_site
+from vescale.checks._mismatches import DRAWN, NUMBERS, SEED
+from vescale.compat import no_torch_function
 
-__all__ = ["RandomStates"]
+__all__ = ["RandomStates", "describe_draw"]
 
 
 class RandomStates:
@@ -31,6 +34,14 @@ class RandomStates:
         texts = [f"{state:08x}" for state in self._states]
         texts[0] = f"{torch.initial_seed()}, {texts[0]}" if self._names_state else str(torch.initial_seed())
         return [(name, text) for name, text, state, now in zip(names, texts, self._states, _states()) if state != now]
+
+
+def describe_draw(shape: Sequence[int], what: str, generator: torch.Generator) -> tuple[str, str]:
+    """For :meth:`StepChecks.note`, before ``what`` draws into a DTensor: which numbers are going to be drawn."""
+    with no_torch_function():
+        state = zlib.crc32(generator.get_state().numpy().tobytes())
+    where = f"{DRAWN}what {what} has put into a DTensor of shape {tuple(shape)} ({call_site()})"
+    return where, f"the seed {generator.initial_seed()} in state {state:08x}"
 
 
 def _states() -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Variable, profiler
+from torch.autograd import Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.utils import checkpoint as checkpointing
 
@@ -26,7 +26,9 @@ __all__ = [
     "current_backward",
     "has_dispatch_modes",
     "has_hooks",
+    "has_tangent",
     "in_backward",
+    "in_dual_level",
     "in_transform",
     "is_captured",
     "node_sequence",
@@ -197,6 +199,16 @@ def current_autograd_node() -> Any:
 def in_transform() -> bool:
     """Whether a function transform (``torch.vmap``, ``torch.func``) is running on this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_dual_level() -> bool:
+    """Whether tensors may have tangents: inside of ``torch.autograd.forward_ad.dual_level()``."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation has given the tensor a tangent."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def without_transforms(x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from vescale.compat.dtensor import DTensorSpec
 from vescale.compat.patching import HOOKS
 
 __all__ = [
+    "DRAW_LISTENERS",
     "DispatchListener",
     "ModelHooks",
     "OpHandler",
@@ -182,9 +183,15 @@ def tell_plain_value(op: Any, name: str, tensor: Any, mesh: Any) -> None:
         models.listener.plain_value(op, name, tensor, mesh)
 
 
+# Called beside the listener of parallelized models, with what :func:`tell_draw` is given.
+DRAW_LISTENERS: list[Callable[[DTensorSpec, str, torch.Generator | None], None]] = []
+
+
 def tell_draw(spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:
     """Before a random op draws this rank's part of a tensor of ``spec``. Also called from C++, with the op's full name."""
     models = model_hooks()
+    for listener in DRAW_LISTENERS:
+        listener(spec, what.removeprefix("aten::"), generator)
     if models is not None:
         models.listener.draws(spec, what.removeprefix("aten::"), generator)
 

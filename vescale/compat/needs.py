@@ -94,6 +94,7 @@ torch._guards: detect_fake_mode(inputs)
 torch._ops: OpOverload
 torch._subclasses.fake_tensor: DataDependentOutputException; DynamicOutputShapeException; FakeTensor
 torch.autograd: Variable._execution_engine
+torch.autograd.forward_ad: _current_level
 torch.autograd.profiler: _is_profiler_enabled
 torch.distributed: ProcessGroup._device_types; ProcessGroup._get_backend; _Work;
     all_gather_single|all_gather_into_tensor; reduce_scatter_single|reduce_scatter_tensor

@@ -96,7 +96,10 @@ inline std::shared_ptr<const Move> move_between(const Spec* source, PyObject* ta
             move->program.emplace(parts[1].cast<py::tuple>());
         }
     }
-    if (epoch == self().epoch) {  // otherwise the tables were cleared meanwhile, and `source` has gone
+    // Of a table that was cleared, now or while the caller was communicating, `source` goes with the call that uses it; another
+    // spec may get its address.
+    const auto known = self().specs.find(source->object.ptr());
+    if (epoch == self().epoch && known != self().specs.end() && known->second.get() == source) {
         our.moves.emplace(std::make_pair(source, target), move);
     }
     return move;

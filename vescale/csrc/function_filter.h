@@ -131,9 +131,10 @@ class CallKey {
     enum Tag : std::uint64_t { kNone = 1, kBool, kInt, kFloat, kText, kItems, kDTensor };
 };
 
-// The answers of functions that are asked once for a kind of call.
+// The answers of functions that are asked once for a kind of call. They hold the function, whose address is in the key: PyTorch
+// makes some for one call (those that read attributes).
 struct Answers {
-    std::unordered_map<Key, bool, KeyHash> known;
+    std::unordered_map<Key, std::pair<bool, py::object>, KeyHash> known;
     std::uint64_t epoch = 0;
 };
 
@@ -146,18 +147,18 @@ inline bool is_affirmed(PyObject* asked, PyObject* function, PyObject* args, PyO
         return true;
     }
     if (answers->epoch != self().epoch || answers->known.size() >= self().max_entries) {
-        answers->known.clear();
+        const auto before = std::exchange(answers->known, {});
         answers->epoch = self().epoch;
     }
     const auto found = answers->known.find(key.words);
     if (found != answers->known.end() && epoch == self().epoch) {
-        return found->second;
+        return found->second.first;
     }
     const auto named = kwargs == nullptr ? py::object(py::dict()) : py::reinterpret_borrow<py::object>(kwargs);
     const bool answer =
         owned(PyObject_CallFunctionObjArgs(asked, function, args, named.ptr(), nullptr)).cast<bool>();
     if (epoch == self().epoch) {  // otherwise the key holds specs that have gone
-        answers->known.emplace(std::move(key.words), answer);
+        answers->known.emplace(std::move(key.words), std::make_pair(answer, py::reinterpret_borrow<py::object>(function)));
     }
     return answer;
 }

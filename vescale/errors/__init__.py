@@ -98,6 +98,7 @@ from vescale.errors._models import (
     ShardBatchError,
     SlowPathError,
     StrayParameterError,
+    TransformError,
     UnitSubclassError,
 )
 from vescale.errors._near_names import did_you_mean
@@ -168,6 +169,7 @@ from vescale.errors._source import Source, calling_line
 from vescale.errors._static import (
     StaticGradientError,
     StaticRecordError,
+    StaticStepError,
 )
 
 __all__ = [
@@ -287,8 +289,10 @@ __all__ = [
     "SparseGradientError",
     "StaticGradientError",
     "StaticRecordError",
+    "StaticStepError",
     "StrayParameterError",
     "TotalNormError",
+    "TransformError",
     "UnitPolicyError",
     "UnitSubclassError",
     "UnknownDtypeError",

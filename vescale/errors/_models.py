@@ -25,6 +25,7 @@ __all__ = [
     "ShardBatchError",
     "SlowPathError",
     "StrayParameterError",
+    "TransformError",
     "UnitSubclassError",
 ]
 
@@ -130,6 +131,13 @@ class StrayParameterError(PlanError):
     """A plain parameter came into the model after `parallelize`: no entry places it, and nothing reduces its gradient."""
 
     code = "VS0223"
+
+
+class TransformError(Coded, NotImplementedError):
+    """A transform of `torch.func`, or forward-mode differentiation, reaches what has no rule for it: the boundaries of a
+    parallelized model, or a module that `fully_shard` gathers."""
+
+    code = "VS0225"
 
 
 class RestartedStoreError(Coded, RuntimeError):

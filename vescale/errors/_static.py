@@ -8,6 +8,7 @@ from vescale.errors._plan_error import PlanError
 __all__ = [
     "StaticGradientError",
     "StaticRecordError",
+    "StaticStepError",
 ]
 
 
@@ -21,3 +22,9 @@ class StaticRecordError(PlanError):
     """A record of static mode cannot be written or read, or does not fit the model, the plan, the mesh or PyTorch."""
 
     code = "VS1102"
+
+
+class StaticStepError(Coded, RuntimeError):
+    """A step in static mode met what was not recorded after it had written to a large tensor, or to a parameter."""
+
+    code = "VS1103"

@@ -31,6 +31,7 @@ from vescale.fsdp._module import FSDPModule
 from vescale.fsdp._parameter import find_slots
 from vescale.fsdp._sharded_parameters import GroupMember
 from vescale.fsdp._state import ModuleState, state_of
+from vescale.fsdp._step_comparison import watch_draws
 from vescale.gradients import DataParallelAxes
 from vescale.ops import install as install_placements
 from vescale.rng import check_recorded_alike, has_deferred, is_deferred, materialize
@@ -190,6 +191,7 @@ def fully_shard(
         reshard_root=None if reshard_after_forward is None else bool(reshard_after_forward),
         ignored=[slot for slots in find_slots(modules, list(ignored)).values() for slot in slots],
     )
+    watch_draws(groups)
     give_methods(state, for_torch=True)
     if deferred:
         for one in modules:

@@ -16,7 +16,7 @@ from vescale.compat import profiled
 from vescale.fsdp._bucket import Bucket
 from vescale.fsdp._group_memory import GroupMemory
 from vescale.fsdp._parameter import ManagedParameter
-from vescale.fsdp._registered import has_replaced
+from vescale.fsdp._registered import has_replaced, refuse_transforms
 from vescale.fsdp._residency import Residency
 from vescale.fsdp._sharded_parameters import GroupMember, ShardedParameters
 from vescale.gradients import DataParallelAxes, GradientPlace, ReductionOptions, ShardedReduction
@@ -204,6 +204,7 @@ class ParameterGroup:
             self.reshard()
 
     def before_forward(self) -> None:
+        refuse_transforms(self.path)
         self.memory.unshard()
         self.memory.wait()
 

@@ -7,10 +7,22 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from vescale.errors import ReplacedInGroupError, UnsupportedParameterError
+from vescale.compat import in_transform
+from vescale.errors import ReplacedInGroupError, TransformError, UnsupportedParameterError
 from vescale.fsdp._parameter import ManagedParameter, Slot
 
-__all__ = ["check_distinct", "has_replaced", "replacement", "warn_of_strays"]
+__all__ = ["check_distinct", "has_replaced", "refuse_transforms", "replacement", "warn_of_strays"]
+
+
+def refuse_transforms(path: str) -> None:
+    """Raises TransformError inside of a transform of torch.func, where nothing tells when gradients are complete."""
+    if in_transform():
+        what = repr(path) if path else "a module"
+        raise TransformError(
+            f"a transform of torch.func (grad, vjp, jvp, vmap, ...) runs {what} that fully_shard gathers, and knows nothing "
+            "of gathered parameters. Expected torch.autograd.grad(..., create_graph=True), jvp, vjp and hvp of "
+            "torch.autograd.functional, or forward mode (torch.autograd.forward_ad)"
+        )
 
 
 def has_replaced(parameters: Iterable[ManagedParameter]) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import Slot
 from vescale.fsdp._preflight import compare_groups
-from vescale.fsdp._registered import check_distinct, warn_of_strays
+from vescale.fsdp._registered import check_distinct, refuse_transforms, warn_of_strays
 
 __all__ = ["check_root"]
 
@@ -20,8 +20,10 @@ def check_root(root: nn.Module, groups: Sequence[ParameterGroup], ignored: Seque
 
     ``ignored``: parameters that belong to no group on purpose; None: parameters outside of groups are not checked.
 
-    Raises ValueError for parameters that were tied after ``fully_shard``, ShardingMismatchError where ranks differ.
+    Raises ValueError for parameters that were tied after ``fully_shard``, ShardingMismatchError where ranks differ, and
+    TransformError.
     """
+    refuse_transforms("")
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     parameters = [parameter for group in groups for parameter in group.parameters]
     for parameter in parameters:

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from vescale.checks import StepChecks, StepMismatchError, start_checks_among
+from vescale.checks import StepChecks, StepMismatchError, describe_draw, is_unchecked, start_checks_among
+from vescale.compat import DTensorSpec
+from vescale.compat.model_hooks import DRAW_LISTENERS
 from vescale.fsdp._group import ParameterGroup
 from vescale.gradients import DataParallelAxes
+from vescale.rng import default_generator
 
-__all__ = ["StepComparison"]
+__all__ = ["StepComparison", "watch_draws"]
+
+# What random ops have drawn into DTensors on meshes of sharded parameters, until it is compared.
+_DRAWS: weakref.WeakKeyDictionary[DeviceMesh, deque[tuple[str, str]]] = weakref.WeakKeyDictionary()
+
+
+def watch_draws(groups: Sequence[ParameterGroup]) -> None:
+    """From now on, ranks compare what they draw into tensors on the meshes of these groups."""
+    for mesh in _meshes(groups):
+        _DRAWS.setdefault(mesh, deque(maxlen=_MAX_DRAWS))
+    if _note_draw not in DRAW_LISTENERS:
+        DRAW_LISTENERS.append(_note_draw)
+
+
+def _note_draw(spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:
+    draws = _DRAWS.get(spec.mesh)
+    if draws is not None and not is_unchecked():
+        generator = generator or default_generator(torch.device(spec.mesh.device_type))
+        draws.append(describe_draw(spec.shape, what, generator))
+
+
+def _meshes(groups: Sequence[ParameterGroup]) -> Iterator[DeviceMesh]:
+    for group in groups:
+        for parameter in group.parameters:
+            if isinstance(parameter.sharded, DTensor):
+                yield parameter.sharded.device_mesh
+
+
+_MAX_DRAWS = 64
 
 
 class StepComparison:
@@ -25,6 +60,8 @@ class StepComparison:
     backward   all data-parallel ranks, which reduce; those       where gradients only accumulate
                along the axis that shards if replicas do not
     =========  =================================================  =================================================
+
+    Random numbers that were drawn into parameters are compared with the next event of all data-parallel ranks.
 
     Where groups have several meshes, along that with the most data-parallel ranks. All of them make it together.
 
@@ -47,6 +84,7 @@ class StepComparison:
         self._everywhere = tuple(range(len(own)))
         self._checks = start_checks_among(dist.get_process_group_ranks(along.group), coordinates)
         self._checks.start()
+        self._meshes = set(_meshes(groups))
         self._number = self._checks.num_models
 
     def forward(self, module: nn.Module, groups: Sequence[ParameterGroup]) -> None:
@@ -62,6 +100,7 @@ class StepComparison:
             return
         self._num_forwards += 1
         checks.begin_forward(self._num_forwards)
+        self._note_draws(checks)
         name = type(module).__name__.removeprefix("FSDP")
         of = f"{name} of {self._model}" if name != self._model else name
         mode = "in training" if module.training else "in evaluation"
@@ -81,9 +120,16 @@ class StepComparison:
         if checks is None or not checks.is_on or not any(group.reduce_gradients for group in groups):
             return
         self._num_backwards += 1
+        self._note_draws(checks)
         across_replicas = any(group.options.all_reduce for group in groups)
         axes = self._everywhere if across_replicas else self._along_shard
         checks.step(f"the backward of step {self._num_backwards} of {self._model}", axes, self._number)
+
+    def _note_draws(self, checks: StepChecks) -> None:
+        for mesh in self._meshes:
+            draws = _DRAWS.get(mesh)
+            while draws:
+                checks.note(*draws.popleft())
 
 
 def _num_ranks(axes: DataParallelAxes) -> int:

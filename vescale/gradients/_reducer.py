@@ -252,7 +252,7 @@ class GradientReducer:
     def _take(self, reduced: ReducedParameter, parameter: nn.Parameter) -> None:
         """Called after a gradient has been accumulated."""
         self._arrived = True
-        if not self._syncs:
+        if not self._syncs or parameter.grad is None:  # autograd also calls where a gradient is undefined
             return
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():

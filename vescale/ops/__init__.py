@@ -75,6 +75,7 @@ from vescale.ops._registry import (
     register_family,
 )
 from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
+from vescale.ops._transforms import refuse_transforms
 from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.elementwise import is_elementwise
 from vescale.ops.losses import cross_entropy_of_rows, has_whole_rows, without_dim
@@ -117,6 +118,7 @@ __all__ = [
     "num_writes",
     "observe",
     "read_arguments",
+    "refuse_transforms",
     "register",
     "register_aten",
     "register_family",

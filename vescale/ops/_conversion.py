@@ -54,6 +54,7 @@ from vescale.ops._conversion_plans import (
     whole_spec,
 )
 from vescale.ops._observer import report_implicit_move
+from vescale.ops._transforms import apply_outside, is_differentiated
 from vescale.placements import contiguous_stride, move_local, stride_like, without_partials
 
 __all__ = [
@@ -168,10 +169,10 @@ def convert(
         if outdated is not None and complete == tuple(x.placements) and not x.is_inference():
             if not x.requires_grad or not torch.is_grad_enabled():
                 return x
-            passed: DTensor = _Pass.apply(x, stages, requester)
+            passed: DTensor = apply_outside(_Pass, x, stages, requester, where=requester)
             permit_writes(passed)
             return passed
-        made: DTensor = _Convert.apply(x, complete, stages, requester)
+        made: DTensor = apply_outside(_Convert, x, complete, stages, requester, where=requester)
     if outdated is not None:
         _native.link_copy(x, made, outdated)
     return pass_boundary(x, made, outdated)
@@ -188,7 +189,7 @@ class PreparedConversion:
 
     def __call__(self, x: DTensor) -> DTensor:
         made: DTensor | None = _native.convert(x, *self._native)
-        return made if made is not None else _Convert.apply(x, *self._others)
+        return made if made is not None else apply_outside(_Convert, x, *self._others, where=self._others[2])
 
 
 def _move(x: DTensor, target: Stage, requester: str) -> DTensor:
@@ -272,10 +273,10 @@ def enter_local(
         local: torch.Tensor = entered[0]
         return local
     require_current(x)
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if not is_differentiated(x):
         return local_of(x).detach()
     with no_torch_function():
-        return _EnterLocal.apply(x, None if grad_placements is None else tuple(grad_placements), always)
+        return apply_outside(_EnterLocal, x, None if grad_placements is None else tuple(grad_placements), always)
 
 
 def enter_together(
@@ -288,9 +289,9 @@ def enter_together(
     for x in operands:
         require_current(x)
     with no_torch_function():
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+        if not any(map(is_differentiated, operands)):
             return tuple(local_of(x).detach() for x in operands)
-        return _EnterTogether.apply(tuple(grad_placements), *operands)
+        return apply_outside(_EnterTogether, tuple(grad_placements), *operands)
 
 
 class _LeaveLocal(torch.autograd.Function):
@@ -333,10 +334,10 @@ def leave_local(
         return result
     spec = make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype)
     with no_torch_function():
-        if not (local.requires_grad and torch.is_grad_enabled()):
+        if not is_differentiated(local):
             return make_dtensor(local.detach(), spec)
         grads = without_partials(placements) if grad_placements is None else tuple(grad_placements)
-        return _LeaveLocal.apply(local, spec, grads, op)
+        return apply_outside(_LeaveLocal, local, spec, grads, op, where=op)
 
 
 class _WrapGlobal(torch.autograd.Function):
@@ -367,7 +368,7 @@ def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
     if result is not None:
         return result
     with no_torch_function():
-        return _WrapGlobal.apply(x, mesh, tuple(placements), requester)
+        return apply_outside(_WrapGlobal, x, mesh, tuple(placements), requester, where=requester)
 
 
 _native = NATIVE = native_conversions(

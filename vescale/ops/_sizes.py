@@ -147,7 +147,7 @@ def together(
 def view(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
     """Which dims are joined and split, and what of these is divisible by the numbers of parts."""
     layout = layout_of(args[0])
-    if kwargs or len(args) != 2:
+    if kwargs or len(args) != 2 or not isinstance(args[1], Sequence):  # a dtype
         return None
     if not layout.shards:
         return "not sharded"

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from vescale.checks import replacement_of
-from vescale.compat import filter_functions
+from vescale.compat import filter_functions, without_transforms
 from vescale.ops import When, entries, read_arguments, wrap_global
 from vescale.runtime._activation import Activation
 from vescale.runtime._factories import FACTORIES, METHOD_FACTORIES, place_made
@@ -102,13 +102,15 @@ def _plain_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-    """Whether a plain tensor with dims is among the arguments; None if no DTensor is."""
+    """Whether a plain tensor with dims is among the arguments; None if no DTensor is, or one inside of a transform."""
     has_dtensor = has_plain = False
     for value in (*args, *kwargs.values()) if kwargs else args:
         for item in value if type(value) in (list, tuple) else (value,):
             if isinstance(item, DTensor):
                 has_dtensor = True
             elif isinstance(item, torch.Tensor) and item.ndim:
+                if isinstance(without_transforms(item), DTensor):  # torch.func calls the op with the DTensor itself
+                    return None
                 has_plain = True
     return has_plain if has_dtensor else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.checks import (
-    DRAWN,
     MADE,
     STATE,
     InputMismatchError,
     LocalPart,
     RandomStates,
-    call_site,
     describe,
+    describe_draw,
     hash_of,
     is_unchecked,
     sample,
@@ -33,6 +31,7 @@ from vescale.compat import (
     before_backward,
     has_dispatch_modes,
     in_backward,
+    in_transform,
     local_of,
     no_torch_function,
     spec_of,
@@ -265,7 +264,7 @@ def draws_of_this_rank(runtime: Runtime) -> Iterator[None]:
 
 def note_made(runtime: Runtime, what: str, path: str, tensor: torch.Tensor) -> None:
     """Of a forward whose values are compared: a tensor that it has made of numbers, arrays or texts."""
-    if not in_backward() and not has_dispatch_modes():
+    if not in_backward() and not has_dispatch_modes() and not in_transform():
         where = f"{what} in {path!r}" if path else f"{what} in the model's forward"
         runtime.checks.note(f"{MADE}{where}", tensor_text(tensor, fully=True))
 
@@ -278,10 +277,7 @@ def note_draw(spec: DTensorSpec, what: str, generator: torch.Generator | None) -
         return
     if generator is None:
         generator = default_generator(torch.device(spec.mesh.device_type))
-    with no_torch_function():
-        state = zlib.crc32(generator.get_state().numpy().tobytes())
-    text = f"the seed {generator.initial_seed()} in state {state:08x}"
-    checks.note(f"{DRAWN}what {what} has put into a DTensor of shape {tuple(spec.shape)} ({call_site()})", text)
+    checks.note(*describe_draw(spec.shape, what, generator))
 
 
 def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:

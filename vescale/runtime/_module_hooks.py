@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import map_tensors, no_torch_function
+from vescale.compat import map_tensors, no_torch_function, tensors_in
 from vescale.ir import Instruction, Redistribute
-from vescale.ops import convert
+from vescale.ops import convert, refuse_transforms
 from vescale.runtime._activation import THREAD
 from vescale.runtime._attribution import module_of_node
 from vescale.runtime._executors import Executor, executor_of
@@ -90,6 +90,7 @@ class _Instructions:
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Placed] | None]:
         """Of the model: ranks compare what it is given, which is placed then."""
         refuse_tracing()
+        refuse_transforms(tensors_in((args, kwargs)), f"{self._model}, a parallelized model")
         if self.runtime.missing_values is not None:
             self.runtime.missing_values.check((args, kwargs))
         if self.runtime.strays:

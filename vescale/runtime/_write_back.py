@@ -133,8 +133,9 @@ def _is_local(one: Placed) -> bool:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    locals_ = [local_of(x) if isinstance(x, DTensor) else x for x in (one, other)]
-    return not any(x.is_meta for x in locals_) and len({x.untyped_storage().data_ptr() for x in locals_}) == 1
+    """Storages are compared, and not addresses: empty parts have none, and all ranks have to find the same."""
+    first, second = (local_of(x) if isinstance(x, DTensor) else x for x in (one, other))
+    return first.untyped_storage() is second.untyped_storage()
 
 
 def outdated(name: str, instruction: Instruction) -> PlanError:

@@ -41,6 +41,7 @@ from vescale.static._recorded import recorded
 from vescale.static._state import ModuleStates, problems_of_modules, regions_of
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
+from vescale.static._written_tensors import WrittenTensors
 
 __all__ = ["StaticForward"]
 
@@ -89,6 +90,7 @@ class StaticForward:
         self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
         self._early = EarlyInputs()
+        self._writes: weakref.WeakKeyDictionary[StaticProgram, Any] = weakref.WeakKeyDictionary()
         runtime.compiles = runtime.switches_on_later = True
         runtime.early_inputs = self.enter
         functools.update_wrapper(self, type(model).forward)
@@ -174,6 +176,8 @@ class StaticForward:
         state = random_state() if program.draws else None
         mark = program.units.mark()
         frame = activation.frames[0]
+        given = (args, kwargs) if entered is None else (entered.args, entered.kwargs)
+        written = WrittenTensors(model, given, self._writes.get(program), bool(program.units.parameters))
         activation.static = program
         try:
             with self._checked(program):
@@ -187,6 +191,7 @@ class StaticForward:
                 program.fail(f"{type(problem).__name__} in its first static step: {problem}")
             if state is not None:
                 set_random_state(state)
+            written.undo(problem)
             activation.static = None
             program.units.return_to(mark)
             del activation.frames[1:]
@@ -200,6 +205,8 @@ class StaticForward:
             activation.static = None
         if entered is None and not program.has_compiled_parts:
             self._early.remember(key, settings(), args, kwargs, frame)
+        if program not in self._writes:
+            self._writes[program] = written.written()
         program.is_proven = True
         self.static_steps += 1
         return result
