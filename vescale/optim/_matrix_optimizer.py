@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,6 +145,11 @@ class MatrixOptimizer(ExactStates):
             self._fill_states(parameter)
         self._exchanges.clear()
 
+    def _take_replaced(self, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        for parameter in self._known().replace(replaced, self.param_groups):
+            self._fill_states(parameter)
+        self._exchanges.clear()
+
     def _known(self) -> MatrixParameters:
         assert self._parameters is not None
         return self._parameters
@@ -233,7 +238,7 @@ class MatrixOptimizer(ExactStates):
 
     @property
     def ownership(self) -> Ownership:
-        """Who computes which matrix, and the planned cost of each rank."""
+        """Who computes which matrix, and the planned cost of each rank: of matrices on meshes that this rank is part of."""
         return self._known().ownership
 
     def parameter_reports(self) -> list[ParameterReport]:
