@@ -185,9 +185,12 @@ class MatrixOptimizer(ExactStates):
         for parameter in parameters:
             self._fill_states(parameter)
         trained = [p for p in parameters if p.tensor.requires_grad]
-        everything = self._exchange(tuple(p.number for p in trained if p.grid is not None))
-        compare = everything.communicates if self._compare_gradients is None else self._compare_gradients
-        gradients = agreed_gradients(trained, compare=compare, skip_nonfinite=self._skip_nonfinite)
+        compare = [p for p in trained if p.travels] if self._compare_gradients is None else trained
+        gradients = agreed_gradients(
+            trained,
+            compare=() if self._compare_gradients is False else {frozenset(p.ranks) for p in compare},
+            skip_nonfinite=self._skip_nonfinite,
+        )
         if not gradients:
             return loss
         active = [p for p in trained if p.number in gradients]
@@ -281,7 +284,7 @@ class MatrixOptimizer(ExactStates):
             self._take_new()
 
 
-_OPTIONS = {"_skip_nonfinite", "_bucket_bytes", "_split_replicas", "_compare_gradients", "_orthogonalize"}
+_OPTIONS = {"_skip_nonfinite", "_bucket_bytes", "_split_replicas", "_compare_gradients", "_orthogonalize", "_phases"}
 
 
 def _owner_rank(matrix: OwnedMatrix) -> int:

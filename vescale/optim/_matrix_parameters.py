@@ -55,6 +55,12 @@ class MatrixParameter:
         """The global ranks that hold it; none for a plain tensor."""
         return () if self.place.mesh is None else _mesh_ranks(self.place.mesh).ranks
 
+    @property
+    def travels(self) -> bool:
+        """Whether ranks send each other something of its matrices in a step; the same on all ranks that hold it."""
+        mesh = self.place.mesh
+        return mesh is not None and any(mesh.size(axis) > 1 for m in self.matrices for axis in (*m.axes, *m.replicas))
+
     def describe(self) -> str:
         """What must be the same on every rank that holds it."""
         mesh = self.place.mesh
