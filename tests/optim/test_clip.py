@@ -21,7 +21,7 @@ from vescale.comm import record_comms
 from vescale.compat import make_dtensor, make_spec
 from vescale.fsdp import fully_shard
 from vescale.optim import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from vescale.placements import InterleavedShard, RaggedShard, from_local
+from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, from_local
 
 DENSE = ((0, 1, 2, 3), (4, 5, 6, 7))  # dp=2, tp=4
 EXPERT = ((0, 1), (2, 3), (4, 5), (6, 7))  # ep=4, edp=2: the same ranks
@@ -230,6 +230,38 @@ def errors() -> None:
 
 def test_errors(ranks: RankPools) -> None:
     ranks.run(errors, world_size=8)
+
+
+def missing_on_some_ranks() -> None:
+    """A gradient that this rank does not have, the only one on its axes: every rank takes part in the reduction."""
+    mesh = make_mesh(((0, 1), (2, 3)))
+    # placements, the ranks without a gradient, and how many of the first rows they have
+    cases: list[tuple[list[Any], set[int], int]] = [
+        ([S(0), R()], {0, 1}, 2),
+        ([R(), S(0)], {0, 2}, 2),
+        ([S(0), S(0)], {0}, 1),
+        ([R(), R()], set(), 0),
+    ]
+    for order in (2.0, math.inf, 0.0):
+        own, reference = [], []
+        for number, (cut, lacking, rows) in enumerate(cases):
+            value = torch.full((4, 4), number + 1.0)
+            own.append(torch.nn.Parameter(distribute_tensor(value, mesh, cut, src_data_rank=None)))
+            reference.append(torch.nn.Parameter(value))
+            reference[-1].grad = value.clone()
+            reference[-1].grad[:rows] = 0
+            if dist.get_rank() not in lacking:
+                own[-1].grad = distribute_tensor(reference[-1].grad.clone(), mesh, cut, src_data_rank=None)
+        expected = torch.nn.utils.clip_grad_norm_(reference, 1.0, order)
+        torch.testing.assert_close(clip_grad_norm_(own, 1.0, order), expected)
+        for p, twin in zip(own, reference):
+            if p.grad is not None:
+                wanted = distribute_tensor(twin.grad, mesh, p.placements, src_data_rank=None).to_local()
+                torch.testing.assert_close(p.grad.to_local(), wanted)
+
+
+def test_gradients_that_are_missing_on_some_ranks(ranks: RankPools) -> None:
+    ranks.run(missing_on_some_ranks, world_size=4)
 
 
 def pieces() -> None:

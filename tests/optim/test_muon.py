@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
-from tests.optim.meshes import GRIDS, LINES, Case, assert_equal, build, missing_gradients, set_gradients
+from tests.optim.meshes import FSDP_TP, GRIDS, LINES, Case, assert_equal, build, missing_gradients, set_gradients
 from tests.ranks import RankPools, run_cases
 from vescale.optim import Muon
 
@@ -82,3 +84,23 @@ def test_has_the_bits_of_one_device_on_two_axes(ranks: RankPools) -> None:
 
 def test_missing_gradients(ranks: RankPools) -> None:
     ranks.run(missing_gradients, Muon, {"lr": 0.1}, world_size=4)
+
+
+def part_of_the_ranks() -> None:
+    """A matrix of one row is whole along an axis, so that two of four ranks alone have something to send; all compare."""
+    case = (FSDP_TP, (1, 20), (Shard(0), Shard(1)), None)
+    own, reference = build([case])
+    optimizer, alone = Muon(own, lr=0.1), Muon(reference, lr=0.1)
+    for step in range(3):
+        set_gradients(own, reference, step)
+        if step == 1:  # also where a rank lacks its part
+            if dist.get_rank() == 0:
+                optimizer.param_groups[0]["params"][0].grad = None
+            alone.param_groups[0]["params"][0].grad[:, :10] = 0
+        optimizer.step()
+        alone.step()
+    assert_equal(optimizer, alone)
+
+
+def test_matrices_that_part_of_the_ranks_hold(ranks: RankPools) -> None:
+    ranks.run(part_of_the_ranks, world_size=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -184,6 +185,22 @@ def test_no_step_has_all_refreshes() -> None:
     loads = [sum(c for c, p in zip(costs, phases) if p == phase) for phase in range(3)]
     assert phases[0] == 0 and max(loads) <= 1.15 * sum(costs) / 3
     assert refresh_phases([5], [10]) == [0] and refresh_phases([1, 2], [1, 1]) == [0, 0]
+
+
+def test_a_copy_keeps_the_schedule() -> None:
+    """Also of matrices that were added later, whose phases would be others had they been there from the start."""
+    torch.manual_seed(0)
+    members = [nn.Parameter(torch.randn(4, 6)) for _ in range(5)]
+    optimizer = SOAP(members[:2], lr=0.1, precondition_frequency=3)
+    optimizer.add_param_group({"params": members[2:]})
+    copied, twins = copy.deepcopy((optimizer, members))
+    for _ in range(9):
+        for parameter, twin in zip(members, twins):
+            parameter.grad = torch.randn(4, 6)
+            twin.grad = parameter.grad.clone()
+        optimizer.step()
+        copied.step()
+    assert all(map(torch.equal, members, twins))
 
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [

@@ -4,6 +4,7 @@ from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimize
 from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
 from vescale.checks._mismatches import DRAWN, MADE, SEED, STATE, InputMismatchError, StepMismatchError
+from vescale.checks._parameter_names import known_names
 from vescale.checks._random_states import RandomStates, describe_draw
 from vescale.checks._repeated_parts import RepeatedPartsWarning
 from vescale.checks._replaced_parameters import (
@@ -38,6 +39,7 @@ __all__ = [
     "describe_draw",
     "hash_of",
     "is_unchecked",
+    "known_names",
     "listed_optimizers",
     "replacement_of",
     "sample",

@@ -37,19 +37,23 @@ def adopt_optimizers(optimizers: Iterable[Optimizer], by: str) -> None:
 
     Groups, their lists and the optimizers stay the same objects, so that schedulers go on. States of replaced parameters
     are cut as the parameters are: tensors of a parameter's shape, which must be the same on every rank, get its
-    placements; numbers and 0-dim tensors stay. No communication.
+    placements; numbers and 0-dim tensors stay. No communication. An optimizer that knows better has a method
+    ``adopt_parameters``, which is given the new parameter of each one that is replaced.
 
     Raises ValueError, before anything is changed, for an optimizer with none of the parameters, and for states of other
     shapes.
     """
     changes: list[tuple[Optimizer, list[tuple[list[Any], int, Any, Any]]]] = []
+    known_better: list[tuple[Any, dict[Any, Any]]] = []
     for optimizer in optimizers:
         found: list[tuple[list[Any], int, Any, Any]] = []
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 replaced = replacement_of(parameter)
                 new = replaced.successor if replaced is not None else None
-                if replaced is not None and new is not None:
+                if replaced is not None and new is not None and hasattr(optimizer, "adopt_parameters"):
+                    found.append((group["params"], index, new, None))
+                elif replaced is not None and new is not None:
                     state = _placed(optimizer.state.get(parameter), parameter, new, replaced)
                     found.append((group["params"], index, new, state))
         known = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
@@ -58,7 +62,12 @@ def adopt_optimizers(optimizers: Iterable[Optimizer], by: str) -> None:
                 f"{by} got a {type(optimizer).__name__} that holds none of the model's parameters; pass the optimizer that "
                 "was made of model.parameters(), or make one afterwards"
             )
-        changes.append((optimizer, found))
+        if hasattr(optimizer, "adopt_parameters"):
+            known_better.append((optimizer, {members[index]: new for members, index, new, _ in found}))
+        else:
+            changes.append((optimizer, found))
+    for better, successors in known_better:
+        better.adopt_parameters(successors)
     for optimizer, found in changes:
         for parameters, index, new, state in found:
             optimizer.state.pop(parameters[index], None)

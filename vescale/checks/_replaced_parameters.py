@@ -36,6 +36,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale.checks._parameter_names import note_name
 from vescale.compat import has_hooks, local_of, no_torch_function
 from vescale.errors import Coded, ParameterHookError
 
@@ -149,6 +150,7 @@ class RegisteredParameters:
             parameter, owner = held(), module()
             if owner is None:
                 continue
+            note_name(owner, attribute, name, model)
             earlier = _REPLACED.get(owner, {}).get(attribute)
             if earlier is not None:
                 earlier.name, earlier.model = name, model

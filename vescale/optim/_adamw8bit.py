@@ -22,11 +22,12 @@ from vescale.optim._adamw8bit_states import (
     is_quantized,
     state_tensors,
 )
-from vescale.optim._adamw8bit_update import Scalars, Update, compute_dtype, update
+from vescale.optim._adamw8bit_update import Scalars, Update, compute_dtype, device_scalars, host_scalars, update
 from vescale.optim._blocks import Blocks, Part
 from vescale.optim._flat_blocks import FlatBlocks
 from vescale.optim._report import ParameterReport
 from vescale.optim._row_blocks import RowBlocks
+from vescale.optim._shown_names import shown_names
 from vescale.optim._state_loading import ExactStates
 from vescale.optim._step_gradients import StepGradients, local_part
 from vescale.placements import Region, own_region
@@ -147,9 +148,20 @@ class AdamW8bit(ExactStates):
             state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
             self.state[p] = state | {key: tensor.new(p) for key, tensor in state_tensors(p, group).items()}
 
+    def _take_replaced(self, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        for key in ("_gradients", "_names"):  # of other meshes, and of the model as it was
+            self.__dict__.pop(key, None)
+        for index in range(len(self.param_groups)):
+            self._make_states(index)
+
     def _name(self, group: int, place: int) -> str:
-        names = self.param_groups[group].get("param_names")
-        return names[place] if names else f"group {group}, parameter {place}"
+        return self._shown_names()[group][place]
+
+    def _shown_names(self) -> list[list[str]]:
+        names: list[list[str]] = self.__dict__.get("_names", [])
+        if [len(each) for each in names] != [len(group["params"]) for group in self.param_groups]:
+            self._names = names = shown_names(self.param_groups)
+        return names
 
     def loaded_state(self, parameter: torch.Tensor, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Codes stay uint8 and maxima float32, cut as this optimizer's."""
@@ -165,7 +177,7 @@ class AdamW8bit(ExactStates):
                 "optimizer, or with other options"
             )
         step = torch.as_tensor(state["step"], dtype=torch.float32).detach()
-        found: dict[str, Any] = {"step": step.to(parameter.device if group["capturable"] else "cpu")}
+        found: dict[str, Any] = {"step": step.to(parameter.device if group["capturable"] else "cpu", copy=True)}
         return found | {key: want.loaded(state[key], parameter, f"{key!r} of {name}") for key, want in expected.items()}
 
     @torch.no_grad()
@@ -178,9 +190,9 @@ class AdamW8bit(ExactStates):
         for index in range(len(self.param_groups)):
             self._make_states(index)
         listed = [
-            (group, p, self._name(index, place))
-            for index, group in enumerate(self.param_groups)
-            for place, p in enumerate(group["params"])
+            (group, p, name)
+            for group, names in zip(self.param_groups, self._shown_names())
+            for p, name in zip(group["params"], names)
             if p in self.state
         ]
         if not hasattr(self, "_gradients"):
@@ -228,12 +240,12 @@ class AdamW8bit(ExactStates):
     ) -> Update:
         state = self.state[parameter]
         if group["capturable"]:
-            scalars = _device_scalars(group, state["step"], compute_dtype(param.dtype))
+            scalars = device_scalars(group, state["step"], compute_dtype(param.dtype))
             step = 0
         else:
             step = int(state["step"].item())
             key = id(group), step
-            scalars = known[key] if key in known else known.setdefault(key, _scalars(group, step))
+            scalars = known[key] if key in known else known.setdefault(key, host_scalars(group, step))
         region = _region(parameter)
         noise = None
         if group["stochastic_rounding"] and param.dtype == torch.bfloat16 and param.numel():
@@ -305,37 +317,6 @@ def _whole(shape: tuple[int, ...]) -> Region:
 @functools.lru_cache(maxsize=4096)
 def _parts(blocks: Blocks, region: Region) -> tuple[Part, ...]:
     return tuple(blocks.parts(region))
-
-
-def _scalars(group: dict[str, Any], step: int) -> Scalars:
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    return Scalars(
-        weight1=1 - beta1,
-        beta2=beta2,
-        weight2=1 - beta2,
-        decay=1 - lr * group["weight_decay"],
-        step_size=lr / (1 - beta1**step),
-        inverse_root=1 / math.sqrt(1 - beta2**step),
-        eps=group["eps"],
-        maximize=group["maximize"],
-    )
-
-
-def _device_scalars(group: dict[str, Any], step: torch.Tensor, dtype: torch.dtype) -> Scalars:
-    """The same numbers on the device, in float64 until the last rounding."""
-    lr, (beta1, beta2) = group["lr"], group["betas"]
-    t = step.double()
-    lr = lr.to(t.device, torch.float64) if isinstance(lr, torch.Tensor) else torch.full_like(t, lr)
-    return Scalars(
-        weight1=1 - beta1,
-        beta2=beta2,
-        weight2=1 - beta2,
-        decay=(1 - lr * group["weight_decay"]).to(dtype),
-        step_size=(lr / (1 - torch.pow(beta1, t))).to(dtype),
-        inverse_root=(1 / (1 - torch.pow(beta2, t)).sqrt()).to(dtype),
-        eps=group["eps"],
-        maximize=group["maximize"],
-    )
 
 
 def _algorithm(parameter: torch.Tensor, group: dict[str, Any]) -> str:

@@ -64,7 +64,8 @@ class StateTensor:
         return make_dtensor(local, make_spec(parameter.device_mesh, self.placements, self.shape, stride, self.dtype))
 
     def loaded(self, value: Any, parameter: torch.Tensor, what: str) -> torch.Tensor:
-        """A saved state in this form: another cut is brought to this one (collectives), a plain tensor is cut by each rank.
+        """A copy of a saved state in this form: another cut is brought to this one (collectives), a plain tensor is cut by
+        each rank.
 
         Raises ValueError for another shape or dtype.
         """
@@ -74,7 +75,7 @@ class StateTensor:
                 f"{what} of the state dict is {found}; this optimizer has {self.dtype} of shape {self.shape}. Make it with "
                 "the block_size, block, min_numel and state_dtype of the one that was saved"
             )
-        value = value.detach().to(parameter.device)
+        value = value.detach().to(parameter.device, copy=True)  # two optimizers must not write to one state
         if self.placements is None or not isinstance(parameter, DTensor):
             return value.full_tensor() if isinstance(value, DTensor) else value.contiguous()
         mesh = parameter.device_mesh

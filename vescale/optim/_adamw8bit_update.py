@@ -5,8 +5,10 @@ One op at a time and each rounded on its own, so that neither the length of a lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +16,16 @@ import torch
 from vescale.optim._blocks import Part
 from vescale.optim._dynamic_map import DynamicMap, dynamic_map
 
-__all__ = ["Scalars", "Update", "compute_dtype", "dequantize", "quantize", "update"]
+__all__ = [
+    "Scalars",
+    "Update",
+    "compute_dtype",
+    "dequantize",
+    "device_scalars",
+    "host_scalars",
+    "quantize",
+    "update",
+]
 
 _CHUNK = 1 << 20  # elements of flat blocks that are worked on at once: bounds temporary memory
 
@@ -34,6 +45,38 @@ class Scalars:
     inverse_root: _Number
     eps: float
     maximize: bool = False
+
+
+def host_scalars(group: Mapping[str, Any], step: int) -> Scalars:
+    """The numbers of step ``step``, which counts from 1."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    return Scalars(
+        weight1=1 - beta1,
+        beta2=beta2,
+        weight2=1 - beta2,
+        decay=1 - lr * group["weight_decay"],
+        step_size=lr / (1 - beta1**step),
+        inverse_root=1 / math.sqrt(1 - beta2**step),
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+
+
+def device_scalars(group: Mapping[str, Any], step: torch.Tensor, dtype: torch.dtype) -> Scalars:
+    """As :func:`host_scalars`, on the device, in float64 until the last rounding."""
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    t = step.double()
+    lr = lr.to(t.device, torch.float64) if isinstance(lr, torch.Tensor) else torch.full_like(t, lr)
+    return Scalars(
+        weight1=1 - beta1,
+        beta2=beta2,
+        weight2=1 - beta2,
+        decay=(1 - lr * group["weight_decay"]).to(dtype),
+        step_size=(lr / (1 - torch.pow(beta1, t))).to(dtype),
+        inverse_root=(1 / (1 - torch.pow(beta2, t)).sqrt()).to(dtype),
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,7 +22,7 @@ _NONE, _LIKE_PARAMETER, _ELSEWHERE, _UNUSABLE = range(4)
 
 
 def agreed_gradients(
-    parameters: Sequence[MatrixParameter], *, compare: bool, skip_nonfinite: bool
+    parameters: Sequence[MatrixParameter], *, compare: Collection[frozenset[int]], skip_nonfinite: bool
 ) -> dict[int, torch.Tensor] | None:
     """The local tensor of each gradient, placed like its parameter, by the parameter's number.
 
@@ -30,9 +30,10 @@ def agreed_gradients(
     has is left out. None: some gradient has an element that is not finite, and ``skip_nonfinite`` asks for no step at
     all then.
 
-    Communication: with ``compare`` or ``skip_nonfinite`` one all-reduce of two bytes a parameter for each set of ranks
-    that parameters are on, as a rule one. Gradients with other placements than their parameter are brought to them. Of
-    a gradient that some ranks lack, replicas that have it give it to those that lack it.
+    Communication: one all-reduce of two bytes a parameter for each set of ranks that parameters are on, as a rule one, if
+    it is part of a set in ``compare``, which its ranks know alike; for all sets with ``skip_nonfinite``. Gradients with
+    other placements than their parameter are brought to them. Of a gradient that some ranks lack, replicas that have it
+    give it to those that lack it.
 
     Raises:
         RuntimeError: a gradient that is sparse, complex, of another shape, or a plain tensor for a DTensor; one that is
@@ -43,7 +44,7 @@ def agreed_gradients(
     finite = not skip_nonfinite or _all_finite([p.tensor.grad for p, s in zip(parameters, statuses) if s != _NONE])
     agreed, missing = list(statuses), [status == _NONE for status in statuses]
     if compare or skip_nonfinite:
-        agreed, missing, finite = _compared(parameters, statuses, finite)
+        agreed, missing, finite = _compared(parameters, statuses, finite, None if skip_nonfinite else compare)
     for parameter, status, (own, problem), lacks in zip(parameters, agreed, found, missing):
         if status == _UNUSABLE:
             raise MissingGradientError(
@@ -114,13 +115,17 @@ def _status(parameter: MatrixParameter) -> tuple[int, str]:
 
 
 def _compared(
-    parameters: Sequence[MatrixParameter], statuses: Sequence[int], finite: bool
+    parameters: Sequence[MatrixParameter],
+    statuses: Sequence[int],
+    finite: bool,
+    among: Collection[frozenset[int]] | None,
 ) -> tuple[list[int], list[bool], bool]:
-    """(the highest status on any rank, whether some rank has no gradient, whether all are finite)"""
+    """(the highest status on any rank, whether some rank has no gradient, whether all are finite); ``among``: only on
+    parts of these sets of ranks."""
     agreed, missing = list(statuses), [status == _NONE for status in statuses]
     together: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, parameter in enumerate(parameters):
-        if len(parameter.ranks) > 1:
+        if len(parameter.ranks) > 1 and (among is None or any(each.issuperset(parameter.ranks) for each in among)):
             together[tuple(sorted(parameter.ranks))].append(index)
     pending = []
     with without_modes():

@@ -48,7 +48,8 @@ def clip_grad_norm_(
     The host waits for the device once with ``error_if_nonfinite``, and never without.
 
     Args:
-        parameters: a tensor or an iterable of tensors; those without a gradient are skipped.
+        parameters: a tensor or an iterable of tensors. A gradient that is missing on all ranks is skipped, one that some
+            lack counts as nothing there.
         max_norm: the largest norm that stays as it is.
         norm_type: the order p, any number, or ``inf`` and ``-inf``. As in PyTorch, 0 counts the *gradients* that have an
             element other than zero.
@@ -72,8 +73,10 @@ def clip_grad_norm_(
     shares = dict(zip(map(id, listed), shares_of(listed)))
     waiting = {} if listed else stages_that_wait()
     of_models = {share.group for share in shares.values() if share is not None} or waiting
-    of_gradients = [shares[id(parameter)] for parameter, _ in owned]
-    locals_, norm = _norm(gradients, of_gradients, of_models, norm_type, error_if_nonfinite, foreach)
+    # A gradient that only other ranks have: this one takes part in the reductions of its ranks.
+    absent = [p for p in listed if p.grad is None and p.requires_grad and isinstance(p, DTensor)]
+    of_gradients = [shares[id(parameter)] for parameter in (*(p for p, _ in owned), *absent)]
+    locals_, norm = _norm(gradients, of_gradients, of_models, norm_type, error_if_nonfinite, foreach, absent)
     _scale(locals_, max_norm, norm, foreach)
     return norm.to(result_dtype(gradients or listed or list(waiting.values())))
 
@@ -152,14 +155,19 @@ def _norm(
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
+    absent: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(this rank's part of each gradient, the norm)"""
+    """(this rank's part of each gradient, the norm); ``absent``: parameters whose gradient this rank does not have, with
+    shares behind those of the gradients."""
     order = float(norm_type)
     locals_, groups = parts_of(gradients)
     _check_foreach(locals_, foreach)
+    of_absent, their_groups = parts_of(absent)
+    parts, ranks = [*locals_, *(local.reshape(-1)[:0] for local in of_absent)], [*groups, *their_groups]
 
     def norm_of(indices: Sequence[int]) -> torch.Tensor:
-        return total_norm([locals_[n] for n in indices], [groups[n] for n in indices], order, foreach)
+        chosen = [n for n in indices if n < len(locals_) or ranks[n] is not None]
+        return total_norm([parts[n] for n in chosen], [ranks[n] for n in chosen], order, foreach)
 
     norm = norm_over_stages(shares, order, norm_of, of_models)
     _refuse_nonfinite(norm, order, error_if_nonfinite)

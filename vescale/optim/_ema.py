@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of
@@ -61,11 +62,14 @@ class EMA:
             self._averages[name] = _start(name, tensor)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is averaged, as it rests: groups of ``fully_shard`` and of plans that are gathered are sharded first."""
+        """What is averaged, as it rests: groups of ``fully_shard``, of plans and of FSDP2 that are gathered are sharded
+        first."""
         for module in self._model.modules():
             state = state_of(module)
             for group in state.groups if state is not None else ():
                 group.reshard()
+            if state is None and isinstance(module, FSDPModule):  # its root stays gathered after an evaluation
+                module.reshard()
         yield from self._model.named_parameters()
         if self._use_buffers:
             for name, buffer in self._model.named_buffers():

@@ -51,10 +51,6 @@ class MatrixExchange:
                 for parameter in parts.parameters:
                     self._last[parameter] = parts
 
-    @property
-    def communicates(self) -> bool:
-        return any(parts.group or parts.copies for rounds in self._kinds for _, parts in rounds)
-
     def received_bytes(self) -> dict[int, int]:
         """By parameter, the bytes that this rank receives in a step."""
         found: dict[int, int] = {}

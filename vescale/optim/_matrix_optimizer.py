@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,6 +145,11 @@ class MatrixOptimizer(ExactStates):
             self._fill_states(parameter)
         self._exchanges.clear()
 
+    def _take_replaced(self, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        for parameter in self._known().replace(replaced, self.param_groups):
+            self._fill_states(parameter)
+        self._exchanges.clear()
+
     def _known(self) -> MatrixParameters:
         assert self._parameters is not None
         return self._parameters
@@ -180,9 +185,12 @@ class MatrixOptimizer(ExactStates):
         for parameter in parameters:
             self._fill_states(parameter)
         trained = [p for p in parameters if p.tensor.requires_grad]
-        everything = self._exchange(tuple(p.number for p in trained if p.grid is not None))
-        compare = everything.communicates if self._compare_gradients is None else self._compare_gradients
-        gradients = agreed_gradients(trained, compare=compare, skip_nonfinite=self._skip_nonfinite)
+        compare = [p for p in trained if p.travels] if self._compare_gradients is None else trained
+        gradients = agreed_gradients(
+            trained,
+            compare=() if self._compare_gradients is False else {frozenset(p.ranks) for p in compare},
+            skip_nonfinite=self._skip_nonfinite,
+        )
         if not gradients:
             return loss
         active = [p for p in trained if p.number in gradients]
@@ -233,7 +241,7 @@ class MatrixOptimizer(ExactStates):
 
     @property
     def ownership(self) -> Ownership:
-        """Who computes which matrix, and the planned cost of each rank."""
+        """Who computes which matrix, and the planned cost of each rank: of matrices on meshes that this rank is part of."""
         return self._known().ownership
 
     def parameter_reports(self) -> list[ParameterReport]:
@@ -276,7 +284,7 @@ class MatrixOptimizer(ExactStates):
             self._take_new()
 
 
-_OPTIONS = {"_skip_nonfinite", "_bucket_bytes", "_split_replicas", "_compare_gradients", "_orthogonalize"}
+_OPTIONS = {"_skip_nonfinite", "_bucket_bytes", "_split_replicas", "_compare_gradients", "_orthogonalize", "_phases"}
 
 
 def _owner_rank(matrix: OwnedMatrix) -> int:

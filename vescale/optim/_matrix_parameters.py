@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ from vescale.errors import OptimizerParameterError
 from vescale.optim._holders import holdings, replica_axes
 from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_schedule import OwnedMatrix, TensorPlace
-from vescale.optim._ownership import MeshRanks, Ownership, PlacedMatrix, assign_owners
+from vescale.optim._ownership import MeshRanks, Ownership, PlacedMatrix, assign_owners, owning_ranks
+from vescale.optim._shown_names import shown_names
 
 __all__ = ["Algorithm", "MatrixParameter", "MatrixParameters", "local_tensor"]
 
@@ -29,7 +30,7 @@ class MatrixParameter:
 
     Attributes:
         number: its place among all parameters of the optimizer.
-        name: of ``param_names`` of its group, else its place.
+        name: of :func:`~vescale.optim._shown_names.shown_names`.
         tensor: the parameter.
         group: its group's options.
         place: its shape, mesh and placements.
@@ -53,6 +54,12 @@ class MatrixParameter:
     def ranks(self) -> tuple[int, ...]:
         """The global ranks that hold it; none for a plain tensor."""
         return () if self.place.mesh is None else _mesh_ranks(self.place.mesh).ranks
+
+    @property
+    def travels(self) -> bool:
+        """Whether ranks send each other something of its matrices in a step; the same on all ranks that hold it."""
+        mesh = self.place.mesh
+        return mesh is not None and any(mesh.size(axis) > 1 for m in self.matrices for axis in (*m.axes, *m.replicas))
 
     def describe(self) -> str:
         """What must be the same on every rank that holds it."""
@@ -82,7 +89,7 @@ class MatrixParameters:
         self.all: list[MatrixParameter] = []
         self.number_of: dict[torch.Tensor, int] = {}
         self._algorithm, self._split_replicas = algorithm, split_replicas
-        self._costs: dict[int, int] = {}
+        self._costs: dict[frozenset[int], dict[int, int]] = {}  # of matrices by the ranks of their mesh: by rank
 
     @property
     def matrices(self) -> list[OwnedMatrix]:
@@ -90,7 +97,11 @@ class MatrixParameters:
 
     @property
     def ownership(self) -> Ownership:
-        return Ownership(tuple(matrix.owner for matrix in self.matrices), dict(self._costs))
+        costs: Counter[int] = Counter()
+        for found in self._costs.values():
+            for rank, cost in found.items():
+                costs[rank] += cost
+        return Ownership(tuple(matrix.owner for matrix in self.matrices), dict(costs))
 
     def take(self, groups: Sequence[dict[str, Any]]) -> list[MatrixParameter]:
         """Plan the parameters of ``groups`` that are new, and return them.
@@ -100,10 +111,7 @@ class MatrixParameters:
         Raises ValueError on every rank if it differs, or for a parameter that has no owner.
         """
         new = []
-        for position, group in enumerate(groups):
-            names = group.get("param_names") or [
-                f"group {position}, parameter {i}" for i in range(len(group["params"]))
-            ]
+        for group, names in zip(groups, shown_names(groups)):
             for name, tensor in zip(names, group["params"]):
                 if tensor not in self.number_of:
                     parameter = MatrixParameter(len(self.all), name, tensor, group, _place(tensor, name))
@@ -111,10 +119,46 @@ class MatrixParameters:
                     self.number_of[tensor] = parameter.number
                     self.all.append(parameter)
                     new.append(parameter)
-        with without_modes():
-            _compare(new)
-            self._assign(new)
+        self._plan(new)
         return new
+
+    def replace(
+        self, replaced: Mapping[torch.Tensor, torch.Tensor], groups: Sequence[dict[str, Any]]
+    ) -> list[MatrixParameter]:
+        """Plan the parameters that have taken the place of others, and are in ``groups`` now; returns them.
+
+        Their numbers, which decide when work is due, are those of the others; owners of all that stays are as they were.
+        Raises as :meth:`take`; nothing is changed then.
+        """
+        shown = zip(groups, shown_names(groups))
+        names = {tensor: name for group, names in shown for tensor, name in zip(group["params"], names)}
+        before, new = list(self.all), []
+        costs = {ranks: dict(found) for ranks, found in self._costs.items()}
+        try:
+            for old in before:
+                if (tensor := replaced.get(old.tensor)) is None:
+                    continue
+                place = _place(tensor, names[tensor])
+                parameter = MatrixParameter(old.number, names[tensor], tensor, old.group, place)
+                parameter.grid = self._algorithm.grid(parameter)
+                for matrix in old.matrices if old.place.mesh is not None else ():
+                    for rank in owning_ranks(_placed(matrix), matrix.owner):
+                        self._costs[frozenset(old.ranks)][rank] -= matrix.cost
+                self.all[old.number] = parameter
+                new.append(parameter)
+            self._plan(new)
+        except BaseException:
+            self.all, self._costs = before, costs
+            raise
+        self.number_of = {parameter.tensor: parameter.number for parameter in self.all}
+        for parameter in self.all:  # of a model that is given layer by layer, the last call knows most
+            parameter.name = names[parameter.tensor]
+        return new
+
+    def _plan(self, parameters: Sequence[MatrixParameter]) -> None:
+        with without_modes():
+            _compare(parameters)
+            self._assign(parameters)
 
     def _assign(self, parameters: Sequence[MatrixParameter]) -> None:
         made: list[OwnedMatrix] = []
@@ -141,12 +185,29 @@ class MatrixParameters:
         kinds = self._algorithm.kinds(made)
         on_meshes = [index for index, matrix in enumerate(made) if matrix.place.mesh is not None]
         placed = [_of_kind(each, kinds[index]) for each, index in zip(placed, on_meshes)]
-        ownership = assign_owners(placed, self._costs)
-        self._costs = ownership.costs
-        for index, owner, each in zip(on_meshes, ownership.coordinates, placed):
-            made[index] = _owned(made[index], owner, each.fixed)
+        together: dict[frozenset[int], list[int]] = defaultdict(list)
+        for number, each in enumerate(placed):
+            together[each.mesh.members].append(number)
+        for members in sorted(together, key=lambda each: (-len(each), sorted(each))):
+            numbers = together[members]
+            before = self._known_to_all(members)
+            ownership = assign_owners([placed[number] for number in numbers], before)
+            own = self._costs.setdefault(members, dict.fromkeys(members, 0))
+            for rank in members:
+                own[rank] += ownership.costs[rank] - before[rank]
+            for number, owner in zip(numbers, ownership.coordinates):
+                index = on_meshes[number]
+                made[index] = _owned(made[index], owner, placed[number].fixed)
         for matrix in made:
             self.all[matrix.parameter].matrices.append(matrix)
+
+    def _known_to_all(self, ranks: frozenset[int]) -> dict[int, int]:
+        """What each rank has to compute, as far as all of ``ranks`` know it, who plan alike: matrices on all of them. One of
+        them may have others on meshes that the rest is not part of."""
+        return {
+            rank: sum(found[rank] for members, found in self._costs.items() if members >= ranks)
+            for rank in sorted(ranks)
+        }
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,6 +217,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def _of_kind(placed: PlacedMatrix, kind: int) -> PlacedMatrix:
     return PlacedMatrix(placed.cost, placed.mesh, placed.fixed, placed.is_kept, placed.repeated_axes, kind)
+
+
+def _placed(matrix: OwnedMatrix) -> PlacedMatrix:
+    """As owners see one that has an owner already."""
+    mesh = matrix.place.mesh
+    assert mesh is not None
+    return PlacedMatrix(matrix.cost, _mesh_ranks(mesh), (None,) * mesh.ndim, repeated_axes=matrix.repeated)
 
 
 def _owned(matrix: OwnedMatrix, owner: tuple[int, ...], fixed: Sequence[int | None]) -> OwnedMatrix:

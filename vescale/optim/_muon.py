@@ -14,6 +14,7 @@ from vescale.optim._matrix_blocks import MatrixGrid, matrix_grid
 from vescale.optim._matrix_optimizer import MatrixOptimizer
 from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
 from vescale.optim._matrix_schedule import OwnedMatrix
+from vescale.optim._named_dtypes import dtype_name, named_dtype
 from vescale.optim._newton_schulz import STANDARD, checked_coefficients, newton_schulz, newton_schulz_cost
 
 __all__ = ["Muon"]
@@ -142,8 +143,9 @@ class Muon(MatrixOptimizer):
         for name, least in (("ns_steps", 0), ("batch", 1)):
             if not isinstance(group[name], int) or not least <= group[name]:
                 raise OptimizerOptionError(f"{name}={group[name]!r}; give an integer >= {least}")
-        if not group["ns_dtype"].is_floating_point:
-            raise OptimizerOptionError(f"ns_dtype={group['ns_dtype']}; give a floating dtype")
+        for name in ("ns_dtype", "norm_dtype"):
+            if group[name] is not None or name == "ns_dtype":
+                group[name] = dtype_name(group[name], name)
         group["coefficients"] = checked_coefficients(group["coefficients"])
 
     def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
@@ -158,7 +160,8 @@ class Muon(MatrixOptimizer):
         group, own = parameter.group, parameter.tensor.dtype
         if self._orthogonalize is not None:
             return own, own
-        return (own if group["norm_dtype"] is not None else group["ns_dtype"]), group["ns_dtype"]
+        iterated = named_dtype(group["ns_dtype"])
+        return (own if group["norm_dtype"] is not None else iterated), iterated
 
     def _make_states(self, parameter: MatrixParameter) -> None:
         self.state[parameter.tensor] = {"momentum_buffer": torch.zeros_like(parameter.tensor, requires_grad=False)}
@@ -189,8 +192,14 @@ class Muon(MatrixOptimizer):
 
     def _orthogonal(self, values: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         if self._orthogonalize is None:
+            norm_dtype = None if group["norm_dtype"] is None else named_dtype(group["norm_dtype"])
             return newton_schulz(
-                values, group["coefficients"], group["ns_steps"], group["eps"], group["ns_dtype"], group["norm_dtype"]
+                values,
+                group["coefficients"],
+                group["ns_steps"],
+                group["eps"],
+                named_dtype(group["ns_dtype"]),
+                norm_dtype,
             )
         found = self._orthogonalize(values)
         if found.shape != values.shape:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from vescale.optim._holders import Coordinate
 
-__all__ = ["MeshRanks", "Ownership", "PlacedMatrix", "assign_owners"]
+__all__ = ["MeshRanks", "Ownership", "PlacedMatrix", "assign_owners", "owning_ranks"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class MeshRanks:
     def _hash(self) -> int:
         """Kept: a mesh is looked up for every matrix."""
         return hash((self.shape, self.ranks))
+
+    @functools.cached_property
+    def members(self) -> frozenset[int]:
+        return frozenset(self.ranks)
 
     def rank(self, coordinate: Sequence[int]) -> int:
         index = 0
@@ -126,14 +130,14 @@ def _assign(matrices: Sequence[PlacedMatrix], before: Mapping[int, int], local: 
             if place == choices[-1] or load + matrix.cost <= mean:
                 break
         owners[index] = owner
-        for rank in _team(matrix, owner):
+        for rank in owning_ranks(matrix, owner):
             costs[rank] += matrix.cost
             by_kind[rank, matrix.kind] = by_kind.get((rank, matrix.kind), 0) + matrix.cost
     return Ownership(tuple(owners), costs)
 
 
-def _team(matrix: PlacedMatrix, coordinate: Coordinate) -> list[int]:
-    """The ranks that compute what the one at ``coordinate`` owns: those along the axes that repeat it."""
+def owning_ranks(matrix: PlacedMatrix, coordinate: Coordinate) -> list[int]:
+    """The ranks that compute a matrix whose owner is at ``coordinate``: those along the axes that repeat it."""
     if not matrix.repeated_axes:
         return [matrix.mesh.rank(coordinate)]
     choices = [
@@ -159,7 +163,7 @@ class _Candidates:
             for axis, (size, place) in enumerate(zip(matrix.mesh.shape, fixed))
         ]
         self._places = list(itertools.product(*choices))
-        self._teams = [_team(matrix, place) for place in self._places]
+        self._teams = [owning_ranks(matrix, place) for place in self._places]
         self._heap = [(*self._load(number), number) for number in range(len(self._places))]
         heapq.heapify(self._heap)
 

@@ -37,12 +37,13 @@ class PreconditionedOptimizer(MatrixOptimizer):
                 raise OptimizerOptionError(f"{name}={group[name]!r}; give a positive integer")
 
     def _kinds(self, matrices: Sequence[OwnedMatrix]) -> list[int]:
-        groups = [self._parameter(matrix).group for matrix in matrices]
-        frequencies = [group["precondition_frequency"] if group["stagger"] else 1 for group in groups]
-        phases = refresh_phases([self._refresh_cost(m) for m in matrices], frequencies)
         known = self.__dict__.setdefault("_phases", {})
-        known.update({(m.parameter, m.block): phase for m, phase in zip(matrices, phases)})
-        return phases
+        new = [m for m in matrices if (m.parameter, m.block) not in known]  # others have been replaced
+        groups = [self._parameter(matrix).group for matrix in new]
+        frequencies = [group["precondition_frequency"] if group["stagger"] else 1 for group in groups]
+        phases = refresh_phases([self._refresh_cost(m) for m in new], frequencies)
+        known.update({(m.parameter, m.block): phase for m, phase in zip(new, phases)})
+        return [self._phase(matrix) for matrix in matrices]
 
     def _refresh_cost(self, matrix: OwnedMatrix) -> int:
         """Of what is due every ``precondition_frequency`` steps, as floating-point operations."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from vescale.compat import local_of
 from vescale.errors import OptimizerReportError
+from vescale.optim._shown_names import shown_names
 
 __all__ = ["OptimizerReport", "ParameterReport", "report"]
 
@@ -28,8 +29,8 @@ class ParameterReport:
     """One parameter of an optimizer, as this rank sees it.
 
     Attributes:
-        name: the parameter's name, as the optimizer was given it (``param_names`` of its group), else its place,
-            ``"group 0, parameter 3"``.
+        name: the parameter's name, as the optimizer was given it (``param_names`` of its group), else as the model that
+            ``parallelize`` or ``fully_shard`` knows has it, else its place, ``"group 0, parameter 3"``.
         algorithm: what updates it, for example ``"adamw8bit"``, ``"muon"``.
         owner: the global rank that computes its update whole; several where its blocks have different owners, in the
             blocks' order; None where every rank updates the part that it holds.
@@ -105,8 +106,7 @@ def report(optimizer: Optimizer, *, file: TextIO | None = None) -> OptimizerRepo
 
 def _stock_reports(optimizer: Optimizer) -> list[ParameterReport]:
     algorithm, found = type(optimizer).__name__.lower(), []
-    for index, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
+    for group, names in zip(optimizer.param_groups, shown_names(optimizer.param_groups)):
         for name, p in zip(names, group["params"], strict=True):
             if p in optimizer.state:
                 num_bytes = _held_bytes(optimizer.state[p])

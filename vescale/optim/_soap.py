@@ -12,6 +12,7 @@ from vescale.errors import OptimizerOptionError
 from vescale.optim._matrix_blocks import MatrixGrid, tile_grid
 from vescale.optim._matrix_parameters import MatrixParameter
 from vescale.optim._matrix_schedule import OwnedMatrix
+from vescale.optim._named_dtypes import dtype_name, named_dtype
 from vescale.optim._preconditioned import PreconditionedOptimizer
 
 __all__ = ["SOAP"]
@@ -95,7 +96,8 @@ class SOAP(PreconditionedOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        if group["factor_dtype"] not in (torch.float32, torch.float64):
+        group["factor_dtype"] = dtype_name(group["factor_dtype"], "factor_dtype")
+        if group["factor_dtype"] not in ("float32", "float64"):
             raise OptimizerOptionError(f"factor_dtype={group['factor_dtype']!r}; give torch.float64 or torch.float32")
 
     def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
@@ -116,7 +118,11 @@ class SOAP(PreconditionedOptimizer):
 
     def _state_dtype(self, parameter: MatrixParameter, name: str) -> torch.dtype:
         wide = super()._state_dtype(parameter, name)
-        return torch.promote_types(wide, parameter.group["factor_dtype"]) if name.endswith("_factor") else wide
+        return (
+            torch.promote_types(wide, named_dtype(parameter.group["factor_dtype"]))
+            if name.endswith("_factor")
+            else wide
+        )
 
     def _decay_before(self, parameter: MatrixParameter) -> None:
         if int(self.state[parameter.tensor]["step"]) > 1:

@@ -60,6 +60,32 @@ class ExactStates(Optimizer):
             for hook in hooks:
                 hook.remove()
 
+    def adopt_parameters(self, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Go on with new parameters in the places of those that ``parallelize`` or ``fully_shard`` has replaced.
+
+        States become those of the new parameters as :meth:`loaded_state` says: whole tensors are cut without communication.
+        After an error the optimizer is as it was.
+        """
+        before = dict(self.state)
+        lists = [(group["params"], list(group["params"])) for group in self.param_groups]
+        try:
+            for members, old in lists:
+                members[:] = [replaced.get(parameter, parameter) for parameter in old]
+            saved = {replaced[old]: self.state.pop(old) for old in replaced if old in self.state}
+            self._take_replaced(replaced)
+            for parameter, state in saved.items():
+                self.state[parameter] = self.loaded_state(parameter, state, self.state.get(parameter, {}))
+        except BaseException:
+            for members, old in lists:
+                members[:] = old
+            self.state.clear()
+            self.state.update(before)
+            raise
+
+    def _take_replaced(self, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Plan, and make states for, new parameters that are in the groups already."""
+        raise NotImplementedError
+
     def loaded_state(self, parameter: torch.Tensor, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """The state of ``parameter`` from a saved one: copies in the dtypes that were saved, placed like its ``own`` state.
 
