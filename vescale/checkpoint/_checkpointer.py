@@ -172,7 +172,7 @@ class Checkpointer:
             _RESTORE, lambda: {"steps": [s for s in step_numbers(str(self.folder)) if s > found]}
         )
         self._abandoned = tuple(later["steps"])
-        return result
+        return {**result, "step": found}  # also of a folder that save() or a conversion has made
 
     def steps(self) -> list[int]:
         """The complete steps in the folder, ascending. No communication; the first rank may see a save before others do."""

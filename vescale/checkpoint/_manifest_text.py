@@ -17,6 +17,7 @@ __all__ = ["FORMAT", "VERSION", "ManifestError", "merge_parts", "parse", "serial
 
 FORMAT = "vescale-checkpoint"
 VERSION = 1
+_NEEDED = ("values", "files", "tensors")
 _SHOWN = 5
 
 
@@ -48,6 +49,8 @@ def parse(data: bytes) -> dict[str, Any]:
             f"it has version {found.get('version')!r} of the format, and this vescale reads version {VERSION}; install the "
             "vescale that wrote it, or a later one"
         )
+    if lacking := [key for key in _NEEDED if key not in found]:
+        raise ManifestError(f"it lacks {', '.join(lacking)}; it was not written by vescale")
     return found
 
 

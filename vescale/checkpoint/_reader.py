@@ -15,6 +15,7 @@ import torch
 from vescale.checkpoint._byte_reads import MAX_READ_BYTES, BoxIndex, ByteRead, plan_reads
 from vescale.checkpoint._local_blocks import LocalBlocks, Regions, local_blocks
 from vescale.checkpoint._names import compare
+from vescale.checkpoint._regular_files import open_regular
 from vescale.checkpoint._replicas import Shares, broadcast_shares, plan_shares
 from vescale.checkpoint._scratch import scratch
 from vescale.checkpoint._stored import Stored
@@ -202,7 +203,7 @@ class _Files:
     def descriptor(self, name: str) -> int:
         found = self._open.get(name)
         if found is None:
-            opened = os.open(self._folder / name, os.O_RDONLY)
+            opened = open_regular(self._folder / name)
             found = self._open.setdefault(name, opened)
             if found != opened:  # another thread was first
                 os.close(opened)
