@@ -92,8 +92,11 @@ def fill_image(writer: Writer, layout: Sequence[Piece], blocks: Mapping[str, Loc
     devices = set()
     for piece in layout:
         source = blocks[piece.name].view(piece.box)
-        place = image[piece.start : piece.start + piece.nbytes].view(source.dtype).view(source.shape)
-        place.copy_(source, non_blocking=source.is_cuda)
+        place = image[piece.start : piece.start + piece.nbytes]
+        if source.is_contiguous():  # as bytes: not every dtype has a kernel for copies
+            place.copy_(source.view(-1).view(torch.uint8), non_blocking=source.is_cuda)
+        else:
+            place.view(source.dtype).view(source.shape).copy_(source, non_blocking=source.is_cuda)
         if source.is_cuda:
             devices.add(source.device)
     for device in devices:
