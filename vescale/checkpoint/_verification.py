@@ -88,12 +88,12 @@ def _faults_of_index(manifest: Mapping[str, Any]) -> list[str]:
             found.append(f"the boxes of {name}, of shape {entry['shape']}, {fault}")
         for box, (_, _, file, start, _) in zip(boxes, entry["boxes"]):
             if not is_inside(file, start, box.numel * itemsize):
-                found.append(f"a box of {name} is said to be at byte {start} of file {file}, which has no such bytes")
+                found.append(f"a box of {name} is listed at byte {start} of file {file}, which has no such bytes")
     for number, file in enumerate(manifest["files"]):
         for name, block, start, _ in file.get("copies", ()):
             entry = manifest["tensors"].get(name)
             if entry is None or not is_inside(number, start, math.prod(block) * _itemsize(entry["dtype"])):
-                found.append(f"{file['name']} is said to have a copy of {name} at byte {start}, and has not")
+                found.append(f"{file['name']} is listed with a copy of {name} at byte {start}, and has none")
     return found
 
 
