@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale.checkpoint import Checkpointer, _disk, load, save
 from vescale.checkpoint._ownership import owned
-from vescale.checkpoint._saving import _layout
+from vescale.checkpoint._rank_file import layout_of
 from vescale.checkpoint._snapshot import take_snapshot
 from vescale.compat import make_dtensor, make_spec
 from vescale.placements import RaggedShard, local_region, normalize_placements
@@ -134,7 +134,7 @@ def planning(ranks: int = 1024, tensors: int = 1000) -> None:
         start = time.thread_time()
         snapshot = take_snapshot(None, None, {"tensors": values})
         own = owned(snapshot.blocks, dict.fromkeys(snapshot.blocks))
-        list(_layout({name: snapshot.blocks[name] for name in sorted(own)}))
+        list(layout_of({name: snapshot.blocks[name] for name in sorted(own)}))
         times.append(time.thread_time() - start)
     print(
         f"planning a save of {tensors} tensors as one of {ranks} ranks: {statistics.median(times) * 1000:.0f} ms of CPU time"

@@ -230,3 +230,36 @@ def test_the_manifest_and_its_schema(tmp_path: Path) -> None:
     (_, sizes, _, start, _) = entry["boxes"][0]
     found = torch.frombuffer(bytearray(data[start : start + 4 * 35]), dtype=torch.float32).view(sizes)
     assert start % 64 == 0 and torch.equal(found, model_of()[0].weight)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_unusual_tensors(tmp_path: Path, asynchronous: bool) -> None:
+    """Values that are not in memory, dtypes without a kernel for copies, strides; and what cannot be saved or filled."""
+    numbers = torch.randn(6, dtype=torch.complex64)
+    saved = {
+        "conjugate": numbers.conj(),
+        "negative": torch._neg_view(numbers.real.clone()),
+        "imaginary": numbers.conj().imag,
+        "bits": torch.arange(6, dtype=torch.uint8).view(torch.uint4),
+        "scales": torch.arange(6, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        "expanded": torch.arange(3.0).expand(4, 3),
+        "columns": torch.arange(12.0).view(3, 4).t()[::2],
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(True),
+    }
+    with Checkpointer(tmp_path / "run", asynchronous=asynchronous) as checkpoints:
+        checkpoints.save(1, **saved)
+        found = checkpoints.restore()
+        assert found is not None
+        for name, value in saved.items():
+            if name in ("bits", "scales"):
+                found[name], value = found[name].view(torch.uint8), value.view(torch.uint8)
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        with pytest.raises(CheckpointError, match=r"model.bias: a lazy module has not made this tensor yet"):
+            checkpoints.save(2, model=nn.LazyLinear(3))
+    model = nn.Module()
+    model.register_buffer("table", torch.arange(12.0).view(4, 3))
+    save(tmp_path / "one", model=model)
+    model.register_buffer("table", torch.zeros(3).expand(4, 3))
+    with pytest.raises(CheckpointError, match=r"model.table: several elements .* clone\(\)"):
+        load(tmp_path / "one", model=model)

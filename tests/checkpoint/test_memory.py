@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -10,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 from tests.checkpoint.killing import model_of
 from tests.checkpoint.test_crashes import in_child
 from tests.ranks import RankPools
-from vescale.checkpoint import Checkpointer, load, open_stored, read_tensors, save
+from vescale.checkpoint import Checkpointer, load, load_hf, open_stored, read_tensors, save
 from vescale.checkpoint import _reader as reader
+from vescale.rng import deferred_init
 
 _SIDE, _NUMBER = 2048, 8
 """Tensors of 16 MiB in float32: all of them are more than what may be used beside the largest one."""
@@ -64,6 +68,36 @@ def test_memory_of_load(tmp_path: Path) -> None:
 def test_memory_of_load_on_ranks(ranks: RankPools, tmp_path: Path) -> None:
     """One rank reads, and broadcasts."""
     ranks.run(growth_of_load, stored(tmp_path / "one"), "transposed", world_size=2)
+
+
+def growth_of_load_hf(folder: str, kind: str, side: int = _SIDE) -> None:
+    """``kind``: of the model. What a deferred one needs for its parameters is no extra memory."""
+    if side == _SIDE:
+        growth_of_load_hf(folder, kind, 8)
+    with deferred_init() if kind == "deferred" else contextlib.nullcontext():
+        model = nn.ParameterDict({str(n): torch.ones(side, side) for n in range(_NUMBER)})
+    if kind == "cast":
+        model = model.to(torch.bfloat16)
+    files = os.path.join(folder, f"{side}.safetensors")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident()[0]
+    load_hf(model, files)
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    extra = resident()[1] - before - (sum(sizes) if kind == "deferred" else 0)
+    if side == _SIDE:  # before, modules are imported
+        assert extra <= max(sizes) + _ALLOWED, f"{kind}: {extra >> 20} MiB"
+    for name, parameter in model.items():
+        assert (parameter == int(name)).all()
+
+
+def test_memory_of_load_hf(tmp_path: Path) -> None:
+    """Of 128 MiB in tensors of 16."""
+    for side in (8, _SIDE):
+        save_file(
+            {str(n): torch.full((side, side), float(n)) for n in range(_NUMBER)}, tmp_path / f"{side}.safetensors"
+        )
+    for kind in ("plain", "cast", "deferred"):
+        assert in_child(lambda kind=kind: growth_of_load_hf(str(tmp_path), kind)) == 0, kind  # type: ignore[misc]
 
 
 def test_the_writer_ends_with_a_killed_process(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from vescale.checkpoint import _gathering as gathering
 from vescale.checkpoint import _reader as reader
 from vescale.comm import Consensus, ConsensusError, LateRanksWarning
 from vescale.errors import ContentMismatchError, NoSuchStepError, UnsavableValueError
+from vescale.fsdp import fully_shard
 from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, normalize_placements
 
 SHAPE = (48, 40)
@@ -104,28 +105,45 @@ def test_bytes_are_written_and_read_once(ranks: RankPools, tmp_path: Path) -> No
     assert max(balance) <= 1.8 * sum(balance) / 4
 
 
-def steady(folder: str) -> list[str]:
-    """What is communicated by the second save."""
-    model = nn.Linear(8, 8)
-    seen: list[str] = []
-    with Checkpointer(folder, asynchronous=True) as checkpoints:
-        checkpoints.save(1, model=model)
+def steady(folder: str, asynchronous: bool) -> None:
+    """The second save of a sharded model: no collective on any group, and one message of each rank through the store."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+    def num_collectives() -> list[int]:
+        assert dist.group.WORLD is not None
+        return [group._get_sequence_number_for_group() for group in (dist.group.WORLD, mesh.get_group())]
+
+    rounds: list[str] = []
+    original = gathering.Gathering.round
+
+    def count(self: Any, *args: Any) -> Any:
+        rounds.append("round")
+        return original(self, *args)
+
+    with Checkpointer(folder, asynchronous=asynchronous) as checkpoints, pytest.MonkeyPatch.context() as patch:
+        checkpoints.save(1, model=model, optimizer=optimizer, note="x")
         checkpoints.wait()
-        originals = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather_object", "barrier")}
-        for name in originals:
-            setattr(dist, name, lambda *args, name=name, **options: seen.append(name))
-        try:
-            checkpoints.save(2, model=model)
-            checkpoints.wait()
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
-    assert checkpoints.steps() == [1, 2]
-    return seen
+        before = num_collectives()
+        patch.setattr(gathering.Gathering, "round", count)
+        patch.setattr(Consensus, "exchange", lambda *args: rounds.append("exchange"))
+        checkpoints.save(2, model=model, optimizer=optimizer, note="x")
+        checkpoints.wait()
+        assert rounds == ["round"]
+        assert num_collectives() == before
+        dist.barrier()
+        assert num_collectives() != before, "the counters of the groups do not count"
+        assert checkpoints.steps() == [1, 2]
 
 
-def test_no_collective(ranks: RankPools, tmp_path: Path) -> None:
-    assert ranks.run(steady, str(tmp_path), world_size=2) == [[], []]
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_no_collective(ranks: RankPools, tmp_path: Path, asynchronous: bool) -> None:
+    ranks.run(steady, str(tmp_path), asynchronous, world_size=2)
 
 
 def own_experts(folder: str) -> None:

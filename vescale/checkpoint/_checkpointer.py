@@ -96,13 +96,15 @@ class Checkpointer:
         """Save everything that training goes on from, random state, mesh and plan included.
 
         Waits for a save that is under way. Communication: in the first save, and when tensors have come or gone, ranks
-        compare names through the store; each save ends with one message of each rank. No collectives.
+        compare names through the store; each save ends with one message of each rank, and a second one where ranks have
+        different values beside tensors. No collectives.
 
         Args:
             step: not negative; a step that is there already can be saved again only after ``restore`` of an earlier one.
             model: in any placement, sharded or not; tied parameters are saved once, frozen ones and buffers, too.
             optimizer: one, or a list or dict of them. States are saved by the names of parameters.
-            **more: objects with ``state_dict`` (schedulers, samplers, averages), generators, tensors, and plain data.
+            **more: objects with ``state_dict`` (schedulers, samplers, averages), generators, tensors, and plain data. What
+                is no tensor may differ between ranks: each gets its own back.
 
         Raises:
             CheckpointError: an earlier save has failed (this one is not tried), or, in synchronous mode, this one. What
@@ -170,7 +172,7 @@ class Checkpointer:
             _RESTORE, lambda: {"steps": [s for s in step_numbers(str(self.folder)) if s > found]}
         )
         self._abandoned = tuple(later["steps"])
-        return result
+        return {**result, "step": found}  # also of a folder that save() or a conversion has made
 
     def steps(self) -> list[int]:
         """The complete steps in the folder, ascending. No communication; the first rank may see a save before others do."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from vescale.checkpoint import _disk
 from vescale.checkpoint._checksums import combine
+from vescale.checkpoint._regular_files import open_regular
 
 __all__ = ["ALIGNMENT", "align", "box_checksums", "write_data_file"]
 
@@ -112,7 +113,7 @@ def box_checksums(path: str, boxes: Iterable[tuple[int, int]]) -> tuple[list[int
     """(crc32 of each box as it is in the file, whether everything between the boxes is zero). Boxes are (start, bytes) in
     ascending order; one that reaches beyond the end has the checksum of what is there."""
     found, are_gaps_zero, position = [], True, 0
-    with open(path, "rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
         for start, nbytes in boxes:
             if start > position:
                 file.seek(position)

@@ -17,6 +17,7 @@ from typing import IO, Any
 import torch
 
 from vescale.checkpoint._box_cover import cover_fault
+from vescale.checkpoint._regular_files import open_regular, read_regular
 from vescale.checkpoint._restricted_pickle import PLAIN_NAMES, Record, load_restricted, record_of
 from vescale.checkpoint._safetensors import read_header
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
@@ -92,7 +93,7 @@ def _metadata(path: Path) -> tuple[dict[Any, Any], dict[tuple[Any, Any], Any]]:
     """The entries of ``.metadata`` by name, and where the record of each (name, offset) is."""
     about = str(path / _METADATA)
     try:
-        metadata = load_restricted((path / _METADATA).read_bytes(), _NAMES, about)
+        metadata = load_restricted(read_regular(path / _METADATA), _NAMES, about)
     except OSError as error:
         raise DamagedFileError(f"{about}: {error.strerror or error}") from error
     entries = metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None
@@ -193,7 +194,7 @@ class _Files:
             raise DamagedFileError(f"{self.folder / _METADATA} names the file {path!r} outside of its folder")
         if path not in self._files:
             try:
-                file: IO[bytes] = self._opened.enter_context((self.folder / path).open("rb"))
+                file: IO[bytes] = self._opened.enter_context(os.fdopen(open_regular(self.folder / path), "rb"))
             except OSError as error:
                 raise DamagedFileError(
                     f"{self.folder / path}, which holds {name}: {error.strerror or error}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vescale.checkpoint._dcp import chunk_places, is_dcp
 from vescale.checkpoint._open import open_stored
+from vescale.checkpoint._regular_files import open_regular
 from vescale.checkpoint._torch_save import FilePart, is_torch_save
 from vescale.checkpoint._verification import verify
 from vescale.errors import CheckpointError, CheckpointWarning
@@ -51,7 +52,7 @@ def verify_any(path: Path, progress: Callable[[int], None] = lambda count: None)
 def _records(folder: Path, places: list[tuple[str, str, int, int]], progress: Callable[[int], None]) -> list[str]:
     problems = []
     for name, file, start, length in sorted(places, key=lambda place: place[1:3]):
-        with (folder / file).open("rb") as stream:
+        with open(open_regular(folder / file), "rb") as stream:
             if os.pread(stream.fileno(), 4, start) != b"PK\x03\x04":
                 continue  # a file in the format of safetensors, which has no checksums
             about = f"{folder / file}" + (f": the record of {name} at byte {start}" if name else "")

@@ -25,6 +25,7 @@ from vescale.checkpoint._model_tensors import model_tensors, tied_groups
 from vescale.checkpoint._names import Differences, nearest
 from vescale.checkpoint._quantized import Quantized, find_quantized, read_block
 from vescale.checkpoint._reader import read_tensors, read_whole
+from vescale.checkpoint._regular_files import read_regular
 from vescale.checkpoint._safetensors import open_safetensors
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.compat import note_writes
@@ -108,7 +109,7 @@ def load_hf(
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = json.loads(read_regular(folder / "config.json"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

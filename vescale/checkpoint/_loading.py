@@ -18,6 +18,7 @@ from vescale.checkpoint._names import compare, nearest
 from vescale.checkpoint._numbered_states import numbered_states
 from vescale.checkpoint._optimizer_state import OptimizerLoad, named_groups, named_optimizers, plan_optimizer_load
 from vescale.checkpoint._random_state import different_seeds, set_random_state
+from vescale.checkpoint._rank_values import values_of_rank
 from vescale.checkpoint._reader import read_tensors, read_whole
 from vescale.checkpoint._snapshot import MODEL, RANDOM
 from vescale.checkpoint._stored import Stored, StoredTensor
@@ -73,6 +74,13 @@ def load_stored(
     read_tensors(plan.stored, targets, cast=cast)
     for load in loads.values():
         load.finish()
+    if plan.others and _rank_and_world()[0] == 0:
+        warnings.warn(
+            f"{stored.folder} was saved by {stored.values['world_size']} ranks with different values of "
+            f"{', '.join(plan.others)}, and there are {_rank_and_world()[1]} now: all get those of the first rank",
+            CheckpointWarning,
+            stacklevel=3,
+        )
     if model is not None and plan.extra:
         load_extra(model, plan.extra)
     result: dict[str, Any] = {"step": stored.values.get("step")} if stored.format == "vescale" else {}
@@ -103,7 +111,7 @@ class _Plan:
         self.targets: dict[str, torch.Tensor] = {}
         self.loads: dict[str, OptimizerLoad] = {}
         self.extra: dict[str, Any] = {}
-        self.saved: dict[str, Any] = stored.values.get("values") or {} if stored.format == "vescale" else {}
+        self.saved, self.others = _values_here(stored)
         state = model_state(model) if model is not None else ModelState({}, {}, set(), {}, {})
         self.stored = stored = _with_our_names(stored, state)
         structure: dict[str, tuple[str, str]] = {}
@@ -226,6 +234,20 @@ class _Plan:
             self.differences.surplus[prefix] = []
 
 
+def _values_here(stored: Stored) -> tuple[dict[str, Any], list[str]]:
+    """(what was saved beside tensors, for this rank; names of values that differed between ranks, and are the first's)."""
+    values = stored.values.get("values") if stored.format == "vescale" else None
+    if not values:
+        return {}, []
+    rank, world = _rank_and_world()
+    return values_of_rank(values, rank, same_world=stored.values.get("world_size") == world)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    there = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
+
+
 def _with_our_names(stored: Stored, state: ModelState) -> Stored:
     """A foreign checkpoint with its model's tensors under ``model.``, whatever its names begin with."""
     if stored.format == "vescale" or not state.tensors:
@@ -296,7 +318,7 @@ def _give_back(value: Any, state: Any) -> None:
 
 
 def _restore_random_state(stored: Stored) -> None:
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    rank, world = _rank_and_world()
     names = sorted((name for name in stored.tensors if name.startswith(f"{RANDOM}.")), key=lambda name: int(name[4:]))
     if not names:
         return

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from vescale.compat import AsyncCollectiveTensor, local_of, spec_of
 from vescale.errors import UnsavableTensorError
@@ -62,6 +63,10 @@ def local_blocks(name: str, tensor: torch.Tensor, regions: Regions | None = None
     Raises CheckpointError for pending reductions, tensors without memory, sparse and quantized ones and other tensor
     subclasses, and local tensors that their placements do not describe.
     """
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        raise UnsavableTensorError(
+            f"{name}: a lazy module has not made this tensor yet, so that it has no shape; run a forward first"
+        )
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         tensor = tensor.detach()

@@ -17,6 +17,7 @@ __all__ = ["FORMAT", "VERSION", "ManifestError", "merge_parts", "parse", "serial
 
 FORMAT = "vescale-checkpoint"
 VERSION = 1
+_NEEDED = ("values", "files", "tensors")
 _SHOWN = 5
 
 
@@ -48,6 +49,8 @@ def parse(data: bytes) -> dict[str, Any]:
             f"it has version {found.get('version')!r} of the format, and this vescale reads version {VERSION}; install the "
             "vescale that wrote it, or a later one"
         )
+    if lacking := [key for key in _NEEDED if key not in found]:
+        raise ManifestError(f"it lacks {', '.join(lacking)}; it was not written by vescale")
     return found
 
 
@@ -66,6 +69,8 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
     files: list[dict[str, Any]] = []
     tensors: dict[str, dict[str, Any]] = {}
     seen: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+    sums: dict[tuple[str, tuple[int, ...]], int] = {}
+    buffers = {name for part in parts for name in part["buffers"]}
     by: dict[str, int] = {}
     for rank, part in enumerate(parts):
         if part["file"] is not None:
@@ -86,6 +91,12 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
                 if known.setdefault(tuple(offset), tuple(sizes)) != tuple(sizes):
                     raise ManifestError(
                         f"{name}: ranks have written different boxes at {offset}: {sizes} on rank {rank}"
+                    )
+                if sums.setdefault((name, tuple(offset)), checksum) != checksum and name not in buffers:
+                    raise ManifestError(
+                        f"{name}: rank {rank} and a rank before it have written different values of the same elements, "
+                        f"those at {offset} of sizes {sizes}; ranks that hold the same part of a tensor need the same "
+                        "values: give the tensor another name on each rank, or make the ranks equal (broadcast it)"
                     )
                 if is_copy:
                     files[-1].setdefault("copies", []).append([name, sizes, start, f"{checksum:08x}"])

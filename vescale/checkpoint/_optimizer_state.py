@@ -55,7 +55,36 @@ def optimizer_state(
             state = optimizer.state.get(parameter)
             if state:
                 states[name] = encode(dict(state), f"{prefix}.state.{name}", tensors)
-    return {"class": type(optimizer).__name__, "param_groups": groups, "state": states}
+    found = {"class": type(optimizer).__name__, "param_groups": groups, "state": states}
+    if further := _further_values(prefix, optimizer):
+        found["beside"] = encode(further, f"{prefix}.beside", tensors)
+    return found
+
+
+def _further_values(prefix: str, optimizer: Optimizer) -> dict[str, Any]:
+    """What a ``state_dict`` of the optimizer's own class has beside states and groups.
+
+    Raises OptimizerNamesError if it has states that ``optimizer.state`` has not: they would be lost."""
+    own = getattr(type(optimizer), "state_dict", Optimizer.state_dict)
+    if own is Optimizer.state_dict:
+        return {}
+    try:
+        found = optimizer.state_dict()
+    except RuntimeError as error:
+        raise OptimizerNamesError(
+            f"{prefix}: {type(optimizer).__qualname__}.state_dict() fails ({error}), so that what it has beside .state is "
+            "not known; pass what is to be saved of it by a name of its own: save(..., my_optimizer=...)"
+        ) from error
+    states = found.get("state")
+    theirs = sum(1 for state in states.values() if state) if isinstance(states, Mapping) else 0
+    ours = sum(1 for state in optimizer.state.values() if state)
+    if theirs > ours:
+        raise OptimizerNamesError(
+            f"{prefix} is a {type(optimizer).__qualname__}, whose state_dict() has states of {theirs} parameters, and whose "
+            f".state has {ours}; the others would be lost. Pass it by a name of its own, which saves its state_dict(): "
+            "save(..., my_optimizer=optimizer)"
+        )
+    return {key: value for key, value in found.items() if key not in ("state", "param_groups")}
 
 
 def named_groups(prefix: str, optimizer: Optimizer, names: Mapping[int, str]) -> list[list[tuple[str, Any]]]:
@@ -84,6 +113,8 @@ class OptimizerLoad:
         targets: tensors to fill, by their names in the checkpoint.
         missing: names of states that the optimizer has and the checkpoint has not.
         structure: names of groups and options that differ in what states mean, as (found, expected).
+
+    What the optimizer's own ``state_dict`` had beside states and groups goes through its ``load_state_dict``.
     """
 
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -91,9 +122,14 @@ class OptimizerLoad:
     structure: dict[str, tuple[str, str]] = field(default_factory=dict)
     _states: list[tuple[Any, Any, dict[str, Any]]] = field(default_factory=list)
     _options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    _further: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
 
     def finish(self) -> None:
         """When the targets are filled: put them, and all other values, into the optimizer."""
+        for optimizer, further in self._further:  # before states, which torch's loading would cast
+            groups = list(optimizer.param_groups)
+            optimizer.load_state_dict({**optimizer.state_dict(), **further})
+            optimizer.param_groups[:] = groups
         for optimizer, parameter, state in self._states:
             if state:
                 optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **state}
@@ -133,6 +169,11 @@ def plan_optimizer_load(
                 f"no group with {members[0][0]}" + (f" (nearest: {', '.join(near)})" if near else ""),
                 f"the options of {len(members)} parameters",
             )
+    if saved.get("beside"):
+        group = optimizer.param_groups[0]
+        own = _further_values(prefix, optimizer)
+        further = _placed(load, decode(saved["beside"]), own, None, group, group["params"][0], stored)
+        load._further.append((optimizer, further))
     return load
 
 

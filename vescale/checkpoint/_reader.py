@@ -15,11 +15,12 @@ import torch
 from vescale.checkpoint._byte_reads import MAX_READ_BYTES, BoxIndex, ByteRead, plan_reads
 from vescale.checkpoint._local_blocks import LocalBlocks, Regions, local_blocks
 from vescale.checkpoint._names import compare
+from vescale.checkpoint._regular_files import open_regular
 from vescale.checkpoint._replicas import Shares, broadcast_shares, plan_shares
 from vescale.checkpoint._scratch import scratch
 from vescale.checkpoint._stored import Stored
 from vescale.compat import note_writes
-from vescale.errors import CheckpointError, DamagedFileError
+from vescale.errors import CheckpointError, DamagedFileError, UnsavableTensorError
 
 __all__ = ["read_tensors", "read_whole"]
 
@@ -57,6 +58,7 @@ def read_tensors(
     compare(stored.tensors, targets, cast=cast).refuse(str(stored.folder))
     regions: Regions = {}
     blocks = {name: local_blocks(name, targets[name], regions) for name in sorted(targets)}
+    _refuse_expanded(blocks)
     shares = plan_shares(blocks) if share else Shares(set(blocks))
     shares.agree(
         lambda: _fill_or_failure(stored, blocks, shares.own)
@@ -67,6 +69,20 @@ def read_tensors(
     note_writes([entry.tensor for entry in blocks.values()])
     written = [entry.local for entry in blocks.values() if entry.local is not None]
     torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+
+
+def _refuse_expanded(blocks: Mapping[str, LocalBlocks]) -> None:
+    for name, entry in blocks.items():
+        local = entry.local
+        if (
+            local is not None
+            and 0 in local.stride()
+            and any(n > 1 and not step for n, step in zip(local.shape, local.stride()))
+        ):
+            raise UnsavableTensorError(
+                f"{name}: several elements of the tensor to fill share one place in memory (strides {local.stride()}): "
+                "it was expanded; clone() it before"
+            )
 
 
 def read_whole(stored: Stored, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -202,7 +218,7 @@ class _Files:
     def descriptor(self, name: str) -> int:
         found = self._open.get(name)
         if found is None:
-            opened = os.open(self._folder / name, os.O_RDONLY)
+            opened = open_regular(self._folder / name)
             found = self._open.setdefault(name, opened)
             if found != opened:  # another thread was first
                 os.close(opened)

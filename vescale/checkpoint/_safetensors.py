@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from vescale.checkpoint._box_cover import cover_fault
+from vescale.checkpoint._regular_files import open_regular, read_regular
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.errors import CheckpointError, DamagedFileError, SafetensorsFolderError
 
@@ -70,7 +71,7 @@ def read_header(path: Path) -> Header:
     Raises CheckpointError, which says what is wrong with the file.
     """
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             first = file.read(8)
             if len(first) < 8:
@@ -182,7 +183,7 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         raise SafetensorsFolderError(f"{path} cannot be read as JSON: {error}; copy or download it again") from None
     weights = found.get("weight_map") if isinstance(found, dict) else None

@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,23 +18,21 @@ import torch.distributed as dist
 
 import vescale
 from vescale.checkpoint import _disk
-from vescale.checkpoint._data_file import align, write_data_file
 from vescale.checkpoint._error_text import as_text, from_text
 from vescale.checkpoint._folder_lock import FolderLock
 from vescale.checkpoint._gathering import Gathering
 from vescale.checkpoint._local_blocks import LocalBlocks
 from vescale.checkpoint._ownership import Holders, agree_on_holders, owned, shared_names
+from vescale.checkpoint._rank_file import Piece, RankFile, fill_image, layout_of
+from vescale.checkpoint._rank_values import add_values_of_ranks, differing, digests_of, pick
 from vescale.checkpoint._replicas import has_other_ranks
 from vescale.checkpoint._snapshot import Snapshot, samples
-from vescale.checkpoint._step_folder import Retention, clean, commit, pack_part
+from vescale.checkpoint._step_folder import Retention, clean, commit, pack_part, unpack_part
 from vescale.checkpoint._writer import Writer
 from vescale.comm import Consensus
 from vescale.errors import CheckpointError, CheckpointWarning, SaveFailedError
-from vescale.placements import Box
 
 __all__ = ["Saver", "Target", "dtype_name"]
-
-_ROWS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,8 @@ class Saver:
     """Saves to one folder. Made, and called, by all ranks in the same order; at most one save is under way.
 
     A rank writes one file. What ranks hold in common is divided among them; who writes what follows from placements and
-    names, which ranks compare in the first save. Later ones exchange one message through the store, when all have written.
+    names, which ranks compare in the first save. Later ones exchange one message through the store, when all have
+    written, and a second one where values beside tensors differ between ranks.
     """
 
     def __init__(self, folder: str, call: str, *, asynchronous: bool, locks: bool = True) -> None:
@@ -87,17 +86,18 @@ class Saver:
         gathering = self._open()
         holders = self._agree(snapshot.blocks)
         own = sorted(owned(snapshot.blocks, holders))
-        layout = list(_layout({name: snapshot.blocks[name] for name in own}))
+        layout = list(layout_of({name: snapshot.blocks[name] for name in own}))
         part = _part(snapshot, own, layout, holders) | {"samples": samples(snapshot)}
         head = _head(snapshot, target) if gathering.rank == 0 else {}
         writing = self._writing(gathering, target, layout, part)
+        writing.values = snapshot.values
         if self._writer is None:
             self._finish(gathering, writing, head, target, lambda: writing.write(snapshot.blocks))
             self.wait()
             return
         writer, unstaged = self._writer, None
         try:
-            _fill_image(writer, layout, snapshot.blocks)
+            fill_image(writer, layout, snapshot.blocks)
         except (OSError, RuntimeError) as error:  # no memory: the other ranks have to hear of it
             unstaged = SaveFailedError(f"the copy to memory of the host failed: {error}")
 
@@ -137,8 +137,8 @@ class Saver:
                 self._holders = agree_on_holders(blocks, self._consensus)
         return self._holders
 
-    def _writing(self, gathering: Gathering, target: Target, layout: list[_Piece], part: dict[str, Any]) -> _Writing:
-        return _Writing(self.folder, f"{target.name}.tmp-{self._id}", f"data-{gathering.rank:05d}.bin", layout, part)
+    def _writing(self, gathering: Gathering, target: Target, layout: list[Piece], part: dict[str, Any]) -> RankFile:
+        return RankFile(self.folder, f"{target.name}.tmp-{self._id}", f"data-{gathering.rank:05d}.bin", layout, part)
 
     def wait(self) -> None:
         """Until nothing is under way. Raises CheckpointError if the save that was has failed; once."""
@@ -202,20 +202,31 @@ class Saver:
         return own
 
     def _finish(
-        self, gathering: Gathering, writing: _Writing, head: dict[str, Any], target: Target, write: Any
+        self, gathering: Gathering, writing: RankFile, head: dict[str, Any], target: Target, write: Any
     ) -> None:
         """Write this rank's file, and have the first rank commit what all have written."""
+        received: list[str] = []  # on the first rank
 
         def message() -> str:
             try:
                 _check_space(self.folder, writing.nbytes)
                 writing.put_checksums(write())
-                return f"ok{target.name}\n{pack_part(writing.part)}"
+                digests = digests_of(writing.values, optimizers="values" not in writing.part)
+                return f"ok{target.name}\n{digests}\n{pack_part(writing.part)}"
             except (OSError, CheckpointError, ValueError) as error:
                 return f"no{as_text(error)}"
 
+        def first(messages: Sequence[str]) -> dict[str, Any]:
+            received[:] = messages
+            return self._commit(messages, writing, head, target)
+
         try:
-            outcome = gathering.round(message, lambda messages: self._commit(messages, writing, head, target))
+            outcome = gathering.round(message, first)
+            if wanted := outcome.get("wanted"):  # values that differ between ranks
+                outcome = gathering.round(
+                    lambda: pack_part(pick(writing.values, wanted)),
+                    lambda picked: self._commit(received, writing, head, target, picked),
+                )
         except CheckpointError as error:
             self._holders, self._has_failed = None, True
             self._failure = SaveFailedError(
@@ -233,19 +244,31 @@ class Saver:
                 self._told += outcome["warnings"]
 
     def _commit(
-        self, messages: Sequence[str], writing: _Writing, head: dict[str, Any], target: Target
+        self,
+        messages: Sequence[str],
+        writing: RankFile,
+        head: dict[str, Any],
+        target: Target,
+        picked: Sequence[str] | None = None,
     ) -> dict[str, Any]:
-        """On the first rank."""
+        """On the first rank. Returns ``{"wanted": ...}``, and has not committed, where ranks have different values, and what
+        they ``picked`` of these is not here yet."""
         path = os.path.join(self.folder, writing.temporary)
         try:
             failed = [rank for rank, message in enumerate(messages) if not message.startswith("ok")]
             if failed:
                 raise from_text(messages[failed[0]][2:], f"rank {failed[0]}: " if len(messages) > 1 else "")
-            names, parts = zip(*(message[2:].split("\n", 1) for message in messages))
+            names, digests, parts = zip(*(message[2:].split("\n", 2) for message in messages))
             if len(set(names)) > 1:
                 raise SaveFailedError(
                     f"ranks save different steps: {sorted(set(names))}; all have to save the same one"
                 )
+            different = differing(digests)
+            optimizers = different.pop("optimizer", ())
+            if different and picked is None:
+                return {"wanted": different}
+            if picked is not None:
+                add_values_of_ranks(head["values"], [unpack_part(text) for text in picked])
             job = {
                 "do": "commit",
                 "parent": self.folder,
@@ -259,74 +282,23 @@ class Saver:
                 "retention": asdict(target.retention) if target.retention is not None else None,
                 "aside": list(target.aside),
             }
-            return self._writer.run(job) if self._writer is not None else commit(job)
+            found = self._writer.run(job) if self._writer is not None else commit(job)
+            found["warnings"] += [
+                f"{name}: options, or states that are no tensors, differ between ranks, and those of the first rank are "
+                "saved; give all ranks the same ones"
+                for name in optimizers
+            ]
+            return found
         except BaseException:
             _disk.remove_tree(path)
             raise
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A block of a tensor in this rank's file."""
-
-    name: str
-    box: Box
-    start: int
-    nbytes: int
-
-
-@dataclass
-class _Writing:
-    folder: str
-    temporary: str
-    file: str
-    layout: list[_Piece]
-    part: dict[str, Any]
-
-    @property
-    def nbytes(self) -> int:
-        return self.layout[-1].start + self.layout[-1].nbytes if self.layout else 0
-
-    @property
-    def path(self) -> str:
-        return os.path.join(self.folder, self.temporary)
-
-    def write(self, blocks: Mapping[str, LocalBlocks]) -> dict[str, Any]:
-        """In this process, from the tensors."""
-        _disk.make_folder(self.path)
-        pieces = ((p.start, p.nbytes, _chunks(blocks[p.name].view(p.box))) for p in self.layout)
-        found = write_data_file(os.path.join(self.path, self.file), pieces, self.nbytes)
-        _disk.sync_folder(self.path)
-        return found
-
-    def hand_over(self, writer: Writer) -> dict[str, Any]:
-        """In the writer process, from the shared memory."""
-        boxes = [[piece.start, piece.nbytes] for piece in self.layout]
-        job = {"do": "write", "folder": self.path, "name": self.file, "bytes": self.nbytes, "boxes": boxes}
-        return writer.run(job)
-
-    def put_checksums(self, written: dict[str, Any]) -> None:
-        self.part["file"] = {key: written[key] for key in ("name", "bytes", "crc32")}
-        checksums = iter(written["boxes"])
-        for _, _, boxes in self.part["tensors"].values():
-            for box in boxes:
-                box.append(next(checksums))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _layout(blocks: Mapping[str, LocalBlocks]) -> Iterator[_Piece]:
-    position = 0
-    for name, entry in blocks.items():
-        for box in entry.boxes:
-            start, nbytes = align(position), box.numel * entry.dtype.itemsize
-            yield _Piece(name, box, start, nbytes)
-            position = start + nbytes
-
-
-def _part(snapshot: Snapshot, own: Sequence[str], layout: Sequence[_Piece], holders: Holders) -> dict[str, Any]:
+def _part(snapshot: Snapshot, own: Sequence[str], layout: Sequence[Piece], holders: Holders) -> dict[str, Any]:
     """What this rank tells the first one; checksums follow. Tensors are in the order of the layout."""
     tensors: dict[str, Any] = {}
     for name in own:
@@ -368,32 +340,3 @@ def _check_space(folder: str, nbytes: int) -> None:
         raise SaveFailedError(
             f"{folder} has {free} bytes left, and this rank alone has {nbytes} to write: free some, or use another"
         )
-
-
-@torch.no_grad()
-def _fill_image(writer: Writer, layout: Sequence[_Piece], blocks: Mapping[str, LocalBlocks]) -> None:
-    """Copy what this rank writes to the shared memory, as it will be in the file."""
-    image = writer.image(layout[-1].start + layout[-1].nbytes if layout else 0)
-    devices = set()
-    for piece in layout:
-        source = blocks[piece.name].view(piece.box)
-        place = image[piece.start : piece.start + piece.nbytes].view(source.dtype).view(source.shape)
-        place.copy_(source, non_blocking=source.is_cuda)
-        if source.is_cuda:
-            devices.add(source.device)
-    for device in devices:
-        torch.cuda.synchronize(device)
-
-
-@torch.no_grad()
-def _chunks(view: torch.Tensor) -> Iterator[Any]:
-    """The bytes of a block in row-major order; without a copy where they are so in memory."""
-    if view.device.type == "cpu" and view.is_contiguous():
-        yield view.reshape(-1).view(torch.uint8).numpy()
-        return
-    if view.ndim == 0:
-        yield view.cpu().reshape(-1).view(torch.uint8).numpy()
-        return
-    rows = max(1, _ROWS_BYTES // max(1, view[0].numel() * view.element_size()))
-    for start in range(0, len(view), rows):
-        yield view[start : start + rows].cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -86,9 +86,16 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
     if rng:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         tensors[f"{RANDOM}.{rank}"] = get_random_state()
-    blocks = {name: local_blocks(name, tensors[name]) for name in sorted(tensors)}
+    blocks = {name: local_blocks(name, _resolved(tensors[name])) for name in sorted(tensors)}
     is_trained = model is not None and any(parameter.requires_grad for parameter in model.parameters())
     return Snapshot(blocks, values, buffers, program, is_trained and optimizer is None)
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Without a conjugation or negation that is done when the tensor is used: its memory has other values."""
+    if type(tensor) is torch.Tensor and (tensor.is_conj() or tensor.is_neg()):
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
 
 
 def _state_of(value: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 
 from vescale.checkpoint import _disk
 from vescale.checkpoint._manifest_text import ManifestError, merge_parts, parse, serialize
+from vescale.checkpoint._regular_files import read_regular
 
 __all__ = [
     "MANIFEST",
@@ -59,8 +60,7 @@ def read_manifest(step_folder: str) -> dict[str, Any]:
     """Raises ManifestError, with the path, if there is none or it is damaged."""
     path = os.path.join(step_folder, MANIFEST)
     try:
-        with open(path, "rb") as file:
-            return parse(file.read())
+        return parse(read_regular(path))
     except (OSError, ValueError) as error:
         raise ManifestError(f"{path}: {error}") from error
 

@@ -82,6 +82,8 @@ class _Tensors(Mapping[str, StoredTensor]):
         own = self._names[name]
         if own not in self._made:
             entry = self._entries[own]
+            if any(not 0 <= file < len(self._files) for _, _, file, *_ in entry["boxes"]):
+                raise DamagedFileError(f"{name}: the manifest places it in a file that it does not list")
             boxes = tuple(
                 StoredBox(tuple(offset), tuple(sizes), self._files[file], start)
                 for offset, sizes, file, start, _ in entry["boxes"]

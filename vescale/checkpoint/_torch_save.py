@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import torch
 
+from vescale.checkpoint._regular_files import open_regular
 from vescale.checkpoint._restricted_pickle import PLAIN_NAMES, load_restricted
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.errors import DamagedFileError
@@ -333,6 +334,6 @@ def _whole(record: TensorRecord, file: str) -> StoredTensor:
 
 def _opened(path: Path) -> IO[bytes]:
     try:
-        return path.open("rb")
+        return open(open_regular(path), "rb")
     except OSError as error:
         raise DamagedFileError(f"{path}: {error.strerror or error}") from error

@@ -6,15 +6,17 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vescale.checkpoint._box_cover import cover_fault
 from vescale.checkpoint._data_file import box_checksums
 from vescale.checkpoint._manifest_text import ManifestError
 from vescale.checkpoint._step_folder import MANIFEST, find_problems, read_manifest, step_name, step_numbers
+from vescale.checkpoint._stored import StoredBox
 from vescale.errors import UnknownDtypeError, UnknownFormatError
 
 __all__ = ["verify", "verify_step"]
@@ -53,6 +55,8 @@ def verify_step(
         return [str(error)]
     listed = {file["name"] for file in manifest["files"]} | {MANIFEST}
     problems += [f"{path / name} is not listed in the manifest" for name in sorted(set(os.listdir(path)) - listed)]
+    if faults := _faults_of_index(manifest):  # by a program: a damaged manifest has another checksum
+        return problems + [f"{path / MANIFEST}: {fault}" for fault in faults]
     boxes: dict[int, list[tuple[int, int, str, str]]] = defaultdict(list)
     for name, entry in manifest["tensors"].items():
         for _, sizes, file, start, checksum in entry["boxes"]:
@@ -66,6 +70,31 @@ def verify_step(
             problems += _check_file(path / file["name"], sorted(boxes[number]))
             progress(file["bytes"])
     return problems
+
+
+def _faults_of_index(manifest: Mapping[str, Any]) -> list[str]:
+    """Tensors whose boxes overlap, leave elements out, or are not inside of their files."""
+    found = []
+    sizes = [file["bytes"] for file in manifest["files"]]
+
+    def is_inside(file: int, start: int, nbytes: int) -> bool:
+        return 0 <= file < len(sizes) and 0 <= start <= start + nbytes <= sizes[file]
+
+    for name, entry in manifest["tensors"].items():
+        itemsize = _itemsize(entry["dtype"])
+        boxes = [StoredBox(tuple(offset), tuple(block), "", 0) for offset, block, *_ in entry["boxes"]]
+        fault = cover_fault(boxes, entry["shape"])
+        if fault is not None:
+            found.append(f"the boxes of {name}, of shape {entry['shape']}, {fault}")
+        for box, (_, _, file, start, _) in zip(boxes, entry["boxes"]):
+            if not is_inside(file, start, box.numel * itemsize):
+                found.append(f"a box of {name} is listed at byte {start} of file {file}, which has no such bytes")
+    for number, file in enumerate(manifest["files"]):
+        for name, block, start, _ in file.get("copies", ()):
+            entry = manifest["tensors"].get(name)
+            if entry is None or not is_inside(number, start, math.prod(block) * _itemsize(entry["dtype"])):
+                found.append(f"{file['name']} is listed with a copy of {name} at byte {start}, and has none")
+    return found
 
 
 def _check_file(path: Path, boxes: list[tuple[int, int, str, str]]) -> list[str]:
