@@ -125,6 +125,7 @@ from vescale.errors._pipelines import (
     PipelineCutError,
     PipelineLossError,
     PipelineTraceError,
+    PipelineWarning,
     ScheduleError,
 )
 from vescale.errors._placements import (
@@ -255,6 +256,7 @@ __all__ = [
     "PipelineEntryError",
     "PipelineLossError",
     "PipelineTraceError",
+    "PipelineWarning",
     "PlacementError",
     "PlacementTextError",
     "PlanError",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
 from vescale.errors import PipelineCallError, PipelineTraceError
+from vescale.pipeline._batch_reads import Place, ReadCalls
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._gates import Gate, StageEnd, current_run
 from vescale.pipeline._traced import Boundary, Origin, OuterResults, TensorLike, TracedCall
@@ -53,7 +54,14 @@ class Surroundings(Protocol):
 class StageRun:
     """One forward of one stage: earlier modules answer with placeholders, and the forward ends where the next begins."""
 
-    def __init__(self, runner: Surroundings, known: Signature, stage: int, received: Sequence[DTensor]) -> None:
+    def __init__(
+        self,
+        runner: Surroundings,
+        known: Signature,
+        stage: int,
+        received: Sequence[DTensor],
+        answers: Mapping[Place, Any],
+    ) -> None:
         self.runner, self.known, self.stage, self.received = runner, known, stage, received
         self.begun = stage == 0
         self.number = 0  # of the next call of a gated module
@@ -69,6 +77,7 @@ class StageRun:
         self.depth = 0
         self.loss_mode: Callable[[], Any] | None = None
         self.at_begin: Callable[[], None] | None = None
+        self.answers = answers  # of the whole batch, to what the forward reads from it
 
     @contextlib.contextmanager
     def around_forward(self) -> Iterator[None]:
@@ -82,6 +91,8 @@ class StageRun:
             if mode is not None:
                 self.at_begin = mode.restart
                 stack.enter_context(mode)
+            if self.answers:
+                stack.enter_context(ReadCalls(lambda: self.number - 1 if self.depth else -1, self.answers))
             yield
 
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

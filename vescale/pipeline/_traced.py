@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat.tensor_subclasses import tree_flatten
+from vescale.pipeline._batch_reads import BatchReads
 from vescale.pipeline._loss_sums import LossNodes
 from vescale.rng import Draw
 
@@ -112,6 +113,9 @@ class Trace:
         outside: stages that read what they have received elsewhere than among the arguments of their modules.
         writes: stages whose ops write in place to what the stage has received.
         replay: for a tensor, what computes it from another batch of the same shapes; None where it depends on parameters.
+        reads: values that the forward reads from the batch.
+        draws_before: of a stage, how many draws earlier ones do.
+        of_rows: what depends on the rows of a batch together, in words.
     """
 
     boundaries: dict[int, Boundary]
@@ -123,7 +127,15 @@ class Trace:
     writes: set[int]
     nodes: LossNodes
     replay: Callable[[torch.Tensor], Callable[[Mapping[str, Any]], torch.Tensor] | None]
+    reads: BatchReads
+    draws_before: Mapping[int, int]
+    of_rows: Sequence[str]
 
     def without_values(self) -> Trace:
         """The same without the tensors that the forward made, as masks of attention, one or several for each layer."""
         return replace(self, nodes=LossNodes(batch=set()), replay=lambda _: None)
+
+    def looks_like(self, other: Trace) -> bool:
+        """Whether stages send, call and draw the same as in another trace."""
+        mine, theirs = ((t.boundaries, t.calls, t.draws, len(t.losses), t.outside, t.writes) for t in (self, other))
+        return mine == theirs
