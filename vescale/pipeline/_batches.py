@@ -20,7 +20,7 @@ from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss_path import output_at, try_loss
 from vescale.pipeline._loss_sums import LossShare, share_of_microbatches
 from vescale.pipeline._trace import trace
-from vescale.pipeline._traced import Trace
+from vescale.pipeline._traced import NOTHING, Boundary, Origin, Trace
 from vescale.plans import PipelineEntry
 
 __all__ = ["MOST_BRANCHES", "Signature", "inputs_of", "like", "microbatches_of", "traced_pair"]
@@ -41,7 +41,18 @@ class Signature:
         self._ignores_values = False
         if entry.microbatches > 1 and whole.of_rows:
             _warn_of_rows(whole.of_rows, entry)
+        self._origins: dict[int, tuple[Mapping[Origin, int], Mapping[Origin, int]]] = {}
         self.drawn: set[int] = set()  # the stages whose random numbers have been compared with those of the trace
+
+    def origins(self, stage: int) -> tuple[Mapping[Origin, int], Mapping[Origin, int]]:
+        """The numbers of what a stage receives, and of what it sends, beside the arguments of modules. (Of arguments, too,
+        where they are read elsewhere: their stand-ins may be several.)"""
+        found = self._origins.get(stage)
+        if found is None:
+            enters, leaves = (self.part.boundaries.get(n, NOTHING) for n in (stage, stage + 1))
+            entering = _by_origin(enters, 0 if stage in self.part.outside else len(enters.leaves))
+            found = self._origins[stage] = entering, _by_origin(leaves, len(leaves.leaves))
+        return found
 
     def fits(self, batch: Mapping[str, Any]) -> bool:
         """Whether the forward of this batch reads what that of the traced one has read."""
@@ -62,14 +73,21 @@ class Signature:
             if not any(different) and self.whole.looks_like(other.whole) and self.part.looks_like(other.part):
                 self._ignores_values = True
 
-    def answers(self, batch: Mapping[str, Any], *parts: Mapping[str, Any]) -> dict[Place, Any]:
+    def answers(self, batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[Place, Any]:
         """What the forward of each micro-batch gets where it reads from the batch: what that of the whole batch reads.
         Empty where all read the same, and where a micro-batch reads less often, so that each reads for itself."""
         whole, part = self.whole.reads, self.part.reads
-        if len(parts) == 1 or whole.counts != part.counts or whole.values.keys() != part.values.keys():
+        if len(parts) == 1 or not whole.values:
+            return {}
+        if whole.counts != part.counts or whole.values.keys() != part.values.keys():
             return {}
         values = whole.compute(batch)
         return values if any(part.compute(given) != values for given in parts) else {}
+
+
+def _by_origin(boundary: Boundary, first: int) -> dict[Origin, int]:
+    """The numbers, from ``first`` on, of what enters a stage."""
+    return {origin: n for n, origins in enumerate(boundary.origins) if n >= first for origin in origins}
 
 
 def _warn_of_rows(found: Sequence[str], entry: PipelineEntry) -> None:

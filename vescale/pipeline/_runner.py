@@ -92,6 +92,7 @@ class Runner:
         self._answers: Mapping[Place, Any] = {}
         self._known: Signature | None = None
         self._batches: list[dict[str, Any]] = []
+        self._inputs: list[dict[str, Any]] = []  # what of them the model's forward takes
         self._loss: BatchLoss | None = None
         self._totals: list[torch.Tensor] = []
         self._counts: list[Any] = []
@@ -209,10 +210,10 @@ class Runner:
         batch = self._local_inputs.whole(batch)
         self._compare(batch)
         self._batches = microbatches_of(batch, self.entry)
-        known = self._known = self._signature(batch)
-        self._answers = known.answers(
-            *(inputs_of(self.skeleton, given, self.entry) for given in (batch, *self._batches))
-        )
+        whole = inputs_of(self.skeleton, batch, self.entry)
+        self._inputs = [{name: part[name] for name in whole} for part in self._batches]
+        known = self._known = self._signature(batch, whole)
+        self._answers = known.answers(whole, self._inputs)
         self._loss = BatchLoss(self.entry, known, batch)
         self._totals, self._counts, self.states = [], [], {}
         known.headers.begin_step()
@@ -227,7 +228,7 @@ class Runner:
             for draw in known.whole.draws:
                 draw.skip(generator)
         finally:
-            self._batches, self.states = [], {}
+            self._batches, self._inputs, self.states = [], [], {}
 
     def _compare(self, batch: Mapping[str, Any]) -> None:
         """All stages do the same with the same batch. (The ranks of one stage compare what its forwards are given.)"""
@@ -243,12 +244,11 @@ class Runner:
         what = "a step" if torch.is_grad_enabled() else "an evaluation"
         checks.forward(f"the stages of {type(self.model).__name__}", what, rows, ())
 
-    def _signature(self, batch: Mapping[str, Any]) -> Signature:
-        """What is known of batches of this signature, whose forward reads the same values from them."""
+    def _signature(self, batch: Mapping[str, Any], whole: Mapping[str, Any]) -> Signature:
+        """What is known of batches of this signature, whose forward reads the same values from them; it takes ``whole``."""
         modes = bytes(module.training for module in self._modules)
         key = (modes, torch.is_grad_enabled(), *sorted((name, like(value)) for name, value in batch.items()))
         found = self._signatures.setdefault(key, [])
-        whole = inputs_of(self.skeleton, batch, self.entry)
         for known in found:
             if known.fits(whole):
                 return known
@@ -334,13 +334,12 @@ class Runner:
         with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
             with running(run):
                 run.loss_mode = self._loss.around_forward if is_last else None
-                out = self.model(**inputs_of(self.skeleton, batch, self.entry))
-            if not is_last:
-                total = None
-            elif callable(self.entry.loss):
+                out = self.model(**self._inputs[microbatch])
+            total: Any = None
+            if is_last and callable(self.entry.loss):
                 total, count = self.entry.loss(out, batch)
                 self._counts.append(_number(count))
-            else:
+            elif is_last:
                 total = self._loss.share(out, batch)
         if known.whole.draws and stage not in known.drawn:
             known.drawn.add(stage)

@@ -18,20 +18,12 @@ from vescale.errors import PipelineCallError, PipelineTraceError
 from vescale.pipeline._batch_reads import Place, ReadCalls
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._gates import Gate, StageEnd, current_run
-from vescale.pipeline._traced import Boundary, Origin, OuterResults, TensorLike, TracedCall
+from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TensorLike, TracedCall
 from vescale.placements import contiguous_stride
 from vescale.plans import PipelineEntry
 from vescale.rng import default_generator
 
 __all__ = ["StageRun", "end_forward"]
-
-
-_NOTHING = Boundary((), (), (), (), (), 0, -1)
-
-
-def _by_origin(boundary: Boundary, first: int) -> dict[Origin, int]:
-    """The numbers, from ``first`` on, of what enters a stage."""
-    return {origin: n for n, origins in enumerate(boundary.origins) if n >= first for origin in origins}
 
 
 _LEAVES = {torch.Tensor, nn.Parameter, DTensor, type(None), bool, int, float, str}  # of pytrees, the usual ones
@@ -68,10 +60,8 @@ class StageRun:
         self.replaced: dict[int, tuple[Any, DTensor]] = {}
         self.made: list[DTensor] | None = None
         boundaries = known.part.boundaries
-        self.enters, self.leaves = boundaries.get(stage, _NOTHING), boundaries.get(stage + 1, _NOTHING)
-        # Of arguments, too, where they are read elsewhere: their stand-ins may be several.
-        self.entering = _by_origin(self.enters, 0 if stage in known.part.outside else len(self.enters.leaves))
-        self.leaving = _by_origin(self.leaves, len(self.leaves.leaves))
+        self.enters, self.leaves = boundaries.get(stage, NOTHING), boundaries.get(stage + 1, NOTHING)
+        self.entering, self.leaving = known.origins(stage)
         self.stand_ins: list[tuple[int, Any]] = []  # of what is received, by its number
         self.found: dict[int, Any] = {}  # what is sent beside arguments, by its number
         self.depth = 0

@@ -15,7 +15,7 @@ from vescale.pipeline._batch_reads import BatchReads
 from vescale.pipeline._loss_sums import LossNodes
 from vescale.rng import Draw
 
-__all__ = ["Boundary", "LossTerm", "Origin", "OuterResults", "TensorLike", "Trace", "TracedCall"]
+__all__ = ["NOTHING", "Boundary", "LossTerm", "Origin", "OuterResults", "TensorLike", "Trace", "TracedCall"]
 
 
 class Origin(NamedTuple):
@@ -75,6 +75,9 @@ class Boundary:
     @property
     def num_bytes(self) -> int:
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes))
+
+
+NOTHING = Boundary((), (), (), (), (), 0, -1)
 
 
 @dataclass(frozen=True)
