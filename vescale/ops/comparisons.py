@@ -28,7 +28,9 @@ def compare_rule(call: OpCall) -> Decision | None:
     """
     first, second = call.operands
     if first.shape != second.shape:
-        return None
+        if call.name == "allclose":
+            return None
+        return Decision((first.placements, second.placements), None, lambda *_, **__: False)
     target = without_partials((first if has_custom(first.placements) else second).placements)
     agree = functools.partial(_agreed, call.op, first.mesh, reduction_axes(target))
     return Decision((target, target), None, agree)
@@ -36,16 +38,15 @@ def compare_rule(call: OpCall) -> Decision | None:
 
 @handles(torch.ops.aten.equal.default, communicates=("all_gather_v",))
 def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """By the ranks of the operands' mesh. Stock DTensor asks all ranks of the default process group, also those that run
-    another stage of a pipeline, or are in no mesh of the model, and never answer.
+    """Of placements that stock DTensor knows, by the ranks of the operands' mesh. Stock DTensor asks all ranks of the
+    default process group, also those that run another stage of a pipeline, or are in no mesh of the model, and never answer.
 
-    Communication: the second operand is moved to the first one's placements, or the first to the second's if only those are
-    custom; and one byte of each rank, where ranks have parts.
+    Communication: operands are moved to the second one's placements; and one byte of each rank, where ranks have parts.
     """
     first, second = args
     if first.shape != second.shape:
         return False
-    target = without_partials((first if has_custom(first.placements) else second).placements)
+    target = without_partials(second.placements)
     own = (local_of(bring(x, target, "equal", name)) for x, name in ((first, "self"), (second, "other")))
     return _agreed(op, first.device_mesh, reduction_axes(target), *own, **kwargs)
 
@@ -62,5 +63,5 @@ def item_rule(call: OpCall) -> Decision:
     return Decision(((Replicate(),) * call.mesh.ndim,), None)
 
 
-register_aten("allclose", rule=compare_rule, communicates=("all_gather_v",))
+register_aten("equal allclose", rule=compare_rule, communicates=("all_gather_v",))
 register_aten("_local_scalar_dense", rule=item_rule)

@@ -118,7 +118,7 @@ class Trace:
         replay: for a tensor, what computes it from another batch of the same shapes; None where it depends on parameters.
         reads: values that the forward reads from the batch.
         draws_before: of a stage, how many draws earlier ones do.
-        of_rows: what depends on the rows of a batch together, in words.
+        of_rows: texts on what depends on the rows of a batch together.
     """
 
     boundaries: dict[int, Boundary]
