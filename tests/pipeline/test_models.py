@@ -215,11 +215,11 @@ SUMS = [
     "row_means",
     "several",
     "stacked",
+    "read",
 ]
 REFUSED = {
     "root": "aten.sqrt.default is taken of a sum or mean",
     "contrast": r"cross_entropy of tensors of shapes \(8, 8\) and \(2, 2\)",
-    "read": "a number that is read from the batch",
     "mixed": "adds a mean over rows, or what does not depend on them, to a sum",
 }
 

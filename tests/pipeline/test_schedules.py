@@ -28,7 +28,7 @@ CASES = [
     for name in PIPELINE_SCHEDULES
     for ranks in (2, 4)
     for per_rank in PER_RANK.get(name, (1, 2))
-    for microbatches in (1, 2, 4, 6, 8, 12, 16)
+    for microbatches in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
 ]
 
 

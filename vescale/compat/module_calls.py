@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -35,7 +36,7 @@ def shorten_call(module: nn.Module, native: Any) -> None:
     kind = type(module)
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook) is native.Enter]
     hooks += [hook for hook in module._forward_hooks.values() if type(hook) is native.Leave]
-    is_usual = kind.__call__ is nn.Module.__call__ and kind._call_impl is MODULE_CALL
+    is_usual = inspect.unwrap(kind.__call__) is nn.Module.__call__ and kind._call_impl is MODULE_CALL
     if is_usual and len(hooks) == 2 and CALL_OVERRIDE not in module.__dict__:
         native.set_call_functions(GLOBAL_HOOKS, _run_hooks, _fail)
         module.__dict__[CALL_OVERRIDE] = native.ModuleCall(module, *hooks)

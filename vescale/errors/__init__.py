@@ -127,6 +127,7 @@ from vescale.errors._pipelines import (
     PipelineCutError,
     PipelineLossError,
     PipelineTraceError,
+    PipelineWarning,
     ScheduleError,
 )
 from vescale.errors._placements import (
@@ -259,6 +260,7 @@ __all__ = [
     "PipelineEntryError",
     "PipelineLossError",
     "PipelineTraceError",
+    "PipelineWarning",
     "PlacementError",
     "PlacementTextError",
     "PlanError",

@@ -11,6 +11,7 @@ __all__ = [
     "PipelineCutError",
     "PipelineLossError",
     "PipelineTraceError",
+    "PipelineWarning",
     "ScheduleError",
 ]
 
@@ -50,3 +51,9 @@ class PipelineCallError(Coded, RuntimeError):
     """A model in stages was called like a whole one, or its micro-batches differ in what stages send."""
 
     code = "VS1006"
+
+
+class PipelineWarning(Coded, UserWarning):
+    """A forward computes something of the rows of its batch together, which in a pipeline are those of a micro-batch."""
+
+    code = "VS1007"

@@ -22,7 +22,7 @@ from vescale.gradients._pipeline_shares import (
     other_stages,
     pipeline_groups,
     set_other_stages,
-    set_share,
+    set_shares,
     shares_of,
     shares_of_gradients,
 )
@@ -59,7 +59,7 @@ __all__ = [
     "reduce_unused",
     "refuse_reducers_of",
     "set_other_stages",
-    "set_share",
+    "set_shares",
     "shares_of",
     "shares_of_gradients",
 ]

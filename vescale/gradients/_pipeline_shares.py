@@ -3,13 +3,13 @@ checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "OtherStages",
@@ -17,7 +17,7 @@ __all__ = [
     "other_stages",
     "pipeline_groups",
     "set_other_stages",
-    "set_share",
+    "set_shares",
     "shares_of",
     "shares_of_gradients",
 ]
@@ -32,27 +32,36 @@ class StageShare:
     counts: bool
 
 
-_SHARES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By name in each model. (Parameters must have no weak references: to_empty() exchanges their contents.)
+_SHARES: weakref.WeakKeyDictionary[nn.Module, Mapping[str, StageShare]] = weakref.WeakKeyDictionary()
 
 
-def set_share(parameter: torch.Tensor, share: StageShare) -> None:
-    _SHARES[parameter] = share
+def set_shares(model: nn.Module, shares: Mapping[str, StageShare]) -> None:
+    """Of the model's parameters on this rank, by name."""
+    _SHARES[model] = shares
+
+
+def _known() -> Iterator[tuple[torch.Tensor, StageShare]]:
+    for model, shares in list(_SHARES.items()):
+        for name, share in shares.items():
+            yield model.get_parameter(name), share
 
 
 def shares_of(parameters: Sequence[torch.Tensor]) -> list[StageShare | None]:
-    return [_SHARES.get(parameter) for parameter in parameters]
+    known = {id(parameter): share for parameter, share in _known()}
+    return [known.get(id(parameter)) for parameter in parameters]
 
 
 def shares_of_gradients(gradients: Sequence[torch.Tensor]) -> list[StageShare | None]:
     """Of the parameters whose ``.grad`` they are."""
-    known = {id(p.grad): share for p, share in list(_SHARES.items()) if p.grad is not None}
+    known = {id(p.grad): share for p, share in _known() if p.grad is not None}
     return [known.get(id(gradient)) for gradient in gradients]
 
 
 def pipeline_groups() -> dict[dist.ProcessGroup, torch.Tensor]:
     """The groups over which models of this process are cut into stages, while such a model exists, each with one of the
     model's parameters on this rank."""
-    return {share.group: parameter for parameter, share in list(_SHARES.items())}
+    return {share.group: parameter for parameter, share in _known()}
 
 
 @dataclass(frozen=True)

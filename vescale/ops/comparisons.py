@@ -9,9 +9,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from vescale.compat import local_of
 from vescale.ops._call import OpCall
 from vescale.ops._combine_ranks import gather_ranks, reduction_axes
+from vescale.ops._conversion import bring
 from vescale.ops._decision import Decision
+from vescale.ops._registration import handles
 from vescale.ops._registry import register_aten
 from vescale.placements import has_custom, without_partials
 
@@ -33,7 +36,24 @@ def compare_rule(call: OpCall) -> Decision | None:
     return Decision((target, target), None, agree)
 
 
+@handles(torch.ops.aten.equal.default, communicates=("all_gather_v",))
+def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Of placements that stock DTensor knows, by the ranks of the operands' mesh. Stock DTensor asks all ranks of the
+    default process group, also those that run another stage of a pipeline, or are in no mesh of the model, and never answer.
+
+    Communication: operands are moved to the second one's placements; and one byte of each rank, where ranks have parts.
+    """
+    first, second = args
+    if first.shape != second.shape:
+        return False
+    target = without_partials(second.placements)
+    own = (local_of(bring(x, target, "equal", name)) for x, name in ((first, "self"), (second, "other")))
+    return _agreed(op, first.device_mesh, reduction_axes(target), *own, **kwargs)
+
+
 def _agreed(op: Any, mesh: DeviceMesh, axes: tuple[int, ...], *args: Any, **kwargs: Any) -> bool:
+    if not axes:
+        return bool(op(*args, **kwargs))
     own = torch.tensor([op(*args, **kwargs)], device=args[0].device)
     return bool(gather_ranks(own, mesh, axes).all().item())
 

@@ -13,15 +13,20 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.compat import PACKING, no_torch_function
+from vescale.errors import RandomOpError
 from vescale.ops._batch_rows import local_parameter, local_rows, rows_from_local, sharded_rows
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring_with_gradient
 from vescale.ops._registration import replaces
+from vescale.rng import draws_rows
 
 __all__: list[str] = []
 
 
-@replaces(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+@replaces(*_RECURRENT)
 def _recurrent(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func(input, state, parameters, biases, layers, dropout, train, bidirectional, batch_first)``, or of a packed
     sequence ``func(data, batch_sizes, state, parameters, biases, layers, dropout, train, bidirectional)``.
@@ -37,7 +42,7 @@ def _recurrent(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dic
     rows, name = sharded_rows(x, batch_dim), func.__name__
     states = state if func is torch.lstm else (state,)
     _biases, _layers, dropout, train, _bidirectional = numbers
-    if dropout and train and any(rows):
+    if dropout and train and (any(rows) or draws_rows()):
         whole = [Replicate()] * len(rows)  # of a pending sum there is no dropout
         x = bring_with_gradient(x, [Shard(batch_dim) if r else Replicate() for r in rows], name, "input")
         states = [bring_with_gradient(s, [Shard(1) if r else Replicate() for r in rows], name, "state") for s in states]
@@ -59,6 +64,13 @@ def _packed(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[s
     name = func.__name__
     mesh = next(x for x in args if isinstance(x, DTensor)).device_mesh
     rows = [False] * mesh.ndim
+
+    dropout, train = args[6:8] if func in _RECURRENT else (0.0, False)
+    if dropout and train and draws_rows():
+        raise RandomOpError(
+            f"torch.{name} of a packed sequence with dropout={dropout} draws for all rows at once, and a pipeline runs a "
+            "part of them at a time; give it padded tensors, or microbatches=1 (with GPipe)"
+        )
 
     def whole(x: Any) -> Any:
         if isinstance(x, tuple | list):

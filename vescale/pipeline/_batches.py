@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
-from vescale.errors import PipelineBatchError, PipelineLossError
+from vescale.errors import PipelineBatchError, PipelineLossError, PipelineWarning
+from vescale.pipeline._batch_reads import Place
+from vescale.pipeline._cut import Cut
 from vescale.pipeline._headers import HeaderExchange
-from vescale.pipeline._loss_path import output_at
+from vescale.pipeline._loss_path import output_at, try_loss
 from vescale.pipeline._loss_sums import LossShare, share_of_microbatches
-from vescale.pipeline._traced import Trace
+from vescale.pipeline._trace import trace
+from vescale.pipeline._traced import NOTHING, Boundary, Origin, Trace
 from vescale.plans import PipelineEntry
 
-__all__ = ["Signature", "inputs_of", "like", "microbatches_of"]
+__all__ = ["MOST_BRANCHES", "Signature", "inputs_of", "like", "microbatches_of", "traced_pair"]
+
+
+_SHOWN = 3  # texts of a warning
+MOST_BRANCHES = 16  # so many signatures that differ in what forwards read are kept
 
 
 class Signature:
@@ -28,6 +38,86 @@ class Signature:
         self.dims = _batch_dims(whole, part, entry)
         self.share = _share(whole, part, entry)
         self.whole, self.part = whole.without_values(), part.without_values()
+        self._ignores_values = False
+        if entry.microbatches > 1 and whole.of_rows:
+            _warn_of_rows(whole.of_rows, entry)
+        self._origins: dict[int, tuple[Mapping[Origin, int], Mapping[Origin, int]]] = {}
+        self.drawn: set[int] = set()  # the stages whose random numbers have been compared with those of the trace
+
+    def origins(self, stage: int) -> tuple[Mapping[Origin, int], Mapping[Origin, int]]:
+        """The numbers of what a stage receives, and of what it sends, beside the arguments of modules. (Of arguments, too,
+        where they are read elsewhere: their stand-ins may be several.)"""
+        found = self._origins.get(stage)
+        if found is None:
+            enters, leaves = (self.part.boundaries.get(n, NOTHING) for n in (stage, stage + 1))
+            entering = _by_origin(enters, 0 if stage in self.part.outside else len(enters.leaves))
+            found = self._origins[stage] = entering, _by_origin(leaves, len(leaves.leaves))
+        return found
+
+    def fits(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the forward of this batch reads what that of the traced one has read."""
+        reads = self.whole.reads
+        if self._ignores_values or not reads.branches:
+            return True
+        values = reads.compute(batch)
+        return all(values[place] == value for place, value in reads.branches.items())
+
+    def compare(self, others: Sequence[Signature]) -> None:
+        """With those that differ in numbers alone (``mask.sum().item()``): where calls, shapes and random numbers are the
+        same, none of them needs a trace of its own."""
+        for other in others:
+            pairs = [
+                (self.whole.reads.branches.get(place), value) for place, value in other.whole.reads.branches.items()
+            ]
+            different = [type(a) is bool for a, b in pairs if a != b]
+            if not any(different) and self.whole.looks_like(other.whole) and self.part.looks_like(other.part):
+                self._ignores_values = True
+
+    def answers(self, batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[Place, Any]:
+        """What the forward of each micro-batch gets where it reads from the batch: what that of the whole batch reads.
+        Empty where all read the same, and where a micro-batch reads less often, so that each reads for itself."""
+        whole, part = self.whole.reads, self.part.reads
+        if len(parts) == 1 or not whole.values:
+            return {}
+        if whole.counts != part.counts or whole.values.keys() != part.values.keys():
+            return {}
+        values = whole.compute(batch)
+        return values if any(part.compute(given) != values for given in parts) else {}
+
+
+def _by_origin(boundary: Boundary, first: int) -> dict[Origin, int]:
+    """The numbers, from ``first`` on, of what enters a stage."""
+    return {origin: n for n, origins in enumerate(boundary.origins) if n >= first for origin in origins}
+
+
+def _warn_of_rows(found: Sequence[str], entry: PipelineEntry) -> None:
+    """On the first rank, once for each text."""
+    if dist.is_initialized() and dist.get_rank() == 0:
+        more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        warnings.warn(
+            f"pipeline: {'; '.join(found[:_SHOWN])}{more}: in each of {entry.microbatches} micro-batches by itself, and "
+            "not once for the batch as on one device. Use a normalization of single rows (LayerNorm, GroupNorm), put batch "
+            "normalization into evaluation mode, or give microbatches=1 with GPipe",
+            PipelineWarning,
+            stacklevel=2,
+        )
+
+
+def traced_pair(
+    skeleton: nn.Module, cut: Cut, entry: PipelineEntry, batch: Mapping[str, Any], first: Mapping[str, Any]
+) -> tuple[Trace, Trace]:
+    """Of a batch and its first micro-batch, in whose forward reads give what they give in that of the batch."""
+
+    def traced(given: Mapping[str, Any], answers: Mapping[Place, Any] | None = None) -> Trace:
+        loss = functools.partial(try_loss, entry, batch=given) if callable(entry.loss) else None
+        inputs, grad = inputs_of(skeleton, given, entry), torch.is_grad_enabled()
+        return trace(skeleton, cut, inputs, entry.source, grad=grad, answers=answers, loss=loss)
+
+    whole = traced(batch)
+    part = traced(first, whole.reads.values)
+    if part.reads.counts != whole.reads.counts and whole.reads.values:
+        part = traced(first)
+    return whole, part
 
 
 def inputs_of(model: nn.Module, batch: Mapping[str, Any], entry: PipelineEntry) -> dict[str, Any]:

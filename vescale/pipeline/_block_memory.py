@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_leaves
 from vescale.ir import Checkpoint, FlowMode, Local, Program, stand_in_for_experts
-from vescale.pipeline._block_work import guessed_inputs
+from vescale.pipeline._block_work import guessed_inputs, num_tokens
 from vescale.pipeline._skeleton import skeleton_of
 from vescale.plans import CheckpointPolicy, split_selector
 from vescale.runtime import SavingRule
@@ -27,7 +27,8 @@ def block_memory(
     """Bytes by block of the tensors that a forward of one micro-batch saves for backward, before axes of the mesh cut them;
     those before the blocks count for the first, others for the last. Parameters and buffers do not count.
 
-    They are counted in a forward on meta tensors. Zeros where the model does not run so.
+    They are counted in a forward on meta tensors; with recurrent layers, in one of fewer tokens, which have the same share.
+    Zeros where the model does not run so.
 
     Args:
         program: its modules with a checkpoint entry hold their inputs, and what the policy saves.
@@ -41,13 +42,14 @@ def block_memory(
         elif isinstance(instruction.op, Local) and instruction.op.kind == "experts":
             stand_in_for_experts(skeleton.get_submodule(instruction.path))
     inside = list(skeleton.get_submodule(blocks).children())[:num_blocks]
-    for inputs in guessed_inputs(skeleton, rows, length):
+    tokens = num_tokens(skeleton, length)
+    for inputs in guessed_inputs(skeleton, rows, tokens):
         held = _Held(skeleton, inside, policies)
         with contextlib.suppress(Exception), held.watching():
             output = skeleton(**inputs)
             if held.has_run == len(inside):
                 del output
-                return held.bytes
+                return [num_bytes * length / tokens for num_bytes in held.bytes]
     return [0.0] * num_blocks
 
 

@@ -18,31 +18,40 @@ from vescale.ir import FlowMode, example_inputs
 from vescale.pipeline._skeleton import skeleton_of
 from vescale.plans import config_value
 
-__all__ = ["block_work", "guessed_inputs"]
+__all__ = ["block_work", "guessed_inputs", "num_tokens"]
 
 _LENGTH = 4096
+_STEPS = 64  # of recurrent layers, whose forward on meta tensors is many ops for each token
 
 
 def block_work(model: nn.Module, blocks: str, num_blocks: int) -> list[float]:
     """The floating-point operations of a forward, by block; those before the blocks count for the first, others for the
     last.
 
-    They are counted in a forward on meta tensors: one row of 4,096 tokens, or as many as the model takes, or what fits
-    its first layer. Where the model does not run so (its forward depends on values, as that of experts in a loop), the
-    numbers of parameters that multiply stand for them, those of experts by the share that a token uses.
+    They are counted in a forward on meta tensors: one row of 4,096 tokens (64 with recurrent layers), or as many as the
+    model takes, or what fits its first layer. Where the model does not run so (its forward depends on values, as that of
+    experts in a loop), the numbers of parameters that multiply stand for them, those of experts by the share that a token
+    uses.
 
     Args:
         blocks: path of the ModuleList.
     """
     skeleton = skeleton_of(model).to("meta")
     inside = list(skeleton.get_submodule(blocks).children())[:num_blocks]
-    for inputs in guessed_inputs(skeleton):
+    for inputs in guessed_inputs(skeleton, length=num_tokens(skeleton)):
         counter = _Counter(inside)
         with contextlib.suppress(Exception), torch.no_grad(), FlowMode(counter), counter:
             skeleton(**inputs)
             if all(counter.work) and counter.has_run == len(inside):
                 return counter.work
     return _by_parameters(model, model.get_submodule(blocks))
+
+
+def num_tokens(model: nn.Module, length: int | None = None) -> int:
+    """Of a row in a forward on meta tensors that stands for one of ``length`` tokens."""
+    is_recurrent = any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules())
+    length = length or _LENGTH
+    return min(length, _STEPS) if is_recurrent else length
 
 
 def guessed_inputs(skeleton: nn.Module, rows: int = 1, length: int | None = None) -> Iterator[dict[str, Any]]:

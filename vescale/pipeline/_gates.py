@@ -57,6 +57,7 @@ def _gated(cls: type[nn.Module]) -> type[nn.Module]:
             return cls.__call__(self, *args, **kwargs)
         return run.call(self.__dict__["_pipeline_gate"], functools.partial(cls.__call__, self), args, kwargs)
 
+    call.__wrapped__ = cls.__call__  # type: ignore[attr-defined]
     named = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), named)
 

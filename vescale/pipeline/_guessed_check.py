@@ -7,18 +7,18 @@ import contextvars
 import warnings
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from vescale.errors import PipelineBatchError, PipelineLossError, PipelineTraceError
 from vescale.ir import random_inputs
-from vescale.pipeline._batches import Signature, microbatches_of
+from vescale.pipeline._batches import Signature, microbatches_of, traced_pair
 from vescale.pipeline._block_work import guessed_inputs
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss
 from vescale.pipeline._skeleton import skeleton_of
-from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import Trace
 from vescale.plans import PipelineEntry
 
@@ -54,10 +54,8 @@ def check_with_guesses(model: nn.Module, skeleton: nn.Module, cut: Cut, entry: P
         for guess in guessed_inputs(skeleton_of(model).to("meta"), 2 * entry.microbatches, _LENGTH):
             try:
                 batch = random_inputs(guess, model, 0)
-                whole, part = (
-                    trace(skeleton, cut, given, entry.source, grad=True)
-                    for given in (batch, microbatches_of(batch, entry)[0])
-                )
+                with torch.enable_grad():
+                    whole, part = traced_pair(skeleton, cut, entry, batch, microbatches_of(batch, entry)[0])
             except PipelineTraceError:
                 raise
             except Exception:  # the forward does not take this guess

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,26 +54,59 @@ class Header:
 class HeaderExchange:
     """Headers of what enters each stage, for one signature of a batch.
 
-    ``place`` is a prefix of keys that only the ranks of one column of the pipeline use, for this signature.
+    ``place`` is a prefix of keys that only the ranks of one column of the pipeline use, for this signature. From one step to
+    the next, what requires gradients may change, when parameters are frozen or no longer are: the sender sets a new version
+    before it sends the step's first message, and the receiver asks for it once that has arrived.
     """
 
     def __init__(self, place: str) -> None:
         self._place = place
         self.known: dict[int, tuple[Header, ...]] = {}
+        self._told: set[int] = set()
+        self._versions: dict[int, int] = {}
+        self._current: set[int] = set()  # told or asked for in this step
+
+    def begin_step(self) -> None:
+        self._current.clear()
 
     def tell(self, stage: int, headers: Sequence[Header]) -> None:
-        """Raises RuntimeError if an earlier micro-batch of the same shapes had other headers."""
-        told = self.known.get(stage)
-        if told is None:
-            self.known[stage] = tuple(headers)
-            default_store().set(f"{self._place}/{stage}", pickle.dumps(tuple(headers)).hex())
-        elif told != tuple(headers):
+        """Raises PipelineCallError if an earlier micro-batch of the same shapes had other headers."""
+        told, new = self.known.get(stage), tuple(headers)
+        may_change = stage not in self._current
+        self._current.add(stage)
+        if told == new:
+            return
+        if told is not None and not (may_change and _without_gradients(told) == _without_gradients(new)):
             raise PipelineCallError(
                 f"pipeline: what enters stage {stage} is {headers} for this micro-batch, and was {told} for another one of "
                 "the same shapes; between stages, shapes and placements must not depend on values"
             )
+        self.known[stage] = new
+        self._told.add(stage)
+        self._versions[stage] = self._versions.get(stage, -1) + 1
+        default_store().set(self._key(stage, self._versions[stage]), pickle.dumps(new).hex())
 
     def get(self, stage: int) -> tuple[Header, ...]:
         if stage not in self.known:
-            self.known[stage] = pickle.loads(bytes.fromhex(default_store().get(f"{self._place}/{stage}").decode()))
+            self._read(stage, 0)
         return self.known[stage]
+
+    def of_arrived(self, stage: int) -> tuple[Header, ...]:
+        """Once a message has arrived."""
+        if stage not in self._current and stage not in self._told:
+            self._current.add(stage)
+            later = self._versions.get(stage, 0) + 1
+            if default_store().check([self._key(stage, later)]):
+                self._read(stage, later)
+        return self.get(stage)
+
+    def _key(self, stage: int, version: int) -> str:
+        return f"{self._place}/{stage}/{version}"
+
+    def _read(self, stage: int, version: int) -> None:
+        self.known[stage] = pickle.loads(bytes.fromhex(default_store().get(self._key(stage, version)).decode()))
+        self._versions[stage] = version
+
+
+def _without_gradients(headers: Sequence[Header]) -> list[Header]:
+    return [replace(header, requires_grad=False) for header in headers]

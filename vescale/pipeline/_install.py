@@ -110,7 +110,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     own = frozenset(schedule.stages_of(rank))
     of_stages = program_of_stages(model, program, cut, own)
     names = set(model.state_dict(keep_vars=True))
-    _keep_stages(model, cut, own)
+    _keep_stages(model, cut, own, torch.device(mesh.device_type))
     foreign = tuple(f"{path}." for path, stages in cut.bound.items() if not stages & own)
     set_other_stages(model, OtherStages(frozenset(names - model.state_dict(keep_vars=True).keys()), foreign))
     add_gates(model, cut)
@@ -136,7 +136,7 @@ def _stage_mesh(mesh: DeviceMesh, axis: str, axes: MeshAxes) -> DeviceMesh:
     return wider[axes.names[0]]
 
 
-def _keep_stages(model: nn.Module, cut: Cut, own: frozenset[int]) -> None:
+def _keep_stages(model: nn.Module, cut: Cut, own: frozenset[int], device: torch.device) -> None:
     """Replace parameters and buffers of other stages by placeholders that are no part of the model."""
     others = {name for name, stages in cut.owners.items() if not stages & own}
     by_id = {id(p): name for name, p in model.named_parameters()}
@@ -144,15 +144,16 @@ def _keep_stages(model: nn.Module, cut: Cut, own: frozenset[int]) -> None:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and by_id.get(id(parameter)) in others:
-                _hide(module, module._parameters, name, parameter)
+                _hide(module, module._parameters, name, parameter, device)
         if f"{path}.".startswith(foreign) and foreign:
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    _hide(module, module._buffers, name, buffer)
+                    _hide(module, module._buffers, name, buffer, device)
 
 
-def _hide(module: nn.Module, table: Any, name: str, tensor: torch.Tensor) -> None:
+def _hide(module: nn.Module, table: Any, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """``device``: of the placeholder, which forwards may ask for it, where the tensor has no memory yet."""
     del table[name]
     value = float("nan") if tensor.is_floating_point() else 0
-    device = tensor.device
+    device = device if tensor.is_meta else tensor.device
     module.__dict__[name] = torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from vescale.errors import PipelineLossError
-from vescale.plans import PipelineEntry
+from vescale.plans import PipelineEntry, PlanError
 
-__all__ = ["check_loss", "output_at"]
+__all__ = ["check_loss", "output_at", "try_loss"]
 
 
 def output_at(out: Any, path: str, source: Any = None) -> Any:
@@ -44,5 +44,37 @@ def check_loss(output: Any, entry: PipelineEntry) -> None:
         raise PipelineLossError(
             f"pipeline: loss={entry.loss!r} is {found}, and no tensor without dims; pass labels to .step() if the model "
             "needs them for its loss, or give another path or a callable f(out, batch) -> (sum, count)",
+            entry.source,
+        )
+
+
+def try_loss(entry: PipelineEntry, output: Any, batch: Mapping[str, Any]) -> None:
+    """Call a callable loss in a trace, with what a forward without values has returned: an error in it is raised on every
+    rank, and not on the last one alone, for which the others would wait. One that needs values is left to the step.
+
+    Raises PlanError for a callable that raises, or that returns no sum and count.
+    """
+    assert callable(entry.loss)
+    given = f"the model's output, a {type(output).__name__}, and a batch of {', '.join(map(repr, batch))}"
+    try:
+        found = entry.loss(output, dict(batch))
+    except PlanError:
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and "meta" in str(error).casefold():
+            return
+        raise PipelineLossError(
+            f"pipeline: the callable loss raises {type(error).__name__}: {error}, with {given}; it gets both as "
+            "f(out, batch) -> (sum, count)",
+            entry.source,
+        ) from error
+    pair = found if isinstance(found, tuple | list) and len(found) == 2 else (None, None)
+    are_scalars = [isinstance(v, int | float) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in pair]
+    if not all(are_scalars) or not isinstance(pair[0], torch.Tensor) or pair[0].ndim:
+        shown = [tuple(v.shape) if isinstance(v, torch.Tensor) else type(v).__name__ for v in pair]
+        what = f"a pair of {shown[0]} and {shown[1]}" if pair[0] is not None else f"a {type(found).__name__}"
+        raise PipelineLossError(
+            f"pipeline: the callable loss returns {what}, with {given}; return the sum over the micro-batch, a tensor "
+            "without dims, and the count that the sum over all micro-batches is divided by",
             entry.source,
         )

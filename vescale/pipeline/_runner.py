@@ -18,8 +18,9 @@ from vescale.checks import describe, start_checks_among
 from vescale.comm import record, requested_by
 from vescale.compat.random_ops import without_native_fills
 from vescale.errors import PipelineCallError, PipelineTraceError
-from vescale.gradients import StageShare, set_share
-from vescale.pipeline._batches import Signature, inputs_of, like, microbatches_of
+from vescale.gradients import StageShare, set_shares
+from vescale.pipeline._batch_reads import Place
+from vescale.pipeline._batches import MOST_BRANCHES, Signature, inputs_of, like, microbatches_of, traced_pair
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import running
 from vescale.pipeline._headers import Header, HeaderExchange
@@ -32,7 +33,6 @@ from vescale.pipeline._stage import ModelStage
 from vescale.pipeline._stage_run import StageRun
 from vescale.pipeline._staged_program import stages_of_unit
 from vescale.pipeline._ties import Ties
-from vescale.pipeline._trace import trace
 from vescale.plans import PipelineEntry
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
 from vescale.runtime import (
@@ -87,9 +87,12 @@ class Runner:
             budget.held_forwards = max(1.0, schedule.peak[self.rank] / len(own))
         ranks = dist.get_process_group_ranks(group)
         self._checks, self._num_batches = start_checks_among(ranks, [(n,) for n in range(len(ranks))]), 0
-        self._signatures: dict[Any, Signature] = {}
+        self._modules, self._num_traces = list(model.modules()), 0
+        self._signatures: dict[Any, list[Signature]] = {}
+        self._answers: Mapping[Place, Any] = {}
         self._known: Signature | None = None
         self._batches: list[dict[str, Any]] = []
+        self._inputs: list[dict[str, Any]] = []  # what of them the model's forward takes
         self._loss: BatchLoss | None = None
         self._totals: list[torch.Tensor] = []
         self._counts: list[Any] = []
@@ -97,10 +100,9 @@ class Runner:
 
     def _share_out(self) -> None:
         """Tell norms of gradients that these parameters are a part of a larger model."""
-        for name, stages in self.cut.owners.items():
-            owners = {self.schedule.rank_of[stage] for stage in stages}
-            if self.rank in owners:
-                set_share(self.model.get_parameter(name), StageShare(self.group, self.rank == min(owners)))
+        owners = {name: {self.schedule.rank_of[stage] for stage in stages} for name, stages in self.cut.owners.items()}
+        shares = {name: StageShare(self.group, self.rank == min(r)) for name, r in owners.items() if self.rank in r}
+        set_shares(self.model, shares)
 
     # A step
 
@@ -129,7 +131,7 @@ class Runner:
             if syncs:
                 self.ties.complete()
             if scales:
-                _add(earlier, 1.0 if count is None else 1.0 / count)
+                _add(earlier, 1.0 if count is None else 1.0 / count if count else float("inf"))
         return loss
 
     def _without_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
@@ -188,7 +190,8 @@ class Runner:
         dtype = self._loss_dtype()
         if not callable(self.entry.loss):
             return torch.tensor(value, dtype=dtype, device=self.device), None
-        return torch.tensor(value / count if count else float("nan"), dtype=dtype, device=self.device), count or 1.0
+        loss = torch.tensor(value, dtype=torch.float64, device=self.device) / count
+        return loss.to(dtype), count
 
     def _loss_dtype(self) -> torch.dtype:
         """The dtype of the output's loss; of a callable's, which one rank alone knows: that of parameters."""
@@ -201,12 +204,19 @@ class Runner:
     @contextlib.contextmanager
     def _on(self, batch: Mapping[str, Any]) -> Iterator[None]:
         """The batch whose micro-batches stages run. The generator is afterwards where one device leaves it."""
+        runtime = Runtime.of(self.model)
+        if runtime is not None and runtime.missing_values is not None:
+            runtime.missing_values.check(batch)
         batch = self._local_inputs.whole(batch)
         self._compare(batch)
         self._batches = microbatches_of(batch, self.entry)
-        known = self._known = self._signature(batch, self.model.training)
+        whole = inputs_of(self.skeleton, batch, self.entry)
+        self._inputs = [{name: part[name] for name in whole} for part in self._batches]
+        known = self._known = self._signature(batch, whole)
+        self._answers = known.answers(whole, self._inputs)
         self._loss = BatchLoss(self.entry, known, batch)
         self._totals, self._counts, self.states = [], [], {}
+        known.headers.begin_step()
         generator = default_generator(self.device)
         before = generator.get_state()
         self._start_state = before
@@ -218,7 +228,7 @@ class Runner:
             for draw in known.whole.draws:
                 draw.skip(generator)
         finally:
-            self._batches, self.states = [], {}
+            self._batches, self._inputs, self.states = [], [], {}
 
     def _compare(self, batch: Mapping[str, Any]) -> None:
         """All stages do the same with the same batch. (The ranks of one stage compare what its forwards are given.)"""
@@ -234,28 +244,33 @@ class Runner:
         what = "a step" if torch.is_grad_enabled() else "an evaluation"
         checks.forward(f"the stages of {type(self.model).__name__}", what, rows, ())
 
-    def _signature(self, batch: Mapping[str, Any], training: bool) -> Signature:
-        key = (training, torch.is_grad_enabled(), *sorted((name, like(value)) for name, value in batch.items()))
-        found = self._signatures.get(key)
-        if found is None:
-            self.skeleton.train(training)
-            for module, twin in zip(self.model.modules(), self.skeleton.modules()):
-                twin.training = module.training
-            grad, source = torch.is_grad_enabled(), self.entry.source
-            whole, part = (
-                trace(self.skeleton, self.cut, inputs_of(self.skeleton, given, self.entry), source, grad=grad)
-                for given in (batch, self._batches[0])
-            )
-            check_loss(part.output, self.entry)
-            headers = HeaderExchange(f"{self._place}/{len(self._signatures)}")
-            found = self._signatures[key] = Signature(whole, part, headers, self.entry)
-        return found
+    def _signature(self, batch: Mapping[str, Any], whole: Mapping[str, Any]) -> Signature:
+        """What is known of batches of this signature, whose forward reads the same values from them; it takes ``whole``."""
+        modes = bytes(module.training for module in self._modules)
+        key = (modes, torch.is_grad_enabled(), *sorted((name, like(value)) for name, value in batch.items()))
+        found = self._signatures.setdefault(key, [])
+        for known in found:
+            if known.fits(whole):
+                return known
+        for module, twin in zip(self._modules, self.skeleton.modules()):
+            twin.training = module.training
+        pair = traced_pair(self.skeleton, self.cut, self.entry, batch, self._batches[0])
+        check_loss(pair[1].output, self.entry)
+        known = Signature(*pair, HeaderExchange(f"{self._place}/{self._num_traces}"), self.entry)
+        self._num_traces += 1
+        known.compare(found)
+        found[:] = [known, *found[: MOST_BRANCHES - 1]]
+        return known
 
     # What stages ask for
 
     def header(self, stage: int) -> Sequence[Header]:
         assert self._known is not None
         return self._known.headers.get(stage)
+
+    def header_of_arrived(self, stage: int) -> Sequence[Header]:
+        assert self._known is not None
+        return self._known.headers.of_arrived(stage)
 
     def tell_header(self, stage: int, headers: Sequence[Header]) -> None:
         assert self._known is not None
@@ -291,29 +306,50 @@ class Runner:
                 if not self._stages_of(group) & self._resident:
                     group.reshard()
 
+    def _check_draws(self, stage: int, known: Signature) -> None:
+        """After a stage's first forward: the generator is where the whole batch's forward up to here leaves it."""
+        generator = default_generator(self.device)
+        found = generator.get_state()
+        generator.set_state(self._start_state)
+        for draw in known.whole.draws[: known.whole.draws_before.get(stage + 1)]:
+            draw.skip(generator)
+        if not torch.equal(generator.get_state(), found):
+            raise PipelineTraceError(
+                f"pipeline: the forward of stage {stage} draws random numbers otherwise than its trace did, so that they "
+                "are not those of one device; do not draw from the default generator in hooks, on local tensors or by the "
+                "values of parameters",
+                self.entry.source,
+            )
+
     def forward(self, stage: int, microbatch: int, received: Sequence[DTensor]) -> tuple[list[DTensor], Any]:
         known = self._known
         assert known is not None and self._loss is not None
-        run = StageRun(self, known, stage, received)
+        run = StageRun(self, known, stage, received, self._answers)
         generator = default_generator(self.device)
         generator.set_state(self._start_state)
         batch = self._batches[microbatch]
         rows = MicrobatchRows(self.entry.microbatches, microbatch, known.dims)
         self._begin(stage, microbatch, "F")
-        with drawing_rows(rows), running(run), requested_by(f"stage {stage}, micro-batch {microbatch}"):
-            run.loss_mode = self._loss.around_forward if stage == self.cut.num_stages - 1 else None
-            out = self.model(**inputs_of(self.skeleton, batch, self.entry))
-        if stage < self.cut.num_stages - 1:
+        is_last = stage == self.cut.num_stages - 1
+        with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
+            with running(run):
+                run.loss_mode = self._loss.around_forward if is_last else None
+                out = self.model(**self._inputs[microbatch])
+            total: Any = None
+            if is_last and callable(self.entry.loss):
+                total, count = self.entry.loss(out, batch)
+                self._counts.append(_number(count))
+            elif is_last:
+                total = self._loss.share(out, batch)
+        if known.whole.draws and stage not in known.drawn:
+            known.drawn.add(stage)
+            self._check_draws(stage, known)
+        if not is_last:
             if run.made is None:
                 raise PipelineTraceError(
                     f"pipeline: stage {stage} ran to the end of the model's forward", self.entry.source
                 )
             return run.made, None
-        if callable(self.entry.loss):
-            total, count = self.entry.loss(out, batch)
-            self._counts.append(_number(count))
-        else:
-            total = self._loss.share(out, batch)
         if isinstance(total, DTensor) and any(p.is_partial() for p in total.placements):
             total = total.redistribute(total.device_mesh, [Replicate()] * total.device_mesh.ndim)
         self._totals.append(_number(total.detach()))

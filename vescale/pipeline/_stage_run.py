@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,22 +15,15 @@ from torch.overrides import TorchFunctionMode
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
 from vescale.errors import PipelineCallError, PipelineTraceError
+from vescale.pipeline._batch_reads import Place, ReadCalls
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._gates import Gate, StageEnd, current_run
-from vescale.pipeline._traced import Boundary, Origin, OuterResults, TensorLike, TracedCall
+from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TensorLike, TracedCall
 from vescale.placements import contiguous_stride
 from vescale.plans import PipelineEntry
 from vescale.rng import default_generator
 
 __all__ = ["StageRun", "end_forward"]
-
-
-_NOTHING = Boundary((), (), (), (), (), 0, -1)
-
-
-def _by_origin(boundary: Boundary, first: int) -> dict[Origin, int]:
-    """The numbers, from ``first`` on, of what enters a stage."""
-    return {origin: n for n, origins in enumerate(boundary.origins) if n >= first for origin in origins}
 
 
 _LEAVES = {torch.Tensor, nn.Parameter, DTensor, type(None), bool, int, float, str}  # of pytrees, the usual ones
@@ -53,22 +46,28 @@ class Surroundings(Protocol):
 class StageRun:
     """One forward of one stage: earlier modules answer with placeholders, and the forward ends where the next begins."""
 
-    def __init__(self, runner: Surroundings, known: Signature, stage: int, received: Sequence[DTensor]) -> None:
+    def __init__(
+        self,
+        runner: Surroundings,
+        known: Signature,
+        stage: int,
+        received: Sequence[DTensor],
+        answers: Mapping[Place, Any],
+    ) -> None:
         self.runner, self.known, self.stage, self.received = runner, known, stage, received
         self.begun = stage == 0
         self.number = 0  # of the next call of a gated module
         self.replaced: dict[int, tuple[Any, DTensor]] = {}
         self.made: list[DTensor] | None = None
         boundaries = known.part.boundaries
-        self.enters, self.leaves = boundaries.get(stage, _NOTHING), boundaries.get(stage + 1, _NOTHING)
-        # Of arguments, too, where they are read elsewhere: their stand-ins may be several.
-        self.entering = _by_origin(self.enters, 0 if stage in known.part.outside else len(self.enters.leaves))
-        self.leaving = _by_origin(self.leaves, len(self.leaves.leaves))
+        self.enters, self.leaves = boundaries.get(stage, NOTHING), boundaries.get(stage + 1, NOTHING)
+        self.entering, self.leaving = known.origins(stage)
         self.stand_ins: list[tuple[int, Any]] = []  # of what is received, by its number
         self.found: dict[int, Any] = {}  # what is sent beside arguments, by its number
         self.depth = 0
         self.loss_mode: Callable[[], Any] | None = None
         self.at_begin: Callable[[], None] | None = None
+        self.answers = answers  # of the whole batch, to what the forward reads from it
 
     @contextlib.contextmanager
     def around_forward(self) -> Iterator[None]:
@@ -82,6 +81,8 @@ class StageRun:
             if mode is not None:
                 self.at_begin = mode.restart
                 stack.enter_context(mode)
+            if self.answers:
+                stack.enter_context(ReadCalls(lambda: self.number - 1 if self.depth else -1, self.answers))
             yield
 
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

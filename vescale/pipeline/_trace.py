@@ -7,7 +7,7 @@ that branches on its values are taken as they will be.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tree_unflatten
 from vescale.errors import PipelineTraceError
+from vescale.pipeline._batch_reads import BatchReads, Place, ReadCalls
 from vescale.pipeline._carried import Carried
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, running
@@ -32,8 +33,21 @@ _WITH_MASKS = {aten.index.Tensor, aten.index_put.default, aten.index_put_.defaul
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 
 
-def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source: Any = None, *, grad: bool) -> Trace:
+def trace(
+    skeleton: nn.Module,
+    cut: Cut,
+    batch: Mapping[str, Any],
+    entry_source: Any = None,
+    *,
+    grad: bool,
+    answers: Mapping[Place, Any] | None = None,
+    loss: Callable[[Any], None] | None = None,
+) -> Trace:
     """Run the forward of a gated skeleton on a batch; its generators and buffers are left as they were.
+
+    Args:
+        answers: values that the forward gets where it reads from the batch; without, those of the batch.
+        loss: called with the output, as a part of what is traced.
 
     Raises PlanError for a forward that the cut does not fit: a module that runs in another stage than it belongs to, or a
     value that a stage would need from an earlier one and does not get.
@@ -44,12 +58,13 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
         dtypes = skeleton.__dict__.get("_pipeline_dtypes")
         if dtypes is not None:
             stack.enter_context(dtypes.computing(skeleton))
-        recorder = _Recorder(skeleton, cut, batch, entry_source)
+        recorder = _Recorder(skeleton, cut, batch, entry_source, answers or {})
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(running(recorder))
         stack.enter_context(recorder.loss_calls)
+        stack.enter_context(recorder.read_calls)
         # Not held by the recorder, which holds all tensors: in a cycle they would live until garbage is searched for.
         stack.enter_context(OuterResults(recorder.note_origin, lambda: recorder.inside is None))
         stack.enter_context(recorder)
@@ -64,6 +79,8 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
                 "experts, or use an implementation without a loop (experts_implementation='grouped_mm')",
                 entry_source,
             ) from error
+        if loss is not None:
+            loss(output)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -82,6 +99,9 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
         recorder.carried.writes,
         recorder.nodes,
         recorder.replay_of,
+        recorder.reads(),
+        recorder.draws_before,
+        tuple(recorder.of_rows),
     )
 
 
@@ -104,7 +124,9 @@ class _Recorder(TorchDispatchMode):
     arguments' leaves.
     """
 
-    def __init__(self, skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], source: Any) -> None:
+    def __init__(
+        self, skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], source: Any, answers: Mapping[Place, Any]
+    ) -> None:
         super().__init__()
         self.cut, self.source = cut, source
         self.owners = {id(p): (n, cut.owners[n]) for n, p in skeleton.named_parameters()}
@@ -122,7 +144,15 @@ class _Recorder(TorchDispatchMode):
         self.loss_calls = LossCalls(self.nodes)
         self.calls: list[TracedCall] = []
         self.draws: list[Draw] = []
+        self.draws_before: dict[int, int] = {}
+        self.of_rows: dict[str, None] = {}
+        counters = "num_batches_tracked"  # of batch normalization, which is noted itself
+        self._buffers = {id(b): name for name, b in skeleton.named_buffers() if not name.endswith(counters)}
         self.losses: list[LossTerm] = []
+        self.read_calls = ReadCalls(lambda: -1 if self.inside is None else len(self.calls), answers, self._note_read)
+        self._reads: dict[
+            Place, tuple[Any, Any, Any, Any]
+        ] = {}  # function, arguments and value, of reads from the batch
 
     # Calls of modules
 
@@ -179,6 +209,7 @@ class _Recorder(TorchDispatchMode):
             )
         self.carried.begin(gate.begins, leaves, gate.path, len(self.calls))
         self.stage, self.called = gate.begins, set()
+        self.draws_before[self.stage] = len(self.draws)
         self.loss_calls.restart()
 
     # Ops
@@ -193,6 +224,7 @@ class _Recorder(TorchDispatchMode):
         if reads_values:
             self._check(func, tensors)
         self._note_draw(func, args, kwargs)
+        self._note_rows(func, args)
         out, is_replayable = self._run(func, flat, tree, args, kwargs, tensors)
         self._note_loss(func, args, kwargs, depends)
         outs = [v for v in tree_flatten(out)[0] if isinstance(v, torch.Tensor)]
@@ -264,6 +296,15 @@ class _Recorder(TorchDispatchMode):
             )
         self.draws.append(draw)
 
+    def _note_rows(self, func: Any, args: Any) -> None:
+        """Batch normalization (that of instances is one of a single row), and buffers that are written to."""
+        if "batch_norm" in func._schema.name and "backward" not in func._schema.name:
+            if any(value is True for value in args) and args[0].shape[0] > 1:
+                where = f"the forward of {self.inside!r}" if self.inside else "the forward"
+                self.of_rows[f"{where} takes statistics over the rows of a batch (batch normalization)"] = None
+        elif func._schema.is_mutable and args and id(args[0]) in self._buffers:
+            self.of_rows[f"the forward writes to the buffer {self._buffers[id(args[0])]!r}"] = None
+
     def _note_loss(self, func: Any, args: Any, kwargs: Any, depends: bool) -> None:
         if func not in _LOSSES:
             return
@@ -271,13 +312,42 @@ class _Recorder(TorchDispatchMode):
         recipe = self.replay_of(target) if depends else None
         self.losses.append(LossTerm(reduction, ignore_index, weight is not None, recipe))
 
+    def _note_read(self, place: Place, func: Any, args: Any, kwargs: Any, value: Any) -> None:
+        tensors = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
+        of_batch = [t for t in tensors if id(t) in self.nodes.batch]
+        if of_batch and all(id(t) in self.recipes for t in of_batch) and not any(self._depends(id(t)) for t in tensors):
+            self._reads[place] = func, args, kwargs, value
+
+    def reads(self) -> BatchReads:
+        calls = self._reads
+        given = [tree_flatten((args, kwargs)) for _, args, kwargs, _ in calls.values()]
+        replay = self._replay([v for leaves, _ in given for v in leaves])
+
+        def compute(batch: Mapping[str, Any]) -> dict[Place, Any]:
+            values, found = iter(replay(batch)), {}
+            for (place, (func, *_)), (leaves, tree) in zip(calls.items(), given):
+                args, kwargs = tree_unflatten([next(values) for _ in leaves], tree)
+                found[place] = func(*args, **kwargs)
+            return found
+
+        return BatchReads(
+            dict(self.read_calls.counts),
+            {place: value for place, (*_, value) in calls.items()},
+            compute if calls else lambda _: {},
+        )
+
     def replay_of(self, tensor: torch.Tensor) -> Callable[[Mapping[str, Any]], torch.Tensor] | None:
         """What computes the tensor from another batch of the same shapes; None for one that depends on parameters."""
         if id(tensor) in self.values or id(tensor) not in self.recipes:
             return None
-        recipes = self._recipes_of(tensor)
+        replay = self._replay([tensor])
+        return lambda batch: replay(batch)[0]
 
-        def compute(batch: Mapping[str, Any]) -> torch.Tensor:
+    def _replay(self, wanted: Sequence[Any]) -> Callable[[Mapping[str, Any]], list[Any]]:
+        """What computes these from another batch of the same shapes; what is not made from the batch stays as it is."""
+        recipes = self._recipes_of([v for v in wanted if isinstance(v, torch.Tensor)])
+
+        def compute(batch: Mapping[str, Any]) -> list[Any]:
             done: dict[int, Any] = {}
             given = tree_flatten(dict(sorted(batch.items())))[0]
 
@@ -299,15 +369,14 @@ class _Recorder(TorchDispatchMode):
                 return done[id(x)]
 
             with torch.no_grad():
-                found: torch.Tensor = value(tensor)
-            return found
+                return [value(x) for x in wanted]
 
         return compute
 
-    def _recipes_of(self, tensor: torch.Tensor) -> dict[int, Any]:
-        """Of the tensor and what it is computed from, which they hold."""
+    def _recipes_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, Any]:
+        """Of tensors and what they are computed from, which they hold."""
         found: dict[int, Any] = {}
-        left = [tensor]
+        left = list(tensors)
         while left:
             recipe = self.recipes.get(id(left[-1]))
             number = id(left.pop())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,10 +11,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat.tensor_subclasses import tree_flatten
+from vescale.pipeline._batch_reads import BatchReads
 from vescale.pipeline._loss_sums import LossNodes
 from vescale.rng import Draw
 
-__all__ = ["Boundary", "LossTerm", "Origin", "OuterResults", "TensorLike", "Trace", "TracedCall"]
+__all__ = ["NOTHING", "Boundary", "LossTerm", "Origin", "OuterResults", "TensorLike", "Trace", "TracedCall"]
 
 
 class Origin(NamedTuple):
@@ -76,6 +77,9 @@ class Boundary:
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes))
 
 
+NOTHING = Boundary((), (), (), (), (), 0, -1)
+
+
 @dataclass(frozen=True)
 class TracedCall:
     """A call of a gated module: its result as (leaves with (shape, dtype) in place of tensors, tree), and what it draws.
@@ -112,6 +116,9 @@ class Trace:
         outside: stages that read what they have received elsewhere than among the arguments of their modules.
         writes: stages whose ops write in place to what the stage has received.
         replay: for a tensor, what computes it from another batch of the same shapes; None where it depends on parameters.
+        reads: values that the forward reads from the batch.
+        draws_before: of a stage, how many draws earlier ones do.
+        of_rows: texts on what depends on the rows of a batch together.
     """
 
     boundaries: dict[int, Boundary]
@@ -123,7 +130,15 @@ class Trace:
     writes: set[int]
     nodes: LossNodes
     replay: Callable[[torch.Tensor], Callable[[Mapping[str, Any]], torch.Tensor] | None]
+    reads: BatchReads
+    draws_before: Mapping[int, int]
+    of_rows: Sequence[str]
 
     def without_values(self) -> Trace:
         """The same without the tensors that the forward made, as masks of attention, one or several for each layer."""
         return replace(self, nodes=LossNodes(batch=set()), replay=lambda _: None)
+
+    def looks_like(self, other: Trace) -> bool:
+        """Whether stages send, call and draw the same as in another trace."""
+        mine, theirs = ((t.boundaries, t.calls, t.draws, len(t.losses), t.outside, t.writes) for t in (self, other))
+        return mine == theirs

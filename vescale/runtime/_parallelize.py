@@ -49,7 +49,7 @@ from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._input_checks import check_loaded
 from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._missing_values import MissingValues
-from vescale.runtime._modes import mode_named
+from vescale.runtime._modes import Mode, mode_named
 from vescale.runtime._module_hooks import add_hooks
 from vescale.runtime._plan_units import Units, states_in
 from vescale.runtime._preflight import preflight
@@ -121,17 +121,18 @@ def parallelize(
         )
     if pipelined and record is not None:
         raise ParallelizeError("a pipeline records its stages itself; leave record= out")
-    if pipelined:  # by its name, for it stands on a higher floor
-        staged: nn.Module = importlib.import_module("vescale.pipeline").parallelize(
-            model, plan, mesh=mesh, strict=strict, mode=mode
-        )
-        return staged
     if isinstance(model, nn.Module):
         refuse_wrapped(model)
         RegisteredParameters([model]).refuse_hooks("parallelize")
     missing = MissingValues(model) if isinstance(model, nn.Module) else None
     if missing is not None:
         missing.warn()
+    if pipelined:  # by its name, for it stands on a higher floor
+        staged: nn.Module = importlib.import_module("vescale.pipeline").parallelize(
+            model, plan, mesh=mesh, strict=strict, mode=mode
+        )
+        _finish(staged, way, missing)
+        return staged
     known = mesh if mesh is not None or not isinstance(plan, Plan) else plan.mesh
     try:
         program = _lowered(plan, model, mesh)
@@ -141,12 +142,16 @@ def parallelize(
         raise
     preflight(model, known, plan=plan, program=program)
     _install(model, program, known if known is not None else _new_mesh(plan, model), strict=strict)
+    _finish(model, way, missing)
+    adopt_optimizers(optimizers, "parallelize")
+    return model
+
+
+def _finish(model: nn.Module, way: Mode, missing: MissingValues | None) -> None:
     runtime = Runtime.of(model)
     assert runtime is not None
     runtime.missing_values = missing
     way.install(runtime, model)
-    adopt_optimizers(optimizers, "parallelize")
-    return model
 
 
 def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool = False) -> nn.Module:
