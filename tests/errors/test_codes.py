@@ -42,6 +42,7 @@ PLAIN = {
     "checkpoint/_safetensors.py:_without_duplicates": "caught by read_header",
     "checkpoint/_index_map.py:_cat": "caught by the conversion",
     "checkpoint/_folder_lock.py:_open": "caught by the lock",
+    "checkpoint/_regular_files.py:open_regular": "caught by readers",
     "checkpoint/_step_folder.py:commit": "crosses to the job's process as text",
     "checkpoint/_data_file.py:write_data_file": "an invariant of the writer",
     "pipeline/_balance.py:partition": "an invariant of balanced_splits",
