@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.ops.layouts import Layout, assert_same, data, layouts, mesh_of, place, ragged_layouts, replicated
 from tests.ranks import RankPools, run_cases
+from vescale import compat
 from vescale.ops import strict_placements
 from vescale.placements import RaggedShard, distribute_tensor
 
@@ -212,3 +214,9 @@ def on_rank_grad_scaler_step() -> None:
 
 def test_unscaling(ranks: RankPools) -> None:
     ranks.run(on_rank_grad_scaler_step, world_size=3)
+
+
+def test_torchscript_compiles_the_functions_of_optimizers() -> None:
+    """As torch.distributed.optim does when it is imported, which may be after ``parallelize``."""
+    compat.install()
+    assert torch.jit.script(importlib.import_module("torch.optim.adamw").adamw).graph is not None

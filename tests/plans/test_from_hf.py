@@ -224,7 +224,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shards(plan)[r"model.layers.\d+.mlp.down_proj.<out>"] == {"tp": Shard(1)}
     assert main(["zoo", "import", f"hf:{file}", "--json"]) == 0
     assert Plan.from_yaml(json.loads(capsys.readouterr().out)["yaml"]).axes.names == ("dp", "tp")
-    assert main(["zoo", "import", str(file)]) == 2
+    assert main(["zoo", "import", str(tmp_path), "--json"]) == 0
+    assert main(["zoo", "import", str(tmp_path / "none.json")]) == 2
     assert main(["zoo", "import", f"hf:{file}", "--mesh", "dp=2"]) == 2
 
 

@@ -22,9 +22,9 @@ __all__ = ["add_arguments", "run"]
 _MAX_SIZES = 4096
 _EPILOG = """\
 MODEL is a config.json of transformers or diffusers, the folder that has one,
-hf:OWNER/NAME on the Hugging Face Hub, a JSON file with shapes ([[4096, 4096], ...]
-or {"name": shape}), or the name of a shipped list (vescale advise list shows
-them). Repeated blocks are planned once.
+hf:OWNER/NAME on the Hugging Face Hub, a JSON file with shapes ([[4096, 4096],
+...] or {"name": shape}), or the name of a shipped list (vescale advise list
+shows them). Repeated blocks are planned once.
 
 examples:
   vescale advise gpt-oss-120b --granularity 1,16,120 --ranks 8..64 --html x.html

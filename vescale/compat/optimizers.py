@@ -173,6 +173,8 @@ def _on_local_tensors(original: Callable[..., None]) -> Callable[..., None]:
         increment_version(written)  # as the ops on DTensors do: backward refuses what it saved before
         return None
 
+    # TorchScript compiles the original: torch.distributed.optim has these functions compiled when it is imported.
+    function.__dict__.update({"__script_if_tracing_wrapper": True, "__original_fn": original})
     return function
 
 

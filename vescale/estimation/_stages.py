@@ -87,7 +87,7 @@ def follow_stages(model: nn.Module, place: Any, headers: Headers) -> None:
     runner.forward, runner.around_backward = run_forward, run_backward
     for stage in runner.stages:
         agree_on_sizes(stage)
-    runner.header = headers.__getitem__
+    runner.header = runner.header_of_arrived = headers.__getitem__
     runner.tell_header = lambda stage, found: headers.setdefault(stage, tuple(found))
 
 

@@ -36,7 +36,11 @@ def compare_rule(call: OpCall) -> Decision | None:
     return Decision((target, target), None, agree)
 
 
-@handles(torch.ops.aten.equal.default, communicates=("all_gather_v",))
+def _are_stock(op: Any, schema: Any) -> bool:
+    return not any(has_custom(spec.placements) for spec in schema.args_schema)
+
+
+@handles(torch.ops.aten.equal.default, applies=_are_stock, communicates=("all_gather_v",))
 def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Of placements that stock DTensor knows, by the ranks of the operands' mesh. Stock DTensor asks all ranks of the
     default process group, also those that run another stage of a pipeline, or are in no mesh of the model, and never answer.

@@ -63,6 +63,9 @@ class ExactStates(Optimizer):
     def adopt_parameters(self, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Go on with new parameters in the places of those that ``parallelize`` or ``fully_shard`` has replaced.
 
+        Args:
+            replaced: the new parameter by the one that it replaces.
+
         States become those of the new parameters as :meth:`loaded_state` says: whole tensors are cut without communication.
         After an error the optimizer is as it was.
         """

@@ -89,7 +89,7 @@ def trace(
         raise PipelineTraceError(
             f"pipeline: the forward does not call {missing[0]!r}, before which a stage begins", entry_source
         )
-    return Trace(
+    found = Trace(
         recorder.carried.boundaries(),
         recorder.calls,
         recorder.draws,
@@ -103,6 +103,8 @@ def trace(
         recorder.draws_before,
         tuple(recorder.of_rows),
     )
+    recorder.read_calls.end()  # else in a cycle with the recorder
+    return found
 
 
 def _with_positions(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
