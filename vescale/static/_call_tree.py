@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import logging
 import os
 import sys
 import sysconfig
@@ -76,12 +78,15 @@ class CallTree:
         self._running: list[tuple[types.FrameType, FunctionCall]] = []
 
     def __enter__(self) -> CallTree:
-        self._before = sys.gettrace()
+        self._before, self._collects = sys.gettrace(), gc.isenabled()
+        gc.disable()  # callbacks of the garbage collector are no functions of the model
         sys.settrace(self._called)
         return self
 
     def __exit__(self, *_: Any) -> None:
         sys.settrace(self._before)
+        if self._collects:
+            gc.enable()
 
     def site(self, frame: types.FrameType | None) -> tuple[Site, bool] | None:
         """Where the recorded functions are, and whether only PyTorch's own wrappers of functions are between there and
@@ -98,10 +103,7 @@ class CallTree:
         return (call, call.parts[top.f_code], top.f_lasti), is_direct
 
     def _called(self, frame: types.FrameType, event: str, _: Any) -> Any:
-        back = frame.f_back
-        if not is_recorded(frame.f_code.co_filename) or (
-            back is not None and back.f_code.co_filename.startswith("<frozen importlib")
-        ):
+        if not is_recorded(frame.f_code.co_filename) or self._is_of_the_runtime(frame.f_back):
             return None
         if frame.f_code not in self.functions:
             self.functions[frame.f_code] = frame.f_globals
@@ -122,6 +124,19 @@ class CallTree:
             return trace
 
         return trace
+
+    def _is_of_the_runtime(self, back: types.FrameType | None) -> bool:
+        """Whether the model's function that runs has a module loaded, or a message logged, which may happen once in a
+        process."""
+        top = self._running[-1][0] if self._running else back
+        while back is not None:
+            file = back.f_code.co_filename
+            if file.startswith("<frozen importlib") or file == logging.__file__:
+                return True
+            if back is top:
+                return False
+            back = back.f_back
+        return False
 
     def _find(self, frame: types.FrameType) -> FunctionCall | None:
         code, back = frame.f_code, _without_checkpoint(frame.f_back)
