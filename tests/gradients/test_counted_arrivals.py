@@ -1,4 +1,4 @@
-"""Gradients of a parallelized model are counted in C++: Python hears of the last one of a bucket, and sums are as before."""
+"""Gradients of a parallelized model are counted in C++, which calls Python for the last of a bucket; sums are the same."""
 
 from __future__ import annotations
 

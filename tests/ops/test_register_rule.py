@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import library
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
@@ -40,7 +41,7 @@ def custom_op(name: str) -> Any:
     def affine(x: torch.Tensor) -> torch.Tensor:
         return x * 2 + 1
 
-    op = torch.library.custom_op(f"tests::{name}", affine, mutates_args=())
+    op = library.custom_op(f"tests::{name}", affine, mutates_args=())
     op.register_fake(torch.empty_like)
     return getattr(torch.ops.tests, name).default
 

@@ -1,6 +1,6 @@
 """Files are opened for reading only if they are regular ones; the standard library only.
 
-Opening a named pipe waits for a writer, perhaps for ever, and a device may have no end.
+Opening a named pipe blocks until another process opens it for writing, and a device may have no end.
 """
 
 from __future__ import annotations

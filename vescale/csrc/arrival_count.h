@@ -1,4 +1,4 @@
-// Gradients of a bucket, counted as they arrive: Python is told of the last one that was missing, and of what is unusual.
+// Counts the gradients of a bucket as they arrive. Python is called for the last missing one, and for unusual cases only.
 
 #pragma once
 

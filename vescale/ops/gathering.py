@@ -58,9 +58,7 @@ def _gather(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[s
     targets = _targets(x, dim % x.ndim, index)
     x = bring_with_gradient(x, targets[0], _OP, "input")
     local_index = local_of(bring(index, targets[1], _OP, "index"))
-    found = _look_up(x, enter_local(x, targets[2]), dim % x.ndim, local_index)
-    pending = leave_local(found, x.device_mesh, targets[3], tuple(index.shape), _OP)
-    return convert(pending, without_partials(targets[3]), requester="gather over shards")
+    return _combined(_look_up(x, enter_local(x, targets[2]), dim % x.ndim, local_index), x, index, targets[3])
 
 
 @handles(torch.ops.aten.gather.default, applies=lambda op, schema: _is_masked(*schema.args_schema[:3]))
@@ -69,9 +67,13 @@ def _gather_inside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     x, dim, index = args[:3]
     targets = _targets(x, dim % x.ndim, index)
     x, index = bring(x, targets[0], _OP, "input"), bring(index, targets[1], _OP, "index")
-    found = _look_up(x, local_of(x), dim % x.ndim, local_of(index))
-    pending = leave_local(found, x.device_mesh, targets[3], tuple(index.shape), _OP)
-    return convert(pending, without_partials(targets[3]), requester="gather over shards")
+    return _combined(_look_up(x, local_of(x), dim % x.ndim, local_of(index)), x, index, targets[3])
+
+
+def _combined(found: torch.Tensor, x: DTensor, index: Any, placements: tuple[Placement, ...]) -> DTensor:
+    """What the ranks have found, added up."""
+    pending = leave_local(found, x.device_mesh, placements, tuple(index.shape), _OP)
+    return convert(pending, without_partials(placements), requester="gather over shards")
 
 
 def _is_masked(x: Any, dim: int, index: Any) -> bool:
@@ -106,11 +108,7 @@ def _look_up(x: DTensor, local: torch.Tensor, dim: int, index: torch.Tensor) -> 
     return local.gather(dim, (index - start).masked_fill(missing, 0)).masked_fill(missing, 0)
 
 
-def _is_checked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return True
-
-
-@replaces(F.one_hot, changes=_is_checked)
+@replaces(F.one_hot)
 def _one_hot(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As on one device, with its check of the classes, which PyTorch leaves out for tensors of other types.
 
