@@ -29,7 +29,7 @@ try:
     from vescale.compat.dispatch import no_torch_function, stock_dispatch, with_torch_function
     from vescale.compat.dtensor import *
     from vescale.compat.dtensor_methods import DTensorHooks, stock
-    from vescale.compat.empty_shards import has_empty_shards, with_empty_shards
+    from vescale.compat.empty_shards import has_empty_shards, some_rank_holds_nothing, with_empty_shards
     from vescale.compat.foreach import *
     from vescale.compat.fsdp2 import *
     from vescale.compat.gradient_rows import *
@@ -112,6 +112,7 @@ __all__ = [
     "reset_dispatch_counts",
     "runs_on_locals",
     "self_check",
+    "some_rank_holds_nothing",
     "stock",
     "stock_dispatch",
     "take_moves",

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _api as tensor_api
 from torch.distributed.tensor import _redistribute as tensor_redistribute
 
@@ -183,6 +183,10 @@ def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
     @functools.wraps(original)
     def redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec: Any, **options: Any) -> Any:
         if is_stock(map(type, current_spec.placements)) and is_stock(map(type, target_spec.placements)):
+            reduced = _reduced_where_ops_differ(current_spec, target_spec)
+            if reduced is not None:
+                local_tensor = original(local_tensor, current_spec, reduced)
+                return original(local_tensor, reduced, target_spec, **options)
             try:
                 found = original(local_tensor, current_spec, target_spec, **options)
                 if 0 not in local_tensor.stride() or not _only_copies(current_spec.placements, target_spec.placements):
@@ -206,6 +210,19 @@ def _only_copies(source: Any, target: Any) -> bool:
 
 def _becomes_summand(source: Any, target: Any) -> bool:
     return any(before.is_shard() and after.is_partial() for before, after in zip(source, target))
+
+
+def _reduced_where_ops_differ(source: Any, target: Any) -> Any:
+    """The spec between a pending mean and a pending sum, which PyTorch does not turn into each other (``torch.cat`` of a
+    loss of each kind); None: there is no such axis."""
+    differ = [
+        before.is_partial() and after.is_partial() and before != after
+        for before, after in zip(source.placements, target.placements)
+    ]
+    if not any(differ):
+        return None
+    placements = tuple(Replicate() if differs else p for differs, p in zip(differ, source.placements))
+    return type(source)(source.mesh, placements, tensor_meta=source.tensor_meta)
 
 
 def wrap_distribute_tensor(changes: Changes, hooks: DTensorHooks) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor._ops import utils
 
 from vescale.compat.patching import Changes
 
-__all__ = ["has_empty_shards", "let_shards_be_empty", "with_empty_shards"]
+__all__ = ["has_empty_shards", "let_shards_be_empty", "some_rank_holds_nothing", "with_empty_shards"]
 
 _DECIDING = threading.local()
 
@@ -51,3 +51,13 @@ def has_empty_shards(spec: DTensorSpec) -> bool:
         if type(placement) is Shard:
             parts[placement.dim] = parts.get(placement.dim, 1) * spec.mesh.size(axis)
     return any(dim < len(spec.shape) and spec.shape[dim] < number for dim, number in parts.items())
+
+
+def some_rank_holds_nothing(spec: DTensorSpec) -> bool:
+    """Whether a rank has no element of a dim: of fewer elements than ranks, and of 5 over 4, as parts are 2, 2, 1 and 0."""
+    smallest = list(spec.shape)
+    for axis, placement in enumerate(spec.placements):
+        if type(placement) is Shard and placement.dim < len(smallest):
+            size, number = smallest[placement.dim], spec.mesh.size(axis)
+            smallest[placement.dim] = max(0, size - -(-size // number) * (number - 1))
+    return 0 in smallest and 0 not in spec.shape

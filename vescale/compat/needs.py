@@ -161,6 +161,7 @@ torch.testing._internal.distributed.fake_pg: FakeStore
 torch.distributed.tensor._sharding_prop: _expand_single_dim_strategy_to_mesh(mesh, op_schema, output_tensor_meta)
 torch.distributed.tensor._ops.single_dim_strategy: _PreparedSingleDimStrategy.try_propagate
 torch.distributed.tensor._ops.utils: is_tensor_shardable(shape, spec)
+torch.distributed.tensor._ops._math_ops: _infer_reduction_dims(dims_arg, ndim)
 """,
         EXACT_MATCHES,
     ),

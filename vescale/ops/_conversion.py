@@ -66,6 +66,7 @@ __all__ = [
     "enter_local",
     "enter_together",
     "leave_local",
+    "whole",
     "wrap_global",
 ]
 
@@ -95,6 +96,11 @@ def bring(x: DTensor, target: Sequence[Placement], op: str, operand: str | None)
         return x
     report_implicit_move(op, operand, local_of(x), x.placements, target)
     return _moved(x, target, f"implicit: {op}")
+
+
+def whole(x: DTensor, op: str) -> DTensor:
+    """``x`` on every rank, for an ``op`` whose kernel takes no empty part. It does not count as implicit."""
+    return convert(x, (Replicate(),) * x.device_mesh.ndim, requester=f"statistic: {op}")
 
 
 class _Convert(torch.autograd.Function):

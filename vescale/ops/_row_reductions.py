@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from vescale.compat import TensorMeta
+from vescale.compat import DTensorSpec, TensorMeta
 from vescale.ops._call import OpCall, with_placements
 from vescale.ops._decision import Decision
 from vescale.ops._refit import refit_ragged, runs_of
 from vescale.placements import ragged_axis, shard_dim, without_partials
 
-__all__ = ["reduces_everything", "row_reduction"]
+__all__ = ["reduces_a_shard", "reduces_everything", "row_reduction"]
 
 
 def reduces_everything(call: OpCall) -> bool:
@@ -26,6 +27,17 @@ def reduces_everything(call: OpCall) -> bool:
         return False
     ndim = call.operands[0].ndim
     return not dims or {dim % max(ndim, 1) for dim in dims} == set(range(ndim))
+
+
+def reduces_a_shard(x: DTensorSpec, dims: int | Sequence[int] | None) -> bool:
+    """Whether a reduction of ``x`` over ``dims`` (None or none: all) is over a dim that is not whole on every rank."""
+    dims = [dims] if isinstance(dims, int) else dims
+    ndim = len(x.shape)
+    over = [dim % max(ndim, 1) for dim in dims] if dims else range(ndim)
+    return any(
+        not placement.is_replicate() if (dim := shard_dim(placement)) is None else dim in over
+        for placement in x.placements
+    )
 
 
 def row_reduction(call: OpCall) -> Decision | None:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
-from vescale.compat import DTensorSpec
+from vescale.compat import DTensorSpec, some_rank_holds_nothing
 from vescale.ops._call import OpCall, Placements
 from vescale.ops._combine_ranks import gather_ranks, neutral_extremum, reduction_axes
+from vescale.ops._conversion import whole
 from vescale.ops._decision import Decision
+from vescale.ops._registration import handles
 from vescale.ops._registry import register_aten
-from vescale.ops._row_reductions import row_reduction
+from vescale.ops._row_reductions import reduces_a_shard, row_reduction
 from vescale.placements import own_region, without_partials
 
 __all__: list[str] = []
@@ -58,6 +60,19 @@ class _Extremum:
         best = values[values.argmax() if self.largest else values.argmin()]  # NaN wins, as on one device
         wins = values.isnan() if best.isnan() else values == best
         return positions[wins].min().view(self.result_shape)
+
+
+def _stock_fails(op: Any, schema: Any) -> bool:
+    """PyTorch's combination of what ranks find takes no empty part, and no dim of a vector."""
+    x = schema.args_schema[0]
+    dim = schema.args_schema[1] if len(schema.args_schema) > 1 else schema.kwargs_schema.get("dim")
+    return reduces_a_shard(x, dim) and (some_rank_holds_nothing(x) or (x.ndim == 1 and dim is not None))
+
+
+@handles(torch.ops.aten.argmax.default, torch.ops.aten.argmin.default, applies=_stock_fails)
+def _of_all_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The position among all elements, which every rank gets."""
+    return op(whole(args[0], str(op)), *args[1:], **kwargs)
 
 
 register_aten("argmax argmin", rule=argmax_rule, communicates=("all_gather_v",))

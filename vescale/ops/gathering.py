@@ -61,13 +61,18 @@ def _gather(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[s
     return _combined(_look_up(x, enter_local(x, targets[2]), dim % x.ndim, local_index), x, index, targets[3])
 
 
-@handles(torch.ops.aten.gather.default, applies=lambda op, schema: _is_masked(*schema.args_schema[:3]))
+@handles(torch.ops.aten.gather.default, applies=lambda op, schema: _is_not_stock(*schema.args_schema[:3]))
 def _gather_inside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same inside of functions in C++, as ``take_along_dim``."""
+    """The same inside of functions in C++, as ``take_along_dim``; and with indices for a part of another dim: PyTorch's rule
+    shards that dim of both, and each rank would look up in other rows."""
     x, dim, index = args[:3]
-    targets = _targets(x, dim % x.ndim, index)
+    dim %= max(x.ndim, 1)
+    by_parts = _looks_up_parts(x, dim, index)
+    targets = _targets(x, dim, index, by_parts)
     x, index = bring(x, targets[0], _OP, "input"), bring(index, targets[1], _OP, "index")
-    return _combined(_look_up(x, local_of(x), dim % x.ndim, local_of(index)), x, index, targets[3])
+    local, local_index = local_of(x), local_of(index)
+    found = _look_up(x, local, dim, local_index) if by_parts else local.gather(dim, local_index)
+    return _combined(found, x, index, targets[3])
 
 
 def _combined(found: torch.Tensor, x: DTensor, index: Any, placements: tuple[Placement, ...]) -> DTensor:
@@ -76,20 +81,31 @@ def _combined(found: torch.Tensor, x: DTensor, index: Any, placements: tuple[Pla
     return convert(pending, without_partials(placements), requester="gather over shards")
 
 
-def _is_masked(x: Any, dim: int, index: Any) -> bool:
-    return isinstance(x, DTensorSpec) and isinstance(index, DTensorSpec) and _looks_up_parts(x, dim, index)
+def _is_not_stock(x: Any, dim: int, index: Any) -> bool:
+    if not isinstance(x, DTensorSpec) or not isinstance(index, DTensorSpec):
+        return False
+    return _looks_up_parts(x, dim, index) or _takes_a_part(x, dim, index)
 
 
-def _targets(x: Any, dim: int, index: Any) -> tuple[tuple[Placement, ...], ...]:
+def _takes_a_part(x: DTensorSpec, dim: int, index: DTensorSpec) -> bool:
+    """Whether ``index`` is smaller than ``x`` in a dim other than ``dim``, and an operand is spread."""
+    if all(p.is_replicate() for p in (*x.placements, *index.placements)) or len(x.shape) != len(index.shape):
+        return False
+    return any(own != other for d, (own, other) in enumerate(zip(x.shape, index.shape)) if d != dim % len(x.shape))
+
+
+def _targets(x: Any, dim: int, index: Any, by_parts: bool = True) -> tuple[tuple[Placement, ...], ...]:
     """Placements of the operands, of the gradient of ``x`` and of the result."""
     found: list[tuple[Placement, ...]] = []
     for own, of_index in zip(x.placements, index.placements):
-        if type(own) is Shard and own.dim == dim:  # this part of the dim meets whole indices
+        if type(own) is Shard and own.dim == dim and by_parts:  # this part of the dim meets whole indices
             found.append((own, Replicate(), own, Partial()))
-        elif type(own) is Shard and x.shape[own.dim] == index.shape[own.dim]:
+        elif type(own) is Shard and own.dim != dim and x.shape[own.dim] == index.shape[own.dim]:
             found.append((own, own, own, own))
         elif type(of_index) is Shard and of_index.dim != dim and x.shape[of_index.dim] == index.shape[of_index.dim]:
             found.append((of_index,) * 4)
+        elif type(of_index) is Shard and of_index.dim == dim:
+            found.append((Replicate(), of_index, Partial(), of_index))
         else:
             found.append((Replicate(),) * 4)
     return tuple(zip(*found))

@@ -4,6 +4,7 @@ DTensor passes the global batch size to the kernel), and vector norms over shard
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -11,12 +12,21 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
+from vescale.compat import (
+    local_of,
+    make_dtensor,
+    make_spec,
+    no_torch_function,
+    some_rank_holds_nothing,
+    spec_of,
+    stock_dispatch,
+)
 from vescale.ops._context import OpContext
-from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local
+from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local, whole
 from vescale.ops._observer import has_model, running_module
 from vescale.ops._registration import handles, replaces
 from vescale.ops._registry import When
+from vescale.ops._row_reductions import reduces_a_shard
 from vescale.placements import contiguous_stride, shard_dim, without_partials
 
 __all__: list[str] = []
@@ -129,11 +139,8 @@ def _group_norm_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _reduces_a_shard(op: Any, schema: Any) -> bool:
     """Whether ``linalg_vector_norm(x, ord, dim, ...)`` reduces a dim that is not whole on every rank."""
-    x = schema.args_schema[0]
     dims = schema.args_schema[2] if len(schema.args_schema) > 2 else schema.kwargs_schema.get("dim")
-    dims = [dims] if isinstance(dims, int) else dims
-    over = [dim % len(x.shape) for dim in dims] if dims else range(len(x.shape))
-    return any(shard_dim(p) in over if shard_dim(p) is not None else not p.is_replicate() for p in x.placements)
+    return reduces_a_shard(schema.args_schema[0], dims)
 
 
 @handles(
@@ -148,6 +155,9 @@ def _reduces_a_shard(op: Any, schema: Any) -> bool:
 def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Reduce a norm over a sharded dim at once, inside a model and outside of it on a mesh of one: other ops (``sum``, also
     PyTorch's own) take DTensor's pending norm for a pending sum."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    if math.isinf(order or 0) and some_rank_holds_nothing(spec_of(args[0])):  # its kernel takes no empty tensor
+        args = (whole(args[0], str(op)), *args[1:])
     found = stock_dispatch(op, args, kwargs)
     if not isinstance(found, DTensor) or all(type(p) is Partial or not p.is_partial() for p in found.placements):
         return found

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 
-from vescale.compat import TensorMeta, has_empty_shards
+from vescale.compat import TensorMeta, some_rank_holds_nothing
 from vescale.ops._call import OpCall
 from vescale.ops._combine_ranks import (
     accumulation_dtype,
@@ -20,11 +20,11 @@ from vescale.ops._combine_ranks import (
     neutral_extremum,
     reduction_axes,
 )
-from vescale.ops._conversion import convert
+from vescale.ops._conversion import whole
 from vescale.ops._decision import Decision
 from vescale.ops._registration import handles
 from vescale.ops._registry import register_aten
-from vescale.ops._row_reductions import reduces_everything, row_reduction
+from vescale.ops._row_reductions import reduces_a_shard, reduces_everything, row_reduction
 from vescale.placements import without_partials
 
 __all__: list[str] = []
@@ -165,17 +165,45 @@ def _is_true(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].all() if op is _aten._is_all_true.default else args[0].any()
 
 
-def _has_empty_shards(op: Any, schema: Any) -> bool:
-    return has_empty_shards(schema.args_schema[0])
+def _names_no_dim(op: Any, schema: Any) -> bool:
+    dims = schema.args_schema[1] if len(schema.args_schema) > 1 else schema.kwargs_schema.get("dim")
+    return dims is not None and not isinstance(dims, int) and not dims
 
 
-@handles(_aten.max.default, _aten.min.default, _aten.amax.default, _aten.amin.default, applies=_has_empty_shards)
-def _extremum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a tensor with fewer rows than ranks: of all rows on every rank. PyTorch runs a kernel that takes no empty tensor,
-    on some ranks, and the others wait for these."""
+@handles(_aten.any.dims, _aten.all.dims, applies=_names_no_dim)
+def _as_boolean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.any(dim=())`` reduces nothing, as the only reductions; the result is uint8 for uint8."""
     x = args[0]
-    target = [Replicate() if type(placement) is Shard else placement for placement in x.placements]
-    return op(convert(x, target, requester=f"statistic: {op}"), *args[1:], **kwargs)
+    return (x != 0).to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
+
+
+@handles(_aten.nansum.default, applies=_names_no_dim)
+def _nansum_of_all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Over every dim. On meta tensors, PyTorch reduces none of them."""
+    return op(args[0], None, *args[2:], **{name: value for name, value in kwargs.items() if name != "dim"})
+
+
+def _lacks_elements(op: Any, schema: Any) -> bool:
+    """Whether a rank has no element of the dims that ``op(x, dim=None, ...)`` reduces."""
+    x = schema.args_schema[0]
+    dims = schema.args_schema[1] if len(schema.args_schema) > 1 else schema.kwargs_schema.get("dim")
+    return some_rank_holds_nothing(x) and reduces_a_shard(x, dims)
+
+
+@handles(
+    _aten.max.default,
+    _aten.min.default,
+    _aten.max.dim,
+    _aten.min.dim,
+    _aten.amax.default,
+    _aten.amin.default,
+    _aten.aminmax.default,
+    applies=_lacks_elements,
+)
+def _extremum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where a rank has no row: of all rows on every rank. PyTorch runs a kernel that takes no empty tensor, on some ranks,
+    and the others wait for these."""
+    return op(whole(args[0], str(op)), *args[1:], **kwargs)
 
 
 register_aten(" ".join(_KERNELS), rule=reduction_rule, communicates=("all_reduce", "all_gather_v"))

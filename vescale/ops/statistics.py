@@ -156,15 +156,23 @@ def _adds_up_shards(op: Any, schema: Any) -> bool:
     return all(p.is_replicate() for p in x) and not all(p.is_replicate() for p in index)
 
 
+def _has_larger_source(schema: Any) -> bool:
+    """Whether the source of ``scatter_add(x, dim, index, source)`` has elements that no index takes."""
+    index, source = schema.args_schema[2:4]
+    return isinstance(index, DTensorSpec) and isinstance(source, DTensorSpec) and index.shape != source.shape
+
+
 @handles(
     torch.ops.aten.scatter_add.default,
     torch.ops.aten.scatter_add_.default,
-    applies=_adds_up_shards,
+    applies=lambda op, schema: _adds_up_shards(op, schema) or _has_larger_source(schema),
     communicates=("all_reduce",),
 )
 def _scatter_add(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Counts of sharded tokens, ``counts.scatter_add(0, expert of each token, number)``: each rank adds up its tokens."""
-    x, _, index, source = args
+    x, dim, index, source = args
+    if source.shape != index.shape:  # which PyTorch's rule would shard as if they were
+        return op(x, dim, index, source[tuple(map(slice, index.shape))])
     own = local_of(bring(source, index.placements, str(op), "src"))
     partial = [Replicate() if p.is_replicate() else Partial() for p in index.placements]
     added = torch.zeros_like(local_of(x)).scatter_add(0, local_of(index), own)

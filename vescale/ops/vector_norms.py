@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from vescale.compat import TensorMeta
+from vescale.compat import DTensorSpec, TensorMeta, some_rank_holds_nothing, spec_of
 from vescale.ops._call import OpCall
 from vescale.ops._combine_ranks import (
     accumulation_dtype,
@@ -21,12 +21,16 @@ from vescale.ops._combine_ranks import (
     neutral_extremum,
     reduction_axes,
 )
+from vescale.ops._conversion import whole
 from vescale.ops._decision import Decision
+from vescale.ops._registration import handles
 from vescale.ops._registry import register_aten
 from vescale.ops._row_reductions import reduces_everything, row_reduction
 from vescale.placements import without_partials
 
 __all__: list[str] = []
+
+_aten = torch.ops.aten
 
 # How a tensor's local part is reduced: (mesh, axes along which the parts differ).
 _Scope = tuple[DeviceMesh, tuple[int, ...]]
@@ -130,6 +134,21 @@ def _combined(how: str, scopes: Sequence[_Scope], parts: Sequence[torch.Tensor])
         for index, value in zip(indices, values.unbind()):
             found[index] = value
     return found
+
+
+def _lacks_elements(op: Any, schema: Any) -> bool:
+    """Whether a rank has no element of a tensor whose extremum is searched."""
+    order = math.inf if op is _aten._foreach_max.default else _order((*schema.args_schema[1:], 2)[0])
+    return math.isinf(order) and any(
+        isinstance(spec, DTensorSpec) and some_rank_holds_nothing(spec) for spec in schema.args_schema[0]
+    )
+
+
+@handles(_aten._foreach_norm.Scalar, _aten._foreach_max.default, applies=_lacks_elements)
+def _foreach_extremum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of tensors with fewer rows than ranks: of all rows on every rank."""
+    tensors = [whole(x, str(op)) if some_rank_holds_nothing(spec_of(x)) else x for x in args[0]]
+    return op(tensors, *args[1:], **kwargs)
 
 
 register_aten("linalg_vector_norm norm linalg__powsum", rule=norm_rule, communicates=("all_reduce", "all_gather_v"))
