@@ -168,6 +168,20 @@ def test_optimizer_of_a_torch_save_file(tmp_path: Path, names: tuple[str, str]) 
         load(tmp_path / "one.pt", model=other, optimizer=torch.optim.AdamW(turned))
 
 
+def test_a_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script goes to another folder, as some frameworks make it do, between two saves."""
+    model, _ = trained()
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer("runs/7") as checkpoints:
+        checkpoints.save(1, model=model)
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        checkpoints.save(2, model=model)
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 2] and checkpoints.restore(model=model) == {"step": 2}
+    assert not any((tmp_path / "other").iterdir())
+
+
 def test_targets_whose_elements_are_conjugated(tmp_path: Path) -> None:
     """Their memory does not hold the values, so that bytes of a file do not belong there."""
 
