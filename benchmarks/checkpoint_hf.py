@@ -8,6 +8,8 @@ there already. Both find the files in the page cache, so that the ratio is what 
 rank's start to the last rank's end: where ranks share processors, one begins later than the others, and ``load_hf`` waits
 for it. Printed are medians of turns and of the processor time of all ranks, the median and the quartiles of the ratios of
 neighbouring turns, the growth of a rank's resident memory over its shards, and the bytes that ranks write in an export.
+``--turns`` also prints each turn, and for each rank its processor time and how long it was ready to run without a processor:
+a slow turn in which these waits have grown is the scheduler's; where neither has grown, the rank waited for another one.
 """
 
 from __future__ import annotations
@@ -75,6 +77,11 @@ def resident() -> tuple[int, int]:
     return values["VmRSS"], values["VmHWM"]
 
 
+def waited() -> float:
+    """Seconds that this thread was ready to run and did not; Linux."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 def plain_reads(folder: Path, buffer: torch.Tensor, rank: int, ranks: int) -> None:
     """As many bytes as this rank holds, from every file, straight into memory that is there."""
     view, at = memoryview(buffer.numpy()), 0
@@ -114,17 +121,25 @@ def work(rank: int, args: argparse.Namespace, folder: str, port: int, results: A
             Path("/proc/self/clear_refs").write_text("5")
             before = resident()[0]
             dist.barrier()
-            start, busy = time.perf_counter(), time.process_time()
+            waits, start, busy = waited(), time.perf_counter(), time.process_time()
             if kind == "load":
                 load_hf(model, Path(folder, "model"))
             else:
                 plain_reads(Path(folder, "model"), buffer, rank, args.ranks)
             end, used = time.perf_counter(), torch.tensor(time.process_time() - busy)
+            each = [torch.empty(3) for _ in range(args.ranks)]
+            dist.all_gather(each, torch.tensor([end - start, float(used), waited() - waits]))
             span = torch.tensor([end, -start], dtype=torch.float64)  # one clock for all processes of a host
             if kind == "load":
                 extra = max(extra, resident()[1] - before)
             dist.all_reduce(span, dist.ReduceOp.MAX)
             dist.all_reduce(used)
+            if args.turns and rank == 0:
+                ranks = " ".join("{:.0f} ({:.0f}+{:.0f})".format(*(1e3 * one).tolist()) for one in each)
+                print(
+                    f"{repeat} {kind}: {float(span.sum()) * 1e3:.0f} ms; of ranks, processor + waits: {ranks}",
+                    flush=True,
+                )
             times[kind].append(float(span.sum()))
             processor[kind].append(float(used))
     dist.barrier()
@@ -144,6 +159,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--turns", action="store_true", help="print each turn")
     parser.add_argument("--folder", help="where the files are made (default: the folder of temporary files)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

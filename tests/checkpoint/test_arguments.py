@@ -166,3 +166,35 @@ def test_optimizer_of_a_torch_save_file(tmp_path: Path, names: tuple[str, str]) 
     turned = [{"params": [*other[1].parameters(), *other[0].parameters()]}, {"params": [other.more]}]
     with pytest.raises(ContentMismatchError, match=r"has shape \(8, 4\), and 1.weight"):
         load(tmp_path / "one.pt", model=other, optimizer=torch.optim.AdamW(turned))
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script goes to another folder, as some frameworks make it do, between two saves."""
+    model, _ = trained()
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer("runs/7") as checkpoints:
+        checkpoints.save(1, model=model)
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        checkpoints.save(2, model=model)
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 2] and checkpoints.restore(model=model) == {"step": 2}
+    assert not any((tmp_path / "other").iterdir())
+
+
+def test_targets_whose_elements_are_conjugated(tmp_path: Path) -> None:
+    """Their memory does not hold the values, so that bytes of a file do not belong there."""
+
+    class Net(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            values = scale * torch.complex(torch.arange(6.0), torch.arange(6.0) + 1)
+            self.register_buffer("conjugated", values.conj())
+            self.register_buffer("negated", values.clone().conj().imag)
+
+    model, other = Net(1.0), Net(0.0)
+    assert model.negated.is_neg() and model.conjugated.is_conj()
+    save(tmp_path / "one", model=model)
+    load(tmp_path / "one", model=other)
+    assert torch.equal(model.conjugated, other.conjugated) and torch.equal(model.negated, other.negated)
+    assert other.negated.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]

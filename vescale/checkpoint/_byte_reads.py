@@ -48,6 +48,7 @@ class ByteRead:
         """Whether the bytes can be read into the target's memory as they are."""
         return (
             self.target.is_contiguous()
+            and not (self.target.is_conj() or self.target.is_neg())
             and self.target.is_cpu
             and self.target.dtype == self.dtype
             and self.nbytes == self.target.numel() * self.dtype.itemsize

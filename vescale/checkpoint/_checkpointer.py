@@ -83,13 +83,13 @@ class Checkpointer:
                 pass
             case _:
                 raise CheckpointOptionError(f'best is {best!r}; expected a name, or (name, "min" or "max")')
-        self.folder = Path(folder)
+        self.folder = Path(os.path.abspath(folder))  # wherever the script goes afterwards
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointOptionError(f"{self.folder} is a file; expected a folder of steps, or a path that is free")
         self._best = name
         self._retention = Retention(keep, keep_every, name, which == "max")
         self._verify: Verify = verify
-        self._saver = Saver(os.path.abspath(folder), "Checkpointer.save", asynchronous=asynchronous)
+        self._saver = Saver(str(self.folder), "Checkpointer.save", asynchronous=asynchronous)
         self._abandoned: tuple[int, ...] = ()
 
     def save(self, step: int, *, model: nn.Module | None = None, optimizer: Any = None, **more: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,16 +11,18 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.checkpoint._gathering import raise_together
-from vescale.checkpoint._json_values import TensorName, decode, encode
+from vescale.checkpoint._json_values import TensorName, decode
 from vescale.checkpoint._model_state import ModelState, check_model, load_extra, model_state
 from vescale.checkpoint._names import compare, nearest
 from vescale.checkpoint._numbered_states import numbered_states
+from vescale.checkpoint._objects import differ_beyond_tensors, plan_object
 from vescale.checkpoint._optimizer_state import OptimizerLoad, named_groups, named_optimizers, plan_optimizer_load
 from vescale.checkpoint._random_state import different_seeds, set_random_state
 from vescale.checkpoint._rank_values import values_of_rank
 from vescale.checkpoint._reader import read_tensors, read_whole
 from vescale.checkpoint._snapshot import MODEL, RANDOM
 from vescale.checkpoint._stored import Stored, StoredTensor
+from vescale.compat import unwrapped_name
 from vescale.errors import CheckpointError, CheckpointWarning, ContentMismatchError
 from vescale.gradients import OtherStages, other_stages
 
@@ -40,8 +41,6 @@ _PREFIXES = (
     "model.module.",
     "app.model.",
 )
-# And inside of names: torch.compile, activation checkpointing, PyTorch's first FSDP.
-_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 # And in front of states of their only optimizer.
 _OPTIMIZER_PREFIXES = ("optimizer", "optim", "app.optim", "app.optimizer", "optimizer_state_dict")
 
@@ -140,14 +139,19 @@ class _Plan:
             extra_missing += load.missing
             structure |= load.structure
             surplus |= {name for name in stored.tensors if name.startswith(f"{prefix}.state.")}
-        extra_missing += self._take_beside(more, strict=strict)
         others = other_stages(model) if model is not None else OtherStages()
+        self.homeless: dict[str, list[str]] = {}
+        extra_missing += self._take_beside(more, state.aliases | self._aliases(), others, strict=strict)
+        stored = self.stored
+        given = ((stored.values.get("values") or {}).get("ranks") or {}).get("beside") or {}
+        self.others = [k for k in self.others if k not in more or k not in given or differ_beyond_tensors(given[k])]
         prefixes = (f"{MODEL}.", *(f"{prefix}.state." for prefix in self.loads))
         surplus = {n for n in surplus if not any(n.startswith(p) and others.have(n.removeprefix(p)) for p in prefixes)}
         self.differences = compare(stored.tensors, self.targets, cast=cast, surplus=surplus)
         for name in extra_missing:
             self.differences.missing[name] = nearest(name, list(stored.tensors))
         self.differences.misshapen |= structure
+        self.differences.surplus |= self.homeless
         if isinstance(optimizer, list | tuple | Mapping) or optimizer is not None:
             self._other_optimizers(named_optimizers(optimizer))
         self.fitting = set(self.targets) - self.differences.missing.keys() - self.differences.misshapen.keys()
@@ -162,7 +166,8 @@ class _Plan:
             decode(value, lambda name, names=names: names.append(name))  # type: ignore[misc]
             unread = [name for name in names if name not in targets]
             if any(name.is_sharded for name in unread):
-                left_out.append(key)
+                if not any(name in self.homeless for name in unread):
+                    left_out.append(key)
                 continue
             whole = read_whole(self.stored, map(str, unread))
             result[key] = decode(value, lambda name, whole=whole: targets.get(name, whole.get(name)))  # type: ignore[misc]
@@ -202,10 +207,13 @@ class _Plan:
             f"{MODEL}.{name}" for name in state.extra if name not in self.extra and self.stored.format == "vescale"
         ]
 
-    def _take_beside(self, more: Mapping[str, Any], *, strict: bool) -> list[str]:
+    def _take_beside(
+        self, more: Mapping[str, Any], aliases: Mapping[str, str], others: OtherStages, *, strict: bool
+    ) -> list[str]:
         """Names that the checkpoint does not have."""
-        saved = self.saved.get("beside") or {}
+        saved = self.saved["beside"] = dict(self.saved.get("beside") or {})
         missing = []
+        sources: dict[str, StoredTensor] = {}
         for key, value in more.items():
             if not isinstance(value, torch.Generator) and not hasattr(value, "load_state_dict"):
                 raise ContentMismatchError(
@@ -220,13 +228,14 @@ class _Plan:
                     )
                 missing.append(key)
                 continue
-            own: dict[str, torch.Tensor] = {}
-            encode(value.state_dict() if hasattr(value, "state_dict") else None, key, own)
-            names: list[TensorName] = []
-            decode(saved[key], names.append)
-            for name in names:
-                if str(name) in own:
-                    self.targets[str(name)] = own[str(name)]
+            load = plan_object(key, value, saved[key], self.stored.tensors, aliases, others.have)
+            self.targets |= load.targets
+            sources |= load.sources
+            self.homeless |= load.homeless
+            saved[key] = load.state
+        self.stored = Stored(
+            self.stored.folder, {**self.stored.tensors, **sources}, self.stored.format, self.stored.values
+        )
         return missing
 
     def _other_optimizers(self, ours: Mapping[str, Any]) -> None:
@@ -279,7 +288,7 @@ def _with_our_names(stored: Stored, state: ModelState) -> Stored:
 
 def _without_wrappers(tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """By names without the parts that wrappers of modules add, unless two tensors then have one name."""
-    plain = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    plain = {unwrapped_name(name): tensor for name, tensor in tensors.items()}
     return plain if len(plain) == len(tensors) else tensors
 
 

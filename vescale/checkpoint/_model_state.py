@@ -7,14 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from vescale.compat import unwrapped_model, unwrapped_name
 from vescale.errors import CheckpointOptionError
 
 __all__ = ["ModelState", "check_model", "load_extra", "model_state"]
-
-# Modules that wrap others put these in front of names.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True)
@@ -48,12 +45,11 @@ def check_model(model: Any) -> None:
 def model_state(model: nn.Module) -> ModelState:
     """No communication. Groups of ``fully_shard`` and of plans that are gathered are sharded first. Names are those of the
     model itself: wrappers for compilation, activation checkpointing and DDP leave no trace."""
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    model = unwrapped_model(model)
     found = ModelState({}, {}, set(), {}, {})
     first: dict[int, str] = {}
     for key, value in model.state_dict(keep_vars=True).items():
-        name = _plain_name(key)
+        name = unwrapped_name(key)
         if not isinstance(value, torch.Tensor):
             found.extra[name] = value
             continue
@@ -71,15 +67,8 @@ def model_state(model: nn.Module) -> ModelState:
 
 def load_extra(model: nn.Module, extra: dict[str, Any]) -> None:
     """Give modules back what their ``get_extra_state`` returned."""
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    model = unwrapped_model(model)
     for path, module in model.named_modules():
-        key = _plain_name(f"{path}._extra_state" if path else "_extra_state")
+        key = unwrapped_name(f"{path}._extra_state" if path else "_extra_state")
         if key in extra and type(module).set_extra_state is not nn.Module.set_extra_state:
             module.set_extra_state(extra[key])
-
-
-def _plain_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

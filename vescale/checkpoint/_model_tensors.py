@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale.compat import unwrapped_name
 from vescale.fsdp import FSDPModule
 
 __all__ = ["model_tensors", "modules_by_path", "replace_tensors", "tied_groups"]
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -30,9 +29,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for path, module in modules:
         if not module._parameters and not module._buffers:
             continue
-        prefix = f"{path}." if path else ""
-        for wrapper in _WRAPPERS:
-            prefix = prefix.replace(wrapper, "")
+        prefix = unwrapped_name(f"{path}.") if path else ""
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 parameters[prefix + name] = parameter

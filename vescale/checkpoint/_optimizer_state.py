@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale.checkpoint._json_values import TensorName, decode, encode
@@ -113,6 +114,7 @@ class OptimizerLoad:
         targets: tensors to fill, by their names in the checkpoint.
         missing: names of states that the optimizer has and the checkpoint has not.
         structure: names of groups and options that differ in what states mean, as (found, expected).
+        makes_as_torch: the optimizer is torch's, which makes states from parameters and gradients.
 
     What the optimizer's own ``state_dict`` had beside states and groups goes through its ``load_state_dict``.
     """
@@ -120,6 +122,7 @@ class OptimizerLoad:
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     structure: dict[str, tuple[str, str]] = field(default_factory=dict)
+    makes_as_torch: bool = False
     _states: list[tuple[Any, Any, dict[str, Any]]] = field(default_factory=list)
     _options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _further: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
@@ -151,7 +154,7 @@ def plan_optimizer_load(
     States that the optimizer would make in its first step are made here, placed like their parameter; where the
     checkpoint has none (it was saved before the first step), the optimizer's are dropped, if it makes them in a step.
     """
-    load = OptimizerLoad()
+    load = OptimizerLoad(makes_as_torch=type(optimizer).__module__.startswith("torch.optim"))
     kind = type(optimizer).__name__
     if saved.get("class", kind) != kind:  # equal names of states need not mean the same
         load.structure[prefix] = (f"the states of {saved['class']}", f"those of {kind}")
@@ -226,16 +229,22 @@ def _placed(
         entry = stored.get(value)
         if entry is None:
             raise DamagedFileError(f"{value}: the checkpoint's values name this tensor, but its index does not have it")
-        own = _new_state(entry, key, group, parameter)
+        own = _new_state(entry, key, group, parameter, like_parameter=value.is_sharded or load.makes_as_torch)
     load.targets[str(value)] = own
     return own
 
 
 @torch.no_grad()
-def _new_state(entry: StoredTensor, key: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """As torch.optim makes it: like the parameter, or a scalar on the CPU, unless a step must not wait for the device."""
+def _new_state(
+    entry: StoredTensor, key: Any, group: Mapping[str, Any], parameter: torch.Tensor, *, like_parameter: bool
+) -> torch.Tensor:
+    """As torch.optim makes it: like the parameter, or a scalar on the CPU, unless a step must not wait for the device.
+
+    ``like_parameter``: a state of another shape (sums of rows and columns) is a DTensor where the parameter is one."""
     if tuple(entry.shape) == tuple(parameter.shape) and key not in _SCALARS:
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
+    if entry.shape and like_parameter and isinstance(parameter, DTensor):
+        return parameter.detach().new_zeros(entry.shape, dtype=entry.dtype)
     on_device = group.get("capturable") or group.get("fused") or bool(entry.shape)
     return torch.zeros(entry.shape, dtype=entry.dtype, device=parameter.device if on_device else "cpu")
 

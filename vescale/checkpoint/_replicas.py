@@ -198,7 +198,8 @@ def _broadcast(pieces: Sequence[torch.Tensor], hops: Sequence[Hop]) -> None:
     if dist.get_backend(hops[0][1]) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     one = pieces[0]
-    in_place = len(pieces) == 1 and one.is_contiguous() and one.device == device
+    has_own_bits = one.is_contiguous() and not one.is_conj() and not one.is_neg()
+    in_place = len(pieces) == 1 and has_own_bits and one.device == device
     if in_place:
         buffer = one.view(-1).view(torch.uint8)
     else:
@@ -224,7 +225,7 @@ def _pack(pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
     for piece in pieces:
         values = buffer[start : start + piece.nbytes]
         if values.storage_offset() % piece.dtype.itemsize:
-            values.copy_(piece.contiguous().view(-1).view(torch.uint8))
+            values.copy_(piece.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
         else:
             values.view(piece.dtype).view(piece.shape).copy_(piece)
         start += piece.nbytes

@@ -19,6 +19,7 @@ try:
         op_info,
         patches,
         process_groups,
+        wrapper_names,
     )
     from vescale.compat.arrival_count import *
     from vescale.compat.async_tensors import *
@@ -75,6 +76,7 @@ try:
         tree_map,
         without_modes,
     )
+    from vescale.compat.wrapper_names import *
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
     raise
@@ -142,3 +144,4 @@ __all__ += module_calls.__all__
 __all__ += op_info.__all__
 __all__ += patches.__all__
 __all__ += process_groups.__all__
+__all__ += wrapper_names.__all__

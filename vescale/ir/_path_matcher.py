@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import regex
 
+from vescale.compat import WRAPPER_MODULES
 from vescale.errors import SlowPathError
 from vescale.ir._findings import Findings
 from vescale.ir._merged_names import merge_repeats, name_list
@@ -129,15 +130,11 @@ class Matcher:
             return False
 
 
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
-"""Modules around the one that the script has named."""
-
-
 def _closest(pattern: str, names: Iterable[str]) -> str:
     """``; closest: ...`` with up to three names like the expression's plainest reading, repeated layers merged."""
     merged = [name for name, _, _ in merge_repeats((name, None) for name in names) if name]
     plain = _plain(pattern)
-    inner = {".".join(part for part in name.split(".") if part not in _WRAPPERS): name for name in merged}
+    inner = {".".join(part for part in name.split(".") if part not in WRAPPER_MODULES): name for name in merged}
     close = [inner[name] for name in difflib.get_close_matches(plain, inner, n=3, cutoff=0.6)]
     if not close:
         ends = {name: _common_end(name, plain) for name in merged}

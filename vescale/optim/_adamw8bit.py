@@ -75,7 +75,8 @@ class AdamW8bit(ExactStates):
             index, the step, the parameter and ``seed``: the same on every mesh, and after a resume.
         master_weights: keep a float32 copy of parameters in lower precision. None: unless they are rounded at random. Where
             a parameter was changed from outside, the copy follows it.
-        skip_nonfinite: if a gradient has an inf or nan on any rank, all ranks leave parameters and states as they are.
+        skip_nonfinite: if a gradient has an inf or nan on any rank, all ranks leave parameters and states as they are: those
+            of the meshes of which the parameters' meshes are slices, and of all stages of a pipeline.
         maximize: go up instead of down.
         capturable: ``step``, and a tensor ``lr``, stay on the device, without a wait of the host (CUDA graphs).
         seed: of stochastic rounding; the same on all ranks.
@@ -197,8 +198,11 @@ class AdamW8bit(ExactStates):
         ]
         if not hasattr(self, "_gradients"):
             self._gradients = StepGradients(type(self).__name__)
+        everything = [p for group in self.param_groups for p in group["params"]]
         gradients = self._gradients.collect(
-            [p for _, p, _ in listed], [name for *_, name in listed], self.defaults["skip_nonfinite"]
+            [p for _, p, _ in listed],
+            [name for *_, name in listed],
+            everything if self.defaults["skip_nonfinite"] else None,
         )
         if gradients is None:
             return loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,6 +13,7 @@ from vescale.compat import AsyncCollectiveTensor, local_of, spec_of, without_mod
 from vescale.errors import MissingGradientError
 from vescale.gradients import reduce_pending
 from vescale.optim._holders import replica_axes
+from vescale.optim._linked_ranks import all_finite
 from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
 
 __all__ = ["agreed_gradients"]
@@ -22,18 +23,19 @@ _NONE, _LIKE_PARAMETER, _ELSEWHERE, _UNUSABLE = range(4)
 
 
 def agreed_gradients(
-    parameters: Sequence[MatrixParameter], *, compare: Collection[frozenset[int]], skip_nonfinite: bool
+    parameters: Sequence[MatrixParameter], *, compare: Collection[frozenset[int]], linked: tuple[int, ...] | None = None
 ) -> dict[int, torch.Tensor] | None:
     """The local tensor of each gradient, placed like its parameter, by the parameter's number.
 
     A gradient that is missing on this rank and present on others is one of zeros, or that of a replica; what no rank
-    has is left out. None: some gradient has an element that is not finite, and ``skip_nonfinite`` asks for no step at
-    all then.
+    has is left out. None: ``linked``, ranks that take no step if a gradient of one of them is not finite, are given, and
+    one has such a gradient.
 
     Communication: one all-reduce of two bytes a parameter for each set of ranks that parameters are on, as a rule one, if
-    it is part of a set in ``compare``, which its ranks know alike; for all sets with ``skip_nonfinite``. Gradients with
-    other placements than their parameter are brought to them. Of a gradient that some ranks lack, replicas that have it
-    give it to those that lack it.
+    it is part of a set in ``compare``, which its ranks know alike. With ``linked`` for all sets, and one of a byte where
+    parameters are on no set of just these ranks, or gradients are placed otherwise. Gradients with other placements than
+    their parameter are brought to them. Of a gradient that some ranks lack, replicas that have it give it to those that
+    lack it.
 
     Raises:
         RuntimeError: a gradient that is sparse, complex, of another shape, or a plain tensor for a DTensor; one that is
@@ -41,10 +43,11 @@ def agreed_gradients(
     """
     found = [_status(parameter) for parameter in parameters]
     statuses = [status for status, _ in found]
-    finite = not skip_nonfinite or _all_finite([p.tensor.grad for p, s in zip(parameters, statuses) if s != _NONE])
     agreed, missing = list(statuses), [status == _NONE for status in statuses]
-    if compare or skip_nonfinite:
-        agreed, missing, finite = _compared(parameters, statuses, finite, None if skip_nonfinite else compare)
+    finite = _are_finite(p.tensor.grad for p in parameters) if linked is not None else True
+    told = False
+    if compare or linked is not None:
+        agreed, missing, finite, told = _compared(parameters, statuses, finite, linked, compare)
     for parameter, status, (own, problem), lacks in zip(parameters, agreed, found, missing):
         if status == _UNUSABLE:
             raise MissingGradientError(
@@ -61,9 +64,15 @@ def agreed_gradients(
                 f"parameter ({parameter.place.placements}) on others; give every rank a gradient, or place "
                 "gradients as parameters"
             )
-    if not finite:
+    if told and not finite:
         return None
-    _place_like_parameters([p for p, status in zip(parameters, agreed) if status == _ELSEWHERE])
+    moved = [p for p, status in zip(parameters, agreed) if status == _ELSEWHERE]
+    _place_like_parameters(moved)
+    if linked is not None and (moved or not told):  # sums may overflow that were of finite numbers
+        finite = finite and _are_finite(p.tensor.grad for p in moved)
+        device = parameters[0].local.device if parameters else torch.device("cpu")
+        if not all_finite(finite, linked, device):
+            return None
     gradients = {}
     for parameter, status, lacks in zip(parameters, agreed, missing):
         if status == _NONE:
@@ -118,14 +127,18 @@ def _compared(
     parameters: Sequence[MatrixParameter],
     statuses: Sequence[int],
     finite: bool,
-    among: Collection[frozenset[int]] | None,
-) -> tuple[list[int], list[bool], bool]:
-    """(the highest status on any rank, whether some rank has no gradient, whether all are finite); ``among``: only on
-    parts of these sets of ranks."""
+    linked: tuple[int, ...] | None,
+    compare: Collection[frozenset[int]],
+) -> tuple[list[int], list[bool], bool, bool]:
+    """(the highest status on any rank, whether some rank has no gradient, whether all gradients are finite on ``linked``,
+    whether that has been found out: it is where parameters are on these very ranks).
+
+    On all sets of ranks that parameters are on, with ``linked``; otherwise on parts of ``compare``."""
     agreed, missing = list(statuses), [status == _NONE for status in statuses]
     together: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, parameter in enumerate(parameters):
-        if len(parameter.ranks) > 1 and (among is None or any(each.issuperset(parameter.ranks) for each in among)):
+        everywhere = linked is not None or any(each.issuperset(parameter.ranks) for each in compare)
+        if len(parameter.ranks) > 1 and everywhere:
             together[tuple(sorted(parameter.ranks))].append(index)
     pending = []
     with without_modes():
@@ -141,17 +154,16 @@ def _compared(
                 agreed[index] = flags_found[place]
                 missing[index] = bool(flags_found[len(indices) + place])
             finite = finite and not flags_found[-1]
-    return agreed, missing, finite
+    return agreed, missing, finite, linked in together
 
 
-def _all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
-    locals_ = [
-        local_of(g) if isinstance(g, DTensor) else g for g in gradients if g is not None and g.layout == torch.strided
-    ]
+def _are_finite(gradients: Iterable[torch.Tensor | None]) -> bool:
     found: list[torch.Tensor] = []
-    for local in locals_:
-        values = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-        found.append(torch.isfinite(values).all())
+    for gradient in gradients:
+        if gradient is not None and gradient.layout == torch.strided:
+            local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+            values = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+            found.append(torch.isfinite(values).all())
     return not found or bool(torch.stack([flag.to(found[0].device) for flag in found]).all())
 
 

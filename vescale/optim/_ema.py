@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, make_dtensor, make_spec, spec_of
+from vescale.compat import local_of, make_dtensor, make_spec, spec_of, unwrapped_model, unwrapped_name
 from vescale.errors import EMAError
 from vescale.fsdp import state_of
 from vescale.optim._step_gradients import local_part
@@ -37,6 +37,7 @@ class EMA:
         with ema.swap():
             evaluate(model)
 
+    Names are those of the model itself: wrappers for compilation, activation checkpointing and DDP leave no trace.
     ``state_dict()`` holds DTensors where parameters are DTensors, and :meth:`load_state_dict` is there, so that
     ``torch.distributed.checkpoint`` saves and loads the object itself, also on another mesh.
 
@@ -70,11 +71,13 @@ class EMA:
                 group.reshard()
             if state is None and isinstance(module, FSDPModule):  # its root stays gathered after an evaluation
                 module.reshard()
-        yield from self._model.named_parameters()
+        model = unwrapped_model(self._model)
+        for name, parameter in model.named_parameters():
+            yield unwrapped_name(name), parameter
         if self._use_buffers:
-            for name, buffer in self._model.named_buffers():
+            for name, buffer in model.named_buffers():
                 if buffer.is_floating_point():
-                    yield name, buffer
+                    yield unwrapped_name(name), buffer
 
     @torch.no_grad()
     def update(self) -> None:

@@ -12,6 +12,7 @@ from vescale.compat import note_writes
 from vescale.errors import OptimizerOptionError, OptimizerParameterError
 from vescale.optim._adamw_update import ADAMW_DEFAULTS, adamw_states, adamw_update
 from vescale.optim._agreed_gradients import agreed_gradients
+from vescale.optim._linked_ranks import LinkedRanks
 from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep
 from vescale.optim._matrix_parameters import Algorithm, MatrixParameter, MatrixParameters, local_tensor
@@ -52,6 +53,7 @@ class MatrixOptimizer(ExactStates):
         self._split_replicas, self._compare_gradients = split_replicas, compare_gradients
         self._parameters: MatrixParameters | None = None
         self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
+        self._linked = LinkedRanks(type(self).__name__)
         super().__init__(params, {"algorithm": self.algorithm, **defaults})
         self._parameters = MatrixParameters(
             Algorithm(self._grid, self._cost, self._kinds, self._dtypes), self._split_replicas
@@ -189,7 +191,7 @@ class MatrixOptimizer(ExactStates):
         gradients = agreed_gradients(
             trained,
             compare=() if self._compare_gradients is False else {frozenset(p.ranks) for p in compare},
-            skip_nonfinite=self._skip_nonfinite,
+            linked=self._linked.of([p.tensor for p in parameters]) if self._skip_nonfinite else None,
         )
         if not gradients:
             return loss
@@ -278,6 +280,7 @@ class MatrixOptimizer(ExactStates):
         super().__setstate__(state)
         if self.__dict__.get("_parameters") is None and "_bucket_bytes" in self.__dict__:  # a copy
             self._exchanges = {}
+            self._linked = LinkedRanks(type(self).__name__)
             self._parameters = MatrixParameters(
                 Algorithm(self._grid, self._cost, self._kinds, self._dtypes), self._split_replicas
             )

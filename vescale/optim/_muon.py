@@ -67,7 +67,8 @@ class Muon(MatrixOptimizer):
             which round otherwise: results then depend on the mesh, in bfloat16 by about 1e-2 of an update.
         orthogonalize: ``f(U) -> O`` in place of Newton-Schulz, for variants; [m, n], or [b, m, n] with ``batch``. The
             result travels with the parameter's dtype.
-        skip_nonfinite: leave everything as it is, on all ranks, in a step in which any gradient has inf or nan.
+        skip_nonfinite: leave everything as it is, on all ranks, in a step in which any gradient has inf or nan: those
+            of the meshes of which the parameters' meshes are slices, and of all stages of a pipeline.
         split_replicas: along axes that replicate a parameter, one of the replicas computes, and the others get a copy.
             False: each computes for itself, and nothing is copied.
         compare_gradients: compare in each step which gradients ranks have, so that one that is missing on some ranks

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
-from vescale.comm import all_reduce, group_of_ranks, wait_limit
+from vescale.comm import wait_limit
 from vescale.compat import (
     AsyncCollectiveTensor,
     default_store,
@@ -33,6 +33,7 @@ from vescale.compat import (
 )
 from vescale.errors import MissingGradientError
 from vescale.gradients import reduce_pending
+from vescale.optim._linked_ranks import LinkedRanks, all_finite
 
 __all__ = ["StepGradients", "local_part"]
 
@@ -54,17 +55,19 @@ class StepGradients:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
+        self._linked = LinkedRanks(kind)
         self._key = ""
         self._step = 0
         self._missed: dict[int, dict[int, list[int]]] = {}
 
     def collect(
-        self, parameters: Sequence[torch.Tensor], names: Sequence[str], skip_nonfinite: bool
+        self, parameters: Sequence[torch.Tensor], names: Sequence[str], together: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor | None] | None:
-        """For each parameter its gradient, placed like it, or None if no rank of its mesh has one; None: skip this step.
+        """For each parameter its gradient, placed like it, or None if no rank of its mesh has one; None: skip this step,
+        because a gradient is not finite on one of the ranks that :class:`LinkedRanks` finds by the parameters ``together``.
 
         Communication: one all-reduce for all Partial gradients together; redistributions of those that are placed otherwise
-        than their parameters; with ``skip_nonfinite`` one all-reduce of a byte, over all ranks of the parameters' meshes.
+        than their parameters; with ``together`` one all-reduce of a byte.
 
         Raises:
             ValueError: a gradient that only replicas of this rank's part have: their parameters would differ.
@@ -81,8 +84,11 @@ class StepGradients:
         reduced = reduce_pending([g for g in gradients if g is not None])
         for index, gradient in zip(held, reduced):
             gradients[index] = _placed_like(parameters[index], gradient)
-        if skip_nonfinite and not self._is_finite(parameters, [g for g in gradients if g is not None]):
-            return None
+        if together:
+            is_finite = _is_finite([g for g in gradients if g is not None])
+            device = local_part(together[0]).device
+            if not all_finite(is_finite, self._linked.of(together), device):
+                return None
         return gradients
 
     def _with_zeros(
@@ -168,18 +174,11 @@ class StepGradients:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
-    def _is_finite(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether all gradients are finite on all ranks; the same answer on each."""
-        locals_ = [local_part(gradient) for gradient in gradients]
-        checks = [torch.isfinite(local).all() for local in locals_ if local.numel()]
-        is_bad = not all(check.item() for check in checks)
-        ranks = {int(r) for p in parameters if isinstance(p, DTensor) for r in p.device_mesh.mesh.flatten()}
-        if len(ranks) < 2 or dist.get_rank() not in ranks or is_alone():
-            return not is_bad
-        group = group_of_ranks(tuple(sorted(ranks)))
-        device = next(local_of(p).device for p in parameters if isinstance(p, DTensor))
-        flag = torch.tensor([is_bad], dtype=torch.uint8, device=device)
-        return not bool(all_reduce(flag, "max", group, requester="finite gradients").wait())
+
+def _is_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    locals_ = [local_part(gradient) for gradient in gradients]
+    checks = [torch.isfinite(local).all() for local in locals_ if local.numel()]
+    return all(check.item() for check in checks)
 
 
 def _placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
