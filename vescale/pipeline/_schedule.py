@@ -88,6 +88,16 @@ class Schedule:
             found.append(most)
         return tuple(found)
 
+    def held_together(self, rank: int) -> list[dict[int, int]]:
+        """How many forwards of each stage of a rank are held for backward, at the moments of a step at which no other moment
+        has as many of each stage."""
+        alive, found = Counter(dict.fromkeys(self.stages_of(rank), 0)), []
+        for stage, kind, _ in self.actions[rank]:
+            alive[stage] += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
+            found.append(dict(alive))
+        distinct = [one for n, one in enumerate(found) if one not in found[:n]]
+        return [one for one in distinct if not any(_covers(other, one) for other in distinct if other is not one)]
+
     def held_forwards(self, stage: int) -> int:
         """The most forwards of the stage whose backward has not ended."""
         alive = most = 0
@@ -126,6 +136,10 @@ class Schedule:
                     cells[start + more] = "-"
             lines.append(f"rank {rank}: " + "".join(cell.ljust(width) for cell in cells).rstrip())
         return "\n".join(lines) + "\n"
+
+
+def _covers(many: Mapping[int, int], few: Mapping[int, int]) -> bool:
+    return all(many[stage] >= number for stage, number in few.items())
 
 
 def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Schedule:
