@@ -73,8 +73,8 @@ class ModelStage(PipelineStage):
         return found
 
     def _messages(self, op: Any, tensors: Sequence[torch.Tensor], stage: int, microbatch: int) -> list[dist.P2POp]:
-        """What the schedule starts right afterwards. For an empty tensor, of a rank without rows, one element travels: on all
-        ranks a message means that the sender has come here."""
+        """What the schedule starts right afterwards. For an empty tensor, of a rank without rows, one element travels: a
+        message means on all ranks that the sender has come here."""
         peer = self._peer(stage) if tensors else 0
         moved = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
         for tensor, message in zip(tensors, moved):
