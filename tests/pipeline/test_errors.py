@@ -60,6 +60,19 @@ ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
         {"schedule": "Interleaved1F1B", "microbatches": 5, "split_before": ["blocks.1", "blocks.2", "blocks.3"]},
         "5 micro-batches on 2 ranks; .* give a multiple of 2",
     ),
+    "no beginning": (
+        {"split_before": []},
+        "schedule 1F1B: 1 stages for 2 ranks along 'pp'; cut the model into a multiple",
+    ),
+    "a line of text": ({"schedule": "0F0,0B0\n"}, "it has 1 lines for 2 ranks along 'pp'; give a line for each rank"),
+    "a stage of text": (
+        {"schedule": "0F0,0B0\n5F0,5B0\n", "microbatches": 1},
+        "'5F0' is of stage 5, and the model is cut into stages 0 to 1",
+    ),
+    "a forward of text": (
+        {"schedule": "0F0,0F0,0B0\n1F0,1B0\n", "microbatches": 1},
+        "it has 0F0 more than once; name each computation once",
+    ),
     "listed twice": (
         {"split_before": None, "stages": [["blocks.0", "blocks.1"], ["blocks.1"]]},
         "'blocks.1' is listed in stages 0 and 1",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -181,6 +182,8 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
         order_of = _gpipe if name == "GPipe" else _one_forward_one_backward
         actions = tuple(tuple(order_of(stage, num_stages, m)) for stage in range(num_stages))
         return Schedule(name, m, actions, _timed(actions, one_each, refuse), tuple(one_each))
+    if entry.schedule_is_text:
+        _check_text(entry, num_ranks, num_stages, refuse)
     stages: list[Any] = [_PaperStage(rank, num_stages, 0, num_ranks) for rank in range(per_rank)]
     try:
         made = build(entry, stages, loss=None)
@@ -191,6 +194,9 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
     except (AssertionError, ValueError, RuntimeError, KeyError, IndexError) as error:
         raise refuse(f"it cannot run: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
     actions = tuple(tuple(_flat(order[rank])) for rank in range(num_ranks))
+    twice = [action for action, number in Counter(action for own in actions for action in own).items() if number > 1]
+    if twice:
+        raise refuse(f"it has {twice[0]} more than once; name each computation once, on one rank")
     losses = [a.microbatch for a in actions[rank_of[num_stages - 1]] if a.kind == "F" and a.stage == num_stages - 1]
     if losses != list(range(m)):
         raise refuse(
@@ -199,6 +205,17 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
         )
     starts = _timed(actions, rank_of, refuse)
     return Schedule(name, m, actions, starts, tuple(rank_of[stage] for stage in range(num_stages)))
+
+
+def _check_text(entry: PipelineEntry, num_ranks: int, num_stages: int, refuse: Callable[[str], PlanError]) -> None:
+    """What PyTorch's errors say in its own words, or not at all."""
+    lines = entry.schedule.strip().splitlines()
+    if len(lines) != num_ranks:
+        raise refuse(f"it has {len(lines)} lines for {num_ranks} ranks along {entry.mesh!r}; give a line for each rank")
+    for cell in (cell.strip() for line in lines for cell in line.split(",")):
+        stage = re.match(r"\d+", cell)
+        if stage is not None and int(stage[0]) >= num_stages:
+            raise refuse(f"{cell!r} is of stage {stage[0]}, and the model is cut into stages 0 to {num_stages - 1}")
 
 
 def _gpipe(stage: int, num_stages: int, m: int) -> list[Action]:
