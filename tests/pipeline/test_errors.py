@@ -62,7 +62,7 @@ ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no beginning": (
         {"split_before": []},
-        "schedule 1F1B: 1 stages for 2 ranks along 'pp'; cut the model into a multiple",
+        r"split_before=\[\] names no module; name one",
     ),
     "a line of text": ({"schedule": "0F0,0B0\n"}, "it has 1 lines for 2 ranks along 'pp'; give a line for each rank"),
     "a stage of text": (

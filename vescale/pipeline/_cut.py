@@ -80,7 +80,7 @@ class Cut:
             found = {_first_called(model, n) for path in entry.split_before for n in _matching(path, order, entry)}
             splits = sorted(found, key=order.__getitem__)
         else:
-            splits = balanced_splits(model, entry, num_ranks, program) if entry.balance else []
+            splits = balanced_splits(model, entry, num_ranks, program)
         return cls._of_splits(model, entry, tuple(splits), explicit, parameters)
 
     @classmethod

@@ -158,8 +158,9 @@ def _pipeline(entry: PipelineEntry) -> str:
         "balance": entry.balance,
         "stages_per_rank": entry.stages_per_rank,
     }
-    chosen = {name: value for name, value in cut.items() if value} or {"split_before": []}  # of one stage
-    named = chosen | {name: getattr(entry, name) for name in ("mesh", "schedule", "microbatches", "loss", "reduce")}
+    named = {name: value for name, value in cut.items() if value} | {
+        name: getattr(entry, name) for name in ("mesh", "schedule", "microbatches", "loss", "reduce")
+    }
     parts = [f"{name}: {json.dumps(value)}" for name, value in named.items()]
     if entry.memory_gib is not None:
         parts.append(f"memory_gib: {Decimal(repr(entry.memory_gib)):f}")  # without an exponent
