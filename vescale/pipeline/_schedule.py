@@ -208,7 +208,7 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
 
 
 def _check_text(entry: PipelineEntry, num_ranks: int, num_stages: int, refuse: Callable[[str], PlanError]) -> None:
-    """What PyTorch's errors say in its own words, or not at all."""
+    """Mistakes that PyTorch reports without the edit, or not at all."""
     lines = entry.schedule.strip().splitlines()
     if len(lines) != num_ranks:
         raise refuse(f"it has {len(lines)} lines for {num_ranks} ranks along {entry.mesh!r}; give a line for each rank")
