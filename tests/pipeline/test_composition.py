@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.pipeline.steps import Net, mesh_of, rel, same_steps, token_batch
 from tests.pipeline.test_steps import NAMES, assert_exact, make_net
@@ -23,8 +23,8 @@ from tests.simulate import simulate
 from tests.whole import whole
 from vescale import parallelize, plan_zoo
 from vescale.comm import CommRecord, record_comms
-from vescale.ir import lower
-from vescale.plans import Plan, PlanError
+from vescale.ir import lower, predict, predict_buckets
+from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.runtime import no_sync
 
 ZERO: dict[str, dict[str, Any]] = {
@@ -392,3 +392,31 @@ def test_counts_with_tensor_parallelism() -> None:
     for rank, (predicted, counts) in enumerate(simulate(count_eight, 8, make_llama(tie_word_embeddings=True))):
         for what in ("sends", "receives", "reductions"):
             assert counts[what] == predicted[rank // 4][what], (rank, counts, predicted)
+
+
+def net_plan(mesh: Any) -> Plan:
+    plan = Plan(mesh).shard("<in:(ids|labels)>", Shard(0), mesh="dp")
+    plan.shard(r"blocks.\d+.up.(weight|bias)", Shard(0), mesh="tp")
+    plan.shard(r"blocks.\d+.down.weight", Shard(1), mesh="tp")
+    return plan.shard(r"blocks.\d+.down.<out>", Replicate(), mesh="tp")
+
+
+def count_few_rows(rows: int, model: nn.Module) -> tuple[Counter[str], Counter[str]]:
+    """The buckets of a step, as predicted and as done: norms before layers that are cut over tp, rows that dp cuts."""
+    model, batch = copy.deepcopy(model), token_batch(0, rows=rows, names=NAMES)
+    meta = {name: value.to("meta") for name, value in batch.items()}
+    predicted = predict(lower(net_plan({"dp": 2, "tp": 2}), model), copy.deepcopy(model).to("meta"), meta)
+    found = predict_buckets(predicted.gradients, MeshAxes.of({"dp": 2, "tp": 2}))
+    model = parallelize(model, net_plan(mesh_of(dp=2, tp=2)))
+    with record_comms() as ledger:
+        model(**batch)["loss"].backward()
+    return Counter(",".join(bucket.axes) for bucket in found), Counter(
+        record.axes for record in ledger.records if record.requester.startswith("bucket ")
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_reductions_with_fewer_rows_than_ranks(rows: int) -> None:
+    """A norm of fewer rows than ranks sums its gradient before it uses it: weights then have nothing to add up over tp."""
+    for predicted, done in simulate(count_few_rows, 4, rows, Net(depth=1, dropout=0.0).double()):
+        assert done == predicted and set(done) == ({"dp"} if rows == 1 else {"dp", "dp,tp"}), (predicted, done)

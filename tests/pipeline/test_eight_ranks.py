@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
 from tests.pipeline.steps import make_gpt2, mesh_of, same_steps, token_batch
-from tests.pipeline.test_composition import make_mixtral, sum_and_count
+from tests.pipeline.test_composition import make_mixtral, net_plan, sum_and_count
 from tests.pipeline.test_steps import NAMES, assert_exact, make_net
 from tests.ranks import RankPools
 from tests.runtime.llama import make_llama
@@ -20,13 +19,6 @@ from vescale.plans import Plan
 
 def with_dropout() -> nn.Module:
     return make_llama(attention_dropout=0.1, tie_word_embeddings=True)
-
-
-def net_plan(mesh: Any) -> Plan:
-    plan = Plan(mesh).shard("<in:(ids|labels)>", Shard(0), mesh="dp")
-    plan.shard(r"blocks.\d+.up.(weight|bias)", Shard(0), mesh="tp")
-    plan.shard(r"blocks.\d+.down.weight", Shard(1), mesh="tp")
-    return plan.shard(r"blocks.\d+.down.<out>", Replicate(), mesh="tp")
 
 
 # Hugging Face's own loss is float32, whose parts over a cut vocabulary are rounded otherwise; a callable's is float64.

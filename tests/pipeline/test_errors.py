@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -16,6 +19,7 @@ from tests.runtime.zero import sharded_at_rest
 from vescale import parallelize
 from vescale.checks import InputMismatchError, StepMismatchError
 from vescale.ir import check, lower
+from vescale.pipeline._batches import microbatches_of, traced_pair
 from vescale.plans import Plan, PlanError
 
 NAMES = ("ids", "labels")
@@ -55,6 +59,19 @@ ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     "rounds": (
         {"schedule": "Interleaved1F1B", "microbatches": 5, "split_before": ["blocks.1", "blocks.2", "blocks.3"]},
         "5 micro-batches on 2 ranks; .* give a multiple of 2",
+    ),
+    "no beginning": (
+        {"split_before": []},
+        r"split_before=\[\] names no module; name one",
+    ),
+    "a line of text": ({"schedule": "0F0,0B0\n"}, "it has 1 lines for 2 ranks along 'pp'; give a line for each rank"),
+    "a stage of text": (
+        {"schedule": "0F0,0B0\n5F0,5B0\n", "microbatches": 1},
+        "'5F0' is of stage 5, and the model is cut into stages 0 to 1",
+    ),
+    "a forward of text": (
+        {"schedule": "0F0,0F0,0B0\n1F0,1B0\n", "microbatches": 1},
+        "it has 0F0 more than once; name each computation once",
     ),
     "listed twice": (
         {"split_before": None, "stages": [["blocks.0", "blocks.1"], ["blocks.1"]]},
@@ -178,3 +195,87 @@ def raised_everywhere() -> list[str]:
 def test_steps_refuse_on_every_rank(ranks: RankPools) -> None:
     one, other = ranks.run(raised_everywhere, world_size=2, timeout=60)
     assert one == other and len(one) == 5
+
+
+def summed(out: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = batch["labels"].flatten()
+    return F.cross_entropy(out["logits"].flatten(0, 1), labels, reduction="sum"), (labels != -100).sum()
+
+
+def reads_a_number(out: Any, batch: Any) -> Any:
+    assert summed(out, batch)[0].item() > 0
+    return summed(out, batch)
+
+
+def reads_an_array(out: Any, batch: Any) -> Any:
+    assert out["logits"].detach().numpy().shape == np.asarray(out["logits"].detach()).shape
+    return summed(out, batch)
+
+
+def reads_a_list(out: Any, batch: Any) -> Any:
+    assert len(out["logits"].tolist()) > 0
+    return summed(out, batch)
+
+
+def casts(out: Any, batch: Any) -> Any:
+    with torch.autocast(out["logits"].device.type, dtype=torch.bfloat16):
+        return summed(out, batch)
+
+
+def compares_devices(out: Any, batch: Any) -> Any:
+    if out["logits"].device != batch["labels"].device:
+        raise ValueError("put labels where logits are")
+    return summed(out, batch)
+
+
+def misses_metadata(out: Any, batch: Any) -> Any:
+    raise RuntimeError("no metadata in this batch")
+
+
+# None: a loss that a trace without values must not refuse; else what the error names.
+LOSSES: dict[Any, str | None] = {
+    summed: None,
+    reads_a_number: None,
+    reads_an_array: None,
+    reads_a_list: None,
+    casts: None,
+    compares_devices: None,
+    misses_metadata: "RuntimeError: no metadata in this batch",
+    lambda out, batch: (out.logits, 1): "AttributeError: 'dict' object has no attribute 'logits'",
+    lambda out, batch: summed(out, {"labels": batch["label"]}): "KeyError: 'label'",
+    lambda out, batch: (out["logits"] @ torch.ones(7), 1): "RuntimeError: .*7",
+    lambda out, batch: (out["logits"], 1): r"returns a pair of \(8, 6, 32\) and int",
+    lambda out, batch: summed(out, batch)[0]: "returns a Tensor",
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_callable_losses_before_the_step(loss: Any) -> None:
+    """Mistakes are told apart from what a forward without values cannot compute; the texts of errors say nothing."""
+    pipeline_of = lower(pipeline(loss=loss), Net()).pipeline
+    batch = token_batch(0, names=NAMES)
+    message = LOSSES[loss]
+    with pytest.raises(PlanError, match=message) if message is not None else contextlib.nullcontext():
+        traced_pair(
+            pipeline_of.skeleton,
+            pipeline_of.cut,
+            pipeline_of.entry,
+            batch,
+            microbatches_of(batch, pipeline_of.entry)[0],
+        )
+
+
+class Logging(Net):
+    """Takes a value that depends on parameters to Python."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        if float(self.embed(ids).abs().max()) > 100.0:
+            raise ValueError("overflow")
+        return super().forward(ids, labels)
+
+
+def test_forwards_that_read_what_depends_on_parameters() -> None:
+    with pytest.raises(
+        PlanError, match=r"branches on values of parameters, or takes them to Python .* use torch\.where"
+    ):
+        lower(pipeline(), Logging())

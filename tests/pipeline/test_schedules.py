@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -298,3 +299,20 @@ def test_page_stands_alone() -> None:
     assert "Net &amp; &lt;stages&gt;" in page and "0 &lt;b&gt;" in page
     counts = staged.counts(token_batch(0, names=("ids", "labels")))
     assert [counts[stage]["sends"] for stage in range(4)] == [4, 4, 4, 4]
+
+
+def test_forwards_that_are_held_together() -> None:
+    """Against a count of all moments: what is found covers each of them, and is one of them."""
+    for name, splits in (("1F1B", 1), ("GPipe", 1), ("ZBV", 3), ("Interleaved1F1B", 3), ("DualPipeV", 3)):
+        schedule = make_schedule(entry_of(schedule=name, microbatches=8), 2, splits + 1)
+        for rank, actions in enumerate(schedule.actions):
+            alive, moments = Counter[int](), []
+            for action in actions:
+                alive[action.stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+                moments.append(dict(alive))
+            found = schedule.held_together(rank)
+            for moment in moments:
+                assert any(all(one[stage] >= n for stage, n in moment.items()) for one in found), (name, rank, moment)
+            assert all(any(all(m.get(s, 0) == n for s, n in one.items()) for m in moments) for one in found)
+            for stage in schedule.stages_of(rank):
+                assert max(one[stage] for one in found) == schedule.held_forwards(stage)

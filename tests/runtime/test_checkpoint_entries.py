@@ -304,6 +304,11 @@ def test_greedy_choice() -> None:
     assert choose([[free, cheap, dear]] * 2, 60) == [2, 1]
     assert choose([[free, cheap, dear]] * 2, 1) == [2, 2]
     assert choose([[free, dear], [free, cheap]], 140) == [0, 1]  # the cheap module first
+    # Forwards of the one module are held at another moment than those of the other.
+    assert choose([[free, cheap]] * 2, 300, [[3, 0], [0, 3]]) == [0, 0]
+    assert choose([[free, cheap]] * 2, 299, [[3, 0], [0, 1]]) == [1, 0]
+    assert choose([[free, cheap]] * 2, 239, [[2, 1], [1, 2]]) == [1, 1]
+    assert choose([[free, cheap]] * 2, 100, [[2, 1], [1, 2]]) == [1, 1]  # which is too much
 
 
 class Notes:

@@ -79,3 +79,37 @@ def test_offloaded_tensors_come_back_as_they_were() -> None:
         back = _OnHost(part, None).load(None)
         assert torch.equal(back, part) and back.stride() == part.stride()
         assert not part.numel() or (back.data_ptr() - part.data_ptr()) % 64 == 0
+
+
+class Repeating(nn.Module):
+    """One block, called four times, and another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.other = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.block(x)
+        return self.other(x)
+
+
+def repeating(plan: Plan) -> Any:
+    torch.manual_seed(0)
+    model = parallelize(Repeating(), plan)
+    x = torch.randn(ROWS, WIDTH)
+    for _ in range(3):
+        loss = model(x).square().mean()
+        found = vescale.report(model)
+        loss.backward()
+    return found
+
+
+def test_budgets_count_each_call() -> None:
+    whole = repeating(Plan({"dp": 1})).saved_bytes
+    chosen = set()
+    for part in (0.3, 0.5, 0.7, 0.9, 1.1):
+        found = repeating(Plan({"dp": 1}).checkpoint("block|other", "full", budget_gib=part * whole / 2**30))
+        assert found.saved_bytes <= part * whole, (part, found)
+        chosen.add(tuple(found.policies.values()))
+    assert ("none", "none") in chosen and len(chosen) > 1

@@ -19,9 +19,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ops import is_elementwise as is_elementwise_op
+from vescale.ops import normalizes_locally
 from vescale.placements import InterleavedShard, at_dim, shard_dim
 
-__all__ = ["AxisPlacement", "Flow", "Rule", "indexed_dims", "is_elementwise", "rule_for"]
+__all__ = ["AxisPlacement", "Flow", "Rule", "indexed_dims", "is_elementwise", "rule_for", "sums_gradient_first"]
 
 # A placement on one axis; None: unknown.
 AxisPlacement = Placement | None
@@ -70,6 +71,15 @@ def is_elementwise(name: str) -> bool:
     if "dim" in overloads:  # max and min: of two tensors, or a reduction
         return False
     return base in _COPIES or any(is_elementwise_op(getattr(packet, overload)) for overload in overloads)
+
+
+def sums_gradient_first(name: str, flow: Flow, cuts: Sequence[int | None], num_ranks: Sequence[int]) -> bool:
+    """Whether the backward of an op sums what is pending in the gradient of its result before it uses it, so that the
+    gradients of its operands are whole where the result is. ``cuts``: the dim of its first operand that each axis cuts."""
+    if name not in _NORMS or not flow.tensors or not (shape := _normalized_shape(flow)):
+        return False
+    x = flow.tensors[0]
+    return normalizes_locally(x.shape, x.ndim - len(shape), cuts, num_ranks)
 
 
 def _linear(flow: Flow) -> AxisPlacement:
@@ -135,7 +145,7 @@ def _along_dims(flow: Flow) -> AxisPlacement:
 def _normalize(flow: Flow) -> AxisPlacement:
     """``layer_norm`` and ``rms_norm`` go along the last dims; their weights are replicated."""
     x, tensor = flow.placements[0], flow.tensors[0]
-    shape = flow.kwargs.get("normalized_shape", flow.args[1] if len(flow.args) > 1 else None)
+    shape = _normalized_shape(flow)
     if (
         any(not isinstance(placement, Replicate) for placement in flow.placements[1:])
         or not _is_cut(x)
@@ -143,6 +153,11 @@ def _normalize(flow: Flow) -> AxisPlacement:
     ):
         return None
     return x if x.dim < tensor.ndim - len(shape) else None
+
+
+def _normalized_shape(flow: Flow) -> Sequence[int] | None:
+    shape = flow.kwargs.get("normalized_shape", flow.args[1] if len(flow.args) > 1 else None)
+    return (shape,) if isinstance(shape, int) else shape
 
 
 def _view(flow: Flow) -> AxisPlacement:
@@ -226,10 +241,11 @@ def _cuts(placement: AxisPlacement, dim: int) -> bool:
 
 # Elementwise functions without an ATen op of their name, and random ones.
 _COPIES = frozenset(("dropout", "type_as", "contiguous", "float", "to", "half", "bfloat16", "double", "view_as"))
+_NORMS = ("layer_norm", "rms_norm")
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("add", "radd", "iadd", "sub", "isub"), _sum_like),
     **dict.fromkeys(("mean", "sum", "softmax", "var"), _along_dims),
-    **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
+    **dict.fromkeys(_NORMS, _normalize),
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
     **dict.fromkeys(("cat", "chunk", "split"), _same_shape_dim),
     "getitem": _item,

@@ -29,7 +29,7 @@ from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._move_collectives import Collective, Move, When, move_collectives
 from vescale.ir._operations import Local, Place, Redistribute, Stage, Wrap
-from vescale.ir._placement_flow import AxisPlacement, Flow, is_elementwise, rule_for
+from vescale.ir._placement_flow import AxisPlacement, Flow, is_elementwise, rule_for, sums_gradient_first
 from vescale.ir._program import Program
 from vescale.ir._unit_layouts import unit_buckets
 from vescale.placements import RaggedShard, shard_dim
@@ -253,13 +253,17 @@ class _Walk:
         results = list(tensors_of(result))
         if name == "__setitem__":
             results = tensors[:1]
+        first = [shard_dim(tag.placement) if tag.placement is not None else None for tag in (tags[0] if tags else ())]
         for output in results:
             merged = []
             for position, axis in enumerate(self.axes):
                 on_axis = [tag[position] for tag in tags]
                 flow = Flow([t.placement for t in on_axis], tensors, output, args, kwargs, self.axes.size(axis))
                 placement = rule_for(name, flow, CHANNEL_RULES)
-                merged.append(_Tag(placement, self._use(name, flow, on_axis, placement)))
+                origins = self._use(name, flow, on_axis, placement)
+                if isinstance(placement, Replicate) and sums_gradient_first(name, flow, first, self.axes.sizes):
+                    origins = frozenset()
+                merged.append(_Tag(placement, origins))
             self.tags[output] = tuple(merged)
 
     def _use(self, name: str, flow: Flow, arguments: Iterable[_Tag], placement: AxisPlacement) -> frozenset[int]:

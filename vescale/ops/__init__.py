@@ -79,6 +79,7 @@ from vescale.ops._transforms import refuse_transforms
 from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.elementwise import is_elementwise
 from vescale.ops.losses import cross_entropy_of_rows, has_whole_rows, without_dim
+from vescale.ops.norms import normalizes_locally
 
 __all__ = [
     "FAMILY_FILES",
@@ -114,6 +115,7 @@ __all__ = [
     "leave_local",
     "meetings",
     "misjudged_view",
+    "normalizes_locally",
     "note_local",
     "num_writes",
     "observe",

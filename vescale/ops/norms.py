@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from vescale.ops._registry import When
 from vescale.ops._row_reductions import reduces_a_shard
 from vescale.placements import contiguous_stride, shard_dim, without_partials
 
-__all__: list[str] = []
+__all__ = ["normalizes_locally"]
 
 _aten = torch.ops.aten
 _SIGNATURES = {
@@ -54,17 +55,27 @@ def _normalization(context: OpContext, func: Any, args: tuple[Any, ...], kwargs:
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     first = x.ndim - (1 if isinstance(shape, int) else len(shape))
     cuts = [shard_dim(placement) for placement in x.placements]
-    over_shards = any(dim is not None and dim >= first for dim in cuts)
-    if not over_shards and all(dim is None or x.shape[dim] >= n for dim, n in zip(cuts, context.mesh.shape)):
+    if not normalizes_locally(x.shape, first, cuts, context.mesh.shape):
         return func(*args, **kwargs)
     if func is torch.layer_norm:
         args, kwargs = args[:5], {name: value for name, value in kwargs.items() if name != "cudnn_enable"}
     given = _SIGNATURES[func.__name__].bind(*args, **kwargs)
     given.apply_defaults()
     weight, bias, eps = (given.arguments.get(name) for name in ("weight", "bias", "eps"))
-    if over_shards:
+    if any(dim is not None and dim >= first for dim in cuts):
         return _over_shards(func.__name__, x, first, weight, bias, eps)
     return _of_rows(func, x, first, weight, bias, eps)
+
+
+def normalizes_locally(shape: Sequence[int], first: int, cuts: Sequence[int | None], num_ranks: Sequence[int]) -> bool:
+    """Whether a norm over the dims of ``shape`` from ``first`` on runs on local tensors, and not by DTensor's rule. The
+    gradient of its result is then brought to the placements of the input, and summed before it is used.
+
+    Args:
+        cuts: for each axis of the mesh, the dim of the input that is cut along it.
+        num_ranks: of each axis.
+    """
+    return any(dim is not None and (dim >= first or shape[dim] < n) for dim, n in zip(cuts, num_ranks))
 
 
 def _over_shards(name: str, x: DTensor, first: int, weight: Any, bias: Any, eps: float | None) -> torch.Tensor:

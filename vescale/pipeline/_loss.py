@@ -22,14 +22,15 @@ _MEAN = 1
 class BatchLoss:
     """How micro-batches' losses add up to that of the whole batch.
 
-    A mean over labels is computed as the sum over a micro-batch's labels, divided by the average number of valid labels in
-    a micro-batch; where a sum or mean is divided by a number that the forward counts in the batch (``mask.sum()``), it is
-    divided by that of the whole batch; and each micro-batch counts by the weight of its :class:`LossShare`.
+    A mean over labels is computed as the sum over a micro-batch's labels, divided by the number of valid labels in the
+    batch, or by the average number in a micro-batch where a weight follows; where a sum or mean is divided by a number that
+    the forward counts in the batch (``mask.sum()``), it is divided by that of the whole batch; and each micro-batch counts
+    by the weight of its :class:`LossShare`.
     """
 
     def __init__(self, entry: PipelineEntry, known: Signature, batch: Mapping[str, Any]) -> None:
         self.entry, self.counts = entry, []
-        self.weight = known.share.weight
+        self.weight, self._parts = known.share.weight, known.share.parts
         if callable(entry.loss) or entry.microbatches == 1:
             self.scalars: dict[int, tuple[int, float]] = {}
             return
@@ -50,7 +51,7 @@ class BatchLoss:
         """A mode for the last stage's forward of one micro-batch."""
         if not self.counts and not self.scalars:
             return None
-        return _Shares([count / self.entry.microbatches for count in self.counts], self.scalars)
+        return _Shares([count * self._parts / self.entry.microbatches for count in self.counts], self.scalars)
 
     def share(self, out: Any, batch: Mapping[str, Any]) -> torch.Tensor:
         """The micro-batch's part of the loss of the whole batch; of a callable, the sum, to be divided by the count."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from vescale.compat import map_tensors, no_torch_function, tensors_in
+from vescale.compat.tensor_subclasses import without_modes
 from vescale.errors import PipelineLossError
+from vescale.pipeline._unknown_values import UnknownValueError
 from vescale.plans import PipelineEntry, PlanError
 
 __all__ = ["check_loss", "output_at", "try_loss"]
@@ -50,24 +53,28 @@ def check_loss(output: Any, entry: PipelineEntry) -> None:
 
 def try_loss(entry: PipelineEntry, output: Any, batch: Mapping[str, Any]) -> None:
     """Call a callable loss in a trace, with what a forward without values has returned: an error in it is raised on every
-    rank, and not on the last one alone, for which the others would wait. One that needs values is left to the step.
+    rank, and not on the last one alone, for which the others would wait. One that reads values is left to the step.
 
-    Raises PlanError for a callable that raises, or that returns no sum and count.
+    Raises PlanError for a callable that raises, also with an output that has values, and for one that returns no sum and
+    count.
     """
     assert callable(entry.loss)
     given = f"the model's output, a {type(output).__name__}, and a batch of {', '.join(map(repr, batch))}"
     try:
         found = entry.loss(output, dict(batch))
+    except UnknownValueError:
+        return
     except PlanError:
         raise
-    except Exception as error:
-        if isinstance(error, RuntimeError) and "meta" in str(error).casefold():
-            return
-        raise PipelineLossError(
-            f"pipeline: the callable loss raises {type(error).__name__}: {error}, with {given}; it gets both as "
-            "f(out, batch) -> (sum, count)",
-            entry.source,
-        ) from error
+    except Exception as first:
+        try:
+            found = _with_values(entry.loss, output, batch)
+        except Exception as error:
+            raise PipelineLossError(
+                f"pipeline: the callable loss raises {type(error).__name__}: {error}, with {given}; it gets both as "
+                "f(out, batch) -> (sum, count)",
+                entry.source,
+            ) from first
     pair = found if isinstance(found, tuple | list) and len(found) == 2 else (None, None)
     are_scalars = [isinstance(v, int | float) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in pair]
     if not all(are_scalars) or not isinstance(pair[0], torch.Tensor) or pair[0].ndim:
@@ -78,3 +85,15 @@ def try_loss(entry: PipelineEntry, output: Any, batch: Mapping[str, Any]) -> Non
             "without dims, and the count that the sum over all micro-batches is divided by",
             entry.source,
         )
+
+
+def _with_values(loss: Callable[[Any, Any], Any], output: Any, batch: Mapping[str, Any]) -> Any:
+    """What the loss returns for an output of the same shapes on the device of the batch. The meta device has no autocast,
+    and differs from that of the batch, which a loss may check."""
+    device = next((v.device for v in tensors_in(dict(batch)) if not v.is_meta), torch.device("cpu"))
+
+    def fill(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(x.shape, dtype=x.dtype, device=device) if x.is_meta else x
+
+    with without_modes(), no_torch_function():
+        return loss(map_tensors(fill, output), dict(batch))

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from vescale.compat.tensor_subclasses import tree_leaves, tree_map, without_modes
 from vescale.errors import PipelineLossError
+from vescale.pipeline._unknown_values import refuse_leaving
 
 __all__ = ["LossCalls", "LossNodes", "LossShare", "is_mean_of_labels", "share_of_microbatches", "two_scalars"]
 
@@ -122,6 +123,7 @@ class LossCalls(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 self.current = None
+        refuse_leaving(func, args)
         if func in _ON_ONE_DEVICE and any(isinstance(v, torch.Tensor) and v.is_meta for v in tree_leaves(args)):
             with without_modes():
                 args = tree_map(lambda v: v.to("meta") if isinstance(v, torch.Tensor) and not v.is_meta else v, args)
@@ -135,10 +137,16 @@ class LossCalls(TorchFunctionMode):
 @dataclass(frozen=True)
 class LossShare:
     """``weight``: what the losses of micro-batches are multiplied by, to add up to that of the batch, once the
-    multiplications in ``scalars`` (by number) have the whole batch's value as the operand at a position."""
+    multiplications in ``scalars`` (by number) have the whole batch's value as the operand at a position, and means over
+    labels are sums divided by ``parts`` times the average number of labels in a micro-batch.
+
+    Where the loss is made of means over labels alone, these are divided by the number of labels in the batch, and nothing
+    else is multiplied: one rounding, as on one device.
+    """
 
     weight: float
     scalars: Mapping[int, tuple[int, Callable[[Mapping[str, Any]], torch.Tensor]]]
+    parts: int = 1
 
 
 def share_of_microbatches(
@@ -161,6 +169,8 @@ def share_of_microbatches(
         return LossShare(1.0, {})
     found = _Analysis(whole, part, count, replay, refuse)
     scale = found.of_tensor(*losses)
+    if scale == 1.0 / count and not found.has_other_means:
+        return LossShare(1.0, found.scalars, count)
     return LossShare(1.0 / count if scale is None else scale, found.scalars)
 
 
@@ -171,6 +181,7 @@ class _Analysis:
     def __init__(self, whole: LossNodes, part: LossNodes, count: int, replay: Any, refuse: Any) -> None:
         self._whole, self._part, self._count, self._replay, self._refuse = whole, part, count, replay, refuse
         self.scalars: dict[int, Any] = {}
+        self.has_other_means = False  # than those over labels
 
     def of_tensor(self, big: torch.Tensor, small: torch.Tensor) -> float | None:
         if id(big) in self._whole.means and id(small) in self._part.means:
@@ -198,6 +209,7 @@ class _Analysis:
         scales = [self._of_operand(a, b) for a, b in pairs if a.depends]
         # What does not depend on the batch is the same in each micro-batch, as a mean is on average.
         constant = packet in (aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub) and self._adds_constant(one)
+        self.has_other_means |= constant or None in scales
         known = {1.0 / self._count if scale is None else scale for scale in scales}
         known |= {1.0 / self._count} if constant else set()
         if max(known) - min(known) > 1e-9 * max(known):
@@ -236,6 +248,7 @@ class _Analysis:
         packet = node.func.overloadpacket
         if packet in _SUMS:
             return 1.0
+        self.has_other_means = True
         if packet is aten.mean:
             return 1.0 / self._count
         for number, argument in enumerate(node.func._schema.arguments):

@@ -84,7 +84,9 @@ class Runner:
         self._share_out()
         runtime = Runtime.of(model)
         for budget in runtime.budgets.values() if runtime is not None else ():
-            budget.held_forwards = max(1.0, schedule.peak[self.rank] / len(own))
+            of = {path: stages_of_unit(path, cut, frozenset(own)) for path in budget.policies}
+            held = schedule.held_together(self.rank)
+            budget.moments = [{path: sum(map(one.__getitem__, of[path])) for path in of} for one in held]
         ranks = dist.get_process_group_ranks(group)
         self._checks, self._num_batches = start_checks_among(ranks, [(n,) for n in range(len(ranks))]), 0
         self._modules, self._num_traces = list(model.modules()), 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,6 +89,16 @@ class Schedule:
             found.append(most)
         return tuple(found)
 
+    def held_together(self, rank: int) -> list[dict[int, int]]:
+        """How many forwards of each stage of a rank are held for backward, at the moments of a step at which no other moment
+        has as many of each stage."""
+        alive, found = Counter(dict.fromkeys(self.stages_of(rank), 0)), []
+        for stage, kind, _ in self.actions[rank]:
+            alive[stage] += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
+            found.append(dict(alive))
+        distinct = [one for n, one in enumerate(found) if one not in found[:n]]
+        return [one for one in distinct if not any(_covers(other, one) for other in distinct if other is not one)]
+
     def held_forwards(self, stage: int) -> int:
         """The most forwards of the stage whose backward has not ended."""
         alive = most = 0
@@ -126,6 +137,10 @@ class Schedule:
                     cells[start + more] = "-"
             lines.append(f"rank {rank}: " + "".join(cell.ljust(width) for cell in cells).rstrip())
         return "\n".join(lines) + "\n"
+
+
+def _covers(many: Mapping[int, int], few: Mapping[int, int]) -> bool:
+    return all(many[stage] >= number for stage, number in few.items())
 
 
 def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Schedule:
@@ -167,6 +182,8 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
         order_of = _gpipe if name == "GPipe" else _one_forward_one_backward
         actions = tuple(tuple(order_of(stage, num_stages, m)) for stage in range(num_stages))
         return Schedule(name, m, actions, _timed(actions, one_each, refuse), tuple(one_each))
+    if entry.schedule_is_text:
+        _check_text(entry, num_ranks, num_stages, refuse)
     stages: list[Any] = [_PaperStage(rank, num_stages, 0, num_ranks) for rank in range(per_rank)]
     try:
         made = build(entry, stages, loss=None)
@@ -177,6 +194,9 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
     except (AssertionError, ValueError, RuntimeError, KeyError, IndexError) as error:
         raise refuse(f"it cannot run: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
     actions = tuple(tuple(_flat(order[rank])) for rank in range(num_ranks))
+    twice = [action for action, number in Counter(action for own in actions for action in own).items() if number > 1]
+    if twice:
+        raise refuse(f"it has {twice[0]} more than once; name each computation once, on one rank")
     losses = [a.microbatch for a in actions[rank_of[num_stages - 1]] if a.kind == "F" and a.stage == num_stages - 1]
     if losses != list(range(m)):
         raise refuse(
@@ -185,6 +205,17 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
         )
     starts = _timed(actions, rank_of, refuse)
     return Schedule(name, m, actions, starts, tuple(rank_of[stage] for stage in range(num_stages)))
+
+
+def _check_text(entry: PipelineEntry, num_ranks: int, num_stages: int, refuse: Callable[[str], PlanError]) -> None:
+    """Mistakes that PyTorch reports without the edit, or not at all."""
+    lines = entry.schedule.strip().splitlines()
+    if len(lines) != num_ranks:
+        raise refuse(f"it has {len(lines)} lines for {num_ranks} ranks along {entry.mesh!r}; give a line for each rank")
+    for cell in (cell.strip() for line in lines for cell in line.split(",")):
+        stage = re.match(r"\d+", cell)
+        if stage is not None and int(stage[0]) >= num_stages:
+            raise refuse(f"{cell!r} is of stage {stage[0]}, and the model is cut into stages 0 to {num_stages - 1}")
 
 
 def _gpipe(stage: int, num_stages: int, m: int) -> list[Action]:

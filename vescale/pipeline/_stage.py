@@ -73,15 +73,16 @@ class ModelStage(PipelineStage):
         return found
 
     def _messages(self, op: Any, tensors: Sequence[torch.Tensor], stage: int, microbatch: int) -> list[dist.P2POp]:
-        """What the schedule starts right afterwards."""
+        """What the schedule starts right afterwards. For an empty tensor, of a rank without rows, one element travels: a
+        message means on all ranks that the sender has come here."""
         peer = self._peer(stage) if tensors else 0
-        tensors = [tensor for tensor in tensors if tensor.numel()]
-        for tensor in tensors:
+        moved = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+        for tensor, message in zip(tensors, moved):
             name, way = ("send", "to") if op is dist.isend else ("recv", "from")
             who = f"stage {self.stage_index}, micro-batch {microbatch}: {way} stage {stage}"
             record(name, 2, tensor.nbytes, requester=who, group=self.group)
-            expect_message(tensor, who, peer)
-        return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
+            expect_message(message, who, peer)
+        return [dist.P2POp(op, tensor, peer, self.group) for tensor in moved]
 
     # Forward
 

@@ -23,6 +23,7 @@ from vescale.pipeline._gates import Gate, running
 from vescale.pipeline._loss_sums import LossCalls, LossNodes
 from vescale.pipeline._parameter_reads import SHAPE_ONLY
 from vescale.pipeline._traced import LossTerm, Origin, OuterResults, TensorLike, Trace, TracedCall
+from vescale.pipeline._unknown_values import UnknownValueError, refuse_reading
 from vescale.rng import Draw
 
 __all__ = ["trace"]
@@ -72,13 +73,7 @@ def trace(
             output = skeleton(**batch)
         except NotImplementedError as error:  # an op whose result's shape depends on values
             where = f"in {recorder.inside!r}" if recorder.inside else "around the stages' modules"
-            reason = str(error).splitlines()[0][:120]
-            raise PipelineTraceError(
-                f"pipeline: the forward {where} has shapes that depend on the values of parameters, so that what "
-                f"stages send is not known before they run ({reason}); for experts, give their module a local entry of kind "
-                "experts, or use an implementation without a loop (experts_implementation='grouped_mm')",
-                entry_source,
-            ) from error
+            raise PipelineTraceError(f"pipeline: the forward {where} {_why(error)}", entry_source) from error
         if loss is not None:
             loss(output)
     with torch.no_grad():
@@ -105,6 +100,19 @@ def trace(
     )
     recorder.read_calls.end()  # else in a cycle with the recorder
     return found
+
+
+def _why(error: NotImplementedError) -> str:
+    if isinstance(error, UnknownValueError):
+        return (
+            f"branches on values of parameters, or takes them to Python ({error}), so that what stages send is not known "
+            "before they run; use torch.where in place of a branch, and return what is logged instead of reading it"
+        )
+    return (
+        "has shapes that depend on the values of parameters, so that what stages send is not known before they run "
+        f"({str(error).splitlines()[0][:120]}); for experts, give their module a local entry of kind experts, or use an "
+        "implementation without a loop (experts_implementation='grouped_mm')"
+    )
 
 
 def _with_positions(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
@@ -256,6 +264,7 @@ class _Recorder(TorchDispatchMode):
             if is_mutation and not tensors[0].is_meta and isinstance(args[0], torch.Tensor):
                 self.values.add(id(args[0]))  # a computed tensor gets values that are not known
                 return args[0], False
+            refuse_reading(func, tensors)
             if func in _WITH_MASKS:
                 flat, tree = _with_positions(args, kwargs)
             # Computed values beside unknown ones.

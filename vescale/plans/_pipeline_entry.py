@@ -112,6 +112,8 @@ def pipeline_entry(
             f"{' and '.join(given) or 'nothing'} says where the model is cut; give exactly one of split_before=[paths], "
             'stages=[[paths], ...] and balance="cost"'
         )
+    if (split_before is not None and not split_before) or (stages is not None and not stages):
+        raise refuse(f"{given[0]}=[] names no module; name one for each stage but the first")
     if mesh not in axes:
         raise refuse(f"no axis {mesh!r}; the axes are {axes}{did_you_mean(mesh, axes)}")
     if balance not in (None, "cost"):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,24 +43,33 @@ class Choice:
     work: float
 
 
-def choose(choices: Sequence[Sequence[Choice]], limit: float) -> list[int]:
+def choose(
+    choices: Sequence[Sequence[Choice]], limit: float, moments: Sequence[Sequence[float]] | None = None
+) -> list[int]:
     """The index of each module's choice, by the rule of the module's description; of each module the choices come in the
-    order of falling bytes. If even the last ones are more than ``limit``, those that save bytes."""
+    order of falling bytes. If even the last ones are more than ``limit``, those that save bytes.
+
+    Args:
+        moments: how many forwards of each module are held, at the moments that count; one of each by default.
+    """
+    moments = moments if moments is not None else [[1.0] * len(choices)]
     chosen = [0] * len(choices)
-    total = sum(of_module[0].num_bytes for of_module in choices)
-    while total > limit:
+    totals = [sum(n * c[0].num_bytes for n, c in zip(held, choices, strict=True)) for held in moments]
+    while max(totals, default=0.0) > limit:
+        held = moments[totals.index(max(totals))]
         best: tuple[float, int, int] | None = None
         for number, of_module in enumerate(choices):
             now = of_module[chosen[number]]
             for other in range(chosen[number] + 1, len(of_module)):
-                freed, work = now.num_bytes - of_module[other].num_bytes, of_module[other].work - now.work
-                worth = freed / max(work, 1e-9)
+                freed = held[number] * (now.num_bytes - of_module[other].num_bytes)
+                worth = freed / max(of_module[other].work - now.work, 1e-9)
                 if freed > 0 and (best is None or worth > best[0]):
                     best = worth, number, other
         if best is None:
             break
         _, number, other = best
-        total -= choices[number][chosen[number]].num_bytes - choices[number][other].num_bytes
+        freed = choices[number][chosen[number]].num_bytes - choices[number][other].num_bytes
+        totals = [total - each[number] * freed for total, each in zip(totals, moments)]
         chosen[number] = other
     return chosen
 
@@ -70,15 +79,17 @@ class Budget:
 
     Attributes:
         policies: of each module; None: it is not checkpointed. The entry's own until :attr:`is_decided`.
-        held_forwards: how many forwards of each module are held for backward at a time, on average over modules.
+        moments: how many forwards of each module are held for backward at the moments of a step in which most are; of one
+            forward at a time by default.
     """
 
     def __init__(self, runtime: Any, gib: float) -> None:
         self._runtime, self.gib = runtime, gib
-        self.held_forwards = 1.0
+        self.moments: Sequence[Mapping[str, int]] = ()
         self.policies: dict[str, CheckpointPolicy | None] = {}
         self.is_decided = False
-        self._measured: dict[str, list[float]] = {}
+        self._calls: Counter[tuple[str, int]] = Counter()  # of a module, in the forward of this number
+        self._measured: dict[str, dict[int, list[list[float]]]] = {}  # of a module, by forward: numbers of each call
         self._asked_in: int | None = None  # the number of the forward in which ranks have compared last
 
     def add(self, path: str, policy: CheckpointPolicy) -> None:
@@ -89,6 +100,7 @@ class Budget:
         forward but the first one, an all-reduce of six numbers for each module."""
         if not self.is_decided:
             now = self._runtime.num_training_forwards
+            self._calls[path, now] += 1
             if self._asked_in is None:
                 self._asked_in = now
             elif self._asked_in != now:
@@ -100,13 +112,15 @@ class Budget:
     def measured(
         self,
         path: str,
+        number: int,
         module: nn.Module,
         inputs: Sequence[torch.Tensor],
         saved_bytes: float,
         work: Work,
         forward: Callable[[Sequence[torch.Tensor]], Any],
     ) -> Any:
-        """Run a forward again, and measure it; ``work`` is that of its first run, which had a dispatch mode, too."""
+        """Run a call of forward ``number`` again, and measure it; ``work`` is that of its first run, which had a dispatch
+        mode, too."""
         with Work():  # ops meet the same kernels as the first time
             result = forward(inputs)
         with no_torch_function():
@@ -120,13 +134,19 @@ class Budget:
             whole = sum(held.values())
             selective = saved_bytes + work.selected_bytes
             numbers = [1.0, whole, selective, saved_bytes, work.total - work.selected, work.total]
-            self._measured.setdefault(path, numbers)
+            self._measured.setdefault(path, {}).setdefault(number, []).append(numbers)
         return result
+
+    def _row(self, path: str) -> list[float]:
+        """The numbers of all calls of a module in one forward; calls that did not run again count as the others."""
+        for number, rows in self._measured.get(path, {}).items():
+            num_calls = self._calls[path, number]
+            return [1.0, *(num_calls * sum(column) / len(rows) for column in list(zip(*rows))[1:])]
+        return [0.0] * 6
 
     def _decide(self) -> None:
         paths = list(self.policies)
-        missing = [0.0, *[0.0] * 5]
-        rows = [self._measured.get(path, missing) for path in paths]
+        rows = [self._row(path) for path in paths]
         # The smallest flag is the largest of their negatives.
         flat = [value for row in rows for value in (-row[0], *row[1:])]
         mesh = self._runtime.mesh
@@ -139,16 +159,19 @@ class Budget:
         if any(row[0] > -1.0 for row in found):
             return
         choices = [_choices(self.policies[path], row) for path, row in zip(paths, found, strict=True)]
-        limit = self.gib * 2**30 / self.held_forwards
-        chosen = choose(choices, limit)
+        limit = self.gib * 2**30
+        moments = [[float(moment.get(path, 0)) for path in paths] for moment in self.moments] or [[1.0] * len(paths)]
+        chosen = choose(choices, limit, moments)
         picked = [of_module[index] for of_module, index in zip(choices, chosen, strict=True)]
         self.policies = {path: choice.policy for path, choice in zip(paths, picked, strict=True)}
         self.is_decided = True
-        total = sum(choice.num_bytes for choice in picked)
+        self._calls.clear()
+        self._measured.clear()
+        total = max(sum(n * choice.num_bytes for n, choice in zip(held, picked)) for held in moments)
         if total > limit and self._runtime.is_first_rank:
             warnings.warn(
                 f"the budget of {self.gib:g} GiB for {len(paths)} checkpointed modules ({paths[0]}, ...) is too small: with "
-                f"the policy that saves least they save {total * self.held_forwards / 2**30:.3g} GiB; raise budget_gib, or "
+                f"the policy that saves least they save {total / 2**30:.3g} GiB; raise budget_gib, or "
                 "shard more",
                 stacklevel=2,
             )

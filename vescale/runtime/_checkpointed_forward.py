@@ -136,6 +136,7 @@ class _Call:
         )
         is_measured = owner.budget is not None and not owner.budget.is_decided
         self.work = Work() if is_measured else None
+        self.number = owner.runtime.num_training_forwards
         self.draws: GeneratorStates | None = None
         self.shown: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
         self.has_run = self._is_again = False
@@ -227,7 +228,7 @@ class _Call:
             if budget is None or self.work is None:
                 return self._forward(inputs)
             num_bytes = sum(self.held.values())
-            return budget.measured(owner.path, owner.module, inputs, num_bytes, self.work, self._forward)
+            return budget.measured(owner.path, self.number, owner.module, inputs, num_bytes, self.work, self._forward)
 
 
 def _note(
