@@ -22,7 +22,7 @@ peft = pytest.importorskip("peft")
 _TARGETS = {"llama": ["q_proj", "o_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}
 
 
-def adapted(kind: str, plan: Any, when: str, **options: Any) -> tuple[Any, Any]:
+def adapted(kind: str, plan: Any, when: str, *, strict: bool = True, **options: Any) -> tuple[Any, Any]:
     """The model with adapters, and what was given to parallelize; without a plan, on one device."""
     model = build(kind).train()
     if options:  # PiSSA has no float64
@@ -33,7 +33,7 @@ def adapted(kind: str, plan: Any, when: str, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(5)
     found = peft.get_peft_model(model, config)
     if plan is not None and when != "after":
-        parallelize(found, plan, strict=kind == "llama")
+        parallelize(found, plan, strict=strict and kind == "llama")
     return found, model if when == "after" else found
 
 
@@ -110,6 +110,60 @@ def written_bases() -> None:
         torch.testing.assert_close(found[name], expected.detach(), msg=name)
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     assert isinstance(layer.base_layer.weight, DTensor) and "weight" not in vars(layer.base_layer)
+
+
+def merged(when: str, sizes: dict[str, int], folder: str) -> None:
+    """A second adapter, from files, a combination of both, and what is left when they are merged into the model. Entries of
+    adapted layers are gone then, so that their outputs are placed where they are used."""
+    quiet()
+    rank, ids = torch.distributed.get_rank(), torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+    reference, _ = adapted("llama", None, when)
+    model, _ = adapted("llama", plan_zoo.load("llama", make_mesh(**sizes)), when, strict=False)
+    models = [each.eval() for each in (reference, model)]
+    if rank == 0:
+        reference.save_pretrained(folder)
+    torch.distributed.barrier()
+
+    def check(what: str) -> None:
+        expected, found = (each(input_ids=ids).logits for each in models)
+        torch.testing.assert_close(whole(found), expected, msg=what)
+
+    for each in models:
+        each.load_adapter(folder, "second")
+        each.set_adapter("second")
+    check("second")
+    for each in models:
+        each.add_weighted_adapter(["default", "second"], [0.5, 0.25], "both", combination_type="linear")
+        each.set_adapter("both")
+    check("both")
+    plain = models[1](input_ids=ids).logits.detach()
+    for each in models:
+        each.merge_adapter()
+    check("merged")
+    for each in models:
+        each.unmerge_adapter()
+    check("unmerged")
+    torch.testing.assert_close(whole(models[1](input_ids=ids).logits), whole(plain))
+    models = [each.merge_and_unload() for each in models]
+    check("unloaded")
+    names = dict(models[0].named_parameters())
+    for name, parameter in models[1].named_parameters():
+        torch.testing.assert_close(whole(parameter.detach()), names[name].detach(), msg=name)
+    tokens = [each.generate(input_ids=ids[:2], max_new_tokens=4, do_sample=False) for each in models]
+    assert torch.equal(*tokens)
+
+
+MERGED = [
+    ("before", {"dp": 1, "tp": 2}),
+    pytest.param("after", {"dp": 1, "tp": 2}, marks=pytest.mark.slow),
+    pytest.param("before, with entries", {"dp": 1, "tp": 2}, marks=pytest.mark.slow),
+    pytest.param("after", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("when", "sizes"), MERGED)
+def test_several_adapters_and_merging(ranks: RankPools, tmp_path: Path, when: str, sizes: dict[str, int]) -> None:
+    ranks.run(merged, when, sizes, str(tmp_path), world_size=sizes["dp"] * sizes["tp"])
 
 
 @pytest.mark.slow

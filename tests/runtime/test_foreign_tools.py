@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import DataParallelMeshDims, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import RankPools
 from tests.runtime.llama import make_mesh
+from vescale.errors import DTensorStorageError, FullyShardError, OpPlacementError
 from vescale.plans import Plan, PlanError
 from vescale.rng import deferred_init
 from vescale.runtime import parallelize
@@ -32,6 +33,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, torch.Tensor], Any], str]] = {
     ),
     "FSDP2": (lambda m, x: fully_shard(m), "fully_shard of a parallelized.*let the plan shard parameters"),
     "FSDP2 of a part": (lambda m, x: fully_shard(m[0]), "fully_shard of a parallelized"),
+    "FSDP2 around": (lambda m, x: fully_shard(nn.Sequential(m, nn.Linear(4, 4))), "fully_shard of a parallelized"),
+    "script of a part": (lambda m, x: torch.jit.script(m[0]), "torch.jit.script of a parallelized"),
     "script": (lambda m, x: torch.jit.script(m), "torch.jit.script of a parallelized"),
     "trace": (lambda m, x: torch.jit.trace(m, x), "torch.jit.trace of a parallelized.*one device"),
     "export": (lambda m, x: torch.export.export(m, (x,)), "torch.export of a parallelized.*one device"),
@@ -60,6 +63,14 @@ def tools() -> None:
                 with pytest.raises(PlanError, match=message):
                     use(tried, x)
             torch.testing.assert_close(tried(x).full_tensor(), expected, msg=name)
+    for use in (lambda m: m.share_memory(), lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu"))):
+        with pytest.raises(DTensorStorageError, match=r"share_memory_\(\) of x.to_local.*FullyShardedDataParallel out"):
+            use(parallelize(plain(), plan_of(mesh)))
+    assert not model[0].weight.is_shared()
+    with pytest.raises(
+        OpPlacementError, match=r"Wrappers that broadcast parameters .*put all of the module into the plan"
+    ):
+        DistributedDataParallel(nn.Sequential(parallelize(plain(), plan_of(mesh)), nn.Linear(4, 4)))
     with pytest.raises(TypeError, match=r"cannot be pickled.*save model\.state_dict"):
         torch.save(model, io.BytesIO())
     buffer = io.BytesIO()
@@ -85,6 +96,7 @@ def distributed_before() -> None:
     mesh = make_mesh(tp=2)
     around: list[tuple[Callable[[nn.Module], nn.Module], str]] = [
         (DistributedDataParallel, "a DistributedDataParallel is distributed by DistributedDataParallel already"),
+        (torch.compile, r"a OptimizedModule is torch\.compile's.*as it was before \(model\._orig_mod\)"),
         (lambda model: fully_shard(model, mesh=mesh), "distributed by fully_shard already"),
         (lambda model: vescale.fully_shard(model, mesh=mesh), "distributed by fully_shard already"),
         (lambda model: nn.Sequential(vescale.fully_shard(model, mesh=mesh)), "of which its part '0' is distributed"),
@@ -97,6 +109,30 @@ def distributed_before() -> None:
 
 def test_models_that_are_distributed_already(ranks: RankPools) -> None:
     ranks.run(distributed_before, world_size=2)
+
+
+def sharded_twice() -> None:
+    import vescale
+
+    grid, x = make_mesh(dp=2, tp=2), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    for mesh in (grid, grid["dp"]):
+        model = parallelize(plain(), Plan(mesh).shard("<in:input>", Shard(0), mesh="dp"))
+        for given in (model, model[0], nn.Sequential(model)):
+            with pytest.raises(FullyShardError, match=r"whose plan distributes it.*parallelize on mesh\['tp'\]"):
+                vescale.fully_shard(given, mesh=grid["dp"])
+        dims = DataParallelMeshDims(shard="dp")
+        with pytest.raises(FullyShardError, match="whose plan distributes it"):
+            vescale.fully_shard(parallelize(plain(), Plan(grid)), mesh=grid, dp_mesh_dims=dims)
+    model, reference = vescale.fully_shard(parallelize(plain(), plan_of(grid["tp"])), mesh=grid["dp"]), plain()
+    for each in (model, reference):
+        each(x).square().mean().backward()
+    for one, other in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.full_tensor(), one.grad)
+
+
+def test_fully_shard_over_other_axes_only(ranks: RankPools) -> None:
+    """Over axes that the plan has, both would reduce gradients: they were halved, and nothing told."""
+    ranks.run(sharded_twice, world_size=4)
 
 
 class Holding(nn.Module):

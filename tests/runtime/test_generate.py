@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import RankPools
 from tests.runtime.hf import quiet
 from tests.runtime.llama import make_mesh
 from vescale import plan_zoo
+from vescale.checks import InputMismatchError
 from vescale.runtime import implicit_communication, parallelize
 
 NEW = {"max_new_tokens": 5, "min_new_tokens": 5}
@@ -113,6 +115,32 @@ def test_tokens_of_one_device(
 ) -> None:
     """Greedy, sampled, beams; dynamic, static and no cache. In strict mode where plans leave one token whole."""
     ranks.run(compare, kind, sizes, ways, strict, world_size=sizes["dp"] * sizes["tp"])
+
+
+def local_inputs(ways: tuple[str, ...]) -> None:
+    """A plan whose inputs are parts of ranks, in training; prompts are those of all ranks, and may be an odd number."""
+    quiet()
+    reference, model = build("llama"), build("llama")
+    parallelize(model, plan_zoo.load("llama", make_mesh(dp=2, tp=1)).local_inputs(), strict=True)
+    prompts, rank = torch.randint(3, 64, (3, 5), generator=torch.Generator().manual_seed(1)), dist.get_rank()
+    for way in ways:
+        for rows in (3, 2):
+            found = []
+            for each in (reference, model):
+                torch.manual_seed(3)
+                found.append(each.generate(prompts[:rows], **NEW, **WAYS[way]))
+            assert torch.equal(*found), way
+        part = prompts[rank : rank + 1]
+        loss, expected = model(part, labels=part).loss, reference(prompts[:2], labels=prompts[:2]).loss
+        torch.testing.assert_close(loss.full_tensor(), expected)
+    with pytest.raises(InputMismatchError, match=r"in generate\(\).*takes the prompts of all ranks.*gather them first"):
+        model.generate(prompts[rank : rank + 1], **NEW, **WAYS["greedy"])
+
+
+@pytest.mark.parametrize("ways", [("greedy",), pytest.param(tuple(WAYS)[1:5], marks=pytest.mark.slow)])
+def test_prompts_of_all_ranks(ranks: RankPools, ways: tuple[str, ...]) -> None:
+    """Where the plan has given="local", the method ended in an error about sizes."""
+    ranks.run(local_inputs, ways, world_size=2)
 
 
 def static_cache() -> None:

@@ -3,7 +3,7 @@
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
 from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
-from vescale.checks._mismatches import DRAWN, MADE, SEED, STATE, InputMismatchError, StepMismatchError
+from vescale.checks._mismatches import DRAWN, GENERATING, MADE, SEED, STATE, InputMismatchError, StepMismatchError
 from vescale.checks._parameter_names import known_names
 from vescale.checks._random_states import RandomStates, describe_draw
 from vescale.checks._repeated_parts import RepeatedPartsWarning
@@ -19,6 +19,7 @@ from vescale.checks._steps import LocalPart, StepChecks
 
 __all__ = [
     "DRAWN",
+    "GENERATING",
     "MADE",
     "SEED",
     "STATE",

@@ -10,6 +10,7 @@ from vescale.errors import Coded
 
 __all__ = [
     "DRAWN",
+    "GENERATING",
     "MADE",
     "NUMBERS",
     "SAME_STEPS",
@@ -47,6 +48,8 @@ MADE = "made: "
 """What names of tensors begin with that a forward has made of numbers, arrays or texts."""
 DRAWN = "drawn: "
 """What names of random ops on DTensors begin with, outside of forwards."""
+GENERATING = ", in generate()"
+"""What modes of forwards end with that ``generate`` of the model makes."""
 STATE = "state: "
 """What names of parameters begin with."""
 SAME_STEPS = (
@@ -152,6 +155,13 @@ def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
             f"ranks have drawn different random numbers in the forward before {site}: the {SEED} is {found}. Ops of a model "
             "draw from it as on one device: call torch.manual_seed with the same seed on every rank, and draw numbers that "
             "differ by rank (augmentation, a sample on rank 0) from a torch.Generator of their own"
+        )
+    if GENERATING in site:
+        return (
+            f"ranks disagree about {name} of {site}: it is {found}. generate() takes the prompts of all ranks, also where "
+            'the plan has given="local", and returns the tokens of all: give every rank the same prompts and options, '
+            "and seed torch alike (torch.manual_seed) before it samples. If prompts differ by rank, gather them first "
+            "(torch.distributed.all_gather_object), and take this rank's rows of the result"
         )
     if local:
         return (

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -297,17 +297,31 @@ def wrap_copying(changes: Changes, _: Any) -> None:
             _warn_of_part(self)
         return reduce(_aligned(self) if _is_inside(self) else self, protocol)
 
-    def storage(self: Any) -> Any:
-        raise DTensorStorageError(
-            f"storage() of a DTensor of shape {tuple(self.shape)} placed as {tuple(self.placements)}: it has no memory of "
-            "its own, and to_local() is this rank's part. To write a file (safetensors), give it whole tensors, "
-            "x.full_tensor() on all ranks, or save with vescale.checkpoint.save, and export (`vescale ckpt export`)"
-        )
+    def is_shared(self: Any) -> bool:
+        return local_of(self).is_shared()
 
-    for method in (__deepcopy__, __reduce_ex__, storage):
+    def refusing(advice: str) -> Callable[..., NoReturn]:
+        def refused(self: Any) -> NoReturn:
+            raise DTensorStorageError(
+                f"storage() of a DTensor of shape {tuple(self.shape)} placed as {tuple(self.placements)}: it has no memory "
+                f"of its own, and to_local() is this rank's part. {advice}"
+            )
+
+        return refused
+
+    for method in (__deepcopy__, __reduce_ex__, is_shared):
         changes.attribute(DTensor, method.__name__, method)
+    for name, advice in _NO_MEMORY.items():
+        changes.attribute(DTensor, name, refusing(advice))
 
 
+_NO_MEMORY = {
+    "storage": "To write a file (safetensors), give it whole tensors, x.full_tensor() on all ranks, or save with "
+    "vescale.checkpoint.save, and export (`vescale ckpt export`)",
+    # Of share_memory(), where the process would crash, and of FullyShardedDataParallel, which frees what it has flattened.
+    "_typed_storage": "Its memory can neither be shared between processes nor freed: call share_memory_() of x.to_local(); "
+    "and leave FullyShardedDataParallel out, for the parameters are distributed already",
+}
 _OF_TORCH_SAVE = 2
 """torch.save's protocol; copies, queues and process groups pickle with newer ones."""
 _WARNED: list[bool] = []

@@ -6,6 +6,7 @@ on to call that class's methods, and looks the module's state up with ``torch.di
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
 
 from vescale.errors import PrivateAttributeError, UnsupportedSettingError
 
@@ -20,6 +22,7 @@ __all__ = [
     "FSDP2Module",
     "FSDP2State",
     "fsdp2_state",
+    "is_refusing",
     "is_replicated",
     "mark_as_managed",
     "refuse_composable_apis",
@@ -47,7 +50,8 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def refuse_composable_apis(module: nn.Module, names: Sequence[str], refuse: Callable[[str], NoReturn]) -> None:
-    """Let PyTorch's composable functions of these names call ``refuse(name)`` when they are given the module."""
+    """Let PyTorch's composable functions of these names call ``refuse(name)`` when they are given the module, and
+    ``fully_shard`` when it is given one around it."""
     registry = _Refusing(module.__dict__.get(REGISTRY_KEY, {}))
     registry.names, registry.refuse = tuple(names), refuse
     module.__dict__[REGISTRY_KEY] = registry
@@ -62,7 +66,14 @@ class _Refusing(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         if name in self.names:
             self.refuse(str(name))
+        if name == "replicate" and sys._getframe(1).f_code is _is_composable_with_fsdp.__code__:
+            self.refuse("fully_shard")  # which asks so of each module inside of the one that it was given
         return super().__contains__(name)
+
+
+def is_refusing(module: nn.Module) -> bool:
+    """Whether :func:`refuse_composable_apis` was given the module."""
+    return isinstance(module.__dict__.get(REGISTRY_KEY), _Refusing)
 
 
 def mark_as_managed(module: nn.Module) -> None:

@@ -99,6 +99,7 @@ torch.autograd.profiler: _is_profiler_enabled
 torch.distributed: ProcessGroup._device_types; ProcessGroup._get_backend; _Work;
     all_gather_single|all_gather_into_tensor; reduce_scatter_single|reduce_scatter_tensor
 torch.distributed._composable.contract: STATE_KEY; REGISTRY_KEY; RegistryItem
+torch.distributed.fsdp._fully_shard._fsdp_common: _is_composable_with_fsdp(module)
 torch.distributed._functional_collectives: all_to_all_single(self, output_split_sizes, input_split_sizes, group);
     wait_tensor(tensor); AsyncCollectiveTensor
 torch.distributed.device_mesh: DeviceMesh._concatenate(device_mesh_list); DeviceMesh.__init__(_init_backend);

@@ -117,7 +117,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.distributed._state_dict_utils: _distribute_tensors, _broadcast_state_dict, _distribute_state_dict",
           "cut full tensors for vescale's placements", _CUSTOM, "placements", checkpoint_plans.wrap_full_state_dicts,
           issue="pytorch#169320", feature=CHECKPOINTS),
-    Patch(f"{_DTENSOR}.__deepcopy__, __reduce_ex__, storage",
+    Patch(f"{_DTENSOR}.__deepcopy__, __reduce_ex__, storage, _typed_storage, is_shared",
           "copy and pickle DTensors whose local tensor is inside of a larger storage; tell who saves a part",
           "PyTorch raises 'invalid python storage'; torch.save writes one rank's part, silently", "placements",
           dtensor_methods.wrap_copying),

@@ -260,8 +260,11 @@ struct Hook {
 // The arguments of a call by position, which is how modules call their hooks.
 PyObject* checked(PyObject* const* args, size_t num_args, PyObject* names_of_args, Py_ssize_t num_expected) {
     TORCH_CHECK_TYPE(
-        names_of_args == nullptr && PyVectorcall_NARGS(num_args) == num_expected, "a hook with keyword arguments gets ",
-        num_expected, " arguments by position");
+        names_of_args == nullptr && PyVectorcall_NARGS(num_args) == num_expected,
+        "a hook of a parallelized model's module gets ", num_expected, " arguments by position, and got ",
+        PyVectorcall_NARGS(num_args),
+        ": a tool has copied it to another module without with_kwargs (quantize_dynamic does with the modules that it "
+        "swaps). Convert the model on one device: before parallelize, or one that has loaded its state dict");
     return args[0];
 }
 

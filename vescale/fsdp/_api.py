@@ -20,6 +20,7 @@ from vescale.compat import (
     DataParallelMeshDims,
     FSDP2Module,
     fsdp2_state,
+    is_refusing,
     is_replicated,
     mark_as_managed,
     register_fsdp2_state,
@@ -152,6 +153,7 @@ def fully_shard(
     axes = _axes(mesh, dp_mesh_dims)
     ignored = {*(ignored_params or ()), *_replicated_parameters(modules)}
     named = _named_parameters(modules, ignored)
+    _refuse_plans(modules, axes)
     before.refuse_hooks("fully_shard", ignored)
     _move_to_device(modules, [parameter for _, parameter in named], axes.device)
     for name, parameter in named:
@@ -287,6 +289,22 @@ def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
     for number, root in enumerate(roots):
         yield from visit("" if len(roots) == 1 else str(number), root)
+
+
+def _refuse_plans(roots: Sequence[nn.Module], axes: DataParallelAxes) -> None:
+    """Raises FullyShardError for a model that ``parallelize`` has on a mesh with several of the ranks that share shards:
+    both would reduce its gradients."""
+    group = set(axes.data_parallel_ranks)
+    for path, module in _own_modules(roots):
+        parameters: Iterable[nn.Parameter] = module.parameters(recurse=False) if is_refusing(module) else ()
+        mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
+        if mesh is not None and len(group.intersection(mesh.mesh.flatten().tolist())) > 1:
+            where = f"{path!r}, a {type(module).__name__}" if path else f"a {type(module).__name__}"
+            raise FullyShardError(
+                f"fully_shard was given {where} of a parallelized model, whose plan distributes it over the ranks of "
+                f"{mesh}, and reduces its gradients there: let the plan shard it, {{axis: {{init: Ragged, run: R}}}} "
+                "(docs/plans.md, ZeRO); or parallelize on mesh['tp'] alone, and give fully_shard mesh['dp']"
+            )
 
 
 def _replicated_parameters(roots: Sequence[nn.Module]) -> Iterator[nn.Parameter]:

@@ -5,26 +5,87 @@ Face's tensor parallelism a module computes on its shard. Here modules compute w
 adapter (from the moment that it takes the base layer until it puts the adapted module in its place), the base layer shows
 its whole weight as a plain parameter; what PEFT writes to that (PiSSA does) is written to the shards.
 
+While adapters are merged into their base layers, taken out of them, combined, or added to others, both show whole plain
+parameters, too.
+
 The adapters' own parameters stay plain, the same on every rank: a parallelized forward takes them as global tensors, and
 their gradients are complete.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._saving import add_save_pretrained
 from vescale.runtime._tensor_placement import place_tensor
 
-__all__ = ["AdapterWatch"]
+__all__ = ["AdapterWatch", "adapter_parts", "add_merging", "is_adapted"]
 
-# A parameter's name; what is shown in its place, with its version and memory when it was shown.
-_Shown = tuple[str, nn.Parameter, int, int]
+# Whose parameter, and its name; what is shown in its place.
+_Shown = tuple[nn.Module, str, nn.Parameter]
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether this is a layer of PEFT around one of the model, with ``adapter_layer_names`` of its own."""
+    return type(module).__module__.partition(".")[0] == "peft" and hasattr(module, "adapter_layer_names")
+
+
+def adapter_parts(layer: nn.Module) -> tuple[str, ...]:
+    """Names of the attributes of a layer of PEFT that hold its adapters."""
+    names: Any = layer.adapter_layer_names
+    return tuple(names)
+
+
+def add_merging(runtime: Runtime, module: nn.Module) -> None:
+    """Give a module of PEFT methods that add, merge and combine adapters on whole tensors, as one device does."""
+    if type(module).__module__.partition(".")[0] == "peft":
+        names = ("merge", "unmerge", "update_layer") if is_adapted(module) else ("add_weighted_adapter",)
+        for name in names:
+            BoundMethod.give(runtime, module, name, functools.partial(_with_whole_parameters, name))
+
+
+def _with_whole_parameters(name: str, runtime: Runtime, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """All ranks of the mesh call it. Communication: an all-gather of each sharded parameter of the layer; of several layers,
+    of their adapters."""
+    parts: list[nn.Module] = [module]
+    if not is_adapted(module):
+        layers = [layer for layer in module.modules() if is_adapted(layer)]
+        parts = [getattr(layer, part) for layer in layers for part in adapter_parts(layer) if hasattr(layer, part)]
+    shown = [one for part in parts for inner in part.modules() for one in _show_whole(inner)]
+    try:
+        return getattr(type(module), name)(module, *args, **kwargs)
+    finally:
+        _write_back(shown)
+
+
+def _show_whole(module: nn.Module) -> Iterator[_Shown]:
+    """Hide sharded parameters behind whole ones, where they are not yet."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor) and name not in module.__dict__:
+            whole = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
+            module.__dict__[name] = whole
+            yield module, name, whole
+
+
+def _write_back(shown_parameters: list[_Shown]) -> None:
+    """Show the sharded parameters again, with the values that the whole ones have. (What PEFT writes to ``weight.data`` does
+    not count as a version of the parameter.)"""
+    for module, name, whole in shown_parameters:
+        shown = module.__dict__.pop(name, whole)
+        own = module._parameters[name]
+        assert isinstance(own, DTensor)
+        if not shown.is_meta:
+            with torch.no_grad():
+                own.copy_(place_tensor(shown.detach(), own.device_mesh, own.placements, name))
 
 
 class AdapterWatch:
@@ -52,22 +113,12 @@ class AdapterWatch:
 
     def _show(self, adapted: nn.Module, base: nn.Module) -> None:
         """Hide the sharded parameters of ``base`` behind whole ones. Communication: an all-gather of each."""
-        if Runtime.around(base) is None:
-            return
-        shown: list[_Shown] = []
-        for name, parameter in base._parameters.items():
-            if isinstance(parameter, DTensor):
-                whole = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
-                base.__dict__[name] = whole
-                shown.append((name, whole, whole._version, whole.data_ptr()))
-        self._shown[id(adapted)] = weakref.ref(adapted), base, shown
+        if Runtime.around(base) is not None:
+            self._shown[id(adapted)] = weakref.ref(adapted), base, list(_show_whole(base))
 
     def _hide(self, key: int) -> None:
-        _, base, shown_parameters = self._shown.pop(key)
-        for name, whole, version, pointer in shown_parameters:
-            shown = base.__dict__.pop(name, whole)
-            own = base._parameters[name]
-            assert isinstance(own, DTensor)
-            if shown is not whole or shown._version != version or shown.data_ptr() != pointer:
-                with torch.no_grad():
-                    own.copy_(place_tensor(shown.detach(), own.device_mesh, own.placements, name))
+        adapted, base, shown = self._shown.pop(key)
+        _write_back(shown)
+        runtime, layer = Runtime.around(base), adapted()
+        if runtime is not None and layer is not None:
+            add_merging(runtime, layer)

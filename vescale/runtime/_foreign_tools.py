@@ -54,9 +54,9 @@ def meet_foreign_tools(runtime: Runtime, model: nn.Module) -> None:
     for module in model.modules():
         refuse_composable_apis(module, ("fully_shard",), _refuse)
         module.__dict__[_DISTRIBUTED] = _Refused("parallelize_module")
+        module.__dict__["__prepare_scriptable__"] = _Refused("torch.jit.script")
     attributes = model.__dict__
     attributes["_ddp_params_and_buffers_to_ignore"] = _Refused("DistributedDataParallel")
-    attributes["__prepare_scriptable__"] = _Refused("torch.jit.script")
     BoundMethod.give(runtime, model, "_apply", _apply)
 
 
@@ -66,16 +66,25 @@ def refuse_wrapped(model: nn.Module) -> None:
         kinds = [
             kind.__name__ for kind in type(module).__mro__ if kind.__module__.split(".")[0] in ("torch", "vescale")
         ]
+        if "OptimizedModule" in kinds:
+            raise ForeignToolError(
+                f"parallelize got a model of which {_place(path, module)} is torch.compile's, which has no effect around "
+                "modules that a plan has: give parallelize the model as it was before (model._orig_mod), and compile "
+                "functions of local tensors inside of it"
+            )
         tool = next((_WRAPPERS[name] for name in kinds if name in _WRAPPERS), None)
         if module.__dict__.get(_DISTRIBUTED) is True:
             tool = "parallelize_module"
         if tool is not None:
-            where = f"its part {path!r}" if path else f"a {type(module).__name__}"
             raise ForeignToolError(
-                f"parallelize got a model of which {where} is distributed by {tool} already: both would cut its "
-                "parameters or reduce its gradients. Give parallelize the model as it was before, and let the plan do it: "
+                f"parallelize got a model of which {_place(path, module)} is distributed by {tool} already: both would cut "
+                "its parameters or reduce its gradients. Give parallelize the model as it was, and let the plan do it: "
                 "<in> entries cut the batch over an axis, and unit entries shard parameters (docs/plans.md)"
             )
+
+
+def _place(path: str, module: nn.Module) -> str:
+    return f"its part {path!r}" if path else f"a {type(module).__name__}"
 
 
 def refuse_tracing() -> None:

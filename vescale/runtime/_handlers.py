@@ -250,7 +250,8 @@ def _refuse_collective(op: Any, args: tuple[Any, ...]) -> None:
             f"the script calls the collective {name} on a DTensor of shape {tuple(found.shape)} placed as "
             f"{tuple(found.placements)}; outputs, losses and gradients of a parallelized model are global already: leave "
             "the collective out, and any division by the number of ranks. x.full_tensor() is the whole value, x.to_local() "
-            "this rank's part"
+            "this rank's part. Wrappers that broadcast parameters (DistributedDataParallel around a larger module, "
+            "ZeroRedundancyOptimizer) are not needed: put all of the module into the plan, and use the optimizer as it is"
         ) from None
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.checks import (
+    GENERATING,
     MADE,
     STATE,
     InputMismatchError,
@@ -85,7 +86,10 @@ def check_inputs(
         mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
         if torch.is_autocast_enabled(runtime.mesh.device_type):
             mode = f"{mode}, under autocast to {torch.get_autocast_dtype(runtime.mesh.device_type)}"
-        if checks.samples and not takes_local_parts:
+        is_generating = runtime in THREAD.generating  # from global tensors, whatever the plan says of training
+        if is_generating:
+            mode = f"{mode}{GENERATING}"
+        if checks.samples and (is_generating or not takes_local_parts):
             seen = None if is_unchecked() or has_dispatch_modes() else sample(args, kwargs)
             checks.sampled_forward(model, mode, seen, lambda: _descriptions(named(args, kwargs)), runtime.number)
             return
@@ -104,7 +108,7 @@ def check_inputs(
                 replicas = _replicas(runtime)
                 inputs += replicas.pop(_long_axes(runtime), [])
             for name, value, placing in named(args, kwargs):
-                if placing is None or not placing.takes_local_parts:
+                if is_generating or placing is None or not placing.takes_local_parts:
                     if not watched:
                         inputs += describe(name, value, fully=fully)
                     continue

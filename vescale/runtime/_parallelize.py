@@ -38,6 +38,7 @@ from vescale.placements import from_local
 from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
+from vescale.runtime._adapters import add_merging
 from vescale.runtime._checkpointed_forward import CheckpointedForward
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._expert_region import ExpertRegion
@@ -184,6 +185,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
                 CheckpointedForward(runtime, module, path, instruction)
         add_hooks(runtime, module, path, instructions)
         add_save_pretrained(runtime, module)
+        add_merging(runtime, module)
     units.install()
     meet_foreign_tools(runtime, model)
     runtime.adopt(model, "")

@@ -99,7 +99,7 @@ class Placing:
         placements = self.planned(x)
         if isinstance(op, Annotate):
             return from_local(x, runtime.mesh, placements)
-        if op.given == "local":
+        if op.given == "local" and self.runtime not in THREAD.generating:
             shape = THREAD.global_shapes.get(id(x)) if THREAD.global_shapes is not None else None
             if shape is not None:
                 return from_local(x, runtime.mesh, placements, shape=shape, stride=contiguous_stride(shape))

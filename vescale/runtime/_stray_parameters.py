@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.errors import StrayParameterError
+from vescale.runtime._adapters import adapter_parts, is_adapted
 from vescale.runtime._runtime import Runtime
 
 __all__ = ["StrayWatch", "check_strays"]
@@ -50,8 +51,9 @@ def check_strays(runtime: Runtime) -> None:
         if plain is None or model is None:
             continue
         path = next((path for path, each in model.named_modules() if each is module), None)
-        if path is not None:
-            found.append(".".join(part for part in (path, name, plain) if part))
+        where = None if path is None else ".".join(part for part in (path, name, plain) if part)
+        if where is not None and where not in found and not _is_of_adapter(model, where):
+            found.append(where)
     if not found:
         runtime.strays.clear()
         return
@@ -62,6 +64,16 @@ def check_strays(runtime: Runtime) -> None:
         "parameter, write them into the DTensor that is there: load_state_dict, or parameter.data = values, the same on "
         "every rank"
     )
+
+
+def _is_of_adapter(model: nn.Module, name: str) -> bool:
+    """Whether the parameter is in a part of a layer of PEFT that holds its adapters."""
+    module, found = model, False
+    for part in name.split(".")[:-1]:
+        if is_adapted(module):
+            found = part in adapter_parts(module)
+        module = module.get_submodule(part)
+    return found
 
 
 def _plain_names(registered: nn.Module | nn.Parameter) -> Iterator[str]:

@@ -1,0 +1,13 @@
+"""The model is compiled, and parallelized afterwards.
+
+error: ForeignToolError
+says: torch.compile's | model._orig_mod
+"""
+
+import torch
+
+from tests.first_day.start import Net, plan, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+parallelize(torch.compile(Net(), backend="eager"), plan(mesh, "_orig_mod."))

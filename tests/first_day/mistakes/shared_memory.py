@@ -1,0 +1,11 @@
+"""The model is to be shared with processes of this host: the process crashed.
+
+error: DTensorStorageError
+says: to_local() | share_memory_() of x.to_local()
+"""
+
+from tests.first_day.start import Net, plan, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+parallelize(Net(), plan(mesh)).share_memory()
