@@ -221,7 +221,7 @@ def compare_all(seeds: list[int], space: Space) -> tuple[Counter[str], list[str]
     return outcomes, failures
 
 
-def run(seeds: list[int], space: Space = Space()) -> tuple[Counter[str], list[str]]:  # noqa: B008
+def run(seeds: list[int], space: Space = Space()) -> tuple[Counter[str], list[str]]:
     with warnings.catch_warnings():  # for all threads
         warnings.simplefilter("ignore")
         found: tuple[Counter[str], list[str]] = simulate(

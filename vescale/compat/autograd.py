@@ -32,7 +32,7 @@ __all__ = [
     "in_dual_level",
     "in_transform",
     "is_captured",
-    "is_traced",
+    "is_tracing",
     "node_sequence",
     "num_storage_users",
     "permit_writes",
@@ -153,7 +153,7 @@ def has_dispatch_modes() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() > 0)
 
 
-def is_traced() -> bool:
+def is_tracing() -> bool:
     """Whether ``torch.fx`` traces this thread's ops."""
     return get_proxy_mode() is not None
 

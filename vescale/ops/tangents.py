@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vescale.compat import is_traced
+from vescale.compat import is_tracing
 from vescale.errors import TransformError
 from vescale.ops._registration import handles
 
@@ -22,7 +22,7 @@ def _has_same_storage_numel(op: Any, args: tuple[Any, ...], kwargs: dict[str, An
     tensors without the DTensors that they belong to, and takes these tensors for constants.
     """
     primal, tangent = args
-    if is_traced():
+    if is_tracing():
         raise TransformError(
             f"torch.func.linearize of a function of DTensors (here of shape {tuple(primal.shape)}): its trace takes their "
             "local tensors for constants, and the function that it returns would not depend on the tangent. Expected "
