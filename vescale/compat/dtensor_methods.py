@@ -143,7 +143,7 @@ def wrap_set_item(changes: Changes, hooks: DTensorHooks) -> None:
         return hooks.set_item(original, self, index, value)
 
     changes.attribute(DTensor, "__setitem__", __setitem__)
-    changes.attribute(DTensor, "data", property(_data, functools.partial(_set_data, hooks)))  # type: ignore[attr-defined]
+    changes.attribute(DTensor, "data", property(_data, functools.partial(_set_data, hooks)))
 
 
 def _data(self: Any) -> Any:
@@ -176,7 +176,7 @@ def _set_data(hooks: DTensorHooks, self: Any, value: Any) -> None:
                 else "the global tensor, the same on every rank, or a DTensor"
             )
         )
-    if not is_plain and value.device_mesh != self.device_mesh:
+    if isinstance(value, DTensor) and value.device_mesh != self.device_mesh:
         raise SetDataError(f"data on {value.device_mesh} for a DTensor on {self.device_mesh}; expected the same mesh")
     if is_part and _is_own_memory(self, value):
         return

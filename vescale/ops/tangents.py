@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from vescale.compat import is_tracing
+from vescale.compat import HAS_SAME_STORAGE, is_tracing
 from vescale.errors import TransformError
 from vescale.ops._registration import handles
 
 __all__: list[str] = []
 
 
-@handles(torch.ops.aten._has_same_storage_numel.default)
+@handles(HAS_SAME_STORAGE)
 def _has_same_storage_numel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Asked of every tensor that gets a tangent, by ``make_dual`` and so by ``torch.func.jvp``; strides are compared
     separately. The answer is the same on every rank. Communication: none.
