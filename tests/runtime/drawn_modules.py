@@ -354,14 +354,20 @@ def draw_plan(model: Block, draw: random.Random, mesh: Any) -> tuple[Plan, list[
     def fits(length: int) -> bool:
         return model.wide or length % size == 0
 
-    def shard(path: str, placement: Any) -> None:
-        plan.shard(path, placement)
-        entries.append(f"{path}: {placement}")
+    def shard(path: str, options: list[Any], twice: bool = True) -> None:
+        """On a mesh of several axes, each axis draws whether it has an entry, and which; ``twice``: two may cut one dim."""
+        placements = {mesh.mesh_dim_names[0]: draw.choice(options)}
+        for axis in mesh.mesh_dim_names[1:]:
+            placement = draw.choice(options)
+            if draw.random() < 0.7 and (twice or placement not in placements.values()):
+                placements[axis] = placement
+        plan.shard(path, placements)
+        entries.append(f"{path}: {placements}")
 
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(module, nn.Linear) and draw.random() < 0.3 and module.weight not in cut:
-            shard(f"{prefix}weight", Shard(draw.randint(0, 1)))
+            shard(f"{prefix}weight", [Shard(0), Shard(1)], twice=False)
             cut.add(module.weight)
         if not isinstance(module, Block) or draw.random() < 0.3:
             continue
@@ -370,5 +376,5 @@ def draw_plan(model: Block, draw: random.Random, mesh: Any) -> tuple[Plan, list[
                 continue
             options: list[Any] = [Replicate()] + [Shard(0)] * 2 * all(fits(shape[0]) for shape in shapes)
             options += [Shard(-1)] * all(fits(shape[-1]) for shape in shapes)
-            shard(f"{prefix}<{side}>", draw.choice(options))
+            shard(f"{prefix}<{side}>", options)
     return plan, entries

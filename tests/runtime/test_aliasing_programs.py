@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import multiprocessing
 import random
 import sys
@@ -15,6 +16,7 @@ import traceback
 import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from tests.examples import NIGHTLY
 from tests.runtime.drawn_modules import ROWS, WIDTH, Block, UndefinedOnOneDeviceError, draw_model, draw_plan
 from tests.simulate import on_other_thread, simulate
 from tests.whole import whole
+from vescale import static  # noqa: F401  (the mode's name)
 from vescale.runtime import parallelize
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-10}
@@ -52,6 +55,19 @@ MULTIPLE_VIEWS = "is the output of a function that returns multiple views"
 REFUSED = (MULTIPLE_VIEWS, "one tensor; here they are two", "is the same memory on one device", "by way of to_local()")
 
 
+@dataclass(frozen=True)
+class Space:
+    """What is drawn, and how it runs."""
+
+    is_wide: bool = False
+    """Of more ops, views, writes and uses of parameters and buffers (see :func:`draw_model`)."""
+    is_static: bool = False
+    """Three steps with other numbers in static mode; the first one is recorded."""
+    is_seen: bool = False
+    """Under a dispatch mode."""
+    mesh: tuple[int, ...] = (2,)
+
+
 class Seen(TorchDispatchMode):
     """As counters of operations and profilers are: sees every op, and changes none."""
 
@@ -62,13 +78,13 @@ class Seen(TorchDispatchMode):
 class Run:
     """A forward and backward of a model, with everything that a program can see of it."""
 
-    def __init__(self, model: Block, draw: random.Random, is_seen: bool = False) -> None:
+    def __init__(self, model: Block, draw: random.Random, is_seen: bool = False, turn: int = 0) -> None:
         self.model, self.is_seen = model, is_seen
         self.grad = draw.random() < 0.9 and not model.by_local
         self.threaded = draw.random() < 0.3
         self.leaf = draw.random() < 0.5
         self.again = draw.random() < 0.3
-        generator = torch.Generator().manual_seed(draw.randrange(1000))
+        generator = torch.Generator().manual_seed(draw.randrange(1000) + 1000 * turn)
         given = [torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator) for _ in model.inputs]
         if len(given) == 2 and self.again:
             given[1] = given[0]
@@ -120,37 +136,50 @@ def same(expected: list[Any], found: list[Any], what: str) -> None:
             torch.testing.assert_close(other, one, **TOLERANCE, msg=lambda m, i=index: f"{what} {i}: {m}")
 
 
-def compare(seed: int, mesh: Any, is_seen: bool = False, wide: bool = False) -> str:
+def compare(seed: int, mesh: Any, space: Space) -> str:
     """What came of it: ``equal``, ``both raise``, ``refused in`` a step (see REFUSED), ``undefined``, ``refused on one
     device`` (see VIEWS_OF_A_FUNCTION). AssertionError for anything else."""
     draw = random.Random(seed)
-    plain = draw_model(draw, wide)
+    plain = draw_model(draw, space.is_wide)
     model: Any = copy.deepcopy(plain)
     plan, entries = draw_plan(plain, draw, mesh)
-    one, many = (Run(each, random.Random(seed), is_seen) for each in (plain, model))
+    outcome, turn, one = "", 0, None
     try:
-        parallelize(model, plan)
-        for step in ("forward", "values", "backward", "gradients"):
-            outcomes = [attempt(getattr(run, step)) for run in (one, many)]
-            if outcomes[0] is None and outcomes[1] is None:
-                if step in ("values", "gradients"):
-                    same(getattr(one, step)(), getattr(many, step)(), step)
-                continue
-            if isinstance(outcomes[0], UndefinedOnOneDeviceError):
-                return "undefined"
-            if outcomes[1] is None and VIEWS_OF_A_FUNCTION in str(outcomes[0]):
-                return "refused on one device"
-            if outcomes[1] is None:
-                raise AssertionError(f"{step}: no error; one device: {outcomes[0]}")
-            if outcomes[0] is None:
-                if any(text in str(outcomes[1]) for text in REFUSED):
-                    return f"refused in {step}"
-                raise AssertionError(f"{step}: {outcomes[1]}") from outcomes[1]
-            return "both raise"
-        return writes_afterwards(one, many)
+        parallelize(model, plan, mode="static" if space.is_static else "eager")
+        for turn in range(3 if space.is_static else 1):
+            for each in (plain, model):
+                each.zero_grad()
+            one, many = (Run(each, random.Random(seed), space.is_seen, turn) for each in (plain, model))
+            outcome = compare_step(one, many)
+            if outcome != "equal":
+                return outcome
+        return outcome
     except BaseException as error:
-        text = "\n".join([f"seed {seed}, rank {dist.get_rank()}", *plain.text(), *entries, str(vars_of(one))])
+        where = f"seed {seed}, rank {dist.get_rank()}, step {turn}"
+        text = "\n".join([where, *plain.text(), *entries, str(vars_of(one) if one else "")])
         raise AssertionError(text) from error
+
+
+def compare_step(one: Run, many: Run) -> str:
+    """See :func:`compare`."""
+    for step in ("forward", "values", "backward", "gradients"):
+        outcomes = [attempt(getattr(run, step)) for run in (one, many)]
+        if outcomes[0] is None and outcomes[1] is None:
+            if step in ("values", "gradients"):
+                same(getattr(one, step)(), getattr(many, step)(), step)
+            continue
+        if isinstance(outcomes[0], UndefinedOnOneDeviceError):
+            return "undefined"
+        if outcomes[1] is None and VIEWS_OF_A_FUNCTION in str(outcomes[0]):
+            return "refused on one device"
+        if outcomes[1] is None:
+            raise AssertionError(f"{step}: no error; one device: {outcomes[0]}")
+        if outcomes[0] is None:
+            if any(text in str(outcomes[1]) for text in REFUSED):
+                return f"refused in {step}"
+            raise AssertionError(f"{step}: {outcomes[1]}") from outcomes[1]
+        return "both raise"
+    return writes_afterwards(one, many)
 
 
 def vars_of(run: Run) -> dict[str, bool]:
@@ -179,26 +208,24 @@ def writes_afterwards(one: Run, many: Run) -> str:
     return "equal"
 
 
-def compare_all(seeds: list[int], is_seen: bool, wide: bool) -> tuple[Counter[str], list[str]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+def compare_all(seeds: list[int], space: Space) -> tuple[Counter[str], list[str]]:
+    mesh = init_device_mesh("cpu", space.mesh, mesh_dim_names=("tp", "dp", "cp")[: len(space.mesh)])
     outcomes: Counter[str] = Counter()
     failures: list[str] = []
     for seed in seeds:
         try:
-            outcomes[compare(seed, mesh, is_seen, wide)] += 1
+            outcomes[compare(seed, mesh, space)] += 1
         except AssertionError as error:
             failures.append(f"{error}\n" + "".join(traceback.format_exception(error.__cause__))[-3500:])
             outcomes["failed"] += 1
     return outcomes, failures
 
 
-def run(
-    seeds: list[int], is_seen: bool = False, wide: bool = False, num_ranks: int = 2
-) -> tuple[Counter[str], list[str]]:
+def run(seeds: list[int], space: Space = Space()) -> tuple[Counter[str], list[str]]:
     with warnings.catch_warnings():  # for all threads
         warnings.simplefilter("ignore")
         found: tuple[Counter[str], list[str]] = simulate(
-            compare_all, num_ranks, seeds, is_seen, wide, timeout=120.0 + 4 * len(seeds)
+            compare_all, math.prod(space.mesh), seeds, space, timeout=120.0 + 40 * len(seeds)
         )[0]
     return found
 
@@ -241,9 +268,11 @@ def test_drawn_modules_without_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def main() -> None:
-    first, end = map(int, sys.argv[1:3])
-    ranks = [int(each.removeprefix("wide=")) for each in sys.argv[3:] if each.startswith("wide=")]
-    outcomes, failures = run(list(range(first, end)), wide=bool(ranks), num_ranks=ranks[0] if ranks else 2)
+    """``FIRST END [wide] [static] [seen] [2x2]``"""
+    first, end, words = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    mesh = next((tuple(map(int, word.split("x"))) for word in words if word[0].isdigit()), (2,))
+    space = Space("wide" in words, "static" in words, "seen" in words, mesh)
+    outcomes, failures = run(list(range(first, end)), space)
     print("\n\n".join(failures[:5]), flush=True)
     print(outcomes, len(failures))
 

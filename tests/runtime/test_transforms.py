@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import RankPools
 from tests.whole import whole
+from vescale.comm import record_comms
 from vescale.errors import TransformError
 from vescale.fsdp import fully_shard
 from vescale.plans import Plan
@@ -197,3 +198,23 @@ def bits() -> None:
 def test_views_as_another_dtype(ranks: RankPools) -> None:
     """Of a sharded tensor: a TypeError about sizes."""
     ranks.run(bits, world_size=2)
+
+
+def linearized() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize(nn.Identity(), Plan(mesh))
+    primal = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH)
+    expected = torch.func.jvp(square, (primal,), (primal.cos(),))[1]
+    for placements in ([S0], [S1], [R]):
+        x = distribute_tensor(primal, mesh, placements, src_data_rank=None)
+        with pytest.raises(TransformError, match=r"torch\.func\.linearize of a function of DTensors"):
+            torch.func.linearize(square, x)
+        with record_comms() as moved:
+            tangent = torch.func.jvp(square, (x,), (x.cos(),))[1]
+        assert not moved.records  # tangent and tensor are compared where they are
+        torch.testing.assert_close(whole(tangent), expected)
+
+
+def test_linearize_is_refused(ranks: RankPools) -> None:
+    """Its trace took local tensors for constants: what it returned did not depend on the tangent."""
+    ranks.run(linearized, world_size=2)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable, forward_ad, profiler
 from torch.autograd.graph import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint as checkpointing
 
 from vescale import csrc
@@ -31,6 +32,7 @@ __all__ = [
     "in_dual_level",
     "in_transform",
     "is_captured",
+    "is_tracing",
     "node_sequence",
     "num_storage_users",
     "permit_writes",
@@ -149,6 +151,11 @@ def is_captured() -> bool:
 def has_dispatch_modes() -> bool:
     """Whether a TorchDispatchMode sees this thread's ops."""
     return bool(torch._C._len_torch_dispatch_stack() > 0)
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.fx`` traces this thread's ops."""
+    return get_proxy_mode() is not None
 
 
 def in_backward() -> bool:

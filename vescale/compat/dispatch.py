@@ -24,6 +24,7 @@ from vescale.compat.empty_shards import has_empty_shards
 from vescale.compat.gradient_scaling import unscale
 from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
 from vescale.compat.op_info import OutputSharding, is_view, iterate_specs, with_aliasing
+from vescale.compat.out_arguments import run_into_empty
 from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import REPLICAS
 
@@ -62,7 +63,7 @@ def _by_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: 
     models = model_hooks()
     handler = models.handlers.get(op) if models is not None else None
     if handler is None or not handler.applies(op, schema):
-        return NotImplemented
+        return run_into_empty(op, args, kwargs) if models is not None else NotImplemented
     return telling(op, handler.run)(op, args, kwargs)
 
 
@@ -204,9 +205,8 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
         if found is not NotImplemented:
             return found
         models = model_hooks()
-        return decided(
-            models.handlers.get(op_call) if models is not None else None, op_call, args, kwargs, op_info, try_cache
-        )
+        handler = models.handlers.get(op_call) if models is not None else None
+        return decided(handler, op_call, args, kwargs, op_info, try_cache)
 
     def without_handlers(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         found = _on_placements(op_call, args, kwargs, op_info.schema)

@@ -25,6 +25,8 @@ __all__ = [
     "TensorMeta",
     "current_mesh",
     "expanded_as",
+    "keep_memory",
+    "keeps_memory",
     "local_of",
     "make_dtensor",
     "make_spec",
@@ -108,3 +110,12 @@ def expanded_as(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     if not any(expanded):
         return part
     return part.as_strided(part.shape, [0 if is_expanded else n for is_expanded, n in zip(expanded, part.stride())])
+
+
+def keep_memory(dtensor: torch.Tensor) -> None:
+    """Let ``dtensor.data = values`` write to the local tensor, a part of a buffer, instead of taking another one."""
+    dtensor.__dict__["_keeps_memory"] = True
+
+
+def keeps_memory(dtensor: torch.Tensor) -> bool:
+    return "_keeps_memory" in dtensor.__dict__

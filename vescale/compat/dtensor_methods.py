@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch.distributed.tensor import _api as tensor_api
 from torch.distributed.tensor import _redistribute as tensor_redistribute
 
 from vescale.compat.checkpoint_plans import CheckpointHooks
-from vescale.compat.dtensor import expanded_as, local_of, make_dtensor, spec_of
+from vescale.compat.dtensor import expanded_as, keeps_memory, local_of, make_dtensor, spec_of
 from vescale.compat.model_hooks import tell_plain_value
 from vescale.compat.passed_functions import pass_methods
 from vescale.compat.patching import Changes
@@ -142,24 +143,74 @@ def wrap_set_item(changes: Changes, hooks: DTensorHooks) -> None:
         return hooks.set_item(original, self, index, value)
 
     changes.attribute(DTensor, "__setitem__", __setitem__)
-    changes.attribute(DTensor, "data", property(torch.Tensor.data.__get__, functools.partial(_set_data, hooks)))  # type: ignore[attr-defined]
+    changes.attribute(DTensor, "data", property(_data, functools.partial(_set_data, hooks)))
+
+
+def _data(self: Any) -> Any:
+    found = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+    if keeps_memory(self):
+        found.__dict__["_memory_of"] = weakref.ref(self), self.__dict__.get("_num_assigned", 0)
+    return found
 
 
 def _set_data(hooks: DTensorHooks, self: Any, value: Any) -> None:
-    """``p.data = plain``: the global tensor, the same on every rank. PyTorch sets the shape, and leaves the numbers."""
-    if isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or self._local_tensor.is_meta:
+    """``p.data = value``: a DTensor, or a plain tensor, which is the global one, the same on every rank. PyTorch sets the
+    shape, and leaves the numbers.
+
+    As on one device the memory of ``value`` is taken where it is placed alike, so that what ``p.data`` was before keeps its
+    numbers. What keeps its memory (:func:`keep_memory`) is written to.
+    """
+    own = self._local_tensor
+    if not isinstance(value, torch.Tensor) or own.is_meta:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         return
-    if value.shape != self.shape:
+    is_part = keeps_memory(self)
+    is_plain = not isinstance(value, DTensor)
+    if (is_plain or is_part) and (value.shape != self.shape or (is_part and value.dtype != self.dtype)):
         raise SetDataError(
-            f"data of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)} placed as "
-            f"{tuple(self.placements)}; expected the global tensor, the same on every rank, or a DTensor"
+            f"data of shape {tuple(value.shape)} and {value.dtype} for a DTensor of shape {tuple(self.shape)} and "
+            f"{self.dtype} placed as {tuple(self.placements)}; expected "
+            + (
+                "the same, because it is a part of the buffer of its unit"
+                if is_part
+                else "the global tensor, the same on every rank, or a DTensor"
+            )
         )
+    if isinstance(value, DTensor) and value.device_mesh != self.device_mesh:
+        raise SetDataError(f"data on {value.device_mesh} for a DTensor on {self.device_mesh}; expected the same mesh")
+    if is_part and _is_own_memory(self, value):
+        return
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        tell_plain_value("data", "data", value, self.device_mesh)
-        plain = value.detach().to(self._local_tensor.device)
-        placed = hooks.distribute_tensor(plain, self.device_mesh, self.placements, src_data_rank=None)
-        self._local_tensor.copy_(placed._local_tensor)
+        value = value.detach()
+        if is_plain:
+            tell_plain_value("data", "data", value, self.device_mesh)
+            plain = value.to(own.device)
+            value = hooks.distribute_tensor(plain, self.device_mesh, self.placements, src_data_rank=None)
+        elif value.shape == self.shape and value.placements != self.placements:
+            value = value.redistribute(placements=self.placements)
+        if is_part:
+            own.copy_(value._local_tensor)
+            return
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local_tensor = value._local_tensor.data
+        if self._spec != value._spec:
+            self._spec = value._spec
+
+
+def _is_own_memory(dtensor: Any, value: Any) -> bool:
+    """Whether ``value`` is what ``dtensor.data`` was before. The same on every rank, also one that holds nothing."""
+    assigned = dtensor.__dict__.get("_num_assigned", 0)
+    source, then = value.__dict__.get("_memory_of", (None, 0))
+    if source is None or source() is not dtensor:
+        dtensor.__dict__["_num_assigned"] = assigned + 1
+        return False
+    if assigned != then:
+        raise SetDataError(
+            f"data for a DTensor of shape {tuple(dtensor.shape)} that are its own memory, to which other data have been "
+            "assigned since: it is a part of the buffer of its unit, and stays there. Keep a copy: "
+            "backup = parameter.data.clone()"
+        )
+    return True
 
 
 def _wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:

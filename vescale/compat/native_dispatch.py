@@ -43,6 +43,7 @@ from vescale.compat.native_decisions import (
     local_arguments,
     results_of,
 )
+from vescale.compat.out_arguments import is_into_empty
 from vescale.compat.patching import Changes
 from vescale.compat.sharding_caches import forget_sizes
 
@@ -306,7 +307,7 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
     ``(position, number of summands)``.
     """
     op = _op(name, overload)
-    if op in _NEVER or op in DTensor._op_dispatcher._random_ops:
+    if op in _NEVER or op in DTensor._op_dispatcher._random_ops or is_into_empty(op, kwargs):
         return None
     if op in handlers_of_dtensor():
         return _decide_on_replicas(op, args, kwargs)

@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 __all__ = [
+    "HAS_SAME_STORAGE",
     "PACKING",
     "OpSchema",
     "OutputSharding",
@@ -36,6 +37,9 @@ _aten = torch.ops.aten
 
 # Of a tensor's value and a message: stops what a GPU runs, without a wait of the host.
 assert_on_device = torch._assert_async
+
+# Asked of a tensor and its tangent, in forward-mode differentiation.
+HAS_SAME_STORAGE = _aten._has_same_storage_numel.default
 
 # What torch.nn.utils.rnn makes a packed sequence with, and padded sequences of it.
 PACKING = (torch._C._VariableFunctions._pack_padded_sequence, torch._C._VariableFunctions._pad_packed_sequence)

@@ -118,7 +118,7 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
         if (tensor.key_set().has(DispatchKey::Python)) {
             return "tensor subclass";
         }
-        if (tensor.dim() != 0 || is_written) {
+        if (tensor.dim() != 0 || is_written || (at::GradMode::is_enabled() && tensor.requires_grad())) {
             return kPlainTensor;
         }
         key.push_back(kScalarTensor);

@@ -13,7 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, StridedShard, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
+from vescale.compat import (
+    DTensorSpec,
+    StridedShard,
+    concatenate_meshes,
+    keep_memory,
+    local_of,
+    make_dtensor,
+    make_spec,
+    spec_of,
+)
 from vescale.errors import FullyShardError, UnsupportedParameterError
 from vescale.fsdp._extensions import check_extended, copied, is_extended
 from vescale.gradients import DataParallelAxes, LocalContribution
@@ -216,6 +225,7 @@ class ManagedParameter:
         """The sharded form over ``local``, registered in the modules."""
         spec = self.sharded_spec(cut, local.dtype)
         self.sharded = nn.Parameter(make_dtensor(local, spec), requires_grad=self.requires_grad)
+        keep_memory(self.sharded)
         self.register(self.sharded)
 
     def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
@@ -242,6 +252,7 @@ class ManagedParameter:
             local = copied(local_of(self.sharded)) if self.is_extended else local_of(self.sharded)
         data = make_dtensor(local, spec_of(self.sharded))
         twin.sharded, twin.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad), None
+        keep_memory(twin.sharded)
         return twin
 
     def register(self, parameter: nn.Parameter) -> None:

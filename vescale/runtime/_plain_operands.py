@@ -6,7 +6,8 @@ As everywhere, a plain tensor is the global one, the same on every rank, and ran
 a plain tensor                               the op
 ===========================================  ====================================================================
 is read                                      runs as if it were a DTensor, Replicate on each axis
-is read, and requires a gradient             MixedTensorsError: its gradient would be a DTensor
+is read, and requires a gradient             MixedTensorsError: its gradient would be a DTensor; a number (a penalty, a
+                                             learned scale) is taken, and its gradient is made plain: the whole value
 is written to (``total += loss.detach()``)   writes the whole value, which all ranks gather
 is written to by what requires a gradient    MixedTensorsError: autograd would have to continue through both
 ===========================================  ====================================================================
@@ -17,16 +18,19 @@ Meshes without a parallelized model, and places inside of one, are not treated h
 from __future__ import annotations
 
 import itertools
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from vescale.checks import step_checks
 from vescale.compat import local_of, make_dtensor, make_spec, map_tensors, tensors_in
 from vescale.errors import MixedTensorsError
-from vescale.ops import bring, running_module
+from vescale.ops import bring, convert, enter_local, running_module
 from vescale.placements import shard_dim
 from vescale.runtime._input_checks import check_read, note_plain_value
 
@@ -46,6 +50,7 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     written = [x for x in _written(op, args, kwargs) if not isinstance(x, DTensor)]
     if not written and all(isinstance(x, DTensor) or x.ndim == 0 for x in tensors):
+        _keep_gradients_plain(tensors, mesh)
         return NotImplemented
     if running_module() is not None:
         return NotImplemented if written else _on_replicas(op, args, kwargs, mesh)
@@ -75,6 +80,29 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except (RuntimeError, ValueError):
         _refuse_parts(op, tensors)
         raise
+
+
+# Numbers that have the hook; leaves are used in every step.
+_WITH_HOOK: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()
+
+
+def _keep_gradients_plain(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Of numbers among DTensors, outside of a model: what made them, and their optimizer, take plain tensors."""
+    if not torch.is_grad_enabled() or running_module() is not None or step_checks(mesh) is None:
+        return
+    for x in tensors:
+        if not isinstance(x, DTensor) and x.requires_grad and x not in _WITH_HOOK:
+            x.register_hook(_whole_gradient)
+            _WITH_HOOK[x] = None
+
+
+@unserializable_hook
+def _whole_gradient(grad: torch.Tensor) -> torch.Tensor | None:
+    """Communication: the number, where its gradient is a pending sum."""
+    if not isinstance(grad, DTensor):
+        return None
+    whole = (Replicate(),) * grad.device_mesh.ndim
+    return enter_local(convert(grad, whole, requester="gradient of a plain number"), whole)
 
 
 def _on_replicas(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
