@@ -15,12 +15,11 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as tensor_api
-from torch.distributed.tensor import _redistribute as tensor_redistribute
 
 from vescale.compat.checkpoint_plans import CheckpointHooks
-from vescale.compat.dtensor import expanded_as, keeps_memory, local_of, make_dtensor, spec_of
+from vescale.compat.dtensor import keeps_memory, local_of, make_dtensor, spec_of
 from vescale.compat.model_hooks import tell_plain_value
 from vescale.compat.passed_functions import pass_methods
 from vescale.compat.patching import Changes
@@ -34,7 +33,6 @@ __all__ = [
     "wrap_conversions",
     "wrap_copying",
     "wrap_distribute_tensor",
-    "wrap_redistribute_local",
     "wrap_set_item",
 ]
 
@@ -226,54 +224,6 @@ def _wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:
         return hooks.local_gradient(grad_output, spec, wanted), None
 
     changes.attribute(tensor_api._ToTorchTensor, "backward", staticmethod(backward))
-
-
-def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
-    original, is_stock = tensor_redistribute.redistribute_local_tensor, hooks.custom_types.isdisjoint
-
-    @functools.wraps(original)
-    def redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec: Any, **options: Any) -> Any:
-        if is_stock(map(type, current_spec.placements)) and is_stock(map(type, target_spec.placements)):
-            reduced = _reduced_where_ops_differ(current_spec, target_spec)
-            if reduced is not None:
-                local_tensor = original(local_tensor, current_spec, reduced)
-                return original(local_tensor, reduced, target_spec, **options)
-            try:
-                found = original(local_tensor, current_spec, target_spec, **options)
-                if 0 not in local_tensor.stride() or not _only_copies(current_spec.placements, target_spec.placements):
-                    return found
-                return expanded_as(local_tensor, found)
-            except RuntimeError:
-                # PyTorch does not turn a shard into a summand, which adding one to a pending gradient asks for: the
-                # gradients of two microbatches may be placed differently.
-                if not _becomes_summand(current_spec.placements, target_spec.placements):
-                    raise
-        return hooks.redistribute_local(
-            local_tensor, current_spec, target_spec, async_op=options.get("async_op", False)
-        )
-
-    changes.function(original, redistribute_local_tensor)
-
-
-def _only_copies(source: Any, target: Any) -> bool:
-    return all(before == after or (before.is_replicate() and after.is_shard()) for before, after in zip(source, target))
-
-
-def _becomes_summand(source: Any, target: Any) -> bool:
-    return any(before.is_shard() and after.is_partial() for before, after in zip(source, target))
-
-
-def _reduced_where_ops_differ(source: Any, target: Any) -> Any:
-    """The spec between a pending mean and a pending sum, which PyTorch does not turn into each other (``torch.cat`` of a
-    loss of each kind); None: there is no such axis."""
-    differ = [
-        before.is_partial() and after.is_partial() and before != after
-        for before, after in zip(source.placements, target.placements)
-    ]
-    if not any(differ):
-        return None
-    placements = tuple(Replicate() if differs else p for differs, p in zip(differ, source.placements))
-    return type(source)(source.mesh, placements, tensor_meta=source.tensor_meta)
 
 
 def wrap_distribute_tensor(changes: Changes, hooks: DTensorHooks) -> None:

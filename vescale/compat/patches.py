@@ -32,6 +32,7 @@ from vescale.compat.collective_kernels import register_collective_kernels
 from vescale.compat.exact_matches import search_only_mismatches
 from vescale.compat.gradient_norms import take_norms_over_stages
 from vescale.compat.meta_shapes import run_on_meta
+from vescale.compat.moved_local_tensors import wrap_redistribute_local
 from vescale.compat.native_dispatch import install_native_dispatch
 from vescale.compat.needs import CHECKPOINTS, EXACT_MATCHES, OBSERVATION, lacking, self_check
 from vescale.compat.patching import HOOKS, Changes
@@ -102,7 +103,7 @@ PATCHES: tuple[Patch, ...] = (
           "placements", dtensor_methods.wrap_set_item, issue="pytorch#139735"),
     Patch("torch.distributed.tensor._redistribute.redistribute_local_tensor, wherever it is imported",
           "moves vescale's placements, and turns a shard into a summand", _CUSTOM, "placements",
-          dtensor_methods.wrap_redistribute_local, issue="pytorch#169320"),
+          wrap_redistribute_local, issue="pytorch#169320"),
     Patch("torch.distributed.tensor.distribute_tensor, wherever it is imported", "accepts vescale's placements", _CUSTOM,
           "placements", dtensor_methods.wrap_distribute_tensor, issue="pytorch#169320"),
     Patch(f"{_DTENSOR}.__create_write_items__, __create_chunk_list__, __get_tensor_shard__",
