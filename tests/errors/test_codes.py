@@ -59,6 +59,7 @@ INTERNAL = {
     "KeyNeverComes",
     "NotAnIndexMapError",
     "StageEnd",
+    "UnknownValueError",
     "UnrecordedError",
     "_Stopped",
     "_InPythonError",

@@ -1,5 +1,5 @@
-"""Functions of whole sharded tensors that take no dim, fewer indices than rows, parts of no element, or sums that are
-pending in two ways: values and gradients are those of one device."""
+"""Functions of whole sharded tensors that take no dim, or one that counts from the end, fewer indices than rows, parts of no
+element, or sums that are pending in two ways: values and gradients are those of one device."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ _NO_DIM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "count_nonzero": lambda x: x.count_nonzero(dim=()) * x.amin(),
     "any": lambda x: (x > 1).any(dim=()) * x,
     "argmax of a vector": lambda x: x[:, 0].argmax(dim=-1) * x,
+}
+_ALONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cumsum": lambda x: x.cumsum(-1),
+    "cumsum of positions": lambda x: (x > 0).long().cumsum(-2) * x,
+    "cumprod": lambda x: x.cumprod(-2),
+    "logcumsumexp": lambda x: x.logcumsumexp(-1),
+    "values of an index, used twice": lambda x: (y := x.gather(0, torch.zeros_like(x[:1]).long())) * y,
 }
 _PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "max": lambda x: x.max(),
@@ -93,7 +100,7 @@ def _compare(
 def on_rank_no_dim() -> None:
     mesh = init_mesh("tp=2")
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for name, function in _NO_DIM.items():
+    for name, function in (_NO_DIM | _ALONG).items():
         for placement in (Shard(0), Shard(1), Partial()):
             _compare(name, function, [x], [placement], mesh)
 

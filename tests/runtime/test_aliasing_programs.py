@@ -244,16 +244,26 @@ def test_drawn_modules_of_the_wide_space(num_ranks: int) -> None:
     """Three ranks cut unevenly."""
     seeds = range(5_000) if NIGHTLY else (*range(98 if num_ranks == 2 else 0), *FAILED_WIDE[num_ranks])
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        outcomes, failures = pool.submit(run, list(seeds), False, True, num_ranks).result()
+        outcomes, failures = pool.submit(run, list(seeds), Space(is_wide=True, mesh=(num_ranks,))).result()
     assert not failures, "\n\n".join(failures[:5])
     assert outcomes["equal"] > len(seeds) * 0.5, outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 2), (3, 2)])
+def test_drawn_modules_on_two_axes(mesh: tuple[int, ...]) -> None:
+    """A batch may be cut by both axes, unevenly."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        outcomes, failures = pool.submit(run, list(range(100)), Space(is_wide=True, mesh=mesh)).result()
+    assert not failures, "\n\n".join(failures[:5])
+    assert outcomes["equal"] > 30, outcomes
 
 
 def test_drawn_modules_under_a_dispatch_mode() -> None:
     """Under a mode, conversions run in Python; of the first 120 programs, 30 read old values, or had other gradients."""
     seeds = range(2_000) if NIGHTLY else FAILED_UNDER_A_MODE
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        outcomes, failures = pool.submit(run, list(seeds), True).result()
+        outcomes, failures = pool.submit(run, list(seeds), Space(is_seen=True)).result()
     assert not failures, "\n\n".join(failures[:5])
     assert NIGHTLY is False or outcomes["equal"] > len(seeds) * 0.4, outcomes
 

@@ -163,6 +163,8 @@ torch.distributed.tensor._sharding_prop: _expand_single_dim_strategy_to_mesh(mes
 torch.distributed.tensor._ops.single_dim_strategy: _PreparedSingleDimStrategy.try_propagate
 torch.distributed.tensor._ops.utils: is_tensor_shardable(shape, spec)
 torch.distributed.tensor._ops._math_ops: _infer_reduction_dims(dims_arg, ndim)
+torch.distributed.tensor._decompositions: DecompShardingStrategy._get_candidate_placements(op_schema)
+torch.distributed.tensor._ops.single_dim_strategy: _get_neighbor_placements(allowed_sharding, allowed_partial, current)
 """,
         EXACT_MATCHES,
     ),

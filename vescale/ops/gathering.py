@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, local_of
+from vescale.compat import DTensorSpec, local_of, stock_dispatch
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local
 from vescale.ops._index_bounds import require_in_bounds
@@ -67,6 +67,9 @@ def _gather_inside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     shards that dim of both, and each rank would look up in other rows."""
     x, dim, index = args[:3]
     dim %= max(x.ndim, 1)
+    if _is_masked(x, dim, index):
+        found = stock_dispatch(op, args, kwargs)
+        return bring(found, without_partials(found.placements), _OP, "result")
     by_parts = _looks_up_parts(x, dim, index)
     targets = _targets(x, dim, index, by_parts)
     x, index = bring(x, targets[0], _OP, "input"), bring(index, targets[1], _OP, "index")
@@ -84,7 +87,14 @@ def _combined(found: torch.Tensor, x: DTensor, index: Any, placements: tuple[Pla
 def _is_not_stock(x: Any, dim: int, index: Any) -> bool:
     if not isinstance(x, DTensorSpec) or not isinstance(index, DTensorSpec):
         return False
-    return _looks_up_parts(x, dim, index) or _takes_a_part(x, dim, index)
+    return _looks_up_parts(x, dim, index) or _takes_a_part(x, dim, index) or _is_masked(x, dim, index)
+
+
+def _is_masked(x: Any, dim: int, index: Any) -> bool:
+    """Whether PyTorch's rule may return a masked sum, which can be reduced once, and its second use raises."""
+    if _looks_up_parts(x, dim, index) or _takes_a_part(x, dim, index) or len(x.shape) != len(index.shape):
+        return False
+    return len(x.shape) > 0 and index.shape[dim % len(x.shape)] == 1 and not all(p.is_replicate() for p in x.placements)
 
 
 def _takes_a_part(x: DTensorSpec, dim: int, index: DTensorSpec) -> bool:
