@@ -15,7 +15,7 @@ from vescale.ops._decision import Decision
 from vescale.ops._refit import refit_ragged, runs_of
 from vescale.placements import ragged_axis, shard_dim, without_partials
 
-__all__ = ["reduces_a_shard", "reduces_everything", "row_reduction"]
+__all__ = ["dims_of", "reduces_a_shard", "reduces_everything", "row_reduction"]
 
 
 def reduces_everything(call: OpCall) -> bool:
@@ -27,6 +27,11 @@ def reduces_everything(call: OpCall) -> bool:
         return False
     ndim = call.operands[0].ndim
     return not dims or {dim % max(ndim, 1) for dim in dims} == set(range(ndim))
+
+
+def dims_of(schema: Any, position: int = 1) -> Any:
+    """The dims that a call reduces, as they are given: a list or a number in the argument at ``position``, or None."""
+    return schema.args_schema[position] if len(schema.args_schema) > position else schema.kwargs_schema.get("dim")
 
 
 def reduces_a_shard(x: DTensorSpec, dims: int | Sequence[int] | None) -> bool:

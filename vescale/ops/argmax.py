@@ -16,7 +16,7 @@ from vescale.ops._conversion import whole
 from vescale.ops._decision import Decision
 from vescale.ops._registration import handles
 from vescale.ops._registry import register_aten
-from vescale.ops._row_reductions import reduces_a_shard, row_reduction
+from vescale.ops._row_reductions import dims_of, reduces_a_shard, row_reduction
 from vescale.placements import own_region, without_partials
 
 __all__: list[str] = []
@@ -64,8 +64,7 @@ class _Extremum:
 
 def _stock_fails(op: Any, schema: Any) -> bool:
     """PyTorch's combination of what ranks find takes no empty part, and no dim of a vector."""
-    x = schema.args_schema[0]
-    dim = schema.args_schema[1] if len(schema.args_schema) > 1 else schema.kwargs_schema.get("dim")
+    x, dim = schema.args_schema[0], dims_of(schema)
     return reduces_a_shard(x, dim) and (some_rank_holds_nothing(x) or (x.ndim == 1 and dim is not None))
 
 

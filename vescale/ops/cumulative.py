@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vescale.ops._registration import handles
+from vescale.ops._row_reductions import dims_of, reduces_a_shard
 
 __all__: list[str] = []
 
@@ -14,8 +15,9 @@ _aten = torch.ops.aten
 
 
 def _counts_from_the_end(op: Any, schema: Any) -> bool:
-    dim = schema.args_schema[1] if len(schema.args_schema) > 1 else 0
-    return isinstance(dim, int) and dim < 0 < schema.args_schema[0].ndim
+    """Whether ``op(x, dim, ...)`` is over a sharded dim that has a negative number."""
+    x, dim = schema.args_schema[0], dims_of(schema)
+    return isinstance(dim, int) and dim < 0 < x.ndim and reduces_a_shard(x, dim)
 
 
 @handles(
@@ -25,7 +27,7 @@ def _counts_from_the_end(op: Any, schema: Any) -> bool:
     applies=_counts_from_the_end,
 )
 def _scan(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Over the positive number of the dim. PyTorch takes a negative one for that of a dim that is whole: each rank begins
-    anew."""
+    """The same over the dim's positive number, which is what PyTorch's rule compares with the dims of shards: for a negative
+    one, each rank would begin anew."""
     x, dim, *others = args
     return op(x, dim % x.ndim, *others, **kwargs)

@@ -94,7 +94,9 @@ def _is_masked(x: Any, dim: int, index: Any) -> bool:
     """Whether PyTorch's rule may return a masked sum, which can be reduced once, and its second use raises."""
     if _looks_up_parts(x, dim, index) or _takes_a_part(x, dim, index) or len(x.shape) != len(index.shape):
         return False
-    return len(x.shape) > 0 and index.shape[dim % len(x.shape)] == 1 and not all(p.is_replicate() for p in x.placements)
+    if not x.shape or index.shape[dim % len(x.shape)] != 1:
+        return False
+    return any(p.is_partial() or (type(p) is Shard and p.dim == dim % len(x.shape)) for p in x.placements)
 
 
 def _takes_a_part(x: DTensorSpec, dim: int, index: DTensorSpec) -> bool:

@@ -27,7 +27,7 @@ from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_l
 from vescale.ops._observer import has_model, running_module
 from vescale.ops._registration import handles, replaces
 from vescale.ops._registry import When
-from vescale.ops._row_reductions import reduces_a_shard
+from vescale.ops._row_reductions import dims_of, reduces_a_shard
 from vescale.placements import contiguous_stride, shard_dim, without_partials
 
 __all__ = ["normalizes_locally"]
@@ -150,8 +150,7 @@ def _group_norm_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _reduces_a_shard(op: Any, schema: Any) -> bool:
     """Whether ``linalg_vector_norm(x, ord, dim, ...)`` reduces a dim that is not whole on every rank."""
-    dims = schema.args_schema[2] if len(schema.args_schema) > 2 else schema.kwargs_schema.get("dim")
-    return reduces_a_shard(schema.args_schema[0], dims)
+    return reduces_a_shard(schema.args_schema[0], dims_of(schema, 2))
 
 
 @handles(

@@ -24,7 +24,7 @@ from vescale.ops._conversion import whole
 from vescale.ops._decision import Decision
 from vescale.ops._registration import handles
 from vescale.ops._registry import register_aten
-from vescale.ops._row_reductions import reduces_a_shard, reduces_everything, row_reduction
+from vescale.ops._row_reductions import dims_of, reduces_a_shard, reduces_everything, row_reduction
 from vescale.placements import without_partials
 
 __all__: list[str] = []
@@ -166,13 +166,13 @@ def _is_true(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _names_no_dim(op: Any, schema: Any) -> bool:
-    dims = schema.args_schema[1] if len(schema.args_schema) > 1 else schema.kwargs_schema.get("dim")
+    dims = dims_of(schema)
     return dims is not None and not isinstance(dims, int) and not dims
 
 
 @handles(_aten.any.dims, _aten.all.dims, applies=_names_no_dim)
 def _as_boolean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.any(dim=())`` reduces nothing, as the only reductions; the result is uint8 for uint8."""
+    """``any`` and ``all`` over an empty list of dims reduce none of them, unlike other reductions. uint8 stays uint8."""
     x = args[0]
     return (x != 0).to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
 
@@ -186,8 +186,7 @@ def _nansum_of_all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _lacks_elements(op: Any, schema: Any) -> bool:
     """Whether a rank has no element of the dims that ``op(x, dim=None, ...)`` reduces."""
     x = schema.args_schema[0]
-    dims = schema.args_schema[1] if len(schema.args_schema) > 1 else schema.kwargs_schema.get("dim")
-    return some_rank_holds_nothing(x) and reduces_a_shard(x, dims)
+    return some_rank_holds_nothing(x) and reduces_a_shard(x, dims_of(schema))
 
 
 @handles(
