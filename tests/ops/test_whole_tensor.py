@@ -1,5 +1,5 @@
-"""Functions of whole sharded tensors that take no dim, or one that counts from the end, fewer indices than rows, parts of no
-element, or sums that are pending in two ways: values and gradients are those of one device."""
+"""Functions of whole sharded tensors that take no dim, or one that counts from the end, no batch, fewer indices than rows,
+parts of no element, or sums that are pending in two ways: values and gradients are those of one device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -53,6 +54,14 @@ _PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "foreach max": lambda x: torch._foreach_max([x.abs(), x])[0] * x,
 }
 
+# Of channels, rows and columns: there is no batch dim.
+_NO_BATCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, (3, None)),
+    "adaptive_avg_pool2d of even parts": lambda x: F.adaptive_avg_pool2d(x, (2, 1)),
+    "max_unpool2d": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape[-2:]),
+    "max_unpool3d": lambda x: F.max_unpool3d(*F.max_pool3d(x[None], 2, return_indices=True), 2, output_size=x.shape),
+}
+
 
 class _Calls(nn.Module):
     """Its forward calls a function, so that the function runs inside of a model."""
@@ -77,7 +86,13 @@ def _whole(x: Any) -> torch.Tensor:
 
 
 def _compare(
-    name: str, function: Callable[..., torch.Tensor], values: list[torch.Tensor], placements: list[Placement], mesh: Any
+    name: str,
+    function: Callable[..., torch.Tensor],
+    values: list[torch.Tensor],
+    placements: list[Placement],
+    mesh: Any,
+    *,
+    outside: bool = True,
 ) -> None:
     warnings.simplefilter("ignore")
     model = parallelize(_Calls(), Plan(mesh))
@@ -85,7 +100,7 @@ def _compare(
     result = function(*inputs)
     differentiable = [x for x in inputs if x.requires_grad]
     grads = torch.autograd.grad(result.square().sum(), differentiable, allow_unused=True)
-    for inside in (False, True):
+    for inside in (False, True) if outside else (True,):
         what = f"{name} of {placements}, {'inside' if inside else 'outside'} of a model"
         own = [_placed(x, mesh, p).detach().requires_grad_(x.is_floating_point()) for x, p in zip(values, placements)]
         found = model(lambda own=own: function(*own), torch.ones(2)) if inside else function(*own)
@@ -102,6 +117,14 @@ def on_rank_no_dim() -> None:
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for name, function in (_NO_DIM | _ALONG).items():
         for placement in (Shard(0), Shard(1), Partial()):
+            _compare(name, function, [x], [placement], mesh)
+
+
+def on_rank_no_batch() -> None:
+    mesh = init_mesh("tp=2")
+    x = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for name, function in _NO_BATCH.items():
+        for placement in (Shard(0), Shard(1), Shard(2), Partial()):
             _compare(name, function, [x], [placement], mesh)
 
 
@@ -149,9 +172,21 @@ def on_rank_pending() -> None:
     for name, function in functions.items():
         for kinds in (("sum", "avg"), ("avg", "sum")):
             _compare(name, function, [x, 3 * x], [Partial(kind) for kind in kinds], mesh)
+    matrix, tolerance = (
+        torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+        torch.tensor(0.4),
+    )
+    for placements in (
+        [Replicate(), Replicate()],
+        [Replicate(), Partial()],
+        [Partial(), Partial()],
+        [Shard(0), Partial()],
+    ):
+        pinv = lambda a, rtol: torch.linalg.pinv(a, rtol=rtol.detach())  # noqa: E731
+        _compare("pinv", pinv, [matrix, tolerance.double()], placements, mesh, outside=False)
 
 
-@pytest.mark.parametrize("on_rank", [on_rank_no_dim, on_rank_indices, on_rank_pending])
+@pytest.mark.parametrize("on_rank", [on_rank_no_dim, on_rank_no_batch, on_rank_indices, on_rank_pending])
 def test_equal_to_one_device(ranks: RankPools, on_rank: Callable[[], None]) -> None:
     ranks.run(on_rank, world_size=2)
 
