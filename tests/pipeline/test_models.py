@@ -110,6 +110,47 @@ def test_parameters_belong_to_the_stages_that_read_them() -> None:
     assert (found["table"], found["words.weight"], found["scale"]) == (first, both, second)
 
 
+class NormFirst(nn.Module):
+    """The order of its modules is not the order of its calls, as in OPT (final norm) and BART (first norm)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.end = nn.Sequential(nn.LayerNorm(WIDTH), nn.Tanh())
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.begin = nn.LayerNorm(WIDTH)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.begin(self.words(input_ids))
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        logits = F.linear(self.end(x), self.words.weight)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def norm_first_case() -> dict[str, float]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return NormFirst().double()
+
+    def plan() -> Plan:
+        return Plan(mesh_of(pp=2)).pipeline(
+            split_before=["blocks.1", "blocks.2", "blocks.3"], schedule="ZBV", microbatches=4
+        )
+
+    draws = torch.Generator().manual_seed(0)
+    batches = [
+        {name: torch.randint(0, WORDS, (8, 5), generator=draws) for name in ("input_ids", "labels")} for _ in range(2)
+    ]
+    return same_steps(make, plan, batches)
+
+
+def test_modules_belong_to_the_stages_that_call_them(ranks: RankPools) -> None:
+    bound = lower(Plan({"pp": 2}).pipeline(split_before=["blocks.2"]), NormFirst()).pipeline.cut.bound
+    assert (bound["end"], bound["begin"], bound["blocks.1"]) == ({1}, {0}, {0})
+    assert_exact(ranks.run(norm_first_case, world_size=2))
+
+
 class Recurrent(nn.Module):
     """Its own table is read again before the second stage's blocks; recurrent layers; without labels."""
 

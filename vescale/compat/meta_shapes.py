@@ -18,6 +18,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from vescale.compat.grouped_products import take_more_dtypes
 from vescale.compat.patching import Changes
 
 __all__ = ["has_meta_kernel", "meta_of_result", "run_on_meta"]
@@ -62,7 +63,8 @@ _OTHERS = frozenset(
 
 
 def run_on_meta(changes: Changes, hooks: Any) -> None:
-    """Let DTensor ask :func:`meta_of_result` first."""
+    """Let DTensor ask :func:`meta_of_result` first, and meta kernels take what kernels take."""
+    take_more_dtypes(changes)
     original: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
     @functools.wraps(original)

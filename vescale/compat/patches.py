@@ -132,7 +132,8 @@ PATCHES: tuple[Patch, ...] = (
           search_only_mismatches,
           issue="pytorch#175999", feature=EXACT_MATCHES),
     Patch("torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
-          "finds shapes with meta kernels", "PyTorch makes a FakeTensorMode for each op and shape, 0.5 to 1.5 ms", "ops",
+          "finds shapes with meta kernels; that of grouped_mm takes float32 and float16, too",
+          "PyTorch makes a FakeTensorMode for each op and shape, 0.5 to 1.5 ms; refuses experts that run in float32", "ops",
           run_on_meta),
     Patch(f"{_DISPATCHER}.redistribute_local_args",
           "reports implicit communication, then PyTorch's own (whose warning of "

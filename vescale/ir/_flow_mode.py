@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from vescale.compat.grouped_products import taking_more_dtypes
 
 __all__ = ["FlowMode", "Follower", "tensors_of"]
 
@@ -27,7 +30,16 @@ class FlowMode(TorchFunctionMode):
     def __init__(self, walk: Follower) -> None:
         super().__init__()
         self._walk = walk
+        self._kernels = contextlib.ExitStack()
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()  # meta tensor -> the same on the CPU
+
+    def __enter__(self) -> Self:
+        self._kernels.enter_context(taking_more_dtypes())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._kernels.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

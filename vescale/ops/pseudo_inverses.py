@@ -22,7 +22,8 @@ def _pinv(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str
     def whole(value: Any, name: str) -> Any:
         if not isinstance(value, DTensor):
             return value
-        return bring(value.detach(), (Replicate(),) * value.device_mesh.ndim, "linalg.pinv", name)
+        tolerance: DTensor = value.detach()  # type: ignore[assignment]
+        return bring(tolerance, (Replicate(),) * value.device_mesh.ndim, "linalg.pinv", name)
 
     others = [whole(value, "rcond") for value in args[1:]]
     return func(*args[:1], *others, **{k: v if k in ("A", "input") else whole(v, k) for k, v in kwargs.items()})

@@ -39,8 +39,7 @@ class Cut:
     @property
     def containers(self) -> frozenset[str]:
         """Modules that contain the beginning of a stage, so that they run in several; the model itself is one."""
-        around = [split.split(".")[:-1] for split in self.splits]
-        return frozenset({""} | {".".join(parts[:n]) for parts in around for n in range(1, len(parts) + 1)})
+        return _containers(self.splits)
 
     @classmethod
     def of(cls, model: nn.Module, entry: PipelineEntry, num_ranks: int, program: Program | None = None) -> Cut:
@@ -102,29 +101,16 @@ class Cut:
             raise PipelineCutError(
                 "pipeline: a stage cannot begin before the model itself; name one of its modules", entry.source
             )
-        stage_of: dict[str, int] = {}
-        current = 0
-        for name, module in model.named_modules(remove_duplicate=False):
-            current += name in splits and name not in stage_of
-            around = name.rpartition(".")[0]
-            stage = explicit.get(name)
-            if (
-                stage is None
-                and around
-                and around in stage_of
-                and any(around == e or around.startswith(f"{e}.") for e in explicit)
-            ):
-                stage = stage_of[around]
-            stage_of[name] = current if stage is None else stage
-            del module
+        read = stages_that_read(model, splits)
+        stage_of = _stages_of_modules(
+            model, splits, explicit, {n: next(iter(s)) for n, s in read.items() if len(s) == 1}
+        )
         if list(splits) != sorted(splits, key=lambda name: list(stage_of).index(name)):
             raise PipelineCutError(
                 f"pipeline: the stages begin before {', '.join(splits)}, which are not in order", entry.source
             )
-        # Modules that contain the beginning of a stage run in several; their own parameters are used in the first.
-        parts = {name.rpartition(".")[0] for name in splits}
-        containers = {""} | {".".join(p.split(".")[:i]) for p in parts if p for i in range(1, p.count(".") + 2)}
-        for name in containers - explicit.keys():
+        containers = _containers(splits)
+        for name in containers - explicit.keys():  # run in several stages; their own parameters are used in the first
             stage_of[name] = 0
         bound: dict[str, int] = {}
         owners: dict[int, set[int]] = {}
@@ -144,7 +130,6 @@ class Cut:
         visit("", model)
         for split in splits:
             bound.setdefault(split, stage_of[split])
-        read = stages_that_read(model, splits)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first = names.setdefault(id(parameter), name)
             around = name.rpartition(".")[0]
@@ -171,6 +156,36 @@ class Cut:
             {name: frozenset(stages_of[id(model.get_submodule(name))]) for name in bound},
             {names[key]: frozenset(stages) for key, stages in owners.items()},
         )
+
+
+def _containers(splits: Sequence[str]) -> frozenset[str]:
+    around = [split.split(".")[:-1] for split in splits]
+    return frozenset({""} | {".".join(parts[:n]) for parts in around for n in range(1, len(parts) + 1)})
+
+
+def _stages_of_modules(
+    model: nn.Module, splits: Sequence[str], explicit: Mapping[str, int], read: Mapping[str, int]
+) -> dict[str, int]:
+    """The stage of each module: the given one, else the one stage in which a forward reads its parameters, as far as that is
+    known (``read``, by parameter), else by the order of the model's modules, in which a stage begins at its split."""
+    stage_of: dict[str, int] = {}
+    current, containers = 0, _containers(splits)
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        current += name in splits and name not in stage_of
+        around = name.rpartition(".")[0]
+        reads = {read.get(first_names[id(parameter)]) for parameter in module.parameters()}
+        if name in explicit:
+            stage_of[name] = explicit[name]
+        elif around in stage_of and any(around == e or around.startswith(f"{e}.") for e in explicit if around):
+            stage_of[name] = stage_of[around]
+        elif len(reads) == 1 and None not in reads and name not in splits:
+            stage_of[name] = reads.pop()  # type: ignore[assignment]
+        elif not reads and around not in containers:  # without parameters: with the module around it
+            stage_of[name] = stage_of[around]
+        else:
+            stage_of[name] = current
+    return stage_of
 
 
 def _first_called(model: nn.Module, name: str) -> str:

@@ -23,7 +23,7 @@ from vescale.pipeline._gates import Gate, running
 from vescale.pipeline._loss_sums import LossCalls, LossNodes
 from vescale.pipeline._parameter_reads import SHAPE_ONLY
 from vescale.pipeline._traced import LossTerm, Origin, OuterResults, TensorLike, Trace, TracedCall
-from vescale.pipeline._unknown_values import UnknownValueError, refuse_reading
+from vescale.pipeline._unknown_values import refuse_reading, why_unknown
 from vescale.rng import Draw
 
 __all__ = ["trace"]
@@ -72,8 +72,8 @@ def trace(
         try:
             output = skeleton(**batch)
         except NotImplementedError as error:  # an op whose result's shape depends on values
-            where = f"in {recorder.inside!r}" if recorder.inside else "around the stages' modules"
-            raise PipelineTraceError(f"pipeline: the forward {where} {_why(error)}", entry_source) from error
+            where = f"of {recorder.failed_inside!r}" if recorder.failed_inside else "around the stages' modules"
+            raise PipelineTraceError(f"pipeline: the forward {where} {why_unknown(error)}", entry_source) from error
         if loss is not None:
             loss(output)
     with torch.no_grad():
@@ -102,19 +102,6 @@ def trace(
     return found
 
 
-def _why(error: NotImplementedError) -> str:
-    if isinstance(error, UnknownValueError):
-        return (
-            f"branches on values of parameters, or takes them to Python ({error}), so that what stages send is not known "
-            "before they run; use torch.where in place of a branch, and return what is logged instead of reading it"
-        )
-    return (
-        "has shapes that depend on the values of parameters, so that what stages send is not known before they run "
-        f"({str(error).splitlines()[0][:120]}); for experts, give their module a local entry of kind experts, or use an "
-        "implementation without a loop (experts_implementation='grouped_mm')"
-    )
-
-
 def _with_positions(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
     """The leaves of an indexing's arguments, with the positions of what masks choose in place of masks whose values are
     known."""
@@ -140,7 +127,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.cut, self.source = cut, source
         self.owners = {id(p): (n, cut.owners[n]) for n, p in skeleton.named_parameters()}
-        self.stage, self.inside = 0, None
+        self.stage, self.inside, self.failed_inside = 0, None, ""
         self.arguments: frozenset[int] = frozenset()
         self.called: set[str] = set()  # in this stage
         self.carried = Carried(source)
@@ -185,6 +172,9 @@ class _Recorder(TorchDispatchMode):
         self.inside, self.arguments = gate.path, frozenset(map(id, given))  # type: ignore[assignment]
         try:
             result = proceed(*args, **kwargs)
+        except NotImplementedError:
+            self.failed_inside = gate.path
+            raise
         finally:
             self.inside, self.arguments = None, frozenset()
         leaves, tree = tree_flatten(result)

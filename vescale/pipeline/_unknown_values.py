@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["UnknownValueError", "refuse_leaving", "refuse_reading"]
+__all__ = ["UnknownValueError", "refuse_leaving", "refuse_reading", "why_unknown"]
 
 _LEAVES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 
@@ -27,3 +27,17 @@ def refuse_leaving(func: Any, args: Sequence[Any]) -> None:
     there, and PyTorch's own errors for it have several classes.)"""
     if func in _LEAVES and args and args[0].is_meta:
         raise UnknownValueError(f"Tensor.{func.__name__} reads values that depend on parameters")
+
+
+def why_unknown(error: NotImplementedError) -> str:
+    """What a forward does that raised ``error`` in a trace, and what to do about it, for a message."""
+    if isinstance(error, UnknownValueError):
+        return (
+            f"branches on values of parameters, or takes them to Python ({error}), so that what stages send is not known "
+            "before they run; use torch.where in place of a branch, and return what is logged instead of reading it"
+        )
+    return (
+        "has shapes that depend on the values of parameters, so that what stages send is not known before they run "
+        f"({str(error).splitlines()[0][:120]}); for experts, give their module a local entry of kind experts, or use an "
+        "implementation without a loop (experts_implementation='grouped_mm')"
+    )
