@@ -59,7 +59,7 @@ class Snapshot:
 def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, Any], *, rng: bool = True) -> Snapshot:
     """No communication; nothing is copied. Raises CheckpointError for what cannot be saved, with its name."""
     for name in more:
-        if name in RESERVED or name.startswith("optimizer.") or name == "optimizers":
+        if name.split(".", 1)[0] in RESERVED or name == "optimizers":
             raise UnsavableValueError(f"{name!r} is a name of the checkpoint's own; pass this value by another one")
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {"model": None, "optimizers": {}, "beside": {}}
