@@ -110,6 +110,10 @@ def _to_safetensors(stored: Stored, folder: Path, progress: Progress, max_shard_
     model = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     # In vescale's own format a model's tensors, and only these, have the prefix.
     chosen = model if stored.format == "vescale" else tensors
+    if not chosen:
+        raise ConvertError(
+            f"{stored.folder} has no tensors of a model, and safetensors hold nothing else; expected one"
+        )
     new = {name: name.removeprefix("model.") if stored.format == "vescale" else name for name in chosen}
     files = plan_files({new[name]: (t.shape, t.dtype) for name, t in chosen.items()}, max_shard_size)
     where = {name: file for file in files for name in file.tensors}
@@ -127,7 +131,7 @@ def _to_safetensors(stored: Stored, folder: Path, progress: Progress, max_shard_
         (folder / "model.safetensors.index.json").write_text(index_of(files), encoding="utf-8")
     if stored.format == "safetensors":
         copy_beside(stored.folder, folder, configuration=True)
-    return sorted([*(tensors.keys() - chosen.keys()), *(plain_values(stored).keys() - {"metadata"})])
+    return sorted((tensors.keys() - chosen.keys()) | (plain_values(stored).keys() - {"metadata"}))
 
 
 class _StreamingPlanner(DefaultSavePlanner):
