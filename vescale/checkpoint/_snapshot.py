@@ -72,7 +72,9 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
         tensors |= {f"{MODEL}.{name}": tensor for name, tensor in state.tensors.items()}
         buffers = {f"{MODEL}.{name}" for name in state.buffers}
         names = state.names
-        extra = encode(state.extra, f"{MODEL}.extra", tensors)
+        known = set(tensors)
+        extra = encode(state.extra, MODEL, tensors)
+        buffers |= tensors.keys() - known
         values["model"] = {"aliases": state.aliases, "extra": extra}
         runtime = Runtime.of(model)
         program = runtime.program.to_text(merge_layers=True) if runtime is not None else None
