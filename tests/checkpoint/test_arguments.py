@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from vescale.checkpoint import Checkpointer, CheckpointError, load, open_stored, save, verify
+from vescale.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, load, open_stored, save, verify
 from vescale.errors import (
     CheckpointOptionError,
     ContentMismatchError,
     DamagedFileError,
     NoSuchStepError,
+    SaveFailedError,
     UnsavableValueError,
 )
 
@@ -198,3 +201,72 @@ def test_targets_whose_elements_are_conjugated(tmp_path: Path) -> None:
     load(tmp_path / "one", model=other)
     assert torch.equal(model.conjugated, other.conjugated) and torch.equal(model.negated, other.negated)
     assert other.negated.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
+
+
+def test_a_step_older_than_those_in_the_folder_stays(tmp_path: Path) -> None:
+    """A run that begins anew in the folder of another one: its steps were removed when they had just been saved."""
+    with Checkpointer(tmp_path, keep=2) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step)
+    with Checkpointer(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(5)
+        with pytest.warns(
+            CheckpointWarning, match=r"has steps \[10, 20\], which are newer than step-5: restore.. takes"
+        ):
+            checkpoints.wait()
+        assert checkpoints.steps() == [5, 10, 20] and (tmp_path / "latest").read_text() == "step-5\n"
+        assert checkpoints.restore(step=5) == {"step": 5}
+        checkpoints.save(6)
+        with pytest.warns(CheckpointWarning, match="aside"):
+            checkpoints.wait()
+        assert checkpoints.steps() == [5, 6]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_branch_whose_first_save_fails(
+    tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The save after it still replaces steps of the branch that was left, and puts the later ones aside."""
+    with Checkpointer(tmp_path, asynchronous=asynchronous, keep=None) as checkpoints:
+        for step in range(5):
+            checkpoints.save(step, value=step)
+        assert checkpoints.restore(step=2) == {"step": 2, "value": 2}
+        with monkeypatch.context() as patch:
+            patch.setattr("vescale.checkpoint._saving.shutil.disk_usage", lambda folder: SimpleNamespace(free=-1))
+            with pytest.raises(SaveFailedError, match="-1 bytes left"):
+                checkpoints.save(3, value=33)
+                checkpoints.wait()
+        assert checkpoints.steps() == [0, 1, 2, 3, 4]
+        checkpoints.save(3, value=33)
+        checkpoints.save(4, value=44)
+        checkpoints.save(5, value=55)
+        checkpoints.wait()
+        assert checkpoints.steps() == [0, 1, 2, 3, 4, 5]
+        assert [checkpoints.restore(step=step) for step in (3, 4)] == [
+            {"step": 3, "value": 33},
+            {"step": 4, "value": 44},
+        ]
+
+
+def test_numbers_that_are_not_finite_are_not_the_best(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=2, best="loss") as checkpoints:
+        for step, loss in enumerate([2.0, -math.inf, math.inf, math.nan, np.float32(1.0), torch.tensor(3.0), 4.0]):
+            checkpoints.save(step, loss=loss)
+        checkpoints.wait()
+        assert checkpoints.steps() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("name", ["rng.0", "model.0.weight", "optimizer.state", "step.x"])
+def test_names_of_the_checkpoints_own(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsavableValueError, match=f"'{name}' is a name of the checkpoint's own"):
+        save(tmp_path / "one", **{name: torch.ones(3)})
+
+
+def test_a_scheduler_with_milestones(tmp_path: Path) -> None:
+    """Its milestones are a Counter, whose methods it calls."""
+    _, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4])
+    save(tmp_path / "one", scheduler=scheduler)
+    other = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])
+    load(tmp_path / "one", scheduler=other)
+    assert other.milestones == scheduler.milestones and sorted(other.milestones.elements()) == [2, 4, 4]

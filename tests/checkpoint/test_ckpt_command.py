@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from tests.checkpoint.hf_models import reference, same_values, saved
 from tests.checkpoint.test_foreign_files import STATE, same, save_dcp, save_safetensors, save_torch, values_of
 from tests.plan_zoo.models import MODELS
-from vescale.checkpoint import load, load_hf, open_stored, save
+from vescale.checkpoint import Checkpointer, load, load_hf, open_stored, save
 from vescale.cli import main
 from vescale.errors import CheckpointError, CheckpointWarning
 
@@ -210,11 +210,41 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "only_in_b": ["new"],
         "forms": {"b": {"a": "float32 (2,)", "b": "float32 (3,)"}},
         "values": {"w": {"elements": 1, "largest": 0.5, "first": [1, 2]}},
+        "plain_values": [],
         "equal_tensors": 1,
     }
     code, text, _ = command(capsys, "diff", tmp_path / "a.pt", tmp_path / "b.pt")
     assert code == 1 and "~ w: 1 elements, by 0.5 at most, the first at (1, 2)" in text
     assert command(capsys, "diff", tmp_path / "a.pt", tmp_path / "a.pt")[0] == 0
+
+
+def test_diff_of_plain_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is beside equal tensors; the number of a step does not count."""
+    model = Net()
+    with Checkpointer(tmp_path / "run", asynchronous=False) as checkpoints:
+        for step, rate in enumerate([0.1, 0.1, 0.2]):
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+            checkpoints.save(step, model=model, optimizer=optimizer, loss=float("nan"), note={"epoch": rate})
+    first, second, third = (tmp_path / "run" / f"step-{step}" for step in range(3))
+    assert command(capsys, "diff", first, second)[0] == 0
+    code, found, _ = command(capsys, "diff", first, third, "--json")
+    assert code == 1 and not found["equal"] and found["plain_values"] == ["note", "optimizer.param_groups"]
+    code, text, _ = command(capsys, "diff", first, third)
+    assert code == 1 and "~ note, which is no tensor" in text
+    assert command(capsys, "diff", first, third, "--no-values")[0] == 0
+    for name, rate in (("a.pt", 0.1), ("b.pt", 0.2)):
+        torch.save({"w": torch.ones(2), "rate": rate}, tmp_path / name)
+    assert command(capsys, "diff", tmp_path / "a.pt", tmp_path / "b.pt")[0] == 1
+    for to in ("dcp", "vescale", "safetensors"):  # a conversion is equal
+        assert command(capsys, "convert", third, tmp_path / to, "--to", to)[0] == 0
+        expected = 1 if to == "safetensors" else 0
+        assert command(capsys, "diff", third, tmp_path / to)[0] == expected
+
+
+def test_safetensors_of_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "values", average=torch.ones(2))
+    code, _, err = command(capsys, "convert", tmp_path / "values", tmp_path / "new", "--to", "safetensors")
+    assert code == 2 and "no tensors of a model" in err and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("kind", SAVERS)

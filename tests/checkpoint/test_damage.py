@@ -202,6 +202,29 @@ def test_random_state(tmp_path: Path) -> None:
     assert random.random() == expected[2]
 
 
+def test_the_default_device_and_dtype_do_not_count(tmp_path: Path) -> None:
+    """Scripts set them for their models; values on the way are in memory of the host, and have the dtypes of the files."""
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    model[0](torch.ones(1, 7)).sum().backward()
+    optimizer.step()
+    other = model_of()
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        save(tmp_path / "one", model=model, optimizer=optimizer, values=model[0].weight)
+        new = torch.optim.AdamW(other.parameters(), lr=1.0)
+        found = load(tmp_path / "one", model=other, optimizer=new)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found["values"], model[0].weight) and torch.equal(other[0].weight, model[0].weight)
+    assert new.param_groups[0]["lr"] == torch.tensor(0.1)
+    for parameter, mine in zip(model.parameters(), other.parameters()):
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(new.state[mine][key], value)
+
+
 def test_retention(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, asynchronous=False, keep=2, keep_every=10, best=("accuracy", "max")) as checkpoints:
         for step, accuracy in enumerate([0.1, 0.9, 0.3, float("nan"), 0.5] * 3):

@@ -7,8 +7,9 @@ import io
 import json
 import os
 import pickle
+import shutil
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vescale.checkpoint import load
 from vescale.checkpoint._dcp import open_dcp
 from vescale.checkpoint._reader import read_tensors
 from vescale.checkpoint._safetensors import open_safetensors
@@ -120,6 +122,65 @@ def test_torch_save_file(tmp_path: Path) -> None:
     expected |= {"optimizer.state.0.exp_avg": torch.ones(2), "parameter": torch.arange(3.0)}
     assert same(values_of(stored), expected)
     assert stored.values == {"optimizer.param_groups": [{"lr": 0.1, "betas": [0.9, 0.95]}], "epoch": 3}
+
+
+def test_torch_save_of_what_weights_only_takes(tmp_path: Path) -> None:
+    values = {
+        "counter": Counter({"a": 2}),
+        "bytes": bytearray(b"\x00\xff"),
+        "complex": 1 + 2j,
+        "set": {1},
+        "dtype": torch.bfloat16,
+    }
+    torch.save({**values, "w": torch.ones(2)}, tmp_path / "x.pt")
+    torch.load(tmp_path / "x.pt", weights_only=True)
+    found = load(tmp_path / "x.pt")
+    assert found == {
+        "counter": {"a": 2},
+        "bytes": b"\x00\xff",
+        "complex": "(1+2j)",
+        "set": [1],
+        "dtype": "torch.bfloat16",
+    }
+
+
+class WithExtraState(torch.nn.Linear):
+    def __init__(self, scale: Any) -> None:
+        super().__init__(2, 3)
+        self.scale = scale
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+@pytest.mark.parametrize("extra", [{"amax": 3.0, "of": {"a": 1}}, torch.arange(5)], ids=["dict", "tensor"])
+def test_what_is_beside_the_model(kind: str, extra: Any, tmp_path: Path) -> None:
+    """Plain values are returned, but for those of the optimizer; extra state goes to its module, and does not get lost."""
+    source, path = WithExtraState(extra), tmp_path / "x.pt"
+    optimizer = torch.optim.AdamW(source.parameters())
+    source(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    content = {"model": source.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "note": b"x"}
+
+    def write(content: dict[str, Any]) -> None:
+        if kind == "torch":
+            torch.save(content, path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            dcp.save(content, checkpoint_id=path, no_dist=True)
+
+    write(content)
+    model = WithExtraState(None)
+    assert load(path, model=model, optimizer=None) == {"epoch": 3, "note": b"x"}
+    assert str(model.scale) == str(extra) and torch.equal(model.weight, source.weight)
+    del content["model"]["_extra_state"]
+    write(content)
+    with pytest.raises(CheckpointError, match=rf"{path} does not fit.*\n  model._extra_state: not in the checkpoint"):
+        load(path, model=model)
 
 
 def test_torch_save_of_one_tensor_and_of_views(tmp_path: Path) -> None:

@@ -199,3 +199,43 @@ def test_optimizers_with_a_state_dict_of_their_own(tmp_path: Path) -> None:
     assert again.param_groups[0] is groups and groups["lr"] == 0.25 and scheduler.optimizer is again
     for mine, theirs in zip(other.parameters(), model.parameters()):
         assert torch.equal(again.state[mine]["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"])
+
+
+class FormatOfBytes(nn.Linear):
+    """Its extra state is a tensor, made anew for each state dict, of a size that changes, as in modules of fp8."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 3)
+        self.history = torch.zeros(0)
+
+    def get_extra_state(self) -> Any:
+        return self.history.clone()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.history = state.clone()
+
+
+class FormatInDict(FormatOfBytes):
+    def get_extra_state(self) -> Any:
+        return {"history": self.history.clone(), "margin": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["margin"] == 1
+        self.history = state["history"].clone()
+
+
+@pytest.mark.parametrize("size", [0, 4])
+@pytest.mark.parametrize("kind", [FormatOfBytes, FormatInDict])
+def test_extra_state_that_is_a_tensor(tmp_path: Path, kind: type[FormatOfBytes], size: int) -> None:
+    """One that is filled in place, where it is, would be lost."""
+    model, other = (nn.ModuleDict({"extra": kind(), "b": kind()}) for _ in range(2))
+    for number, (name, module) in enumerate(model.items()):
+        module.history, other[name].history = torch.arange(4.0) + number, torch.zeros(size)
+    save(tmp_path / "one", model=model)
+    load(tmp_path / "one", model=other)
+    for name, module in model.items():
+        assert torch.equal(other[name].history, module.history) and torch.equal(other[name].weight, module.weight)
+    torch.save(model.state_dict(), tmp_path / "x.pt")
+    again = nn.ModuleDict({"extra": kind(), "b": kind()})
+    load(tmp_path / "x.pt", model=again)
+    assert torch.equal(again["b"].history, model["b"].history)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import warnings
@@ -51,6 +52,7 @@ class Checkpointer:
         keep: how many of the newest steps stay; None: all. At least two, so that one is left if the newest is damaged.
         keep_every: steps that are multiples of it stay as well.
         best: the name of a number given to ``save``: the step with the smallest one stays. ``(name, "max")``: the largest.
+            Infinity and not-a-number do not count.
         asynchronous: ``save`` returns when the values are copied to memory of the host; a process of its own writes them.
         verify: what ``restore`` checks before it takes a step: that files are there and have their sizes, or also checksums
             of all their bytes, which the ranks divide.
@@ -90,7 +92,8 @@ class Checkpointer:
         self._retention = Retention(keep, keep_every, name, which == "max")
         self._verify: Verify = verify
         self._saver = Saver(str(self.folder), "Checkpointer.save", asynchronous=asynchronous)
-        self._abandoned: tuple[int, ...] = ()
+        self._abandoned: tuple[int, ...] = ()  # steps of a branch that restore() has left; until a save puts them aside
+        self._leaving: Target | None = None  # the save that does
 
     def save(self, step: int, *, model: nn.Module | None = None, optimizer: Any = None, **more: Any) -> None:
         """Save everything that training goes on from, random state, mesh and plan included.
@@ -118,6 +121,7 @@ class Checkpointer:
             raise CheckpointOptionError(f"step is {step!r}; expected a number that is not negative")
         step = number
         self.wait()
+        self._leave_branch()
         try:
             metric = self._metric(more)
             snapshot = take_snapshot(model, optimizer, more)
@@ -128,8 +132,8 @@ class Checkpointer:
         target = Target(
             step_name(step), step, metric, self._retention, replace, tuple(s for s in self._abandoned if s != step)
         )
+        self._leaving = target
         self._saver.save(snapshot, target)
-        self._abandoned = ()
 
     def restore(
         self,
@@ -171,7 +175,7 @@ class Checkpointer:
         later = first_rank_decides(
             _RESTORE, lambda: {"steps": [s for s in step_numbers(str(self.folder)) if s > found]}
         )
-        self._abandoned = tuple(later["steps"])
+        self._abandoned, self._leaving = tuple(later["steps"]), None
         return {**result, "step": found}  # also of a folder that save() or a conversion has made
 
     def steps(self) -> list[int]:
@@ -207,7 +211,13 @@ class Checkpointer:
             raise UnsavableValueError(
                 f"{self._best} is {value!r}; best={self._best!r} needs a number, or nothing"
             ) from None
-        return {"name": self._best, "value": number if number is not None and number == number else None}
+        return {"name": self._best, "value": number if number is not None and math.isfinite(number) else None}
+
+    def _leave_branch(self) -> None:
+        """Forget the steps of a branch that was left if the last save has put them aside; after one that failed, the next
+        one does."""
+        if self._leaving is not None and self._saver.saved is self._leaving:
+            self._abandoned, self._leaving = (), None
 
     def _may_be_replaced(self, step: int) -> bool:
         """A step that another branch of the run has left, or that is no longer complete."""

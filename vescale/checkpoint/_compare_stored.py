@@ -1,13 +1,16 @@
-"""What two checkpoints have different: names, shapes, dtypes and values, in whatever formats."""
+"""What two checkpoints have different: names, shapes, dtypes and values, in whatever formats; and what is beside tensors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from vescale.checkpoint._convert import plain_values
+from vescale.checkpoint._json_values import encode
 from vescale.checkpoint._stored import Stored, StoredTensor
 from vescale.checkpoint._stored_blocks import BLOCK_BYTES, block_shapes, block_values
 
@@ -31,16 +34,18 @@ class ValueDifference:
 
 @dataclass
 class StoredDifference:
-    """By name. ``forms``: (shape and dtype in A, in B)."""
+    """By name. ``forms``: (shape and dtype in A, in B). ``plain_values``: beside tensors; compared within one format only,
+    because formats hold them differently. The number of a step is not counted."""
 
     only_in_a: list[str] = field(default_factory=list)
     only_in_b: list[str] = field(default_factory=list)
     forms: dict[str, tuple[str, str]] = field(default_factory=dict)
     values: dict[str, ValueDifference] = field(default_factory=dict)
+    plain_values: list[str] = field(default_factory=list)
     equal: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.only_in_a or self.only_in_b or self.forms or self.values)
+        return bool(self.only_in_a or self.only_in_b or self.forms or self.values or self.plain_values)
 
 
 def compare_stored(
@@ -53,16 +58,25 @@ def compare_stored(
     ours, theirs = _names(a, b), _names(b, a)
     found = StoredDifference(sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys()))
     for name in sorted(ours.keys() & theirs.keys()):
-        one, two = a.tensors[ours[name]], b.tensors[theirs[name]]
-        if (one.shape, one.dtype) != (two.shape, two.dtype):
-            found.forms[name] = (_form(one), _form(two))
+        left, right = a.tensors[ours[name]], b.tensors[theirs[name]]
+        if (left.shape, left.dtype) != (right.shape, right.dtype):
+            found.forms[name] = (_form(left), _form(right))
             continue
         difference = _compare(a, ours[name], b, theirs[name], progress) if values else None
         if difference is None:
             found.equal += 1
         else:
             found.values[name] = difference
+    if values and a.format == b.format:
+        one, two = _encoded_values(a), _encoded_values(b)
+        found.plain_values = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
     return found
+
+
+def _encoded_values(stored: Stored) -> dict[str, Any]:
+    """As JSON, in which not-a-number equals itself."""
+    left_out = {"vescale": "step", "safetensors": "metadata"}.get(stored.format)
+    return {name: encode(value, name, {}) for name, value in plain_values(stored).items() if name != left_out}
 
 
 def _names(stored: Stored, other: Stored) -> Mapping[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from vescale.checkpoint._saving import dtype_name
 from vescale.checkpoint._step_folder import commit, pack_part
 from vescale.checkpoint._stored import Stored, StoredTensor
 from vescale.checkpoint._stored_blocks import BLOCK_BYTES, block_shapes, block_values, blocks_of
+from vescale.checkpoint._torch_save import with_bytes
 from vescale.errors import ConvertError
 
 __all__ = ["TARGETS", "convert", "num_bytes", "plain_values"]
@@ -110,6 +110,10 @@ def _to_safetensors(stored: Stored, folder: Path, progress: Progress, max_shard_
     model = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     # In vescale's own format a model's tensors, and only these, have the prefix.
     chosen = model if stored.format == "vescale" else tensors
+    if not chosen:
+        raise ConvertError(
+            f"{stored.folder} has no tensors of a model, and safetensors hold nothing else; expected one"
+        )
     new = {name: name.removeprefix("model.") if stored.format == "vescale" else name for name in chosen}
     files = plan_files({new[name]: (t.shape, t.dtype) for name, t in chosen.items()}, max_shard_size)
     where = {name: file for file in files for name in file.tensors}
@@ -127,7 +131,7 @@ def _to_safetensors(stored: Stored, folder: Path, progress: Progress, max_shard_
         (folder / "model.safetensors.index.json").write_text(index_of(files), encoding="utf-8")
     if stored.format == "safetensors":
         copy_beside(stored.folder, folder, configuration=True)
-    return sorted([*(tensors.keys() - chosen.keys()), *(plain_values(stored).keys() - {"metadata"})])
+    return sorted((tensors.keys() - chosen.keys()) | (plain_values(stored).keys() - {"metadata"}))
 
 
 class _StreamingPlanner(DefaultSavePlanner):
@@ -162,21 +166,12 @@ class _StreamingPlanner(DefaultSavePlanner):
 
 
 def _to_dcp(stored: Stored, folder: Path, progress: Progress, max_shard_size: int | str) -> list[str]:
-    values = {name: _with_bytes(value) for name, value in plain_values(stored).items() if name not in stored.tensors}
+    values = {name: with_bytes(value) for name, value in plain_values(stored).items() if name not in stored.tensors}
     planner = _StreamingPlanner(stored, values, progress)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
         dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
     return []
-
-
-def _with_bytes(value: Any) -> Any:
-    """Bytes again, where the index of a foreign format has them as text."""
-    if isinstance(value, dict):
-        if value.keys() == {"base64"} and isinstance(value["base64"], str):
-            return base64.b64decode(value["base64"])
-        return {key: _with_bytes(item) for key, item in value.items()}
-    return [_with_bytes(item) for item in value] if isinstance(value, list) else value
 
 
 def _to_vescale(stored: Stored, temporary: Path, progress: Progress, max_shard_size: int | str) -> list[str]:

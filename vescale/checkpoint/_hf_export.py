@@ -273,7 +273,7 @@ class Export:
 
 def _copier(name: str, mapped: IndexMap) -> Callable[[Callable[[str], torch.Tensor]], dict[str, torch.Tensor]]:
     def run(tensor_of: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        made = torch.empty(mapped.shape, dtype=mapped.dtype)
+        made = torch.empty(mapped.shape, dtype=mapped.dtype, device="cpu")
         for part in mapped.parts:
             block = tuple(slice(at, at + size) for at, size in zip(part.offset, part.sizes))
             made[block] = tensor_of(part.source).as_strided(part.sizes, part.strides, part.start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ _TAGS = (
     "$device",
     "$set",
     "$numpy",
+    "$counter",
 )
 
 
@@ -56,6 +58,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if type(value) in (list, tuple, torch.Size):
         found = [encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
         return found if type(value) is list else {"$tuple": found}
+    if type(value) is Counter:  # of MultiStepLR, which uses its methods
+        return {"$counter": [[encode(key, f"{path} (a key)", {}), encode(n, path, {})] for key, n in value.items()]}
     if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
@@ -107,6 +111,7 @@ def decode(value: Any, tensor: Callable[[TensorName], Any] = lambda name: name) 
         "$complex": lambda: complex(float(held[0]), float(held[1])),
         "$dtype": lambda: _dtype(held),
         "$device": lambda: torch.device(held),
+        "$counter": lambda: Counter({decode(key): decode(count) for key, count in held}),
         "$set": lambda: {decode(item) for item in held},
         "$numpy": lambda: np.frombuffer(base64.b64decode(held[2]), _numpy_dtype(held[0])).reshape(held[1]).copy(),
     }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from vescale.checkpoint._rank_values import values_of_rank
 from vescale.checkpoint._reader import read_tensors, read_whole
 from vescale.checkpoint._snapshot import MODEL, RANDOM
 from vescale.checkpoint._stored import Stored, StoredTensor
+from vescale.checkpoint._torch_save import with_bytes
 from vescale.compat import unwrapped_name
 from vescale.errors import CheckpointError, CheckpointWarning, ContentMismatchError
 from vescale.gradients import OtherStages, other_stages
@@ -44,6 +48,9 @@ _PREFIXES = (
 # And in front of states of their only optimizer.
 _OPTIMIZER_PREFIXES = ("optimizer", "optim", "app.optim", "app.optimizer", "optimizer_state_dict")
 
+# Plain values that belong to an optimizer or to a model, in foreign checkpoints.
+_NOT_BESIDE = re.compile(r"(?:^|\.)(?:param_groups(?:$|\.)|state\.|_extra_state(?:$|\.))")
+
 
 def load_stored(
     stored: Stored,
@@ -65,7 +72,7 @@ def load_stored(
         plan = _Plan(stored, model, optimizer, more, strict=strict, cast=cast)
         loads = plan.loads
         if strict:
-            plan.differences.refuse(str(stored.folder))
+            plan.differences.refuse(str(stored.path))
     except CheckpointError as found:
         error = found
     raise_together(call, error)  # before anything is changed anywhere
@@ -75,7 +82,7 @@ def load_stored(
         load.finish()
     if plan.others and _rank_and_world()[0] == 0:
         warnings.warn(
-            f"{stored.folder} was saved by {stored.values['world_size']} ranks with different values of "
+            f"{stored.path} was saved by {stored.values['world_size']} ranks with different values of "
             f"{', '.join(plan.others)}, and there are {_rank_and_world()[1]} now: all get those of the first rank",
             CheckpointWarning,
             stacklevel=3,
@@ -83,7 +90,7 @@ def load_stored(
     if model is not None and plan.extra:
         load_extra(model, plan.extra)
     result: dict[str, Any] = {"step": stored.values.get("step")} if stored.format == "vescale" else {}
-    result |= plan.beside(targets)
+    result |= plan.beside(targets) if stored.format == "vescale" else _foreign_values(stored)
     for key, value in more.items():
         if key in result:
             _give_back(value, result[key])
@@ -121,7 +128,7 @@ class _Plan:
             surplus |= {name for name in stored.tensors if name.startswith(f"{MODEL}.")}
             surplus -= {f"{MODEL}.{alias}" for alias in (*state.aliases, *self._aliases())}
             structure |= self._untied(stored, state)
-            self._take_extra(state, extra_missing)
+            surplus -= self._take_extra(state, extra_missing)
         for prefix, each in named_optimizers(optimizer).items():
             saved = (self.saved.get("optimizers") or {}).get(prefix) or _by_names(stored, prefix, state)
             if saved is None and stored.format == "torch" and prefix == "optimizer":
@@ -129,7 +136,7 @@ class _Plan:
             if saved is None:
                 if strict:
                     raise ContentMismatchError(
-                        f"{stored.folder} has no {prefix}; it has {sorted(self.saved.get('optimizers') or {}) or 'none'}. "
+                        f"{stored.path} has no {prefix}; it has {sorted(self.saved.get('optimizers') or {}) or 'none'}. "
                         "Pass optimizers in the form they were saved in (one, a list or a dict), or none"
                     )
                 extra_missing.append(prefix)
@@ -173,7 +180,7 @@ class _Plan:
             result[key] = decode(value, lambda name, whole=whole: targets.get(name, whole.get(name)))  # type: ignore[misc]
         if left_out:
             warnings.warn(
-                f"{self.stored.folder} also holds {left_out}, whose tensors are sharded; pass the objects by these names "
+                f"{self.stored.path} also holds {left_out}, whose tensors are sharded; pass the objects by these names "
                 "to have them filled",
                 CheckpointWarning,
                 stacklevel=4,
@@ -197,15 +204,24 @@ class _Plan:
                 )
         return found
 
-    def _take_extra(self, state: ModelState, missing: list[str]) -> None:
+    def _take_extra(self, state: ModelState, missing: list[str]) -> set[str]:
+        """The tensors of the checkpoint that it takes."""
         saved = (self.saved.get("model") or {}).get("extra") or {}
         names: list[str] = []
         decode(saved, lambda name: names.append(str(name)))
         whole = read_whole(self.stored, names)
         self.extra = decode(saved, lambda name: whole[str(name)])
-        missing += [
-            f"{MODEL}.{name}" for name in state.extra if name not in self.extra and self.stored.format == "vescale"
-        ]
+        for name in sorted(state.extra.keys() - self.extra.keys()):
+            parts = _parts_of(self.stored, name)
+            held = read_whole(self.stored, [part for part in parts.values() if isinstance(part, TensorName)])
+            for path, part in parts.items():
+                value = held[part] if isinstance(part, TensorName) else with_bytes(part)
+                *parents, last = (name, *path.split(".")) if path else (name,)
+                functools.reduce(lambda at, key: at.setdefault(key, {}), parents, self.extra)[last] = value
+            names += held
+        if self.stored.format != "safetensors":  # which holds tensors only
+            missing += [f"{MODEL}.{name}" for name in state.extra if name not in self.extra]
+        return set(names)
 
     def _take_beside(
         self, more: Mapping[str, Any], aliases: Mapping[str, str], others: OtherStages, *, strict: bool
@@ -223,7 +239,7 @@ class _Plan:
             if key not in saved:
                 if strict:
                     raise ContentMismatchError(
-                        f"{self.stored.folder} has nothing saved as {key!r}; it has {sorted(saved)}: use the name that "
+                        f"{self.stored.path} has nothing saved as {key!r}; it has {sorted(saved)}: use the name that "
                         "save() was given, or leave it out"
                     )
                 missing.append(key)
@@ -233,9 +249,7 @@ class _Plan:
             sources |= load.sources
             self.homeless |= load.homeless
             saved[key] = load.state
-        self.stored = Stored(
-            self.stored.folder, {**self.stored.tensors, **sources}, self.stored.format, self.stored.values
-        )
+        self.stored = replace(self.stored, tensors={**self.stored.tensors, **sources})
         return missing
 
     def _other_optimizers(self, ours: Mapping[str, Any]) -> None:
@@ -250,6 +264,27 @@ def _values_here(stored: Stored) -> tuple[dict[str, Any], list[str]]:
         return {}, []
     rank, world = _rank_and_world()
     return values_of_rank(values, rank, same_world=stored.values.get("world_size") == world)
+
+
+def _parts_of(stored: Stored, name: str) -> dict[str, Any]:
+    """Tensors (their names) and plain values of a module's extra state, by their paths in it; other programs take dicts
+    apart."""
+    found: dict[str, Any] = {}
+    values = stored.values if stored.format in ("torch", "dcp") else {}
+    for prefix in reversed(_PREFIXES):
+        start = f"{prefix}{name}"
+        parts = {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
+        found |= {path[1:]: value for path, value in parts.items() if path[:1] in ("", ".")}
+    start = f"{MODEL}.{name}"
+    parts = {key.removeprefix(start): TensorName(key) for key in stored.tensors if key.startswith(start)}
+    return found | {path[1:]: key for path, key in parts.items() if path[:1] in ("", ".")}
+
+
+def _foreign_values(stored: Stored) -> dict[str, Any]:
+    """What a file of ``torch.save`` or a DCP folder holds beside the states of models and optimizers, as in JSON."""
+    if stored.format not in ("torch", "dcp"):
+        return {}
+    return {name: with_bytes(value) for name, value in stored.values.items() if not _NOT_BESIDE.search(name)}
 
 
 def _rank_and_world() -> tuple[int, int]:
@@ -269,7 +304,7 @@ def _with_our_names(stored: Stored, state: ModelState) -> Stored:
         other = _other_prefix(entries, [*state.tensors])
         if other is not None:
             warnings.warn(
-                f"{stored.folder} has the model's names only behind {other!r}, and these tensors are taken for the model's",
+                f"{stored.path} has the model's names only behind {other!r}, and these tensors are taken for the model's",
                 CheckpointWarning,
                 stacklevel=5,
             )
@@ -283,7 +318,7 @@ def _with_our_names(stored: Stored, state: ModelState) -> Stored:
     for alias, first in state.aliases.items():  # a model whose ties were saved under another name
         if f"{MODEL}.{first}" not in tensors and f"{MODEL}.{alias}" in tensors:
             tensors[f"{MODEL}.{first}"] = tensors[f"{MODEL}.{alias}"]
-    return Stored(stored.folder, tensors, stored.format, stored.values)
+    return replace(stored, tensors=tensors)
 
 
 def _without_wrappers(tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
@@ -339,7 +374,7 @@ def _restore_random_state(stored: Stored) -> None:
             seeds = different_seeds([*read_whole(stored, names[:_COMPARED_STATES]).values()])
             calls = f", the ones of {', '.join(seeds)}" if seeds else ""
             warnings.warn(
-                f"{stored.folder} was saved by {len(names)} ranks whose random states differ{calls}, and there are {world} "
+                f"{stored.path} was saved by {len(names)} ranks whose random states differ{calls}, and there are {world} "
                 "now: all continue with that of the first. Seed all ranks alike for equal numbers on any mesh",
                 CheckpointWarning,
                 stacklevel=5,

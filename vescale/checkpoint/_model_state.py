@@ -50,7 +50,7 @@ def model_state(model: nn.Module) -> ModelState:
     first: dict[int, str] = {}
     for key, value in model.state_dict(keep_vars=True).items():
         name = unwrapped_name(key)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == "_extra_state":  # often a tensor of bytes
             found.extra[name] = value
             continue
         known = first.setdefault(id(value), name)

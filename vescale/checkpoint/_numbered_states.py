@@ -35,7 +35,7 @@ def numbered_states(stored: Stored, groups: Sequence[Sequence[tuple[str, torch.T
     sizes = [len(group["params"]) for group in saved]
     if sizes != [len(group) for group in groups]:
         raise ContentMismatchError(
-            f"{stored.folder}: the optimizer that was saved has groups of {sizes} parameters, without names, and this one "
+            f"{stored.path}: the optimizer that was saved has groups of {sizes} parameters, without names, and this one "
             f"of {[len(group) for group in groups]}; make it with the same groups in the same order"
         )
     members = [member for group in groups for member in group]
@@ -44,13 +44,13 @@ def numbered_states(stored: Stored, groups: Sequence[Sequence[tuple[str, torch.T
     state: dict[str, dict[str, Any]] = {}
     for found, match in states.items():
         if int(match[2]) not in place:
-            raise ContentMismatchError(f"{stored.folder}: {found} is the state of a parameter that no group has")
+            raise ContentMismatchError(f"{stored.path}: {found} is the state of a parameter that no group has")
         name, parameter = place[int(match[2])]
         if found in stored.tensors:
             shape = tuple(stored.tensors[found].shape)
             if len(shape) == parameter.ndim and shape != tuple(parameter.shape):
                 raise ContentMismatchError(
-                    f"{stored.folder}: {found} has shape {shape}, and {name}, the parameter in its place, has shape "
+                    f"{stored.path}: {found} has shape {shape}, and {name}, the parameter in its place, has shape "
                     f"{tuple(parameter.shape)}; make the optimizer with the parameters in the order in which it was saved"
                 )
             state.setdefault(name, {})[match[3]] = {"$tensor": found}
@@ -75,7 +75,7 @@ def _saved_groups(stored: Stored, prefix: str) -> list[dict[str, Any]]:
         else:
             value = TensorName(name) if name in stored.tensors else stored.values[name]
             groups.setdefault(int(match[1]), {})[match[2]] = value
-    wrong = ContentMismatchError(f"{stored.folder}: {prefix}param_groups do not say which parameters they have")
+    wrong = ContentMismatchError(f"{stored.path}: {prefix}param_groups do not say which parameters they have")
     if not all(isinstance(group, dict) for group in groups.values()):
         raise wrong
     found = [

@@ -75,6 +75,9 @@ def load(
     model of transformers are loaded by :func:`load_hf`, with its names and conversions; values are then cast to the
     model's.
 
+    Returns what was saved beside, as ``Checkpointer.restore`` does. Of a ``torch.save`` file or a DCP folder these are plain
+    values without those of optimizers, as JSON has them: keys of dicts are text, tuples are lists.
+
     Raises CheckpointError for a path that is no checkpoint, and for what does not fit; on every rank, before anything is
     changed.
 

@@ -267,7 +267,7 @@ def _plan_options(
         if isinstance(value, TensorName):
             if not isinstance(own, torch.Tensor):
                 entry = stored[value]
-                own = torch.zeros(entry.shape, dtype=entry.dtype)
+                own = torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
             load.targets[str(value)] = own
             options[key] = own
         elif isinstance(own, torch.Tensor) and isinstance(value, int | float):

@@ -153,8 +153,8 @@ def _mxfp4(stored: Stored, entry: Quantized, first: tuple[int, ...], sizes: tupl
     begins, counts = (*first[:-1], low), (*sizes[:-1], high - low)
     packed = block_values(stored, entry.weights, (*begins, 0), (*counts, width))
     exponents = block_values(stored, entry.scales, begins, counts).to(torch.int32) - 127
-    table = torch.tensor(_FP4, dtype=torch.float32)
-    values = torch.empty(*counts, 2 * width)
+    table = torch.tensor(_FP4, dtype=torch.float32, device="cpu")
+    values = torch.empty(*counts, 2 * width, dtype=torch.float32, device="cpu")
     values[..., 0::2] = table[(packed & 15).int()]
     values[..., 1::2] = table[(packed >> 4).int()]
     values = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)

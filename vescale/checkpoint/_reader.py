@@ -87,7 +87,8 @@ def _refuse_expanded(blocks: Mapping[str, LocalBlocks]) -> None:
 
 def read_whole(stored: Stored, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Whole tensors on the CPU, read by each caller; no communication."""
-    found = {name: torch.empty(stored.tensors[name].shape, dtype=stored.tensors[name].dtype) for name in names}
+    entries = {name: stored.tensors[name] for name in names}
+    found = {name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for name, entry in entries.items()}
     read_tensors(stored, found, share=False)
     return found
 

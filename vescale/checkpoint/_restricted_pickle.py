@@ -68,8 +68,25 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+def _bytes(data: Any = b"", encoding: Any = "latin1") -> bytes:
+    if isinstance(data, str) and encoding in ("latin1", "latin-1"):
+        return data.encode("latin1")
+    if not isinstance(data, bytes):  # a number would reserve as many bytes
+        raise UnsafePickleError("a pickle makes a bytearray of something else than bytes")
+    return data
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if not isinstance(real, float) or not isinstance(imaginary, float):
+        raise UnsafePickleError("a pickle makes a complex number of something else than numbers")
+    return complex(real, imaginary)
+
+
 PLAIN_NAMES: Mapping[str, Any] = {
     "collections.OrderedDict": dict,
+    "collections.Counter": dict,
+    **{f"{module}.bytearray": _bytes for module in ("builtins", "__builtin__")},
+    **{f"{module}.complex": _complex for module in ("builtins", "__builtin__")},
     "builtins.set": list,
     "builtins.frozenset": list,
     "__builtin__.set": list,

@@ -76,6 +76,7 @@ class Saver:
         self._failure: CheckpointError | None = None
         self._told: list[str] = []
         self._has_failed = False
+        self.saved: Target | None = None  # the last one that is complete; read it after wait()
 
     def save(self, snapshot: Snapshot, target: Target) -> None:
         """Write in the background if the saver is asynchronous; the tensors may be changed when this returns.
@@ -238,6 +239,7 @@ class Saver:
         except Exception as error:  # the store is gone
             self._failure = SaveFailedError(f"{target.name} may not have been saved: {type(error).__name__}: {error}")
         else:
+            self.saved = target
             if outcome["is_new"]:
                 self._holders = None
             if gathering.rank == 0:

@@ -59,7 +59,7 @@ class Snapshot:
 def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, Any], *, rng: bool = True) -> Snapshot:
     """No communication; nothing is copied. Raises CheckpointError for what cannot be saved, with its name."""
     for name in more:
-        if name in RESERVED or name.startswith("optimizer.") or name == "optimizers":
+        if name.split(".", 1)[0] in RESERVED or name == "optimizers":
             raise UnsavableValueError(f"{name!r} is a name of the checkpoint's own; pass this value by another one")
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {"model": None, "optimizers": {}, "beside": {}}
@@ -72,7 +72,9 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
         tensors |= {f"{MODEL}.{name}": tensor for name, tensor in state.tensors.items()}
         buffers = {f"{MODEL}.{name}" for name in state.buffers}
         names = state.names
-        extra = encode(state.extra, f"{MODEL}.extra", tensors)
+        known = set(tensors)
+        extra = encode(state.extra, MODEL, tensors)
+        buffers |= tensors.keys() - known
         values["model"] = {"aliases": state.aliases, "extra": extra}
         runtime = Runtime.of(model)
         program = runtime.program.to_text(merge_layers=True) if runtime is not None else None

@@ -105,11 +105,11 @@ class Retention:
     best: str | None = None
     largest_is_best: bool = False
 
-    def surplus(self, folder: str, steps: list[int]) -> list[int]:
-        """Of these complete steps, ascending, those that may go."""
+    def surplus(self, folder: str, steps: list[int], saved: str) -> list[int]:
+        """Of these complete steps, ascending, those that may go; never ``saved``, which may be older than all others."""
         if self.keep is None:
             return []
-        staying = set(steps[-self.keep :])
+        staying = {*steps[-self.keep :], *(step for step in steps if step_name(step) == saved)}
         if self.keep_every:
             staying |= {step for step in steps if step % self.keep_every == 0}
         if self.best is not None:
@@ -176,7 +176,14 @@ def commit(job: Mapping[str, Any]) -> dict[str, Any]:
     if job["retention"] is not None:
         try:
             retention = Retention(**job["retention"])
-            for step in retention.surplus(parent, complete_steps(parent)):
+            complete = complete_steps(parent)
+            newer = [step for step in complete if step > job["head"]["step"]]
+            if newer:
+                warnings.append(
+                    f"{parent} has steps {newer}, which are newer than {job['name']}: restore() takes step {newer[-1]}. If "
+                    "they are of an earlier run, use another folder, or restore the step that this run goes on from first"
+                )
+            for step in retention.surplus(parent, complete, job["name"]):
                 _remove(parent, step_name(step), job["id"])
         except (OSError, ManifestError) as error:  # the new step is there
             warnings.append(f"steps that are no longer kept could not be removed: {error}")

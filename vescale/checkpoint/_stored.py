@@ -62,9 +62,16 @@ class Stored:
         tensors: by global name.
         values: everything else, as plain data (what JSON can hold).
         format: ``"vescale"``, ``"safetensors"``, ``"dcp"`` or ``"torch"``.
+        file: if it is one file of a folder.
     """
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
     format: str
     values: Mapping[str, Any] = field(default_factory=dict)
+    file: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """What a message calls it."""
+        return self.file or self.folder

@@ -43,7 +43,7 @@ def block_values(stored: Stored, name: str, first: Sequence[int], sizes: Sequenc
     """A block of a tensor on the CPU; only its bytes are read. Raises CheckpointError where files are too short."""
     tensor = stored.tensors[name]
     part = StoredTensor(tuple(sizes), tensor.dtype, tuple(_cut(tensor, first, sizes)))
-    found = torch.empty(tuple(sizes), dtype=tensor.dtype)
+    found = torch.empty(tuple(sizes), dtype=tensor.dtype, device="cpu")
     read_tensors(Stored(stored.folder, {name: part}, stored.format), {name: found}, share=False)
     return found
 

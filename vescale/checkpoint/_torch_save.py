@@ -282,7 +282,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def plain_value(value: Any, about: str) -> Any:
-    """What JSON can hold: bytes as ``{"base64": ...}``, dtypes as text, keys of dicts as text."""
+    """What JSON can hold: bytes as ``{"base64": ...}``, dtypes and complex numbers as text, keys of dicts as text."""
 
     def convert(value: Any, depth: int) -> Any:
         if depth > 100:
@@ -295,11 +295,20 @@ def plain_value(value: Any, about: str) -> Any:
             return {str(key): convert(item, depth + 1) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [convert(item, depth + 1) for item in value]
-        if isinstance(value, torch.dtype):
+        if isinstance(value, (torch.dtype, complex)):
             return str(value)
         raise DamagedFileError(f"{about} holds a {type(value).__name__}; expected tensors and plain data")
 
     return convert(value, 0)
+
+
+def with_bytes(value: Any) -> Any:
+    """Bytes again, where :func:`plain_value` has made them text."""
+    if isinstance(value, dict):
+        if value.keys() == {"base64"} and isinstance(value["base64"], str):
+            return base64.b64decode(value["base64"])
+        return {key: with_bytes(item) for key, item in value.items()}
+    return [with_bytes(item) for item in value] if isinstance(value, list) else value
 
 
 def is_torch_save(path: Path) -> bool:
@@ -325,7 +334,7 @@ def open_torch_save(path: Path) -> Stored:
         value = read_torch_save(stream, 0, os.fstat(stream.fileno()).st_size, about)
     tensors, values = flattened(value, about)
     found = {name: _whole(record, file) for name, record in tensors.items()}
-    return Stored(path.parent, found, "torch", values)
+    return Stored(path.parent, found, "torch", values, path)
 
 
 def _whole(record: TensorRecord, file: str) -> StoredTensor:

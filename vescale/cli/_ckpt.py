@@ -183,7 +183,8 @@ def _diff(args: argparse.Namespace) -> int:
         }
         forms = {name: {"a": one, "b": two} for name, (one, two) in found.forms.items()}
         sides = {"only_in_a": found.only_in_a, "only_in_b": found.only_in_b}
-        print_json({"equal": not found, **sides, "forms": forms, "values": values, "equal_tensors": found.equal})
+        plain = {"plain_values": found.plain_values, "equal_tensors": found.equal}
+        print_json({"equal": not found, **sides, "forms": forms, "values": values, **plain})
         return 1 if found else 0
     console = new_console()
     for name in found.only_in_a:
@@ -197,6 +198,8 @@ def _diff(args: argparse.Namespace) -> int:
         console.print(
             f"~ {name}: {difference.elements} elements, by {largest} at most, the first at {difference.first}"
         )
+    for name in found.plain_values:
+        console.print(f"~ {name}, which is no tensor")
     console.print(f"{found.equal} tensors are equal" if found else f"equal: {found.equal} tensors")
     return 1 if found else 0
 
