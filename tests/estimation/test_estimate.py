@@ -417,3 +417,17 @@ def test_sliders_are_estimates(tmp_path: Path) -> None:
     one = sliders_of(estimated(CASES["tp"], steps=1))
     assert "3" not in one.get("stage", {}), "no axis of the batch has several ranks"
     assert "id=stage" not in page(found, "a plan", {**rows, "stage": {}}) and "What if" not in page(found, "a plan")
+
+
+def test_a_loss_of_the_caller_needs_no_labels() -> None:
+    """Labels that nobody gave are for the model's own loss: it is not computed where the caller has another one."""
+    given = {"batch": {"input_ids": (4, 16)}, "steps": 1}
+
+    def loss(output: Any, _: Any) -> torch.Tensor:
+        assert output.loss is None
+        found: torch.Tensor = output.logits.float().mean()
+        return found
+
+    found = estimate(llama(1), plan_zoo.load("llama", {"dp": 2, "tp": 1}), **given, loss=loss)
+    own = estimate(llama(1), plan_zoo.load("llama", {"dp": 2, "tp": 1}), **given)
+    assert found.peak.saved_bytes < own.peak.saved_bytes

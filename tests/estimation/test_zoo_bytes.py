@@ -1,6 +1,7 @@
-"""Every plan of the zoo on five meshes with four stages of ZeRO: bytes at rest of every rank are those of the engine.
+"""Every plan of the zoo on five meshes with four stages of ZeRO: bytes at rest and of gathered units of every rank are those
+of the engine, and bytes of collectives those of its ledger.
 
-The engine runs a step of each rank on a fake group. One case runs daily, the sweep at night:
+The engine runs two steps of each rank on a fake group. One case runs daily, the sweep at night:
 ``python -m tests.estimation.test_zoo_bytes [PART OF]`` runs it, or every n-th plan, and prints what differs.
 """
 
@@ -21,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from tests.plan_zoo.models import model_of, tokens
 from tests.plan_zoo.test_zero import CALLED_ALONE
 from vescale import Plan, RaggedShard, plan_zoo
+from vescale.buffer import observe_allocations
+from vescale.comm import CommRecord, record_comms
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
 from vescale.estimation import estimate, unit_paths, zero_plan
@@ -56,6 +59,37 @@ def held(tensors: Iterable[Any], model: nn.Module, kind: str) -> int:
     )
 
 
+class Gathered:
+    """Listens to allocations, for the most bytes of gathered units at any time."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[int, int]] = []
+
+    def __call__(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        self._events.append((storage._cdata, num_bytes))
+
+    def most(self, model: nn.Module) -> int:
+        states = dict.fromkeys(state_of(module) for module in model.modules())
+        groups = [group for state in states if state is not None for group in state.groups]
+        units = {group.memory.gathered.storage._cdata for group in groups if group.memory.gathered is not None}
+        now: dict[int, int] = {}
+        found = 0
+        for key, size in self._events:
+            if key in units:
+                now[key] = size
+                found = max(found, sum(now.values()))
+        return found
+
+
+def moved(records: Iterable[CommRecord]) -> dict[str, int]:
+    """Bytes by axes and op."""
+    found: dict[str, int] = {}
+    for record in records:
+        name = f"{record.axes or 'world'} {record.op.removesuffix('_v')}"
+        found[name] = found.get(name, 0) + record.bytes
+    return found
+
+
 def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]:
     """What is estimated otherwise than it is. Raises PlanError for plans that the model does not take."""
     zoo = model_of(name)
@@ -75,19 +109,26 @@ def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]
     for rank in range(math.prod(sizes.values())):
         (own,) = (one for one in found.ranks if rank in one.ranks)
         with fake_world(math.prod(sizes.values()), rank):
-            model = zoo.build().double()
+            model, gathered = zoo.build().double(), Gathered()
             parallelize(model, plan_of(name, sizes, stage, model))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            loss(model(**inputs), inputs).backward()
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            measured = {"gradients": held(grads, model, "gradients")}
-            optimizer.step()
+            with observe_allocations(gathered):
+                for _ in range(1 if rank else 2):  # every rank gathers alike; the last step is in steady state
+                    optimizer.zero_grad()
+                    with record_comms() as ledger:
+                        loss(model(**inputs), inputs).backward()
+                        grads = [p.grad for p in model.parameters() if p.grad is not None]
+                        measured = {"gradients": held(grads, model, "gradients")}
+                        optimizer.step()
+            measured["unsharded"] = gathered.most(model)
             measured["parameters"] = held([*model.parameters(), *model.buffers()], model, "parameters")
             values = [
                 local_of(x) if isinstance(x, DTensor) else x for s in optimizer.state.values() for x in s.values()
             ]
             measured["optimizer"] = held(values, model, "optimizer")
-        del model, optimizer
+        if rank == 0 and moved(ledger.records) != found.time.collective_bytes:
+            wrong.append(f"collectives {found.time.collective_bytes} estimated, {moved(ledger.records)} measured")
+        del model, optimizer, grads
         gc.collect()
         wrong += [
             f"rank {rank}: {kind} {own.maximum[kind]} estimated, {size} measured"

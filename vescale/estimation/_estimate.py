@@ -164,7 +164,8 @@ def estimate(
         optimizer: a name (``adamw``, ``adam``, ``sgd``, ``adamw8bit``, ...), a function of the parameters, or None.
         device: a name of a table (``h100-80g``, ``cpu``, ...), or a table.
         steps: how many steps are run; the last one is the steady state.
-        loss: of the model's output and the batch; by default ``output.loss``, or the mean of the first output.
+        loss: of the model's output and the batch; by default ``output.loss``, for which models of transformers get labels
+            where ``batch`` has none, or the mean of the first output.
         load: of experts: how many times the mean this rank's experts get, or relative numbers of tokens of all experts.
         rank: whose activations are measured; None: 0, or the one whose experts get most of a histogram. Parameters,
             gradients and optimizer states are those of every rank.
@@ -178,7 +179,7 @@ def estimate(
         raise EstimateArgumentError(f"steps is {steps}; give at least 1 (3 shows the steady state)")
     table = device_of(device)
     maker = make_optimizer(optimizer)
-    inputs = make_batch(model, batch)
+    inputs = make_batch(model, batch, with_labels=loss is None)
     skeleton = skeleton_of(model)
     if plan.mesh is not None:
         plan = plan.without_mesh()

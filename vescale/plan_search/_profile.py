@@ -213,7 +213,7 @@ def profile_of(
         model.get_submodule(f"{one.path}.{one.names[-1]}").register_forward_pre_hook(note, with_kwargs=True)
         for one in repeats
     ]
-    inputs = make_batch(model, batch)
+    inputs = make_batch(model, batch, with_labels=loss is None)
     num_tensors = len({id(p) for p in model.parameters() if p.requires_grad})
     per_block = [len(list(model.get_submodule(r.stand_in).parameters())) * (r.count - 1) for r in repeats]
     late = _late_modules(model, repeats)

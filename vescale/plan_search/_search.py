@@ -113,7 +113,7 @@ class Looked:
         self.skeleton = skeleton_of(self.model)
         self.repeats = repeats_of(self.skeleton)
         self.reduced = first_and_last_of(self.skeleton, self.repeats)
-        self.inputs = make_batch(self.skeleton, self.batch)
+        self.inputs = make_batch(self.skeleton, self.batch, with_labels=self.loss is None)
         self.rows, self.length, self.tokens = _sizes(self.inputs)
         self.progress("reading the model")
         self.sources = plan_sources(self.skeleton, self.reduced, self._resized(self.rows))
