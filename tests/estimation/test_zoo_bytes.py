@@ -45,18 +45,22 @@ def plan_of(name: str, sizes: dict[str, int], stage: int | None, model: nn.Modul
 
 
 def held(tensors: Iterable[Any], model: nn.Module, kind: str) -> int:
-    """Bytes of local storages of tensors, each once, and of the engine's buffers: a rank may have nothing but padding of
-    one, which no tensor shows."""
-    whole = [x for x in tensors if not any(isinstance(p, RaggedShard) for p in getattr(x, "placements", ()))]
-    storages = [(local_of(x) if isinstance(x, DTensor) else x).untyped_storage() for x in whole]
-    found = sum({x.data_ptr(): x.nbytes() for x in storages if x.nbytes()}.values())
-    if kind == "optimizer":
-        return found
+    """Bytes of local storages of tensors and of the engine's buffers, each once: a rank may have nothing but padding of a
+    buffer, which no tensor shows."""
+    storages = [(local_of(x) if isinstance(x, DTensor) else x).untyped_storage() for x in tensors]
+    if kind != "optimizer":
+        groups = groups_of(model)
+        storages += [
+            b.shards.local.untyped_storage()
+            for g in groups
+            for b in (g.at_rest.buckets if kind == "parameters" else g.buckets)
+        ]
+    return sum({x.data_ptr(): x.nbytes() for x in storages if x.nbytes()}.values())
+
+
+def groups_of(model: nn.Module) -> list[Any]:
     states = dict.fromkeys(state_of(module) for module in model.modules())
-    groups = [group for state in states if state is not None for group in state.groups]
-    return found + sum(
-        b.shards.num_bytes for g in groups for b in (g.at_rest.buckets if kind == "parameters" else g.buckets)
-    )
+    return [group for state in states if state is not None for group in state.groups]
 
 
 class Gathered:
@@ -69,9 +73,8 @@ class Gathered:
         self._events.append((storage._cdata, num_bytes))
 
     def most(self, model: nn.Module) -> int:
-        states = dict.fromkeys(state_of(module) for module in model.modules())
-        groups = [group for state in states if state is not None for group in state.groups]
-        units = {group.memory.gathered.storage._cdata for group in groups if group.memory.gathered is not None}
+        memories = [group.memory.gathered for group in groups_of(model)]
+        units = {one.storage._cdata for one in memories if one is not None}
         now: dict[int, int] = {}
         found = 0
         for key, size in self._events:
@@ -82,10 +85,12 @@ class Gathered:
 
 
 def moved(records: Iterable[CommRecord]) -> dict[str, int]:
-    """Bytes by axes and op."""
+    """Bytes by axes and op, without those of experts' tokens: ranks of a fake group choose no experts."""
     found: dict[str, int] = {}
     for record in records:
         name = f"{record.axes or 'world'} {record.op.removesuffix('_v')}"
+        if record.op == "all_to_all_v" and "expert" in record.requester:
+            continue
         found[name] = found.get(name, 0) + record.bytes
     return found
 

@@ -104,7 +104,26 @@ model = vescale.parallelize(model, plan)
 model.step(input=torch.ones(8, 512))
 """,
 }
+SCRIPTS["groups"] = """
+if rank == 0:
+    dist.new_group([0, 1])
+own = [dist.new_group([r, r + 1]) for r in (0, 2)][rank // 2]
+dist.all_reduce(x, group=own)
+"""
+SCRIPTS["own groups"] = "dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1])\n"
+SCRIPTS["all groups"] = "for r in (0, 2):\n    dist.new_group([r, r + 1])\ndist.new_group([rank])\n"
+SCRIPTS["one gathers"] = """
+made = [torch.empty(2) for _ in range(world)] if rank == 0 else None
+dist.gather(torch.ones(2), made, dst=0)
+objects = [None] * world if rank == 0 else None
+dist.gather_object({"rank": rank}, objects, dst=0)
+print(json.dumps(objects))
+"""
 JOBS = {
+    "one gathers": (3, [0, 1, 2]),
+    "groups": (4, [0, 1, 2, 3]),
+    "own groups": (4, [0, 1, 2, 3]),
+    "all groups": (4, [0, 1, 2, 3]),
     "values": (64, [62, 63]),
     "branch": (64, [0, 1, 63]),
     "orders": (64, [0, 32]),
@@ -158,6 +177,22 @@ def test_groups_in_another_order_are_a_deadlock(simulations: dict[str, Simulatio
     """Two meshes of one shape are kept apart: their groups span the same ranks."""
     (finding,) = simulations["orders"].findings
     assert finding.kind == "deadlock", texts(simulations["orders"])
+
+
+def test_what_one_rank_gathers(simulations: dict[str, Simulation]) -> None:
+    found = simulations["one gathers"]
+    assert not found.findings, texts(found)
+    assert json.loads(found.logs[0].strip().splitlines()[-1]) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+def test_groups_that_some_ranks_make(simulations: dict[str, Simulation]) -> None:
+    """gloo and NCCL connect the ranks of a group by its name, which counts the groups that a rank has made."""
+    finding = simulations["groups"].findings[0]
+    assert "rank 0 calls new_group of ranks [0, 1] at" in finding.text and "on all ranks" in finding.text
+    (finding,) = simulations["own groups"].findings
+    assert finding.kind == "mismatch" and "their groups have one name" in finding.text
+    assert not simulations["all groups"].findings
+    assert all(not one.collectives for one in simulations["all groups"].ranks.values())
 
 
 def test_a_rank_that_leaves_early(simulations: dict[str, Simulation]) -> None:

@@ -25,13 +25,20 @@ from torch.testing._internal.distributed import fake_pg  # noqa: E402, F401  # r
 __all__ = ["OnHost", "become_rank", "reduction_name", "work_of"]
 
 
-def become_rank(rank: int, world_size: int, store: dist.Store, waited: Callable[[Any], None]) -> None:
+def become_rank(
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    waited: Callable[[Any], None],
+    made_group: Callable[[dist.ProcessGroup], None],
+) -> None:
     """From now on, ``init_process_group`` of any backend makes a fake world in which this process is ``rank``.
 
-    ``store``: the rendezvous. ``waited``: called with each work that the program waits for.
+    ``store``: the rendezvous. ``waited``: called with each work that the program waits for; ``made_group``: with each group
+    that ``new_group`` has made of this rank and others.
     """
     changes = Changes()
-    initialize, make_mesh = dist.init_process_group, device_mesh.init_device_mesh
+    initialize, make_mesh, make_group = dist.init_process_group, device_mesh.init_device_mesh, dist.new_group
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         timeout = kwargs.get("timeout", args[1] if len(args) > 1 else None)
@@ -43,12 +50,19 @@ def become_rank(rank: int, world_size: int, store: dist.Store, waited: Callable[
         kwargs.pop("backend_override", None)
         return make_mesh("cpu", *args, **kwargs)
 
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        found = make_group(*args, **kwargs)
+        if isinstance(found, dist.ProcessGroup):
+            made_group(found)
+        return found
+
     class Connection:
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return store
 
     changes.function(initialize, init_process_group)
     changes.function(make_mesh, init_device_mesh)
+    changes.function(make_group, new_group)
     changes.function(dist.TCPStore, Connection)
     changes.function(dist.FileStore, Connection)
     changes.function(distributed_c10d.monitored_barrier, lambda group=None, *_, **__: dist.barrier(group))

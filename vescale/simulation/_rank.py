@@ -94,7 +94,7 @@ def _set_environment(rank: int, config: dict[str, Any]) -> None:
 def _run(record: RankRecord, config: dict[str, Any], link: Link) -> None:
     tracer, memory = Tracer(), ScriptMemory()
     mode = SimulatedTensors(memory.log, record.rank, link, tracer)
-    become_rank(record.rank, config["world_size"], SharedStore(link), tracer.waited)
+    become_rank(record.rank, config["world_size"], SharedStore(link), tracer.waited, tracer.made_group)
     observe(tracer)
     _ask_stages(link)
     leave_files_alone()
@@ -123,7 +123,7 @@ def _run(record: RankRecord, config: dict[str, Any], link: Link) -> None:
         record.ending = _ending(error, config["timeout"])
     signal.setitimer(signal.ITIMER_REAL, 0)
     record.host_seconds = max(0.0, time.thread_time() - begin - mode.seconds - memory.seconds)
-    record.collectives, record.order = tracer.collectives, tracer.order
+    record.calls, record.order = tracer.calls, tracer.order
     record.peak_bytes, record.peak_at, record.categories = memory.peak()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Collective", "Ending", "RankRecord", "ranks_text"]
+__all__ = ["NEW_GROUP", "Collective", "Ending", "RankRecord", "ranks_text"]
+
+NEW_GROUP = "new_group"  # ranks meet where they make a group, and move nothing
 
 
 @dataclass
@@ -37,7 +39,8 @@ class Collective:
 
     def text(self) -> str:
         over = f"axis {self.axis!r}" if self.axis else "ranks"
-        details = ", ".join(f"{name} {value}" for name, value in self.agreed.items())
+        agreed = self.agreed if self.op != NEW_GROUP else {}
+        details = ", ".join(f"{name} {value}" for name, value in agreed.items())
         details = f" ({details})" if details else ""
         if self.is_message:
             to = "to" if self.op == "send" else "from"
@@ -65,14 +68,14 @@ class RankRecord:
     """One simulated rank.
 
     Attributes:
-        collectives: in the order in which they were started.
-        order: ``n`` where collective n was started, ``~n`` where the program waited for it.
+        calls: collectives, and where groups were made, in the order in which they were started.
+        order: ``n`` where call n was started, ``~n`` where the program waited for it.
         peak_bytes: of memory; ``categories``: those of :mod:`vescale.estimation` at that instant.
         host_seconds: processor seconds of the program without those of the simulated ops.
     """
 
     rank: int
-    collectives: list[Collective] = field(default_factory=list)
+    calls: list[Collective] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     peak_bytes: int = 0
     peak_at: str = ""
@@ -80,13 +83,17 @@ class RankRecord:
     host_seconds: float = 0.0
     ending: Ending = field(default_factory=Ending)
 
+    @property
+    def collectives(self) -> list[Collective]:
+        return [one for one in self.calls if one.op != NEW_GROUP]
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankRecord:
-        collectives = [Collective(**one) for one in data["collectives"]]
-        return cls(**{**data, "collectives": collectives, "ending": Ending(**data["ending"])})
+        calls = [Collective(**one) for one in data["calls"]]
+        return cls(**{**data, "calls": calls, "ending": Ending(**data["ending"])})
 
 
 def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:

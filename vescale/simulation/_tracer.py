@@ -11,8 +11,8 @@ import torch.distributed as dist
 from vescale.comm import Operation, received_bytes
 from vescale.compat import tree_leaves
 from vescale.compat.simulated_ranks import reduction_name
-from vescale.debug import CommTrace
-from vescale.simulation._records import Collective
+from vescale.debug import CommTrace, running_place
+from vescale.simulation._records import NEW_GROUP, Collective
 
 __all__ = ["Call", "Tracer"]
 
@@ -90,12 +90,12 @@ class Tracer(CommTrace):
     """A communication trace, with what ranks must agree on and with waits.
 
     Attributes:
-        collectives, order: see :class:`RankRecord`.
+        calls, order: see :class:`RankRecord`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.collectives: list[Collective] = []
+        self.calls: list[Collective] = []
         self.order: list[int] = []
         self._call: Call | None = None
         self._functional = False
@@ -108,7 +108,7 @@ class Tracer(CommTrace):
         super().started(operation)
         if not self.operations or self.operations[-1] is not operation:
             return
-        number, call = len(self.collectives), self._call
+        number, call = len(self.calls), self._call
         if call is not None and not operation.requester:  # it runs on tensors without elements
             operation.bytes = received_bytes(operation.op, len(call.ranks), *call.sides())
         one = Collective(
@@ -118,9 +118,18 @@ class Tracer(CommTrace):
             one.agreed = call.agreed
         if call is not None and one.is_message:
             one.peer = call.peer
-        self.collectives.append(one)
+        self.calls.append(one)
         self.order.append(number)
         if call is None and not self._functional:  # it cannot be seen where the program waits
+            self._wait(number)
+
+    def made_group(self, group: dist.ProcessGroup) -> None:
+        """The program has made a group, in which its ranks meet: backends connect them."""
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) > 1:
+            number, name = len(self.calls), str(group.group_name)
+            self.calls.append(Collective(NEW_GROUP, name, ranks, "", 0, running_place().line, agreed={"ranks": ranks}))
+            self.order.append(number)
             self._wait(number)
 
     def begin(self, call: Call) -> None:
@@ -130,9 +139,9 @@ class Tracer(CommTrace):
     def end(self, work: Any) -> int | None:
         """The call has returned. The number of the operation; None: of a group of one rank."""
         call, self._call = self._call, None
-        if call is None or len(call.ranks) == 1 or not self.collectives:
+        if call is None or len(call.ranks) == 1 or not self.calls:
             return None
-        number = len(self.collectives) - 1
+        number = len(self.calls) - 1
         if work is not None:
             self._works[id(work)] = work, number
         if not call.is_async:
@@ -145,10 +154,10 @@ class Tracer(CommTrace):
     def end_functional(self, before: int, result: Any) -> None:
         """A functional collective has returned; ``before``: how many operations there were."""
         self._functional = False
-        if len(self.collectives) > before:
+        if len(self.calls) > before:
             for x in tree_leaves(result):
                 if isinstance(x, torch.Tensor):
-                    self._results[x.untyped_storage()._cdata] = len(self.collectives) - 1
+                    self._results[x.untyped_storage()._cdata] = len(self.calls) - 1
 
     def waited_for_result(self, tensor: torch.Tensor) -> None:
         number = self._results.get(tensor.untyped_storage()._cdata)
