@@ -119,7 +119,18 @@ objects = [None] * world if rank == 0 else None
 dist.gather_object({"rank": rank}, objects, dst=0)
 print(json.dumps(objects))
 """
+SCRIPTS["replicas"] = """
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    with model.no_sync() if step == 0 else contextlib.nullcontext():
+        model(torch.ones(2, 64)).sum().backward()
+"""
+SCRIPTS["fewer batches"] = SCRIPTS["replicas"].replace("range(3)", "range(3 if rank else 2)")
 JOBS = {
+    "replicas": (64, [0, 63]),
+    "fewer batches": (64, [0, 63]),
     "one gathers": (3, [0, 1, 2]),
     "groups": (4, [0, 1, 2, 3]),
     "own groups": (4, [0, 1, 2, 3]),
@@ -148,7 +159,7 @@ def simulations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Simulatio
     jobs = []
     for name, (world_size, ranks) in JOBS.items():
         path = folder / f"{name}.py"
-        path.write_text(_HEAD + "import json\n" + SCRIPTS[name])
+        path.write_text(_HEAD + "import contextlib\nimport json\n" + SCRIPTS[name])
         jobs.append(Job(path, (str(folder / "kept"),), world_size, ranks, timeout=6.0 if name == "sleeps" else 300.0))
     return dict(zip(JOBS, simulate_jobs(jobs)))
 
@@ -177,6 +188,15 @@ def test_groups_in_another_order_are_a_deadlock(simulations: dict[str, Simulatio
     """Two meshes of one shape are kept apart: their groups span the same ranks."""
     (finding,) = simulations["orders"].findings
     assert finding.kind == "deadlock", texts(simulations["orders"])
+
+
+def test_data_parallel_of_torch(simulations: dict[str, Simulation]) -> None:
+    found = simulations["replicas"]
+    assert not found.findings, texts(found)
+    buckets = [one.bytes for one in found.ranks[0].collectives if one.op == "all_reduce"]
+    assert buckets == [2 * 63 * (64 * 64 + 64) * 4 // 64] * 2, "none in no_sync()"
+    (finding,) = simulations["fewer batches"].findings
+    assert finding.kind == "never-comes" and "rank 0 ended without it" in finding.text
 
 
 def test_what_one_rank_gathers(simulations: dict[str, Simulation]) -> None:

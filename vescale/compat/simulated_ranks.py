@@ -6,13 +6,16 @@ For processes that run one script and end: nothing is taken back.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import checkpoint, device_mesh, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat.needs import ESTIMATES, require
@@ -68,8 +71,39 @@ def become_rank(
     changes.function(distributed_c10d.monitored_barrier, lambda group=None, *_, **__: dist.barrier(group))
     for kind in (FakeWork, dist.Work):
         _note_waits(changes, kind, waited)
+    _with_gradients_of_buckets(changes)
     _without_devices(changes)
     _without_files(changes)
+
+
+def _with_gradients_of_buckets(changes: Changes) -> None:
+    """``DistributedDataParallel`` takes each bucket from its collective's future, which a fake work leaves without a value:
+    models without a hook of their own get one that reduces buckets as PyTorch does."""
+    kind = DistributedDataParallel
+    forward, register = kind.forward, kind.register_comm_hook
+    hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def reduced(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradients = bucket.buffer()
+        dist.all_reduce(gradients.div_(group.size()), group=group)
+        found: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        found.set_result(gradients)
+        return found
+
+    reduced.__annotations__ = {}  # PyTorch compares them with types, and these are strings
+
+    def register_comm_hook(model: Any, state: Any, hook: Any) -> None:
+        hooked.add(model)
+        register(model, state, hook)
+
+    def with_hook(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model not in hooked:
+            register_comm_hook(model, model.process_group, reduced)
+        return forward(model, *args, **kwargs)
+
+    changes.attribute(kind, "register_comm_hook", register_comm_hook)
+    changes.attribute(kind, "_register_builtin_comm_hook", lambda *_: None)
+    changes.attribute(kind, "forward", with_hook)
 
 
 def _without_files(changes: Changes) -> None:
