@@ -7,6 +7,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,27 @@ def test_numbers_that_nobody_computed_are_unknown() -> None:
 
 
 def test_nothing_changes_around() -> None:
-    model = llama(1)
+    hook, model = sys.excepthook, llama(1)
     before, state = dict(model.named_parameters()), torch.get_rng_state()
     estimate(model, plan_zoo.load("llama", {"dp": 2, "tp": 1}), batch={"input_ids": (2, 8)}, steps=1)
     assert dict(model.named_parameters()) == before and all(p.is_meta for p in before.values())
     assert torch.equal(torch.get_rng_state(), state) and not dist.is_initialized()
+    assert sys.excepthook is hook
+
+
+def test_a_choice_that_the_optimizer_does_not_take_is_a_row() -> None:
+    """The other choices of the table are there; a name that nobody knows is wrong usage."""
+    import transformers
+
+    plan = plan_zoo.load("llama_zero3", {"dp": 4, "tp": 2})
+    with torch.device("meta"):
+        sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG, **sizes}))
+    found = estimate(model, plan, batch={"input_ids": (8, 16)}, steps=1, optimizer="sgd")
+    assert "must not be cut" in what_if(found, "optimizer=adamw8bit")["error"]
+    assert what_if(found, "optimizer=adamw")["peak_bytes"] > found.peak_bytes
+    with pytest.raises(ValueError, match="adamv"):
+        what_if(found, "optimizer=adamv")
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,15 @@ for step in range(3):
         model(torch.ones(2, 64)).sum().backward()
 """
 SCRIPTS["fewer batches"] = SCRIPTS["replicas"].replace("range(3)", "range(3 if rank else 2)")
+SCRIPTS["plans"] = """
+import vescale
+from torch.distributed.tensor import Shard
+mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("tp",))
+plan = vescale.Plan(mesh).shard("weight", Shard(0 if rank != 1 else 1), mesh="tp")
+vescale.parallelize(torch.nn.Linear(32, 32), plan)
+"""
 JOBS = {
+    "plans": (4, [0, 1, 2]),
     "replicas": (64, [0, 63]),
     "fewer batches": (64, [0, 63]),
     "one gathers": (3, [0, 1, 2]),
@@ -159,7 +167,7 @@ def simulations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Simulatio
     jobs = []
     for name, (world_size, ranks) in JOBS.items():
         path = folder / f"{name}.py"
-        path.write_text(_HEAD + "import contextlib\nimport json\n" + SCRIPTS[name])
+        path.write_text(_HEAD + "import contextlib, json\n" + SCRIPTS[name])
         jobs.append(Job(path, (str(folder / "kept"),), world_size, ranks, timeout=6.0 if name == "sleeps" else 300.0))
     return dict(zip(JOBS, simulate_jobs(jobs)))
 
@@ -188,6 +196,14 @@ def test_groups_in_another_order_are_a_deadlock(simulations: dict[str, Simulatio
     """Two meshes of one shape are kept apart: their groups span the same ranks."""
     (finding,) = simulations["orders"].findings
     assert finding.kind == "deadlock", texts(simulations["orders"])
+
+
+def test_plans_that_differ(simulations: dict[str, Simulation]) -> None:
+    """Ranks of a run compare plans before the first collective, and all of them raise."""
+    (finding,) = simulations["plans"].findings
+    assert finding.kind == "mismatch" and "parallelize(Linear, plan) of ranks [0, 1, 2, 3]" in finding.text
+    assert "they differ: 'shard weight' of plan is placements={tp: S(0)}" in finding.text
+    assert "on ranks [0, 2] and placements={tp: S(1)}" in finding.text and finding.text.endswith("on rank 1")
 
 
 def test_data_parallel_of_torch(simulations: dict[str, Simulation]) -> None:

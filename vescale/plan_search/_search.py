@@ -94,7 +94,7 @@ def search(
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Garbage collections would walk through all modules that are loaded some thousand times; they take a seventh of a search."""
+    """Garbage collections look at all modules that are loaded, again and again; they take a seventh of a search."""
     was_collecting = gc.isenabled()
     gc.disable()
     try:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vescale.simulation._records import NEW_GROUP, Collective, RankRecord, ranks_text
+from vescale.comm import first_difference
+from vescale.simulation._records import COMPARISON, NEW_GROUP, Collective, RankRecord, ranks_text
 
 __all__ = ["Finding", "find"]
 
@@ -95,8 +96,8 @@ class _Replay:
             self._come(("message", key, ends, self._next((one.op, key, ends))), rank, number, {rank, one.peer})
             if one.op == "send":
                 self._serve_any(key, int(one.peer or 0))
-        elif one.op == NEW_GROUP:
-            self._come((NEW_GROUP, one.group), rank, number, set(one.ranks))
+        elif one.op in (COMPARISON, NEW_GROUP):
+            self._come((one.op, one.group), rank, number, set(one.ranks))
         else:
             self._come((key, self._next((key, rank))), rank, number, set(one.ranks))
 
@@ -150,6 +151,8 @@ def _steps(record: RankRecord) -> list[int]:
 def _agree(first: Collective, other: Collective) -> bool:
     if first.is_message or other.is_message:
         return first.agreed == other.agreed
+    if first.op == NEW_GROUP == other.op:
+        return first.ranks == other.ranks
     common = first.agreed.keys() & other.agreed.keys()
     return first.op == other.op and all(first.agreed[name] == other.agreed[name] for name in common)
 
@@ -231,11 +234,27 @@ def _mismatch(place: _Place) -> Finding:
     first = kinds[0][1]
     if first.is_message:
         rule = "what is sent and what is received must have one size and dtype"
+    elif first.op == COMPARISON:
+        rule = _difference(kinds)
     elif first.op == NEW_GROUP:
         rule = f"their groups have one name; {_GROUPS}"
     else:
         rule = "all ranks of a group must call the same collectives, of the same sizes, in the same order"
     return Finding("mismatch", sorted(place.came), first.site, f"{', where '.join(parts)}; {rule}")
+
+
+def _difference(kinds: list[tuple[list[int], Collective]]) -> str:
+    """What differs between descriptions, by the ranks that have them."""
+    first = kinds[0][1]
+    for section in first.agreed:
+        own = {rank: one.agreed.get(section) for ranks, one in kinds for rank in ranks}
+        if all(isinstance(found, list) for found in own.values()):
+            entries = {rank: [(name, text) for name, text in found or ()] for rank, found in own.items()}
+            if len({tuple(found) for found in entries.values()}) > 1:
+                return f"they differ: {first_difference(section, entries).text()}"
+        elif len({str(found) for found in own.values()}) > 1:
+            return f"they differ in {section}"
+    return "they differ"
 
 
 def _deadlock(ranks: tuple[int, ...], stuck: dict[int, int], records: Mapping[int, RankRecord]) -> Finding:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from vescale.buffer import observe_allocations
 from vescale.checkpoint import leave_files_alone
-from vescale.comm import observe
+from vescale.comm import listen_to_descriptions, observe
 from vescale.compat.simulated_ranks import OnHost, become_rank
 from vescale.debug import place_of_traceback
 from vescale.estimation import balanced_tokens
@@ -96,6 +96,7 @@ def _run(record: RankRecord, config: dict[str, Any], link: Link) -> None:
     mode = SimulatedTensors(memory.log, record.rank, link, tracer)
     become_rank(record.rank, config["world_size"], SharedStore(link), tracer.waited, tracer.made_group)
     observe(tracer)
+    listen_to_descriptions(tracer.compared)
     _ask_stages(link)
     leave_files_alone()
 

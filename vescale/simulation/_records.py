@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["NEW_GROUP", "Collective", "Ending", "RankRecord", "ranks_text"]
+__all__ = ["COMPARISON", "NEW_GROUP", "Collective", "Ending", "RankRecord", "ranks_text"]
 
-NEW_GROUP = "new_group"  # ranks meet where they make a group, and move nothing
+# Where ranks meet, and move nothing: to make a group, and to compare a plan, a program or other descriptions.
+NEW_GROUP, COMPARISON = "new_group", "comparison"
 
 
 @dataclass
@@ -21,7 +22,9 @@ class Collective:
         bytes: that this rank receives from others.
         site: who asked for it, and the line of the program.
         peer: of a message, the other rank; None: any.
-        agreed: what must be equal on all ranks of the group, by name: sizes, dtype, root, reduction.
+        agreed: what must be equal on all ranks of the group, by name: sizes, dtype, root, reduction; of a comparison, its
+            sections.
+        about: of a comparison, what it is for.
     """
 
     op: str
@@ -32,6 +35,7 @@ class Collective:
     site: str
     peer: int | None = None
     agreed: dict[str, Any] = field(default_factory=dict)
+    about: str = ""
 
     @property
     def is_message(self) -> bool:
@@ -39,6 +43,8 @@ class Collective:
 
     def text(self) -> str:
         over = f"axis {self.axis!r}" if self.axis else "ranks"
+        if self.op == COMPARISON:
+            return f"{self.about} of ranks {ranks_text(self.ranks)} at {self.site}"
         agreed = self.agreed if self.op != NEW_GROUP else {}
         details = ", ".join(f"{name} {value}" for name, value in agreed.items())
         details = f" ({details})" if details else ""
@@ -68,7 +74,7 @@ class RankRecord:
     """One simulated rank.
 
     Attributes:
-        calls: collectives, and where groups were made, in the order in which they were started.
+        calls: collectives, and where groups were made and descriptions compared, in the order in which they were started.
         order: ``n`` where call n was started, ``~n`` where the program waited for it.
         peak_bytes: of memory; ``categories``: those of :mod:`vescale.estimation` at that instant.
         host_seconds: processor seconds of the program without those of the simulated ops.
@@ -85,7 +91,7 @@ class RankRecord:
 
     @property
     def collectives(self) -> list[Collective]:
-        return [one for one in self.calls if one.op != NEW_GROUP]
+        return [one for one in self.calls if one.op not in (NEW_GROUP, COMPARISON)]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vescale.comm import Operation, received_bytes
+from vescale.comm import Consensus, Description, Operation, received_bytes
 from vescale.compat import tree_leaves
 from vescale.compat.simulated_ranks import reduction_name
 from vescale.debug import CommTrace, running_place
-from vescale.simulation._records import NEW_GROUP, Collective
+from vescale.simulation._records import COMPARISON, NEW_GROUP, Collective
 
 __all__ = ["Call", "Tracer"]
 
@@ -27,6 +29,10 @@ _SIZED = (
     "recv_any_source_",
 )
 # Operators whose sizes must be equal on all ranks. Those of lists may differ by rank, and of all-to-alls as well.
+
+
+_UNKNOWN = ("values", "random state")  # sections of descriptions
+_LISTED = 64  # entries of a section that are kept; of more, a digest
 
 
 @dataclass
@@ -127,10 +133,23 @@ class Tracer(CommTrace):
         """The program has made a group, in which its ranks meet: backends connect them."""
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) > 1:
-            number, name = len(self.calls), str(group.group_name)
-            self.calls.append(Collective(NEW_GROUP, name, ranks, "", 0, running_place().line, agreed={"ranks": ranks}))
-            self.order.append(number)
-            self._wait(number)
+            self._meet(Collective(NEW_GROUP, str(group.group_name), ranks, "", 0, running_place().line))
+
+    def compared(self, consensus: Consensus, about: str, own: Description) -> None:
+        """Ranks compare what they have before the first collective. Their numbers are not known here."""
+        sections = {name: [list(entry) for entry in own[name]] for name in own if name not in _UNKNOWN}
+        agreed: dict[str, Any] = {
+            name: found if len(found) <= _LISTED else sha256(json.dumps(found).encode()).hexdigest()
+            for name, found in sections.items()
+        }
+        line = running_place().line
+        if len(consensus.ranks) > 1:
+            self._meet(Collective(COMPARISON, consensus.place, list(consensus.ranks), "", 0, line, None, agreed, about))
+
+    def _meet(self, one: Collective) -> None:
+        self.calls.append(one)
+        self.order.append(len(self.calls) - 1)
+        self._wait(len(self.calls) - 1)
 
     def begin(self, call: Call) -> None:
         """The next operation is this call."""
