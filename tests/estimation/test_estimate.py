@@ -199,7 +199,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit" in capsys.readouterr().out
     assert main([*call, "--device", "h1000"]) == 2 and main(call[:4]) == 2
     wrong = (["--optimizer", "adamv"], ["--rank", "4"], ["--calibrate", "/no/such/folder/x.yaml"])
-    wrong += tuple(["--what-if", text] for text in ("x", "load=x", "checkpoint=most"))
+    wrong += tuple(["--what-if", text] for text in ("x", "load=x", "checkpoint=most", "stage=9"))
     assert [main([*call, *more]) for more in wrong] == [2] * len(wrong)
     with pytest.raises(SystemExit):
         main([*call, "--load", "many"])
@@ -448,3 +448,28 @@ def test_a_loss_of_the_caller_needs_no_labels() -> None:
     found = estimate(llama(1), plan_zoo.load("llama", {"dp": 2, "tp": 1}), **given, loss=loss)
     own = estimate(llama(1), plan_zoo.load("llama", {"dp": 2, "tp": 1}), **given)
     assert found.peak.saved_bytes < own.peak.saved_bytes
+
+
+def test_what_is_offloaded_is_in_the_memory_of_the_host() -> None:
+    """Of a GPU: a host has one memory, as measured in test_measured.py."""
+    plan = plan_zoo.load("llama_zero3", {"dp": 2, "tp": 1})
+    found = estimate(llama(), plan, batch={"input_ids": (8, 64)}, steps=2, device="h100-80g")
+    row = what_if(found, "offload=true")
+    buffers = sum(x.numel() * x.element_size() for x in llama().buffers())
+    assert row["parameters"] <= buffers and row["optimizer"] <= 4 * len(list(llama().parameters()))
+    assert row["unsharded"] == found.peak.categories["unsharded"]
+    peak = found.peak.categories
+    assert row["peak_bytes"] <= found.peak_bytes - (peak["parameters"] - row["parameters"]) - (
+        peak["optimizer"] - row["optimizer"]
+    )
+    kept = what_if(found, "checkpoint=offload")
+    assert kept["peak_bytes"] < found.peak_bytes and kept["activations"] < sum(peak["activations"].values()) / 2
+    offloaded = changed_plan(found, "offload")
+    assert any("are offloaded, in the host's memory" in note for note in offloaded.notes)
+    on_host = offloaded.again(device="cpu")
+    assert on_host.peak_bytes > offloaded.peak_bytes and not any("offloaded" in note for note in on_host.notes)
+
+
+def changed_plan(found: Any, policy: str) -> Any:
+    plan = plan_zoo.load("llama_zero3", {"dp": 2, "tp": 1}).checkpoint(r"model.layers.\d+", policy)
+    return found.again(plan=plan)

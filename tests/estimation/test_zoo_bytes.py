@@ -54,9 +54,7 @@ def held(tensors: Iterable[Any], model: nn.Module, kind: str) -> int:
     if kind == "optimizer":
         return sum(bytes_of(tensors))
     buffers = [
-        b.shards.num_bytes
-        for g in groups_of(model)
-        for b in (g.at_rest.buckets if kind == "parameters" else g.buckets)
+        b.shards.num_bytes for g in groups_of(model) for b in (g.at_rest.buckets if kind == "parameters" else g.buckets)
     ]
     found = sum(bytes_of(whole)) + sum(buffers)
     if kind == "gradients":  # those of parameters that several axes reduce together are in a buffer that no group has

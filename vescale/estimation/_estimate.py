@@ -220,6 +220,7 @@ def estimate(
                 routing=routing_of(program, load, own),
                 headers=into if entry is not None else None,
                 attention=attention_of_gpu() if table.is_gpu else None,
+                has_host=table.is_gpu,
             )
 
         if entry is not None and not into:
@@ -246,6 +247,7 @@ def estimate(
     times: list[StepTime] = []
     passes: dict[tuple[int, str], float] = {}
     ran: list[int] = []
+    on_host = 0
     padding = (0, 0)
     for column in range(num_columns):
         part = program
@@ -264,6 +266,7 @@ def estimate(
                 again_ = run(repeats, other, column, {})
                 seen.append(SeenRank(other, again_, timeline_of(again_, repeats, table.rounding_bytes)))
         ran += [global_rank(column, one.rank) for one in seen]
+        on_host = max(on_host, *(int(one.timeline.on_host.max(initial=0)) for one in seen))
         states = rank_states(part, skeleton)
         padding = max(padding, (states.padding, int(states.parameters.max())))
         for one in memory_of_ranks(part, seen, uneven, repeats, states):
@@ -277,6 +280,11 @@ def estimate(
         time = _with_bubble(times, passes, staged.schedule)
     numbers = f"rank {ran[0]} was" if len(ran) == 1 else f"ranks {' and '.join(map(str, ran))} were"
     notes.insert(0, f"{numbers} run for {steps} steps without numbers, with the engine's own code")
+    if on_host:
+        notes.append(
+            f"{on_host / 2**30:.2f} GiB a rank are offloaded, in the host's memory, at most; the seconds of copies to and "
+            "from it, and of an optimizer that runs there, are not in the step's"
+        )
     padded = padding_note(program, skeleton, *padding)
     if padded is not None:
         notes.append(padded)

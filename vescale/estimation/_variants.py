@@ -90,6 +90,8 @@ def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]
         number, dim = _number(name, value), 0 if name == "batch" else 1
         given["batch"] = {key: _resized(x, dim, number) for key, x in given["batch"].items()}
     elif name == "stage":
+        if value not in ("0", "1", "2", "3"):
+            raise WhatIfError(f"what-if stage={value}: give 0, 1, 2 or 3")
         given["plan"] = zero_plan(plan, _batch_axes(plan), _number(name, value), units)
     elif name == "checkpoint":
         given["plan"] = _checkpointed(plan, value, units)
