@@ -7,6 +7,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,27 @@ def test_numbers_that_nobody_computed_are_unknown() -> None:
 
 
 def test_nothing_changes_around() -> None:
-    model = llama(1)
+    hook, model = sys.excepthook, llama(1)
     before, state = dict(model.named_parameters()), torch.get_rng_state()
     estimate(model, plan_zoo.load("llama", {"dp": 2, "tp": 1}), batch={"input_ids": (2, 8)}, steps=1)
     assert dict(model.named_parameters()) == before and all(p.is_meta for p in before.values())
     assert torch.equal(torch.get_rng_state(), state) and not dist.is_initialized()
+    assert sys.excepthook is hook
+
+
+def test_a_choice_that_the_optimizer_does_not_take_is_a_row() -> None:
+    """The other choices of the table are there; a name that nobody knows is wrong usage."""
+    import transformers
+
+    plan = plan_zoo.load("llama_zero3", {"dp": 4, "tp": 2})
+    with torch.device("meta"):
+        sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG, **sizes}))
+    found = estimate(model, plan, batch={"input_ids": (8, 16)}, steps=1, optimizer="sgd")
+    assert "must not be cut" in what_if(found, "optimizer=adamw8bit")["error"]
+    assert what_if(found, "optimizer=adamw")["peak_bytes"] > found.peak_bytes
+    with pytest.raises(ValueError, match="adamv"):
+        what_if(found, "optimizer=adamv")
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +199,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit" in capsys.readouterr().out
     assert main([*call, "--device", "h1000"]) == 2 and main(call[:4]) == 2
     wrong = (["--optimizer", "adamv"], ["--rank", "4"], ["--calibrate", "/no/such/folder/x.yaml"])
-    wrong += tuple(["--what-if", text] for text in ("x", "load=x", "checkpoint=most"))
+    wrong += tuple(["--what-if", text] for text in ("x", "load=x", "checkpoint=most", "stage=9"))
     assert [main([*call, *more]) for more in wrong] == [2] * len(wrong)
     with pytest.raises(SystemExit):
         main([*call, "--load", "many"])
@@ -417,3 +434,42 @@ def test_sliders_are_estimates(tmp_path: Path) -> None:
     one = sliders_of(estimated(CASES["tp"], steps=1))
     assert "3" not in one.get("stage", {}), "no axis of the batch has several ranks"
     assert "id=stage" not in page(found, "a plan", {**rows, "stage": {}}) and "What if" not in page(found, "a plan")
+
+
+def test_a_loss_of_the_caller_needs_no_labels() -> None:
+    """Labels that nobody gave are for the model's own loss: it is not computed where the caller has another one."""
+    given = {"batch": {"input_ids": (4, 16)}, "steps": 1}
+
+    def loss(output: Any, _: Any) -> torch.Tensor:
+        assert output.loss is None
+        found: torch.Tensor = output.logits.float().mean()
+        return found
+
+    found = estimate(llama(1), plan_zoo.load("llama", {"dp": 2, "tp": 1}), **given, loss=loss)
+    own = estimate(llama(1), plan_zoo.load("llama", {"dp": 2, "tp": 1}), **given)
+    assert found.peak.saved_bytes < own.peak.saved_bytes
+
+
+def test_what_is_offloaded_is_in_the_memory_of_the_host() -> None:
+    """Of a GPU: a host has one memory, as measured in test_measured.py."""
+    plan = plan_zoo.load("llama_zero3", {"dp": 2, "tp": 1})
+    found = estimate(llama(), plan, batch={"input_ids": (8, 64)}, steps=2, device="h100-80g")
+    row = what_if(found, "offload=true")
+    buffers = sum(x.numel() * x.element_size() for x in llama().buffers())
+    assert row["parameters"] <= buffers and row["optimizer"] <= 4 * len(list(llama().parameters()))
+    assert row["unsharded"] == found.peak.categories["unsharded"]
+    peak = found.peak.categories
+    assert row["peak_bytes"] <= found.peak_bytes - (peak["parameters"] - row["parameters"]) - (
+        peak["optimizer"] - row["optimizer"]
+    )
+    kept = what_if(found, "checkpoint=offload")
+    assert kept["peak_bytes"] < found.peak_bytes and kept["activations"] < sum(peak["activations"].values()) / 2
+    offloaded = changed_plan(found, "offload")
+    assert any("are offloaded, in the host's memory" in note for note in offloaded.notes)
+    on_host = offloaded.again(device="cpu")
+    assert on_host.peak_bytes > offloaded.peak_bytes and not any("offloaded" in note for note in on_host.notes)
+
+
+def changed_plan(found: Any, policy: str) -> Any:
+    plan = plan_zoo.load("llama_zero3", {"dp": 2, "tp": 1}).checkpoint(r"model.layers.\d+", policy)
+    return found.again(plan=plan)

@@ -1,6 +1,7 @@
-"""Every plan of the zoo on five meshes with four stages of ZeRO: bytes at rest of every rank are those of the engine.
+"""Every plan of the zoo on five meshes with four stages of ZeRO: bytes at rest and of gathered units of every rank are those
+of the engine, and bytes of collectives those of its ledger.
 
-The engine runs a step of each rank on a fake group. One case runs daily, the sweep at night:
+The engine runs two steps of each rank on a fake group. One case runs daily, the sweep at night:
 ``python -m tests.estimation.test_zoo_bytes [PART OF]`` runs it, or every n-th plan, and prints what differs.
 """
 
@@ -10,6 +11,7 @@ import gc
 import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from tests.plan_zoo.models import model_of, tokens
 from tests.plan_zoo.test_zero import CALLED_ALONE
 from vescale import Plan, RaggedShard, plan_zoo
+from vescale.buffer import observe_allocations
+from vescale.comm import CommRecord, record_comms
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
 from vescale.estimation import estimate, unit_paths, zero_plan
@@ -44,16 +48,64 @@ def plan_of(name: str, sizes: dict[str, int], stage: int | None, model: nn.Modul
 def held(tensors: Iterable[Any], model: nn.Module, kind: str) -> int:
     """Bytes of local storages of tensors, each once, and of the engine's buffers: a rank may have nothing but padding of
     one, which no tensor shows."""
-    whole = [x for x in tensors if not any(isinstance(p, RaggedShard) for p in getattr(x, "placements", ()))]
-    storages = [(local_of(x) if isinstance(x, DTensor) else x).untyped_storage() for x in whole]
-    found = sum({x.data_ptr(): x.nbytes() for x in storages if x.nbytes()}.values())
+    tensors = list(tensors)
+    cut = [x for x in tensors if any(isinstance(p, RaggedShard) for p in getattr(x, "placements", ()))]
+    whole = set(tensors) - set(cut)
     if kind == "optimizer":
-        return found
+        return sum(bytes_of(tensors))
+    buffers = [
+        b.shards.num_bytes for g in groups_of(model) for b in (g.at_rest.buckets if kind == "parameters" else g.buckets)
+    ]
+    found = sum(bytes_of(whole)) + sum(buffers)
+    if kind == "gradients":  # those of parameters that several axes reduce together are in a buffer that no group has
+        found += sum((Counter(bytes_of(cut)) - Counter(buffers)).elements())
+    return found
+
+
+def bytes_of(tensors: Iterable[Any]) -> list[int]:
+    storages = [(local_of(x) if isinstance(x, DTensor) else x).untyped_storage() for x in tensors]
+    return list({x.data_ptr(): x.nbytes() for x in storages if x.nbytes()}.values())
+
+
+def groups_of(model: nn.Module) -> list[Any]:
     states = dict.fromkeys(state_of(module) for module in model.modules())
-    groups = [group for state in states if state is not None for group in state.groups]
-    return found + sum(
-        b.shards.num_bytes for g in groups for b in (g.at_rest.buckets if kind == "parameters" else g.buckets)
-    )
+    return [group for state in states if state is not None for group in state.groups]
+
+
+class Gathered:
+    """Listens to allocations, for the most bytes of gathered units at any time."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[int, int]] = []
+
+    def __call__(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        self._events.append((storage._cdata, num_bytes))
+
+    def most(self, model: nn.Module) -> int:
+        memories = [group.memory.gathered for group in groups_of(model)]
+        units = {one.storage._cdata for one in memories if one is not None}
+        now: dict[int, int] = {}
+        found = 0
+        for key, size in self._events:
+            if key in units:
+                now[key] = size
+                found = max(found, sum(now.values()))
+        return found
+
+
+def moved(records: Iterable[CommRecord]) -> dict[str, int]:
+    """Bytes by axes and op, without those of experts' tokens."""
+    found: dict[str, int] = {}
+    for record in records:
+        name = f"{record.axes or 'world'} {record.op.removesuffix('_v')}"
+        if not is_of_tokens(name):
+            found[name] = found.get(name, 0) + record.bytes
+    return found
+
+
+def is_of_tokens(name: str) -> bool:
+    """Ranks of a fake group choose no experts: how many tokens go where is not known of them."""
+    return name.endswith("all_to_all")
 
 
 def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]:
@@ -75,19 +127,27 @@ def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]
     for rank in range(math.prod(sizes.values())):
         (own,) = (one for one in found.ranks if rank in one.ranks)
         with fake_world(math.prod(sizes.values()), rank):
-            model = zoo.build().double()
+            model, gathered = zoo.build().double(), Gathered()
             parallelize(model, plan_of(name, sizes, stage, model))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            loss(model(**inputs), inputs).backward()
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            measured = {"gradients": held(grads, model, "gradients")}
-            optimizer.step()
+            with observe_allocations(gathered):
+                for _ in range(1 if rank else 2):  # every rank gathers alike; the last step is in steady state
+                    optimizer.zero_grad()
+                    with record_comms() as ledger:
+                        loss(model(**inputs), inputs).backward()
+                        grads = [p.grad for p in model.parameters() if p.grad is not None]
+                        measured = {"gradients": held(grads, model, "gradients")}
+                        optimizer.step()
+            measured["unsharded"] = gathered.most(model)
             measured["parameters"] = held([*model.parameters(), *model.buffers()], model, "parameters")
             values = [
                 local_of(x) if isinstance(x, DTensor) else x for s in optimizer.state.values() for x in s.values()
             ]
             measured["optimizer"] = held(values, model, "optimizer")
-        del model, optimizer
+        estimated = {name: size for name, size in found.time.collective_bytes.items() if not is_of_tokens(name)}
+        if rank == 0 and moved(ledger.records) != estimated:
+            wrong.append(f"collectives {estimated} estimated, {moved(ledger.records)} measured")
+        del model, optimizer, grads
         gc.collect()
         wrong += [
             f"rank {rank}: {kind} {own.maximum[kind]} estimated, {size} measured"

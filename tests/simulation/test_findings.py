@@ -117,3 +117,38 @@ def test_a_receive_from_any_rank_takes_what_was_sent() -> None:
     assert found(receives, *senders) == []
     (one,) = found(receives, senders[0], blocking(2))
     assert one.kind == "never-comes" and "ended without the send" in one.text
+
+
+def test_groups_are_made_by_all_their_ranks() -> None:
+    """Backends connect the ranks of a group where it is made."""
+
+    def made(ranks: list[int], group: str = "1") -> Collective:
+        return Collective("new_group", group, ranks, "", 0, "train.py:new_group")
+
+    assert found(blocking(0, made(WORLD)), blocking(1, made(WORLD))) == []
+    (one,) = found(blocking(0, made(WORLD), op("all_reduce")), blocking(1, op("all_reduce")))
+    assert one.kind == "deadlock" and "rank 0 waits in new_group of ranks [0, 1]" in one.text
+    assert "call new_group() and init_device_mesh() on all ranks" in one.text
+    (one,) = found(blocking(0, made(WORLD)), blocking(1))
+    assert one.kind == "never-comes" and "ended without it; call new_group()" in one.text
+    pairs = [blocking(rank, made([rank // 2 * 2, rank // 2 * 2 + 1])) for rank in range(4)]
+    (one,) = found(*pairs)
+    assert one.kind == "mismatch" and "rank" in one.text and "also for groups of other ranks" in one.text
+    assert found(*(blocking(r, made([r // 2 * 2, r // 2 * 2 + 1], str(r // 2))) for r in range(4))) == []
+
+
+def test_descriptions_that_ranks_compare() -> None:
+    """Plans and programs, before the first collective."""
+
+    def given(text: str, more: object = "digest") -> Collective:
+        agreed = {"plan": [["shard a", text]], "program": more}
+        return Collective("comparison", "vescale 1", WORLD, "", 0, "train.py:8", None, agreed, "parallelize(Net, plan)")
+
+    assert found(blocking(0, given("dp")), blocking(1, given("dp"))) == []
+    (one,) = found(blocking(0, given("dp")), blocking(1, given("tp")))
+    assert one.kind == "mismatch" and "they differ: 'shard a' of plan is dp on rank 0 and tp on rank 1" in one.text
+    (one,) = found(blocking(0, given("dp")), blocking(1, given("dp", "other")))
+    assert "they differ in program" in one.text
+    (one,) = found(blocking(0, given("dp")), blocking(1))
+    assert one.kind == "never-comes" and "parallelize(Net, plan) of ranks [0, 1]" in one.text
+    assert blocking(0, given("dp")).collectives == []

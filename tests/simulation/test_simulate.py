@@ -104,7 +104,45 @@ model = vescale.parallelize(model, plan)
 model.step(input=torch.ones(8, 512))
 """,
 }
+SCRIPTS["groups"] = """
+if rank == 0:
+    dist.new_group([0, 1])
+own = [dist.new_group([r, r + 1]) for r in (0, 2)][rank // 2]
+dist.all_reduce(x, group=own)
+"""
+SCRIPTS["own groups"] = "dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1])\n"
+SCRIPTS["all groups"] = "for r in (0, 2):\n    dist.new_group([r, r + 1])\ndist.new_group([rank])\n"
+SCRIPTS["one gathers"] = """
+made = [torch.empty(2) for _ in range(world)] if rank == 0 else None
+dist.gather(torch.ones(2), made, dst=0)
+objects = [None] * world if rank == 0 else None
+dist.gather_object({"rank": rank}, objects, dst=0)
+print(json.dumps(objects))
+"""
+SCRIPTS["replicas"] = """
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    with model.no_sync() if step == 0 else contextlib.nullcontext():
+        model(torch.ones(2, 64)).sum().backward()
+"""
+SCRIPTS["fewer batches"] = SCRIPTS["replicas"].replace("range(3)", "range(3 if rank else 2)")
+SCRIPTS["plans"] = """
+import vescale
+from torch.distributed.tensor import Shard
+mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("tp",))
+plan = vescale.Plan(mesh).shard("weight", Shard(0 if rank != 1 else 1), mesh="tp")
+vescale.parallelize(torch.nn.Linear(32, 32), plan)
+"""
 JOBS = {
+    "plans": (4, [0, 1, 2]),
+    "replicas": (64, [0, 63]),
+    "fewer batches": (64, [0, 63]),
+    "one gathers": (3, [0, 1, 2]),
+    "groups": (4, [0, 1, 2, 3]),
+    "own groups": (4, [0, 1, 2, 3]),
+    "all groups": (4, [0, 1, 2, 3]),
     "values": (64, [62, 63]),
     "branch": (64, [0, 1, 63]),
     "orders": (64, [0, 32]),
@@ -129,7 +167,7 @@ def simulations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Simulatio
     jobs = []
     for name, (world_size, ranks) in JOBS.items():
         path = folder / f"{name}.py"
-        path.write_text(_HEAD + "import json\n" + SCRIPTS[name])
+        path.write_text(_HEAD + "import contextlib, json\n" + SCRIPTS[name])
         jobs.append(Job(path, (str(folder / "kept"),), world_size, ranks, timeout=6.0 if name == "sleeps" else 300.0))
     return dict(zip(JOBS, simulate_jobs(jobs)))
 
@@ -158,6 +196,39 @@ def test_groups_in_another_order_are_a_deadlock(simulations: dict[str, Simulatio
     """Two meshes of one shape are kept apart: their groups span the same ranks."""
     (finding,) = simulations["orders"].findings
     assert finding.kind == "deadlock", texts(simulations["orders"])
+
+
+def test_plans_that_differ(simulations: dict[str, Simulation]) -> None:
+    """Ranks of a run compare plans before the first collective, and all of them raise."""
+    (finding,) = simulations["plans"].findings
+    assert finding.kind == "mismatch" and "parallelize(Linear, plan) of ranks [0, 1, 2, 3]" in finding.text
+    assert "they differ: 'shard weight' of plan is placements={tp: S(0)}" in finding.text
+    assert "on ranks [0, 2] and placements={tp: S(1)}" in finding.text and finding.text.endswith("on rank 1")
+
+
+def test_data_parallel_of_torch(simulations: dict[str, Simulation]) -> None:
+    found = simulations["replicas"]
+    assert not found.findings, texts(found)
+    buckets = [one.bytes for one in found.ranks[0].collectives if one.op == "all_reduce"]
+    assert buckets == [2 * 63 * (64 * 64 + 64) * 4 // 64] * 2, "none in no_sync()"
+    (finding,) = simulations["fewer batches"].findings
+    assert finding.kind == "never-comes" and "rank 0 ended without it" in finding.text
+
+
+def test_what_one_rank_gathers(simulations: dict[str, Simulation]) -> None:
+    found = simulations["one gathers"]
+    assert not found.findings, texts(found)
+    assert json.loads(found.logs[0].strip().splitlines()[-1]) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+def test_groups_that_some_ranks_make(simulations: dict[str, Simulation]) -> None:
+    """gloo and NCCL connect the ranks of a group by its name, which counts the groups that a rank has made."""
+    finding = simulations["groups"].findings[0]
+    assert "rank 0 calls new_group of ranks [0, 1] at" in finding.text and "on all ranks" in finding.text
+    (finding,) = simulations["own groups"].findings
+    assert finding.kind == "mismatch" and "their groups have one name" in finding.text
+    assert not simulations["all groups"].findings
+    assert all(not one.collectives for one in simulations["all groups"].ranks.values())
 
 
 def test_a_rank_that_leaves_early(simulations: dict[str, Simulation]) -> None:

@@ -20,7 +20,13 @@ from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requeste
 from vescale.comm._local_ranks import ProcessFailed, messages
 from vescale.comm._observation import Observer, Operation, axes_of, expect_message, name_group, observe, received_bytes
 from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
-from vescale.comm._rank_comparison import Description, Difference, compare_descriptions, first_difference
+from vescale.comm._rank_comparison import (
+    Description,
+    Difference,
+    compare_descriptions,
+    first_difference,
+    listen_to_descriptions,
+)
 from vescale.comm._ring_cost import (
     Link,
     ReductionCost,
@@ -81,6 +87,7 @@ __all__ = [
     "keep_tensors",
     "keeps_result",
     "link_of",
+    "listen_to_descriptions",
     "messages",
     "name_group",
     "observe",

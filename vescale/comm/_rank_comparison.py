@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from vescale.comm._consensus import Consensus
 
-__all__ = ["Description", "Difference", "compare_descriptions", "first_difference"]
+__all__ = ["Description", "Difference", "compare_descriptions", "first_difference", "listen_to_descriptions"]
 
 Description = Mapping[str, Sequence[tuple[str, str]]]
 """What a rank brings: for each section, in the order of importance, (name, text) in an order that matters."""
 
 _NOTHING = "nothing"
+_LISTENERS: list[Callable[[Consensus, str, Description], None]] = []
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,12 @@ class Difference:
         return f"{named} is " + " and ".join(f"{text} on {_ranks_text(ranks)}" for text, ranks in self.found)
 
 
+def listen_to_descriptions(listener: Callable[[Consensus, str, Description], None]) -> None:
+    """From now on, ``listener`` gets each comparison, what it is about, and this rank's description: of ranks that are
+    tried out alone, who compare nothing themselves."""
+    _LISTENERS.append(listener)
+
+
 def compare_descriptions(own: Description, consensus: Consensus, about: Callable[[], str]) -> Difference | None:
     """The first difference between the ranks' descriptions, the same on every rank; None: all are equal.
 
@@ -49,6 +56,8 @@ def compare_descriptions(own: Description, consensus: Consensus, about: Callable
 
     Raises ConsensusError if a rank does not come in time.
     """
+    for listener in _LISTENERS:
+        listener(consensus, about(), own)
     message = zlib.compress(json.dumps([[section, list(map(list, own[section]))] for section in own]).encode(), 1)
     messages = consensus.exchange(message, about)
     if all(other == message for other in messages):

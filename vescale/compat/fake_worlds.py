@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -64,6 +65,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         world, changes = _World(_FIRST_NUMBER), Changes()
         clear_sharding_caches()
         changes.attribute(c10d, "_world", world)
+        changes.attribute(sys, "excepthook", sys.excepthook)  # init_process_group puts the rank before each line of it
         try:
             dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
             yield

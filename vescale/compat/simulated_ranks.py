@@ -6,13 +6,16 @@ For processes that run one script and end: nothing is taken back.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import checkpoint, device_mesh, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat.needs import ESTIMATES, require
@@ -25,13 +28,20 @@ from torch.testing._internal.distributed import fake_pg  # noqa: E402, F401  # r
 __all__ = ["OnHost", "become_rank", "reduction_name", "work_of"]
 
 
-def become_rank(rank: int, world_size: int, store: dist.Store, waited: Callable[[Any], None]) -> None:
+def become_rank(
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    waited: Callable[[Any], None],
+    made_group: Callable[[dist.ProcessGroup], None],
+) -> None:
     """From now on, ``init_process_group`` of any backend makes a fake world in which this process is ``rank``.
 
-    ``store``: the rendezvous. ``waited``: called with each work that the program waits for.
+    ``store``: the rendezvous. ``waited``: called with each work that the program waits for; ``made_group``: with each group
+    that ``new_group`` has made of this rank and others.
     """
     changes = Changes()
-    initialize, make_mesh = dist.init_process_group, device_mesh.init_device_mesh
+    initialize, make_mesh, make_group = dist.init_process_group, device_mesh.init_device_mesh, dist.new_group
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         timeout = kwargs.get("timeout", args[1] if len(args) > 1 else None)
@@ -43,19 +53,57 @@ def become_rank(rank: int, world_size: int, store: dist.Store, waited: Callable[
         kwargs.pop("backend_override", None)
         return make_mesh("cpu", *args, **kwargs)
 
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        found = make_group(*args, **kwargs)
+        if isinstance(found, dist.ProcessGroup):
+            made_group(found)
+        return found
+
     class Connection:
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return store
 
     changes.function(initialize, init_process_group)
     changes.function(make_mesh, init_device_mesh)
+    changes.function(make_group, new_group)
     changes.function(dist.TCPStore, Connection)
     changes.function(dist.FileStore, Connection)
     changes.function(distributed_c10d.monitored_barrier, lambda group=None, *_, **__: dist.barrier(group))
     for kind in (FakeWork, dist.Work):
         _note_waits(changes, kind, waited)
+    _with_gradients_of_buckets(changes)
     _without_devices(changes)
     _without_files(changes)
+
+
+def _with_gradients_of_buckets(changes: Changes) -> None:
+    """``DistributedDataParallel`` takes each bucket from its collective's future, which a fake work leaves without a value:
+    models without a hook of their own get one that reduces buckets as PyTorch does."""
+    kind = DistributedDataParallel
+    forward, register = kind.forward, kind.register_comm_hook
+    hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def reduced(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradients = bucket.buffer()
+        dist.all_reduce(gradients.div_(group.size()), group=group)
+        found: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        found.set_result(gradients)
+        return found
+
+    reduced.__annotations__ = {}  # PyTorch compares them with types, and these are strings
+
+    def register_comm_hook(model: Any, state: Any, hook: Any) -> None:
+        hooked.add(model)
+        register(model, state, hook)
+
+    def with_hook(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model not in hooked:
+            register_comm_hook(model, model.process_group, reduced)
+        return forward(model, *args, **kwargs)
+
+    changes.attribute(kind, "register_comm_hook", register_comm_hook)
+    changes.attribute(kind, "_register_builtin_comm_hook", lambda *_: None)
+    changes.attribute(kind, "forward", with_hook)
 
 
 def _without_files(changes: Changes) -> None:

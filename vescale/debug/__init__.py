@@ -8,7 +8,7 @@ from vescale.comm import ProcessFailed, messages
 from vescale.debug._breakpoint import breakpoint, on_exception
 from vescale.debug._dispatch_stats import DispatchStats, OpDispatch, dispatch_stats
 from vescale.debug._hang_report import HangReport, hang_report, start_from_environment
-from vescale.debug._locations import place_of_traceback
+from vescale.debug._locations import place_of_traceback, running_place
 from vescale.debug._model_flops import flops_per_token
 from vescale.debug._monitor import Monitor, monitor
 from vescale.debug._monitor_output import StepRecord
@@ -49,6 +49,7 @@ __all__ = [
     "on_exception",
     "place_of_traceback",
     "profile_host",
+    "running_place",
     "start_from_environment",
     "verify",
 ]

@@ -70,9 +70,10 @@ def _outputs(name: str, args: Any) -> list[torch.Tensor]:
 
 
 def _fill(name: str, args: Any, outputs: list[torch.Tensor]) -> None:
-    """Outputs of a collective on known values, among ranks that have the same."""
+    """Outputs of a collective on known values, among ranks that have the same. A rank that gathers for another one has
+    none."""
     inputs = _inputs(name, args)
-    if len(inputs) != 1 or inputs[0] is outputs[0] or not inputs[0].numel():
+    if len(inputs) != 1 or not outputs or inputs[0] is outputs[0] or not inputs[0].numel():
         return
     source = inputs[0].reshape(-1)
     for target in outputs:

@@ -164,7 +164,8 @@ def estimate(
         optimizer: a name (``adamw``, ``adam``, ``sgd``, ``adamw8bit``, ...), a function of the parameters, or None.
         device: a name of a table (``h100-80g``, ``cpu``, ...), or a table.
         steps: how many steps are run; the last one is the steady state.
-        loss: of the model's output and the batch; by default ``output.loss``, or the mean of the first output.
+        loss: of the model's output and the batch; by default ``output.loss``, for which models of transformers get labels
+            where ``batch`` has none, or the mean of the first output.
         load: of experts: how many times the mean this rank's experts get, or relative numbers of tokens of all experts.
         rank: whose activations are measured; None: 0, or the one whose experts get most of a histogram. Parameters,
             gradients and optimizer states are those of every rank.
@@ -178,7 +179,7 @@ def estimate(
         raise EstimateArgumentError(f"steps is {steps}; give at least 1 (3 shows the steady state)")
     table = device_of(device)
     maker = make_optimizer(optimizer)
-    inputs = make_batch(model, batch)
+    inputs = make_batch(model, batch, with_labels=loss is None)
     skeleton = skeleton_of(model)
     if plan.mesh is not None:
         plan = plan.without_mesh()
@@ -219,6 +220,7 @@ def estimate(
                 routing=routing_of(program, load, own),
                 headers=into if entry is not None else None,
                 attention=attention_of_gpu() if table.is_gpu else None,
+                has_host=table.is_gpu,
             )
 
         if entry is not None and not into:
@@ -245,6 +247,7 @@ def estimate(
     times: list[StepTime] = []
     passes: dict[tuple[int, str], float] = {}
     ran: list[int] = []
+    on_host = 0
     padding = (0, 0)
     for column in range(num_columns):
         part = program
@@ -263,6 +266,7 @@ def estimate(
                 again_ = run(repeats, other, column, {})
                 seen.append(SeenRank(other, again_, timeline_of(again_, repeats, table.rounding_bytes)))
         ran += [global_rank(column, one.rank) for one in seen]
+        on_host = max(on_host, *(int(one.timeline.on_host.max(initial=0)) for one in seen))
         states = rank_states(part, skeleton)
         padding = max(padding, (states.padding, int(states.parameters.max())))
         for one in memory_of_ranks(part, seen, uneven, repeats, states):
@@ -276,6 +280,11 @@ def estimate(
         time = _with_bubble(times, passes, staged.schedule)
     numbers = f"rank {ran[0]} was" if len(ran) == 1 else f"ranks {' and '.join(map(str, ran))} were"
     notes.insert(0, f"{numbers} run for {steps} steps without numbers, with the engine's own code")
+    if on_host:
+        notes.append(
+            f"{on_host / 2**30:.2f} GiB a rank are offloaded, in the host's memory, at most; the seconds of copies to and "
+            "from it, and of an optimizer that runs there, are not in the step's"
+        )
     padded = padding_note(program, skeleton, *padding)
     if padded is not None:
         notes.append(padded)

@@ -60,11 +60,13 @@ class MemoryLog:
     Attributes:
         blocks: in the order of their allocation.
         instants: one for each allocation and each time that memory is freed.
+        on_host: numbers of storages that a device would have in the host's memory.
     """
 
     place: Callable[[], Instant]
     blocks: list[Block] = field(default_factory=list)
     instants: list[Instant] = field(default_factory=list)
+    on_host: set[int] = field(default_factory=set)
     is_closed: bool = False
     """Whether the run is over: what is freed then has been there to its end."""
     _alive: dict[int, Block] = field(default_factory=dict)

@@ -28,6 +28,7 @@ CATEGORIES = (
 )
 _AT_REST = ("parameters", "gradients", "optimizer", "unsharded")
 _FORWARD = ("forward", "loss")
+_HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,15 @@ class MemoryTimeline:
         categories: by name, an array over the instants.
         total: their sum.
         blocks: what they consist of.
+        on_host: bytes in the host's memory, which are in no category; ``host_share``: of the parameters.
     """
 
     instants: list[Instant]
     categories: dict[str, np.ndarray]
     total: np.ndarray
     blocks: list[OpenBlock] = field(repr=False, default_factory=list)
+    on_host: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(1, dtype=np.int64))
+    host_share: float = 0.0
 
     def peak_of(self, step: int) -> int:
         """The instant of a step at which memory is highest."""
@@ -135,7 +139,8 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
     number = len(log.instants)
     ends = _ends_of_forwards(log.instants)
     inside = [_ranges_inside(r, log.instants) for r in repeats]
-    changes = {name: np.zeros(number + 1, dtype=np.int64) for name in CATEGORIES}
+    changes = {name: np.zeros(number + 1, dtype=np.int64) for name in (*CATEGORIES, _HOST)}
+    parameters = {False: 0, True: 0}  # by whether they are on the host
     found = []
     for block in log.blocks:
         category, module = _category(block, rehearsal, ends)
@@ -145,16 +150,21 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
         held = _held_bytes(block, category, module, rehearsal) if stays else []
         runs = [(n, sum(size for path, size in held if r.holds(path))) for n, r in enumerate(repeats)]
         own = next((repeats[n] for n, size in runs if size), None)
-        found.append(OpenBlock(block, category, module, own))
+        is_on_host = block.storage in log.on_host
+        if category == "parameters" and block.end is None:
+            parameters[is_on_host] += block.num_bytes + sum(size * (repeats[n].count - 1) for n, size in runs)
         end = block.end if block.end is not None else number
-        padding = -block.num_bytes % rounding
+        padding = -block.num_bytes % rounding if not is_on_host else 0
+        is_at_rest = category in _AT_REST
+        category = _HOST if is_on_host else category
+        found.append(OpenBlock(block, category, module, own))
         for name, size in ((category, block.num_bytes), ("rounding", padding)):
             changes[name][block.begin] += size
             changes[name][end] -= size
         for n, held_bytes in runs:
             if held_bytes:
                 # While the module runs that stands for others, the same forward and backward has nothing in the others.
-                own_runs = () if category in _AT_REST else inside[n].get(log.instants[block.begin].run, ())
+                own_runs = () if is_at_rest else inside[n].get(log.instants[block.begin].run, ())
                 without = [(max(a, block.begin), min(b, end)) for a, b in own_runs if a < end and b > block.begin]
                 for name, size in ((category, held_bytes), ("rounding", padding)):
                     for sign, ranges in ((1, [(block.begin, end)]), (-1, without)):
@@ -162,7 +172,9 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
                             changes[name][first] += sign * size * (repeats[n].count - 1)
                             changes[name][last] -= sign * size * (repeats[n].count - 1)
     categories = {name: np.cumsum(changes[name])[:-1] for name in CATEGORIES}
-    return MemoryTimeline(log.instants, categories, sum(categories.values()), found)  # type: ignore[arg-type]
+    total: Any = sum(categories.values())
+    share = parameters[True] / max(sum(parameters.values()), 1)
+    return MemoryTimeline(log.instants, categories, total, found, np.cumsum(changes[_HOST])[:-1], share)
 
 
 def _held_bytes(block: Block, category: str, module: str | None, rehearsal: Rehearsal) -> list[tuple[str | None, int]]:

@@ -80,7 +80,10 @@ def memory_of_ranks(
     for one in seen:
         own = tuple(map(int, np.unravel_index(one.rank, sizes)))
         optimizer = _optimizer_bytes(one.rehearsal, repeats, states, own)
-        changes.append(np.stack([a - a[own] for a in (states.parameters, states.gradients, optimizer)], axis=-1))
+        more = np.stack([a - a[own] for a in (states.parameters, states.gradients, optimizer)], axis=-1)
+        if one.timeline.host_share:  # what is offloaded differs in the host's memory
+            more = (more * (1 - one.timeline.host_share)).astype(np.int64)
+        changes.append(more)
     change = changes[0] if len(seen) == 1 else np.where(chosen[..., None] == 1, changes[1], changes[0])
     stacked = np.concatenate([change, chosen[..., None]], axis=-1).reshape(-1, len(names) + 1)
     rows, first, inverse = np.unique(stacked, axis=0, return_index=True, return_inverse=True)

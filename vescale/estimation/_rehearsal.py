@@ -27,7 +27,7 @@ from vescale.estimation._unknown_values import Routing
 from vescale.fsdp import state_of
 from vescale.pipeline import current_run, without_guesses
 from vescale.plans import MeshAxes, Plan
-from vescale.runtime import current_activation, locate, parallelize
+from vescale.runtime import current_activation, locate, observe_offloaded, parallelize
 
 __all__ = ["Rehearsal", "StateTensor", "apart", "classify", "given", "rehearse"]
 
@@ -58,10 +58,12 @@ class Rehearsal:
         states: of the optimizer.
         trained: elements that the optimizer gets, by the path of their module.
         num_steps: how many steps have run.
+        has_host: whether what is offloaded is in another memory.
     """
 
     log: MemoryLog
     num_steps: int
+    has_host: bool = False
     kinds: dict[int, tuple[str, str | None]] = field(default_factory=dict)
     holders: dict[int, dict[str, tuple[str, int]]] = field(default_factory=dict)
     costs: OpCosts = field(default_factory=OpCosts)
@@ -114,14 +116,21 @@ def rehearse(
     routing: Routing | None = None,
     headers: dict[int, Any] | None = None,
     attention: contextlib.AbstractContextManager[Any] | None = None,
+    has_host: bool = False,
 ) -> Rehearsal:
     """Run ``num_steps`` training steps of ``rank``. ``model`` is on the meta device, and is used up.
 
     ``headers``: of a pipeline, of what enters each stage; empty: they are learned. ``attention``: of another device.
+    ``has_host``: what is offloaded is in another memory than the device's.
     """
     place = _Place()
     log = MemoryLog(place)
-    found = Rehearsal(log, num_steps)
+    found = Rehearsal(log, num_steps, has_host=has_host)
+
+    def offloaded(storage: torch.UntypedStorage) -> None:
+        log.on_host.add(log.see(storage))
+
+    watched: Any = observe_offloaded(offloaded) if has_host else contextlib.nullcontext()
     routing = routing or Routing()
 
     def note_cost(*call: Any) -> None:
@@ -139,7 +148,7 @@ def rehearse(
     ):  # the lock of worlds also serialises what apart changes in the process
         if headers is None:
             parallelize(model, plan)
-        with mode, observe_allocations(log.resized), balanced_tokens(routing):
+        with mode, observe_allocations(log.resized), watched, balanced_tokens(routing):
             model.to_empty(device="cpu")
             if headers is not None:  # a pipeline holds its parameters, which cannot be moved afterwards
                 with without_guesses():
@@ -222,6 +231,12 @@ def apart() -> Iterator[None]:
 
 def classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Rehearsal) -> None:
     """Note what memory belongs to parameters, gradients, optimizer and engine."""
+    states = {path: state_of(module) for path, module in model.named_modules()}
+    groups = [(path, group) for path, state in states.items() if state is not None for group in state.groups]
+    if found.has_host:
+        for _, group in groups:
+            if group.at_rest.offloads:
+                found.log.on_host |= {found.log.see(b.shards.local.untyped_storage()) for b in group.at_rest.buckets}
 
     def note(tensor: Any, category: str, path: str | None) -> None:
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
@@ -238,22 +253,30 @@ def classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: R
     for name, parameter in model.named_parameters():
         path = name.rpartition(".")[0]
         note(parameter, "parameters", path)
+        is_on_host = _number(parameter, found) in found.log.on_host
         if parameter.grad is not None:
             note(parameter.grad, "gradients", path)
             local = local_of(parameter.grad) if isinstance(parameter.grad, DTensor) else parameter.grad
             number = found.log.see(local.untyped_storage())
+            found.log.on_host |= {number} if is_on_host else set()
             found.holders.setdefault(number, {})[name] = path, local.numel() * local.element_size()
         for value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).values():
             note(value, "optimizer", path)
+            if is_on_host and isinstance(value, torch.Tensor):
+                found.log.on_host.add(_number(value, found))
     for name, buffer in model.named_buffers():
         note(buffer, "parameters", name.rpartition(".")[0])
-    for path, module in model.named_modules():
-        state = state_of(module)
-        for group in state.groups if state is not None else ():
-            note_storage(group.memory.gathered, "unsharded", path)
-            for bucket in group.buckets:
-                with contextlib.suppress(AttributeError):  # before the first backward
-                    note_storage(bucket.unreduced.apart, "gradients", path)
+    for path, group in groups:
+        note_storage(group.memory.gathered, "unsharded", path)
+        for bucket in group.buckets:
+            with contextlib.suppress(AttributeError):  # before the first backward
+                note_storage(bucket.unreduced.apart, "gradients", path)
+
+
+def _number(tensor: torch.Tensor, found: Rehearsal) -> int:
+    """Of its storage."""
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return found.log.see(local.untyped_storage())
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[StateTensor]:

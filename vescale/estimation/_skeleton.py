@@ -39,12 +39,16 @@ def skeleton_of(model: nn.Module, without: Iterable[nn.Module] = ()) -> nn.Modul
     return copy.deepcopy(model, memo)
 
 
-def make_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def make_batch(model: nn.Module, batch: Mapping[str, Any], *, with_labels: bool = True) -> dict[str, Any]:
     """Tensors for ``batch``, whose values are tensors (on any device), shapes, or anything else that the forward takes.
 
-    Labels are added for models of transformers, which have a loss with them.
-
     Raises TypeError for a batch that is no mapping.
+
+    Args:
+        model: which forward takes them.
+        batch: by name.
+        with_labels: add labels for models of transformers, which have a loss with them. False where the caller computes the
+            loss: the model's own would take time and memory that the run does not.
     """
     if not isinstance(batch, Mapping):
         raise ArgumentTypeError(
@@ -58,7 +62,7 @@ def make_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         )
     found = {name: _tensor(name, value) for name, value in batch.items()}
     config = getattr(model, "config", None)
-    if config is not None and "labels" in parameters and "labels" not in found and "input_ids" in found:
+    if with_labels and config is not None and "labels" in parameters and "labels" not in found and "input_ids" in found:
         found["labels"] = torch.empty_like(found["input_ids"])
     if config is not None and "use_cache" in parameters:
         found.setdefault("use_cache", False)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from vescale.errors import EstimateError, WhatIfError
+from vescale.errors import ArgumentTypeError, Coded, EstimateArgumentError, EstimateError, WhatIfError
 from vescale.estimation._estimate import Estimate
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import (
@@ -20,7 +20,6 @@ from vescale.plans import (
     CheckpointEntry,
     MeshAxes,
     Plan,
-    PlanError,
     PrecisionEntry,
     ShardEntry,
     UnitEntry,
@@ -59,9 +58,16 @@ def changed(estimate: Estimate, changes: Mapping[str, str], label: str) -> dict[
         for name, value in changes.items():
             _change(given, name, value, _unit_paths(estimate))
         other = estimate.again(**given)
-    except PlanError as error:
-        return {"what_if": label, "error": str(error)}
+    except Exception as error:
+        return {"what_if": label, **_row_of_error(error)}
     return {"what_if": label, **row_of(other)}
+
+
+def _row_of_error(error: Exception) -> dict[str, Any]:
+    """Of a choice that is possible, and that the plan, the model or the optimizer does not take; others raise again."""
+    if not isinstance(error, Coded) or isinstance(error, ArgumentTypeError | EstimateArgumentError | WhatIfError):
+        raise error
+    return {"error": str(error)}
 
 
 def row_of(estimate: Estimate) -> dict[str, Any]:
@@ -84,6 +90,8 @@ def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]
         number, dim = _number(name, value), 0 if name == "batch" else 1
         given["batch"] = {key: _resized(x, dim, number) for key, x in given["batch"].items()}
     elif name == "stage":
+        if value not in ("0", "1", "2", "3"):
+            raise WhatIfError(f"what-if stage={value}: give 0, 1, 2 or 3")
         given["plan"] = zero_plan(plan, _batch_axes(plan), _number(name, value), units)
     elif name == "checkpoint":
         given["plan"] = _checkpointed(plan, value, units)
@@ -189,8 +197,8 @@ def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
             try:
                 given["plan"] = hybrid_plan(plan, data[0], part, _unit_paths(estimate))
                 row = row_of(estimate.again(**given))
-            except PlanError as error:
-                row = {"error": str(error)}
+            except Exception as error:
+                row = _row_of_error(error)
             rows.append({"stage": f"HSDP {size // part}x{part}", **row})
     return [{key: value for key, value in row.items() if key != "what_if"} for row in rows]
 

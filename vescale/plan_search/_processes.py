@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["each"]
+__all__ = ["each", "number_of_processes"]
 
 _MOST = 4
 _CALL: list[Callable[[Any], Any]] = []
@@ -25,9 +25,8 @@ def each(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
     The processes are forks of this one, which has loaded the model: only where nothing else runs in it (threads, a process
     group, a GPU's context), else the calls are made here, one after the other.
     """
-    number = min(len(items), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, _MOST)
-    is_alone = threading.active_count() == 1 and not dist.is_initialized() and not torch.cuda.is_initialized()
-    if number < 2 or not is_alone or "fork" not in multiprocessing.get_all_start_methods():
+    number = min(len(items), number_of_processes())
+    if number < 2:
         yield from map(function, items)
         return
     _CALL[:], _ITEMS[:] = [function], items
@@ -37,6 +36,14 @@ def each(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
     finally:
         _CALL.clear()
         _ITEMS.clear()
+
+
+def number_of_processes() -> int:
+    """How many calls :func:`each` makes at once."""
+    is_alone = threading.active_count() == 1 and not dist.is_initialized() and not torch.cuda.is_initialized()
+    if not is_alone or "fork" not in multiprocessing.get_all_start_methods():
+        return 1
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, _MOST)
 
 
 def _begin() -> None:

@@ -114,8 +114,12 @@ class Profile:
         )
 
     def arrays(self, num_blocks: int) -> Arrays:
+        """With so many blocks. Bytes grow by the same for each block beyond two."""
         if num_blocks not in self._arrays:
-            self._arrays[num_blocks] = self._arrays_of(self.repeats_with(num_blocks))
+            if num_blocks <= 3 or self.num_blocks < 3:
+                self._arrays[num_blocks] = self._arrays_of(self.repeats_with(num_blocks))
+            else:
+                self._arrays[num_blocks] = _extended(self.arrays(2), self.arrays(3), num_blocks)
         return self._arrays[num_blocks]
 
     def _arrays_of(self, repeats: tuple[Repeats, ...]) -> Arrays:
@@ -152,6 +156,17 @@ class Profile:
     def gradient_records(self) -> list[CommRecord]:
         """Those that reduce gradients of parameters, and others that compute hides."""
         return [r for r in self.rehearsal.collectives if is_of_parameters(r.requester)]
+
+
+def _extended(two: Arrays, three: Arrays, num_blocks: int) -> Arrays:
+    """The arrays of ``num_blocks`` blocks from those of two and of three."""
+
+    def of(name: str) -> Any:
+        first = getattr(two, name)
+        return first + (num_blocks - 2) * (getattr(three, name) - first)
+
+    grown = ("other", "gradients", "parameters", "outer_parameters", "late_parameters", "saved")
+    return replace(three, **{name: of(name) for name in grown})
 
 
 def _first_gradients(timeline: MemoryTimeline) -> np.ndarray:
@@ -213,7 +228,7 @@ def profile_of(
         model.get_submodule(f"{one.path}.{one.names[-1]}").register_forward_pre_hook(note, with_kwargs=True)
         for one in repeats
     ]
-    inputs = make_batch(model, batch)
+    inputs = make_batch(model, batch, with_labels=loss is None)
     num_tensors = len({id(p) for p in model.parameters() if p.requires_grad})
     per_block = [len(list(model.get_submodule(r.stand_in).parameters())) * (r.count - 1) for r in repeats]
     late = _late_modules(model, repeats)

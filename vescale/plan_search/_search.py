@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +28,7 @@ from vescale.plan_search._candidates import CHECKPOINTS, Family, Rejected, famil
 from vescale.plan_search._choice import Choice, Model, plan_of
 from vescale.plan_search._figures import Figures, Setting, figures_of
 from vescale.plan_search._optimizer_cost import optimizer_cost
-from vescale.plan_search._processes import each
+from vescale.plan_search._processes import each, number_of_processes
 from vescale.plan_search._profile import Profile, profile_of
 from vescale.plan_search._result import Proposal, Search
 from vescale.plan_search._sources import plan_sources
@@ -81,12 +83,25 @@ def search(
     if exact < 0:
         raise SearchError(f"search: exact is {exact}; give 0 or more")
     table = device_of(device)
-    looked = Looked(model, devices, batch, table, optimizer, precision, load, loss, progress or _no_progress)
-    looked.evaluate()
-    looked.estimate_first(exact)
+    with _without_collections():
+        looked = Looked(model, devices, batch, table, optimizer, precision, load, loss, progress or _no_progress)
+        looked.evaluate()
+        looked.estimate_first(exact)
     seconds = time.perf_counter() - began
     proposals = tuple(Proposal(c, f, looked.facts, precision) for c, f in looked.ranked())
     return Search(devices, table, looked.rows, looked.tokens, proposals, tuple(looked.rejected), seconds)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Garbage collections look at all modules that are loaded, again and again; they take a seventh of a search."""
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 def _no_progress(text: str) -> None:
@@ -113,7 +128,7 @@ class Looked:
         self.skeleton = skeleton_of(self.model)
         self.repeats = repeats_of(self.skeleton)
         self.reduced = first_and_last_of(self.skeleton, self.repeats)
-        self.inputs = make_batch(self.skeleton, self.batch)
+        self.inputs = make_batch(self.skeleton, self.batch, with_labels=self.loss is None)
         self.rows, self.length, self.tokens = _sizes(self.inputs)
         self.progress("reading the model")
         self.sources = plan_sources(self.skeleton, self.reduced, self._resized(self.rows))
@@ -286,6 +301,9 @@ class Looked:
             left = [c for c, f in dict(first).items() if not f.is_exact and c not in tried]
             if not left:
                 return
+            idle = -len(left) % number_of_processes()  # the next ones cost no time
+            more = [c for c, f in ranked if c.pp == 1 and not f.is_exact and c not in tried and c not in left]
+            left += more[:idle]
             tried.update(left)
             self.progress(f"estimating {left[0]}" + (f" and {len(left) - 1} others" if len(left) > 1 else ""))
             for choice, found in zip(left, each(self._estimate, left)):
@@ -307,7 +325,9 @@ class Looked:
     def _estimate(self, choice: Choice) -> Figures | Rejected | None:
         """None: of stages, whose figures stay those of the closed form."""
         plan = plan_of(choice, self.facts, self.precision)
-        findings = check(plan, self.skeleton if choice.pp == 1 else self._shortened(choice))
+        findings = check(plan, self.reduced if choice.pp == 1 else self._shortened(choice))
+        if findings and choice.pp == 1:  # an entry may be for a block that was left out
+            findings = check(plan, self.skeleton)
         if findings:
             return Rejected(choice.describe(), "lint", str(findings[0]))
         if choice.pp > 1:

@@ -66,15 +66,12 @@ def _without_sequence(model: nn.Module, inputs: Mapping[str, Any]) -> PlanSource
 def _zoo_name(model: nn.Module, reduced: nn.Module) -> str | None:
     """The plan of the zoo that fits: the one of the model's type, else the one that cuts most; a plan with a finding does
     not fit."""
-    found: list[tuple[bool, float, str]] = []
     own = str(getattr(getattr(model, "config", None), "model_type", ""))
-    for name in plan_zoo.names():
-        if plan_zoo.about(name).axes != ("dp", "tp") or name.endswith("_zero3"):
-            continue
-        plan = plan_zoo.load(name, {"dp": 1, "tp": 1})
-        if not check(plan, reduced):
-            found.append((name == own, coverage(plan_zoo.load(name, {"dp": 1, "tp": 2}), reduced).parameters, name))
-    return max(found, key=lambda one: one[:2])[2] if found else None
+    names = [n for n in plan_zoo.names() if plan_zoo.about(n).axes == ("dp", "tp") and not n.endswith("_zero3")]
+    if own in names and not check(plan_zoo.load(own, {"dp": 1, "tp": 1}), reduced):
+        return own
+    fit = [n for n in names if n != own and not check(plan_zoo.load(n, {"dp": 1, "tp": 1}), reduced)]
+    return max(fit, key=lambda n: coverage(plan_zoo.load(n, {"dp": 1, "tp": 2}), reduced).parameters, default=None)
 
 
 def _of_zoo(name: str) -> Callable[[Mapping[str, int]], Plan]:

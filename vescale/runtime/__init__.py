@@ -10,6 +10,7 @@ from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._missing_values import MissingValuesWarning
 from vescale.runtime._modes import register_mode
 from vescale.runtime._module_calls import resumed, switch_on
+from vescale.runtime._offloaded_tensors import observe_offloaded
 from vescale.runtime._op_saving import SavingRule
 from vescale.runtime._parallelize import (
     finish_gradients,
@@ -56,6 +57,7 @@ __all__ = [
     "locate",
     "module_of_node",
     "no_sync",
+    "observe_offloaded",
     "parallelize",
     "preflight",
     "recomputed_modules",

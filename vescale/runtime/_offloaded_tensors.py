@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,13 +16,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vescale.compat import local_of, make_dtensor, spec_of
 from vescale.runtime._saved_account import storage_of
 
-__all__ = ["OffloadedForward"]
+__all__ = ["OffloadedForward", "observe_offloaded"]
+
+_OBSERVERS: list[Callable[[torch.UntypedStorage], None]] = []
 
 _MIN_BYTES = 1024
 """Smaller tensors stay where they are: a copy costs more than their memory is worth."""
 
 
 _ALIGNMENT = 64  # bytes
+
+
+@contextlib.contextmanager
+def observe_offloaded(observer: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, ``observer`` is called with the memory of each copy on the host, and copies come back as early as on a
+    device, also on a CPU."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
 
 
 def _empty_like(of: torch.Tensor, shift: int, device: torch.device, *, pin_memory: bool = False) -> torch.Tensor:
@@ -57,6 +71,8 @@ class _OnHost:
         self._shift = local.data_ptr() % _ALIGNMENT // local.element_size()
         copy = _empty_like(local, self._shift, torch.device("cpu"), pin_memory=on_gpu)
         self.copy = copy
+        for observer in tuple(_OBSERVERS):
+            observer(copy.untyped_storage())
         self._back: torch.Tensor | None = None
         if not on_gpu:
             _each_once(copy).copy_(_each_once(local))
@@ -70,7 +86,11 @@ class _OnHost:
 
     def prefetch(self, stream: Any) -> None:
         """Start to copy it back; on a CPU nothing is gained by that."""
-        if self.device.type != "cuda" or self._back is not None:
+        if self._back is not None:
+            return
+        if self.device.type != "cuda":
+            if _OBSERVERS:
+                self._back = self._copied()
             return
         with torch.cuda.stream(stream):  # behind the copy to the host, on the same stream
             self._back = _empty_like(self.copy, self._shift, self.device)
@@ -80,9 +100,8 @@ class _OnHost:
 
     def load(self, stream: Any) -> torch.Tensor:
         if self.device.type != "cuda":
-            copied = _empty_like(self.copy, self._shift, self.device)
-            _each_once(copied).copy_(_each_once(self.copy))
-            return copied
+            found, self._back = self._back, None
+            return found if found is not None else self._copied()
         self.prefetch(stream)
         back, self._back = self._back, None
         assert back is not None and self._done is not None
@@ -90,6 +109,11 @@ class _OnHost:
         current.wait_event(self._done)
         back.record_stream(current)
         return back
+
+    def _copied(self) -> torch.Tensor:
+        copied = _empty_like(self.copy, self._shift, self.device)
+        _each_once(copied).copy_(_each_once(self.copy))
+        return copied
 
 
 class OffloadedForward:
@@ -178,7 +202,7 @@ class OffloadedForward:
         if isinstance(packed, torch.Tensor):
             return packed
         on_host, spec, _ = packed
-        if self._stream is not None and not self._is_loading:
+        if (self._stream is not None or _OBSERVERS) and not self._is_loading:
             self._is_loading = True
             self.prefetch()
             before = self._before() if self._before is not None else None

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vescale.simulation._records import Collective, RankRecord, ranks_text
+from vescale.comm import first_difference
+from vescale.simulation._records import COMPARISON, NEW_GROUP, Collective, RankRecord, ranks_text
 
 __all__ = ["Finding", "find"]
 
 _Key = tuple[str, tuple[int, ...]]
+_GROUPS = "call new_group() and init_device_mesh() on all ranks, in the same order, also for groups of other ranks"
 
 
 @dataclass
@@ -83,7 +85,7 @@ class _Replay:
         return self.position[rank] > begin
 
     def _start(self, rank: int, number: int) -> None:
-        one = self.records[rank].collectives[number]
+        one = self.records[rank].calls[number]
         key: _Key = (one.group, tuple(one.ranks))
         if one.op == "recv" and one.peer is None:
             self._from_any[key, rank].append((rank, number))
@@ -94,6 +96,8 @@ class _Replay:
             self._come(("message", key, ends, self._next((one.op, key, ends))), rank, number, {rank, one.peer})
             if one.op == "send":
                 self._serve_any(key, int(one.peer or 0))
+        elif one.op in (COMPARISON, NEW_GROUP):
+            self._come((one.op, one.group), rank, number, set(one.ranks))
         else:
             self._come((key, self._next((key, rank))), rank, number, set(one.ranks))
 
@@ -119,7 +123,7 @@ class _Replay:
                 self._next(("recv", key, name[2]))
                 self._come(name, rank, number, {rank, name[2][0]})
             else:
-                self.place_of[rank, number] = _Place({rank: self.records[rank].collectives[number]}, {rank})
+                self.place_of[rank, number] = _Place({rank: self.records[rank].calls[number]}, {rank})
 
     def _next(self, counter: Any) -> int:
         self._counts[counter] += 1
@@ -127,7 +131,7 @@ class _Replay:
 
     def _come(self, name: Any, rank: int, number: int, ranks: Iterable[int | None]) -> None:
         place = self.places[name]
-        one = self.records[rank].collectives[number]
+        one = self.records[rank].calls[number]
         first = next(iter(place.came.values()), None)
         place.came[rank] = one
         place.needed |= {r for r in ranks if r is not None and r in self.records}
@@ -140,13 +144,15 @@ class _Replay:
 def _steps(record: RankRecord) -> list[int]:
     """The order, with waits for what the program did not wait for where it ends normally."""
     waited = {~step for step in record.order if step < 0}
-    rest = [~n for n in range(len(record.collectives)) if n not in waited]
+    rest = [~n for n in range(len(record.calls)) if n not in waited]
     return [*record.order, *rest] if record.ending.how == "normally" else list(record.order)
 
 
 def _agree(first: Collective, other: Collective) -> bool:
     if first.is_message or other.is_message:
         return first.agreed == other.agreed
+    if first.op == NEW_GROUP == other.op:
+        return first.ranks == other.ranks
     common = first.agreed.keys() & other.agreed.keys()
     return first.op == other.op and all(first.agreed[name] == other.agreed[name] for name in common)
 
@@ -169,7 +175,7 @@ def find(records: Mapping[int, RankRecord]) -> list[Finding]:
         elif kind == "ended":
             found.append(_never_comes(about, ranks, stuck, replay, records))
         elif kind == "failed" and about in failed:
-            one = records[ranks[0]].collectives[stuck[ranks[0]]]
+            one = records[ranks[0]].calls[stuck[ranks[0]]]
             failed[about].text += f"; {_ranks(ranks)} would wait for it in {one.text()}"
     return [*found, *{id(finding): finding for finding in failed.values()}.values()]
 
@@ -228,16 +234,36 @@ def _mismatch(place: _Place) -> Finding:
     first = kinds[0][1]
     if first.is_message:
         rule = "what is sent and what is received must have one size and dtype"
+    elif first.op == COMPARISON:
+        rule = _difference(kinds)
+    elif first.op == NEW_GROUP:
+        rule = f"their groups have one name; {_GROUPS}"
     else:
         rule = "all ranks of a group must call the same collectives, of the same sizes, in the same order"
     return Finding("mismatch", sorted(place.came), first.site, f"{', where '.join(parts)}; {rule}")
 
 
+def _difference(kinds: list[tuple[list[int], Collective]]) -> str:
+    """What differs between descriptions, by the ranks that have them."""
+    first = kinds[0][1]
+    for section in first.agreed:
+        own = {rank: one.agreed.get(section) for ranks, one in kinds for rank in ranks}
+        if all(isinstance(found, list) for found in own.values()):
+            entries = {rank: [(name, text) for name, text in found or ()] for rank, found in own.items()}
+            if len({tuple(found) for found in entries.values()}) > 1:
+                return f"they differ: {first_difference(section, entries).text()}"
+        elif len({str(found) for found in own.values()}) > 1:
+            return f"they differ in {section}"
+    return "they differ"
+
+
 def _deadlock(ranks: tuple[int, ...], stuck: dict[int, int], records: Mapping[int, RankRecord]) -> Finding:
-    parts = [f"rank {rank} waits in {records[rank].collectives[stuck[rank]].text()}" for rank in ranks[:4]]
+    parts = [f"rank {rank} waits in {records[rank].calls[stuck[rank]].text()}" for rank in ranks[:4]]
     more = f", and {len(ranks) - 4} other ranks wait" if len(ranks) > 4 else ""
-    first = records[ranks[0]].collectives[stuck[ranks[0]]]
+    first = records[ranks[0]].calls[stuck[ranks[0]]]
     text = f"{', '.join(parts)}{more}: they wait for each other forever"
+    if any(records[rank].calls[stuck[rank]].op == NEW_GROUP for rank in ranks):
+        return Finding("deadlock", list(ranks), first.site, f"{text}; {_GROUPS}")
     reason = next((why for rank in ranks[1:] if (why := _other_group(first, records[rank]))), "")
     return Finding("deadlock", list(ranks), first.site, f"{text}{f'; rank {ranks[1]} {reason}' if reason else ''}")
 
@@ -249,7 +275,7 @@ def _other_group(one: Collective, record: RankRecord) -> str:
         return ""
     return (
         f"used another group of these ranks ({others[0].group!r}, not {one.group!r}), because it made another number of "
-        "groups before; call new_group() and init_device_mesh() on all ranks, in the same order"
+        f"groups before; {_GROUPS}"
     )
 
 
@@ -258,11 +284,13 @@ def _never_comes(
 ) -> Finding:
     late = about[0]
     direct = [r for r in ranks if late in replay.place_of[r, stuck[r]].lacks()] or ranks
-    one = records[direct[0]].collectives[stuck[direct[0]]]
+    one = records[direct[0]].calls[stuck[direct[0]]]
     absent = [r for r in replay.place_of[direct[0], stuck[direct[0]]].lacks() if replay.waits_at(r) is None]
     text = f"{_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} forever in {one.text()}: {_ranks(absent)} "
     if one.is_message:
         text += f"ended without the {'recv' if one.op == 'send' else 'send'} that belongs to it"
+    elif one.op == NEW_GROUP:
+        text += f"ended without it; {_GROUPS}"
     else:
         text += _other_group(one, records[late]) or "ended without it"
     return Finding("never-comes", sorted({*ranks, *absent}), one.site, text)

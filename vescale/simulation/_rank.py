@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from vescale.buffer import observe_allocations
 from vescale.checkpoint import leave_files_alone
-from vescale.comm import observe
+from vescale.comm import listen_to_descriptions, observe
 from vescale.compat.simulated_ranks import OnHost, become_rank
 from vescale.debug import place_of_traceback
 from vescale.estimation import balanced_tokens
@@ -94,8 +94,9 @@ def _set_environment(rank: int, config: dict[str, Any]) -> None:
 def _run(record: RankRecord, config: dict[str, Any], link: Link) -> None:
     tracer, memory = Tracer(), ScriptMemory()
     mode = SimulatedTensors(memory.log, record.rank, link, tracer)
-    become_rank(record.rank, config["world_size"], SharedStore(link), tracer.waited)
+    become_rank(record.rank, config["world_size"], SharedStore(link), tracer.waited, tracer.made_group)
     observe(tracer)
+    listen_to_descriptions(tracer.compared)
     _ask_stages(link)
     leave_files_alone()
 
@@ -123,7 +124,7 @@ def _run(record: RankRecord, config: dict[str, Any], link: Link) -> None:
         record.ending = _ending(error, config["timeout"])
     signal.setitimer(signal.ITIMER_REAL, 0)
     record.host_seconds = max(0.0, time.thread_time() - begin - mode.seconds - memory.seconds)
-    record.collectives, record.order = tracer.collectives, tracer.order
+    record.calls, record.order = tracer.calls, tracer.order
     record.peak_bytes, record.peak_at, record.categories = memory.peak()
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Collective", "Ending", "RankRecord", "ranks_text"]
+__all__ = ["COMPARISON", "NEW_GROUP", "Collective", "Ending", "RankRecord", "ranks_text"]
+
+# Where ranks meet, and move nothing: to make a group, and to compare a plan, a program or other descriptions.
+NEW_GROUP, COMPARISON = "new_group", "comparison"
 
 
 @dataclass
@@ -19,7 +22,9 @@ class Collective:
         bytes: that this rank receives from others.
         site: who asked for it, and the line of the program.
         peer: of a message, the other rank; None: any.
-        agreed: what must be equal on all ranks of the group, by name: sizes, dtype, root, reduction.
+        agreed: what must be equal on all ranks of the group, by name: sizes, dtype, root, reduction; of a comparison, its
+            sections.
+        about: of a comparison, what it is for.
     """
 
     op: str
@@ -30,6 +35,7 @@ class Collective:
     site: str
     peer: int | None = None
     agreed: dict[str, Any] = field(default_factory=dict)
+    about: str = ""
 
     @property
     def is_message(self) -> bool:
@@ -37,7 +43,10 @@ class Collective:
 
     def text(self) -> str:
         over = f"axis {self.axis!r}" if self.axis else "ranks"
-        details = ", ".join(f"{name} {value}" for name, value in self.agreed.items())
+        if self.op == COMPARISON:
+            return f"{self.about} of ranks {ranks_text(self.ranks)} at {self.site}"
+        agreed = self.agreed if self.op != NEW_GROUP else {}
+        details = ", ".join(f"{name} {value}" for name, value in agreed.items())
         details = f" ({details})" if details else ""
         if self.is_message:
             to = "to" if self.op == "send" else "from"
@@ -65,14 +74,14 @@ class RankRecord:
     """One simulated rank.
 
     Attributes:
-        collectives: in the order in which they were started.
-        order: ``n`` where collective n was started, ``~n`` where the program waited for it.
+        calls: collectives, and where groups were made and descriptions compared, in the order in which they were started.
+        order: ``n`` where call n was started, ``~n`` where the program waited for it.
         peak_bytes: of memory; ``categories``: those of :mod:`vescale.estimation` at that instant.
         host_seconds: processor seconds of the program without those of the simulated ops.
     """
 
     rank: int
-    collectives: list[Collective] = field(default_factory=list)
+    calls: list[Collective] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     peak_bytes: int = 0
     peak_at: str = ""
@@ -80,13 +89,17 @@ class RankRecord:
     host_seconds: float = 0.0
     ending: Ending = field(default_factory=Ending)
 
+    @property
+    def collectives(self) -> list[Collective]:
+        return [one for one in self.calls if one.op not in (NEW_GROUP, COMPARISON)]
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankRecord:
-        collectives = [Collective(**one) for one in data["collectives"]]
-        return cls(**{**data, "collectives": collectives, "ending": Ending(**data["ending"])})
+        calls = [Collective(**one) for one in data["calls"]]
+        return cls(**{**data, "calls": calls, "ending": Ending(**data["ending"])})
 
 
 def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:

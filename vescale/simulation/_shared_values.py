@@ -77,7 +77,7 @@ class SimulatedTensors(UnfilledTensors):
         if func.overloadpacket.__name__ == "wait_tensor":
             self._tracer.waited_for_result(args[0])
             return super()._run(func, args, kwargs, tensors)
-        before = len(self._tracer.collectives)
+        before = len(self._tracer.calls)
         self._tracer.begin_functional()
         result = None
         try:

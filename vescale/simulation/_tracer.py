@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vescale.comm import Operation, received_bytes
+from vescale.comm import Consensus, Description, Operation, received_bytes
 from vescale.compat import tree_leaves
 from vescale.compat.simulated_ranks import reduction_name
-from vescale.debug import CommTrace
-from vescale.simulation._records import Collective
+from vescale.debug import CommTrace, running_place
+from vescale.simulation._records import COMPARISON, NEW_GROUP, Collective
 
 __all__ = ["Call", "Tracer"]
 
@@ -27,6 +29,10 @@ _SIZED = (
     "recv_any_source_",
 )
 # Operators whose sizes must be equal on all ranks. Those of lists may differ by rank, and of all-to-alls as well.
+
+
+_UNKNOWN = ("values", "random state")  # sections of descriptions
+_LISTED = 64  # entries of a section that are kept; of more, a digest
 
 
 @dataclass
@@ -90,12 +96,12 @@ class Tracer(CommTrace):
     """A communication trace, with what ranks must agree on and with waits.
 
     Attributes:
-        collectives, order: see :class:`RankRecord`.
+        calls, order: see :class:`RankRecord`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.collectives: list[Collective] = []
+        self.calls: list[Collective] = []
         self.order: list[int] = []
         self._call: Call | None = None
         self._functional = False
@@ -108,7 +114,7 @@ class Tracer(CommTrace):
         super().started(operation)
         if not self.operations or self.operations[-1] is not operation:
             return
-        number, call = len(self.collectives), self._call
+        number, call = len(self.calls), self._call
         if call is not None and not operation.requester:  # it runs on tensors without elements
             operation.bytes = received_bytes(operation.op, len(call.ranks), *call.sides())
         one = Collective(
@@ -118,10 +124,32 @@ class Tracer(CommTrace):
             one.agreed = call.agreed
         if call is not None and one.is_message:
             one.peer = call.peer
-        self.collectives.append(one)
+        self.calls.append(one)
         self.order.append(number)
         if call is None and not self._functional:  # it cannot be seen where the program waits
             self._wait(number)
+
+    def made_group(self, group: dist.ProcessGroup) -> None:
+        """The program has made a group, in which its ranks meet: backends connect them."""
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) > 1:
+            self._meet(Collective(NEW_GROUP, str(group.group_name), ranks, "", 0, running_place().line))
+
+    def compared(self, consensus: Consensus, about: str, own: Description) -> None:
+        """Ranks compare what they have before the first collective. Their numbers are not known here."""
+        sections = {name: [list(entry) for entry in own[name]] for name in own if name not in _UNKNOWN}
+        agreed: dict[str, Any] = {
+            name: found if len(found) <= _LISTED else sha256(json.dumps(found).encode()).hexdigest()
+            for name, found in sections.items()
+        }
+        line = running_place().line
+        if len(consensus.ranks) > 1:
+            self._meet(Collective(COMPARISON, consensus.place, list(consensus.ranks), "", 0, line, None, agreed, about))
+
+    def _meet(self, one: Collective) -> None:
+        self.calls.append(one)
+        self.order.append(len(self.calls) - 1)
+        self._wait(len(self.calls) - 1)
 
     def begin(self, call: Call) -> None:
         """The next operation is this call."""
@@ -130,9 +158,9 @@ class Tracer(CommTrace):
     def end(self, work: Any) -> int | None:
         """The call has returned. The number of the operation; None: of a group of one rank."""
         call, self._call = self._call, None
-        if call is None or len(call.ranks) == 1 or not self.collectives:
+        if call is None or len(call.ranks) == 1 or not self.calls:
             return None
-        number = len(self.collectives) - 1
+        number = len(self.calls) - 1
         if work is not None:
             self._works[id(work)] = work, number
         if not call.is_async:
@@ -145,10 +173,10 @@ class Tracer(CommTrace):
     def end_functional(self, before: int, result: Any) -> None:
         """A functional collective has returned; ``before``: how many operations there were."""
         self._functional = False
-        if len(self.collectives) > before:
+        if len(self.calls) > before:
             for x in tree_leaves(result):
                 if isinstance(x, torch.Tensor):
-                    self._results[x.untyped_storage()._cdata] = len(self.collectives) - 1
+                    self._results[x.untyped_storage()._cdata] = len(self.calls) - 1
 
     def waited_for_result(self, tensor: torch.Tensor) -> None:
         number = self._results.get(tensor.untyped_storage()._cdata)
