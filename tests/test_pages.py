@@ -57,11 +57,15 @@ def run_pages(pages: list[str], folder: str) -> list[dict[str, Any]]:
     return results
 
 
-def test_blocks_run_on_two_ranks(ranks: RankPools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_blocks_run_on_any_number_of_ranks(ranks: RankPools, tmp_path: Path, world_size: int) -> None:
     pytest.importorskip("transformers")
+    pytest.importorskip("peft")
     pages = [f"docs/{page}.md" for page in PAGES]
-    first, second = ranks.run(run_pages, pages, str(tmp_path), world_size=2)
-    assert first == second
+    found = ranks.run(run_pages, pages, str(tmp_path), world_size=world_size)
+    assert all(losses == found[0] for losses in found)
 
 
 @pytest.mark.parametrize(
