@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.page_preludes import ELSEWHERE, NOT_RUN, PRELUDES, WHOLE
+from tests.page_preludes import ELSEWHERE, NOT_RUN, PRELUDES, RANKS, SETUPS, WHOLE
 from tests.ranks import RankPools
 from vescale.cli._main import COMMANDS
 from vescale.compat import uninstall
@@ -96,6 +96,7 @@ def run_reference(page: str, prelude: str, folder: str) -> int:
         if (page, number) not in NOT_RUN
     ]
     for number, block in found:
+        exec(compile(SETUPS.get((page, number), ""), f"{page}: before block {number}", "exec"), space)
         exec(compile(block, f"{page}: block {number}", "exec"), space)
     dist.barrier()
     return len(found)
@@ -108,7 +109,7 @@ DAILY_REFERENCE = {"fsdp"}
     "page", [pytest.param(page, marks=[] if page in DAILY_REFERENCE else [pytest.mark.slow]) for page in PRELUDES]
 )
 def test_blocks_of_reference_pages_run(page: str, ranks: RankPools, tmp_path: Path) -> None:
-    assert min(ranks.run(run_reference, page, PRELUDES[page], str(tmp_path), world_size=2)) > 0
+    assert min(ranks.run(run_reference, page, PRELUDES[page], str(tmp_path), world_size=RANKS.get(page, 2))) > 0
 
 
 def test_every_block_of_python_runs_somewhere() -> None:
@@ -122,8 +123,10 @@ def test_every_block_of_python_runs_somewhere() -> None:
             if not runs and (path.stem, number) not in NOT_RUN:
                 missing.append(f"{path.name}, block {number}: give it a prelude in tests/page_preludes.py")
     assert not missing, "\n".join(missing)
-    pages = {page: len(blocks(ROOT / "docs" / f"{page}.md")) for page, _ in NOT_RUN}
-    assert all(number < pages[page] for page, number in NOT_RUN), "the table names blocks that are not there"
+    pages = {page: len(blocks(ROOT / "docs" / f"{page}.md")) for page, _ in [*NOT_RUN, *SETUPS]}
+    assert all(number < pages[page] for page, number in [*NOT_RUN, *SETUPS]), (
+        "the table names blocks that are not there"
+    )
     assert all((ROOT / file).exists() for file in ELSEWHERE.values())
     for reason in NOT_RUN.values():
         assert all((ROOT / file).exists() for file in re.findall(r"(?:tests|docs)/[\w/.-]+\w", reason)), reason
