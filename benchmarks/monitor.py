@@ -1,9 +1,9 @@
-"""What ``vescale.debug.monitor`` costs: steps of a tensor-parallel Llama on two gloo ranks, with and without it, by turns.
+"""What ``vescale.debug.monitor`` costs: steps of a tensor-parallel Llama on two gloo ranks.
 
     python benchmarks/monitor.py --steps 120 --hidden 256
 
-Processor time of the rank's own thread, medians of the ratios of neighbouring steps. Steps whose collectives are observed,
-every ``--every``-th one, are told apart. Ranks write JSON lines.
+Processor time of the rank's own thread: medians of ``watch.step`` itself, which is all that the monitor does in a step that
+it does not observe, and of the ratios of neighbouring steps of which one is observed. Ranks write JSON lines.
 """
 
 from __future__ import annotations
@@ -52,38 +52,34 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     for _ in range(5):
         step().item()
     plain: list[float] = []
-    watched: dict[bool, list[float]] = {False: [], True: []}
-    ratios: dict[bool, list[float]] = {False: [], True: []}
-    watch = monitor(model, jsonl=os.path.join(folder, "steps.jsonl"), ranks="all", console=False, every=args.every)
+    calls: list[float] = []  # of watch.step, when nothing is observed
+    ratios: list[float] = []  # of observed steps
+    watch = monitor(model, jsonl=os.path.join(folder, "steps.jsonl"), ranks="all", console=False, every=10**9)
+    watch._meter.stop()  # the first step
     for number in range(args.steps):
-        observed = number % args.every == 0
         pair = {}
-        for is_watched in (False, True) if number % 2 else (True, False):
-            if not is_watched:
-                watch._meter.stop()  # the pair's other step is observed, not this one
-            elif observed:
-                watch._meter.start()
+        for is_observed in (False, True) if number % 2 else (True, False):
             began = time.thread_time()
+            if is_observed:
+                watch._meter.start()
             loss = step()
-            if is_watched:
-                watch.step(loss, tokens=ids.numel())
-            else:
-                loss.item()
-            pair[is_watched] = time.thread_time() - began
+            loss.item()
+            if is_observed:
+                watch._meter.stop()
+            pair[is_observed] = time.thread_time() - began
+            began = time.thread_time()
+            watch.step(loss, tokens=ids.numel())
+            calls.append(time.thread_time() - began)
         plain.append(pair[False])
-        watched[observed].append(pair[True])
-        ratios[observed].append(pair[True] / pair[False])
+        ratios.append(pair[True] / pair[False])
     watch.close()
     if rank == 0:
-        print(f"step without: {1e3 * statistics.median(plain):.2f} ms")
-        for observed, name in ((False, "not observed"), (True, "observed")):
-            print(
-                f"{name:12} steps: {len(ratios[observed]):4}  ratio {statistics.median(ratios[observed]):.4f}  "
-                f"(median {1e3 * statistics.median(watched[observed]):.2f} ms)"
-            )
-        share = 1 / 50  # the default of monitor()
-        mixed = (1 - share) * statistics.median(ratios[False]) + share * statistics.median(ratios[True])
-        print(f"every 50th step observed: {mixed:.4f} times the time without")
+        one, call, ratio = statistics.median(plain), statistics.median(calls), statistics.median(ratios)
+        print(f"step without: {1e3 * one:.2f} ms")
+        print(f"watch.step: {1e3 * call:.3f} ms, {100 * call / one:.2f} % of a step")
+        print(f"observed step: {ratio:.3f} times one that is not ({1e3 * (ratio - 1) * one:.2f} ms more)")
+        for every in (50, 200):
+            print(f"every {every}th step observed: {1 + call / one + (ratio - 1) / every:.4f} times the time without")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -91,7 +87,6 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)

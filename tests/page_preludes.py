@@ -1,11 +1,12 @@
 """What the blocks of reference pages leave out: the model, the mesh, the data around the lines that a page is about.
 
-``PRELUDES`` has, for a page, the code that stands before its blocks; ``NOT_RUN`` the blocks that are only compiled, and why.
+``PRELUDES`` has, for a page, the code that stands before its blocks, ``SETUPS`` what stands before a certain block;
+``NOT_RUN`` has the blocks that are only compiled, and why. ``RANKS``: pages that need another number of ranks than two.
 """
 
 from __future__ import annotations
 
-__all__ = ["ELSEWHERE", "NOT_RUN", "PRELUDES", "WHOLE"]
+__all__ = ["ELSEWHERE", "NOT_RUN", "PRELUDES", "RANKS", "SETUPS", "WHOLE"]
 
 # Pages that are scripts, without a prelude.
 WHOLE = ["all", "choose", "coming-from", "how-to", "index"]
@@ -114,7 +115,55 @@ layer = nn.ModuleDict({"mlp": nn.ModuleDict({"up_proj": nn.Linear(256, 512, bias
 dtensor = distribute_tensor(x, mesh, [Shard(0)])
 """,
     "static": _COMMON + _PLANNED,
+    "debug": _TRAINED
+    + """
+loader, scheduler, loss = [x, x], torch.optim.lr_scheduler.ConstantLR(optimizer), torch.tensor(1.0)
+""",
+    "pipeline": _COMMON
+    + """
+from vescale.pipeline import make_schedule
+class Loss(Net):
+    def forward(self, x):
+        return {"loss": super().forward(x).square().mean()}
+model, batch = Loss(), {"x": x}
+plan = Plan({"pp": 2})
+""",
+    "placements-checkpoint": _COMMON
+    + """
+import torch.distributed.checkpoint as dcp
+values, other_mesh = torch.randn(12, 8), vescale.init_mesh("dp=2,tp=2")
+""",
+    "zoo": _COMMON
+    + """
+from torch.distributed.device_mesh import init_device_mesh
+""",
 }
+
+# (page, number of the block): code before it
+SETUPS = {
+    ("plans", 2): 'mesh = {"dp": 2, "cp": 4}',
+    ("zoo", 1): """
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from vescale.ir import coverage
+mesh = vescale.init_mesh("dp=2,tp=2")
+sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1, "num_experts": 4, "vocab_size": 64}
+model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8))
+""",
+    ("zoo", 2): "model = Net()",
+    ("zoo", 3): """
+mesh = {"dp": 1, "ep": 2, "tp": 2}
+model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8))
+names = ("gate_up_proj", "down_proj")
+model.get_parallel_plan = lambda: {"ep": {f"model.layers.*.mlp.experts.{name}": Shard(0) for name in names}}
+""",
+    ("zoo", 4): """
+gate, rate = nn.Linear(2, 2), 0.01
+gate.num_experts, gate.e_score_correction_bias = 4, torch.zeros(4)
+counts = {gate: torch.arange(4)}
+""",
+}
+
+RANKS = {"placements-checkpoint": 4, "zoo": 4}
 
 # (page, number of the block): only compiled
 NOT_RUN = {
@@ -124,21 +173,10 @@ NOT_RUN = {
     ("dbuffer", 1): "three axes; tests/buffer/test_dbuffer.py",
     ("debug", 0): "starts a watch for the rest of the process; tests/debug/test_hang_report.py",
     ("debug", 1): "counts the collectives of a larger model; tests/debug/test_trace.py",
-    ("debug", 2): "leaves out the training step; tests/debug/test_monitor.py",
     ("debug", 3): "starts jobs of its own; tests/debug/test_verify.py",
     ("debug", 4): "waits for a person; tests/debug/test_breakpoint.py",
     ("optimizers-matrix", 0): "needs a model with these names; tests/optim/test_muon.py",
     ("pipeline", 0): "eight devices; docs/tutorial/5-four-axes.md runs the same on two and four ranks",
-    ("pipeline", 1): "follows the block before; tests/pipeline/test_schedules.py",
-    ("pipeline", 2): "follows the block before; tests/pipeline/test_schedules.py",
-    ("pipeline", 3): "follows the block before; tests/pipeline/test_composition.py",
     ("placements-ops", 0): "the uneven cut is one for three ranks; tests/ops",
     ("placements-ops", 1): "four ranks; tests/ops/test_register_rule.py runs it",
-    ("placements-checkpoint", 0): "the uneven cut is one for four ranks; tests/placements",
-    ("plans", 2): "two axes with several ranks each; tests/plan_zoo/test_context.py",
-    ("zoo", 0): "four ranks; tests/plan_zoo/test_context.py",
-    ("zoo", 1): "three alternatives; tests/plans/test_from_hf.py",
-    ("zoo", 2): "needs a model; tests/ir/test_new_plan.py",
-    ("zoo", 3): "needs a model with such a plan; tests/plans",
-    ("zoo", 4): "a hook of the reader's loop; tests/plan_zoo/test_mixtures.py",
 }

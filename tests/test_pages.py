@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.page_preludes import ELSEWHERE, NOT_RUN, PRELUDES, WHOLE
+from tests.page_preludes import ELSEWHERE, NOT_RUN, PRELUDES, RANKS, SETUPS, WHOLE
 from tests.ranks import RankPools
 from vescale.cli._main import COMMANDS
 from vescale.compat import uninstall
@@ -57,11 +57,15 @@ def run_pages(pages: list[str], folder: str) -> list[dict[str, Any]]:
     return results
 
 
-def test_blocks_run_on_two_ranks(ranks: RankPools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_blocks_run_on_any_number_of_ranks(ranks: RankPools, tmp_path: Path, world_size: int) -> None:
     pytest.importorskip("transformers")
+    pytest.importorskip("peft")
     pages = [f"docs/{page}.md" for page in PAGES]
-    first, second = ranks.run(run_pages, pages, str(tmp_path), world_size=2)
-    assert first == second
+    found = ranks.run(run_pages, pages, str(tmp_path), world_size=world_size)
+    assert all(losses == found[0] for losses in found)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +96,7 @@ def run_reference(page: str, prelude: str, folder: str) -> int:
         if (page, number) not in NOT_RUN
     ]
     for number, block in found:
+        exec(compile(SETUPS.get((page, number), ""), f"{page}: before block {number}", "exec"), space)
         exec(compile(block, f"{page}: block {number}", "exec"), space)
     dist.barrier()
     return len(found)
@@ -104,7 +109,7 @@ DAILY_REFERENCE = {"fsdp"}
     "page", [pytest.param(page, marks=[] if page in DAILY_REFERENCE else [pytest.mark.slow]) for page in PRELUDES]
 )
 def test_blocks_of_reference_pages_run(page: str, ranks: RankPools, tmp_path: Path) -> None:
-    assert min(ranks.run(run_reference, page, PRELUDES[page], str(tmp_path), world_size=2)) > 0
+    assert min(ranks.run(run_reference, page, PRELUDES[page], str(tmp_path), world_size=RANKS.get(page, 2))) > 0
 
 
 def test_every_block_of_python_runs_somewhere() -> None:
@@ -118,8 +123,10 @@ def test_every_block_of_python_runs_somewhere() -> None:
             if not runs and (path.stem, number) not in NOT_RUN:
                 missing.append(f"{path.name}, block {number}: give it a prelude in tests/page_preludes.py")
     assert not missing, "\n".join(missing)
-    pages = {page: len(blocks(ROOT / "docs" / f"{page}.md")) for page, _ in NOT_RUN}
-    assert all(number < pages[page] for page, number in NOT_RUN), "the table names blocks that are not there"
+    pages = {page: len(blocks(ROOT / "docs" / f"{page}.md")) for page, _ in [*NOT_RUN, *SETUPS]}
+    assert all(number < pages[page] for page, number in [*NOT_RUN, *SETUPS]), (
+        "the table names blocks that are not there"
+    )
     assert all((ROOT / file).exists() for file in ELSEWHERE.values())
     for reason in NOT_RUN.values():
         assert all((ROOT / file).exists() for file in re.findall(r"(?:tests|docs)/[\w/.-]+\w", reason)), reason

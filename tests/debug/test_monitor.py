@@ -20,10 +20,11 @@ import vescale
 from tests.ranks import RankPools
 from tests.runtime.llama import make_mesh
 from vescale.comm import Operation
-from vescale.comm._observation import OBSERVERS
+from vescale.comm._observation import METERS, OBSERVERS
 from vescale.debug import StepRecord, comm_trace, flops_per_token, monitor
 from vescale.debug._comm_meter import AxisTraffic, CommMeter
 from vescale.debug._monitor_output import ConsoleLines, line_of
+from vescale.ops import _conversion
 
 
 def net() -> nn.Module:
@@ -90,11 +91,52 @@ def observed(folder: str) -> None:
         axis: {"count": t.count, "bytes": t.bytes, "seconds": t.seconds}
         for axis, t in (kept.records[0].comm or {}).items()
     }
-    assert not OBSERVERS, "nothing is observed any more"
+    assert not (OBSERVERS or METERS), "nothing is observed any more"
 
 
 def test_records_are_what_ran(ranks: RankPools, tmp_path: Path) -> None:
     ranks.run(observed, str(tmp_path), world_size=2)
+
+
+def uneven() -> tuple[int, int, list[str]]:
+    """Features that the ranks do not divide, and a sequence that is cut: reduce-scatters and all-gathers."""
+    plan = vescale.Plan(make_mesh(dp=1, tp=dist.get_world_size()))
+    plan.shard("0.(weight|bias)", Shard(0), mesh="tp").shard("2.weight", Shard(1), mesh="tp")
+    plan.shard("<in:input>", Shard(0), mesh="tp").shard("0.<in>", Replicate(), mesh="tp")
+    plan.shard("2.<out>", Shard(0), mesh="tp").shard("<out>", Replicate(), mesh="tp")
+    model = vescale.parallelize(nn.Sequential(nn.Linear(8, 13), nn.ReLU(), nn.Linear(13, 5)), plan, strict=True)
+    x = torch.randn(7, 8, generator=torch.Generator().manual_seed(1))
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    step()
+    calls: list[str] = []
+    in_python = _conversion._moved_in_python
+    _conversion._moved_in_python = lambda *args: calls.append("") or in_python(*args)  # type: ignore[func-returns-value]
+    try:
+        step()
+        before = len(calls)
+        meter = CommMeter()
+        meter.start()
+        step()
+        meter.stop()
+        assert len(calls) == 2 * before, "collectives stay in C++ while a monitor observes them"
+    finally:
+        _conversion._moved_in_python = in_python
+    with comm_trace() as trace:
+        step()
+    (metered,) = meter.axes.values()
+    assert metered.count == trace.count(axis="tp") == len(trace.operations) >= 4
+    return metered.bytes, trace.bytes(axis="tp"), sorted(o.op for o in trace.operations)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives_of_uneven_parts(ranks: RankPools, world_size: int) -> None:
+    """A monitor counts what calls move, the trace what each rank needs: over all ranks the same, but for padding."""
+    metered, traced, ops = zip(*ranks.run(uneven, world_size=world_size))
+    assert {"all_gather", "reduce_scatter"} <= set(ops[0])
+    assert sum(traced) <= sum(metered) <= 1.2 * sum(traced)
 
 
 def exposed() -> None:
@@ -174,6 +216,15 @@ def test_the_line_of_a_step() -> None:
     ConsoleLines(Console(file=output, markup=False, highlight=False, soft_wrap=True)).write(record)
     speed = "step 20  loss 2.3413  lr 0.001  10,000 tokens/s  MFU 41.2 %  3.0 GiB"
     assert output.getvalue() == f"{speed}  tp 24x 1.5 MiB 3.1 ms  exposed 2.0 ms (2 %)\n"
+    later = io.StringIO()
+    lines = ConsoleLines(Console(file=later, markup=False, highlight=False, soft_wrap=True), seconds=0.05)
+    record.comm = None
+    lines.write(record)  # neither observed, nor late
+    assert not later.getvalue()
+    time.sleep(0.06)
+    lines.write(record)
+    lines.write(record)
+    assert later.getvalue() == f"{speed}\n"
     record.comm, record.exposed_seconds = {"tp": AxisTraffic(24, 100, None)}, None  # on a device
     assert line_of(record).endswith("tp 24x 100 B")
 

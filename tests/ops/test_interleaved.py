@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+import vescale
 from tests.ops.layouts import assert_same, data, mesh_of, place, run_op
 from tests.ranks import RankPools, run_cases
 from vescale.comm import record_comms
@@ -314,3 +315,41 @@ def on_rank_two_axes() -> int:
 
 def test_interleaved_on_two_axes(ranks: RankPools) -> None:
     ranks.run(on_rank_two_axes, world_size=4)
+
+
+class FusedHeads(torch.nn.Module):
+    """Queries, keys and values of one projection, told apart by a view of five dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        q, k, v = self.qkv(x).reshape(rows, length, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        heads = functional.scaled_dot_product_attention(q, k, v)
+        return self.out(heads.transpose(1, 2).reshape(rows, length, 16))
+
+
+def on_rank_fused(sizes: tuple[int, int]) -> None:
+    x = data(0, (7, 5, 16))
+    torch.manual_seed(0)
+    one = FusedHeads()
+    one(x).square().mean().backward()
+    torch.manual_seed(0)
+    plan = vescale.Plan(vescale.init_mesh(f"dp={sizes[0]},tp={sizes[1]}"))
+    plan.shard("<in:x>", Shard(0), mesh="dp").shard("qkv.(weight|bias)", interleaved(0, 3), mesh="tp")
+    plan.shard("qkv.<in>", R, mesh="tp").shard("out.weight", Shard(1), mesh="tp").shard("out.<out>", R, mesh="tp")
+    plan.shard("<out>", R, mesh=("dp", "tp"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = vescale.parallelize(FusedHeads(), plan, strict=True)
+        model(x).square().mean().backward()
+    for (name, parameter), expected in zip(model.named_parameters(), one.parameters(), strict=True):
+        assert parameter.grad is not None and expected.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
+def test_a_plan_with_fused_heads_on_axes_of_one_rank(ranks: RankPools, sizes: tuple[int, int]) -> None:
+    ranks.run(on_rank_fused, sizes, world_size=sizes[0] * sizes[1])

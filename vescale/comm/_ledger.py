@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale.comm._kept_results import KEEPERS, note_communication
-from vescale.comm._observation import AS_PART, OBSERVERS, Part, axes_of
+from vescale.comm._observation import AS_PART, METERS, OBSERVERS, Part, axes_of
 
 __all__ = [
     "LISTENERS",
@@ -115,11 +115,11 @@ def record(
 ) -> contextlib.AbstractContextManager[None]:
     """Enter a collective in the open ledgers of this rank. To observers, collectives that start inside of the returned
     context are this one. Costs nothing if no ledger is open and there is no observer."""
-    if not any(LISTENERS):
+    if not (any(LISTENERS) or METERS):
         return AS_PART
     if KEEPERS:
         note_communication(num_ranks)
-    if not (_OPEN or OBSERVERS):
+    if not (_OPEN or OBSERVERS or METERS):
         return AS_PART
     who = ": ".join(part for part in (current_requester(), requester) if part)
     if _OPEN:

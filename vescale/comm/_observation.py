@@ -21,6 +21,7 @@ from vescale.compat import OBSERVATION, group_description, install_part, on_comp
 
 __all__ = [
     "AS_PART",
+    "METERS",
     "OBSERVERS",
     "Observer",
     "Operation",
@@ -84,7 +85,7 @@ class Operation:
             self.parts = [work for work in self.parts if not work.is_completed()]
             if not self.parts:
                 self.ended = time.time()
-                for observer in tuple(OBSERVERS):
+                for observer in (*OBSERVERS, *METERS):
                     observer.ended(self)
         return self.ended is not None
 
@@ -123,9 +124,12 @@ class Observer:
 
     Attributes:
         timeout: in seconds, used for collectives instead of their group's timeout; None: no change.
+        needs_requesters: False: who asked for a collective need not be known. C++ helpers then keep calling collectives, and
+            an operation that such a helper starts has the name of the call and no requester.
     """
 
     timeout: float | None = None
+    needs_requesters = True
 
     def started(self, operation: Operation) -> None:
         """Called before the operation runs. All observers see the fields that are set here."""
@@ -142,8 +146,10 @@ _SILENT = ("send", "recv")
 """Calls whose works have ended when they have been waited for, and tell nobody."""
 _THREAD = threading.local()
 _LOCK = threading.Lock()
-# It stays the same list.
+# They stay the same lists.
 OBSERVERS: list[Observer] = []
+METERS: list[Observer] = []
+"""Observers that do not need requesters."""
 _COUNTS: dict[str, int] = {}
 _EXPECTED: dict[tuple[int, int], tuple[str, int]] = {}
 _MAX_EXPECTED = 4096
@@ -169,19 +175,20 @@ def tell_wait(op: str, number: int, group: str, ranks: Sequence[int]) -> Operati
 
 def observe(observer: Observer) -> Callable[[], None]:
     """Pass every collective of this process to ``observer`` from now on; the returned function ends that."""
+    observers = OBSERVERS if observer.needs_requesters else METERS
     with _LOCK:
-        if not OBSERVERS:
+        if not (OBSERVERS or METERS):
             require(OBSERVATION)
             _COUNTS.clear()
             _UNTOLD.clear()
             install_part("observation", _run)
-        OBSERVERS.append(observer)
+        observers.append(observer)
 
     def end() -> None:
         with _LOCK:
-            if observer in OBSERVERS:
-                OBSERVERS.remove(observer)
-                if not OBSERVERS:
+            if observer in observers:
+                observers.remove(observer)
+                if not (OBSERVERS or METERS):
                     uninstall_part("observation")
                     for operation in _UNTOLD:  # works hold tensors
                         operation.parts = []
@@ -192,7 +199,7 @@ def observe(observer: Observer) -> Callable[[], None]:
 
 def wait_for_message(work: Any) -> None:
     """``work.wait()`` for a message, whose end is not observable otherwise, with the observers' timeout."""
-    if not OBSERVERS:
+    if not (OBSERVERS or METERS):
         work.wait()
         return
     limit = _time_limit(OBSERVERS)
@@ -242,7 +249,7 @@ def _run(
     call: Callable[[float | None], Any],
 ) -> Any:
     _end_mute()
-    observers = list(OBSERVERS)
+    observers = [*OBSERVERS, *METERS]
     part: Part | None = getattr(_THREAD, "part", None)
     operation = part.operation if part is not None else None
     if operation is None:

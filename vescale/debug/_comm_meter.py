@@ -19,7 +19,8 @@ class AxisTraffic:
     """Collectives of one axis.
 
     Attributes:
-        count: operations; bytes: what this rank received from others, as in :class:`vescale.comm.Operation`.
+        count: operations; bytes: what this rank received from others. Where parts are uneven, what the calls move: an equal
+            share of them, with padding.
         seconds: the time in which at least one of them was under way; None if a device does not tell when they end.
     """
 
@@ -60,6 +61,8 @@ class CommMeter(Observer):
         axes: by the names of the axes that a group spans, joined with ``,``; ``all ranks`` or ``ranks [0, 2]`` for groups
             without names.
     """
+
+    needs_requesters = False
 
     def __init__(self, is_timed: bool = True) -> None:
         self.axes: dict[str, AxisTraffic] = {}

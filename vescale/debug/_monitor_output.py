@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +29,8 @@ class StepRecord:
         tokens: of the whole job in this step; tokens_per_second: of the whole job.
         mfu: model FLOPs utilization: the operations that the model's parameters ask for, as a part of what the devices of
             the job can do; None if one of them is not known.
-        memory_bytes: of a GPU, the peak that was allocated during the step; of a CPU, the process's resident memory.
+        memory_bytes: of a GPU, the peak that was allocated during the step; of a CPU, the process's resident memory,
+            read at most ten times a second.
         comm: collectives by axis; None for a step in which they were not observed.
         exposed_seconds: the part of ``seconds`` in which collectives were under way and this rank did not compute; None
             where that is not known.
@@ -60,13 +62,16 @@ class Output(Protocol):
 
 
 class ConsoleLines:
-    """One line for each observed step."""
+    """One line for each observed step, and for the first one that ends ``seconds`` or more after the last line."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, seconds: float = 10) -> None:
         self._console = console or Console(markup=False, highlight=False, soft_wrap=True)
+        self._seconds, self._printed = seconds, time.perf_counter()
 
     def write(self, record: StepRecord) -> None:
-        if record.comm is not None:
+        now = time.perf_counter()
+        if record.comm is not None or now - self._printed >= self._seconds:
+            self._printed = now
             self._console.print(line_of(record))
 
     def close(self) -> None: ...

@@ -144,8 +144,10 @@ def _placeholder(specs: Any) -> Any:
 
 
 def _is_reported(source: DTensorSpec, target: DTensorSpec) -> bool:
-    """Whether a move gives up a custom placement and gathers more than a single number."""
+    """Whether a move gives up a custom placement, over an axis of several ranks, and gathers more than a single number."""
     if math.prod(source.shape) <= 1 or has_custom(target.placements):
         return False
-    pairs = zip(source.placements, target.placements)
-    return any(isinstance(before, CustomPlacement) and after.is_replicate() for before, after in pairs)
+    triples = zip(source.placements, target.placements, source.mesh.shape)
+    return any(
+        isinstance(before, CustomPlacement) and after.is_replicate() and size > 1 for before, after, size in triples
+    )

@@ -93,7 +93,16 @@ def _in_shape(
     placement: Placement, shape: tuple[int, ...], new_shape: tuple[int, ...], num_ranks: int, together: bool, left: int
 ) -> Placement | None:
     """``together``: with other cuts of the same dim, which have to be independent of each other; ``left``: what earlier
-    ones leave of it."""
+    ones leave of it.
+
+    One rank holds all, whatever dim is named. It is the dim that more ranks would cut, so that ops which follow find the
+    placements that they have on other meshes.
+    """
+    if num_ranks == 1 and isinstance(placement, InterleavedShard):
+        for several in _prime_factors(left // placement.num_chunks):
+            found = _in_shape(placement, shape, new_shape, several, together, left)
+            if found is not None:
+                return found
     if isinstance(placement, Shard | StridedShard | InterleavedShard):
         size, rest = divmod(left, split_factor(placement))
         inner = 1
@@ -129,6 +138,21 @@ def _in_shape(
                 return FlattenedShard(d, period // after, 1)
             return Shard(d) if outer == 1 else InterleavedShard(d, outer)
     return None
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Each once, in ascending order."""
+    found = []
+    factor = 2
+    while number > 1:
+        if factor * factor > number:
+            factor = number
+        if number % factor == 0:
+            found.append(factor)
+            while number % factor == 0:
+                number //= factor
+        factor += 1
+    return found
 
 
 def _candidates(dim: int, shape: tuple[int, ...], new_shape: tuple[int, ...], behind: int) -> list[int]:
