@@ -5,6 +5,7 @@ from vescale.checks._backward_graph import describe_backward
 from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
 from vescale.checks._mismatches import (
+    ACCUMULATED,
     COMPUTED,
     DRAWN,
     GENERATING,
@@ -32,6 +33,7 @@ from vescale.checks._start import start_checks, start_checks_among, step_checks
 from vescale.checks._steps import LocalPart, StepChecks
 
 __all__ = [
+    "ACCUMULATED",
     "COMPUTED",
     "DRAWN",
     "GENERATING",

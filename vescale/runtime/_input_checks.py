@@ -271,12 +271,11 @@ def note_backward(losses: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
 
 
 def _begin_backward(runtime: Runtime, reducer: GradientReducer | None, model: str, step: int) -> None:
-    if _COMPUTED:
+    if reducer is None or reducer.syncs:
         rows = _COMPUTED.get(runtime.checks)
         while rows:
             name, text = rows.pop(0)
             runtime.checks.note(f"{COMPUTED}{name}", text)
-    if reducer is None or reducer.syncs:
         runtime.checks.backward(model, step, runtime.number)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale.checks import STATE, WRITTEN, hash_of, tensor_text
+from vescale.checks import ACCUMULATED, STATE, WRITTEN, hash_of, tensor_text
 from vescale.compat import local_of, spec_of
 from vescale.runtime._runtime import Runtime
 
@@ -77,7 +77,10 @@ def _gradients_and_writes(runtime: Runtime, module: torch.nn.Module) -> Iterator
         if text
         else ""
     )
-    yield f"{WRITTEN}which parameters have a gradient from before", text or ("none" if names else "all")
+    yield (
+        f"{WRITTEN}which parameters have a gradient from before",
+        ACCUMULATED if runtime.gradients.has_accumulated else text or ("none" if names else "all"),
+    )
 
 
 def add_replica(
