@@ -1,24 +1,9 @@
 """Mistakes of the script around a model that would end in wrong numbers or a hang: found, and told with the edit."""
 
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
-from vescale.checks._backward_graph import describe_backward
 from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
-from vescale.checks._mismatches import (
-    ACCUMULATED,
-    COMPUTED,
-    DRAWN,
-    GENERATING,
-    MADE,
-    PARTS,
-    SEED,
-    STATE,
-    WRITTEN,
-    InputMismatchError,
-    StepMismatchError,
-    parts_text,
-)
-from vescale.checks._optimizer_steps import watch_optimizers
+from vescale.checks._mismatches import DRAWN, GENERATING, MADE, SEED, STATE, InputMismatchError, StepMismatchError
 from vescale.checks._parameter_names import known_names
 from vescale.checks._random_states import RandomStates, describe_draw
 from vescale.checks._repeated_parts import RepeatedPartsWarning
@@ -33,15 +18,11 @@ from vescale.checks._start import start_checks, start_checks_among, step_checks
 from vescale.checks._steps import LocalPart, StepChecks
 
 __all__ = [
-    "ACCUMULATED",
-    "COMPUTED",
     "DRAWN",
     "GENERATING",
     "MADE",
-    "PARTS",
     "SEED",
     "STATE",
-    "WRITTEN",
     "InputMismatchError",
     "LocalPart",
     "RandomStates",
@@ -56,13 +37,11 @@ __all__ = [
     "check_every",
     "check_mode",
     "describe",
-    "describe_backward",
     "describe_draw",
     "hash_of",
     "is_unchecked",
     "known_names",
     "listed_optimizers",
-    "parts_text",
     "replacement_of",
     "sample",
     "start_checks",
@@ -71,5 +50,4 @@ __all__ = [
     "sum_of_bits",
     "tensor_text",
     "unchecked",
-    "watch_optimizers",
 ]

@@ -40,7 +40,6 @@ from vescale.checks._axis_meetings import AxisMeetings
 from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import digest_of, hash_of
 from vescale.checks._mismatches import (
-    NOTHING_COMPUTED,
     SAME_STEPS,
     SEVERAL_THREADS,
     InputMismatchError,
@@ -85,8 +84,6 @@ class StepChecks:
         waits: whether ranks wait for each other.
         is_due: whether values are compared in this forward: sums of all bits.
         samples: whether what is given in this forward is compared by samples of it, and described only where these differ.
-        names_gradients: whether ranks have gradients of the same parameters; not in local regions.
-        graph_begins: the number that the first autograd node after the last forward got, or will get.
         num_models: that are, or were, compared here. Models are known by their numbers, as they may be of one class.
     """
 
@@ -103,7 +100,6 @@ class StepChecks:
         self._forwards = 0
         self._awaited: tuple[str, int, int] | None
         self.num_models = 0
-        self.names_gradients, self.graph_begins = True, 0
         self._noted: list[tuple[str, str]]
         self._open: deque[str] = deque()
         self._lock = threading.Lock()  # one event at a time
@@ -174,8 +170,6 @@ class StepChecks:
     def finish(self) -> None:
         """Of ranks that had no backward, where others may have had one."""
         if self._awaited is not None:
-            if self.is_due:
-                self.note(NOTHING_COMPUTED, "")
             self.backward(*self._awaited)
 
     def agree(self, what: str, rows: Rows) -> None:

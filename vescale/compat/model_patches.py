@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,11 +20,10 @@ from torch.nn.modules.module import (
 
 from vescale.compat.dispatch import take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
-from vescale.compat.model_hooks import DispatchListener, ModelHooks
+from vescale.compat.model_hooks import ModelHooks
 from vescale.compat.native_dispatch import answer_mixed_calls, native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
-from vescale.errors import ForeignToolError
 
 __all__ = [
     "accept_plain_operands",
@@ -77,34 +75,6 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
     changes.attribute(dispatcher, "redistribute_local_args", redistribute_local_args)
 
 
-def _observe_backwards(changes: Changes, listener: DispatchListener) -> None:
-    original, begins = torch.autograd._engine_run_backward, listener.begins_backward
-
-    @functools.wraps(original)
-    def _engine_run_backward(losses: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        begins(losses, gradients)
-        return original(losses, gradients, *args, **kwargs)
-
-    changes.attribute(torch.autograd, "_engine_run_backward", _engine_run_backward)
-
-
-def _refuse_swaps(changes: Changes) -> None:
-    """The reducer of gradients holds the parameters, so that PyTorch cannot put others in their place."""
-    original = torch.utils.swap_tensors
-
-    @functools.wraps(original)
-    def swap_tensors(t1: Any, t2: Any) -> None:
-        if isinstance(t1, DTensor) and t1.requires_grad and weakref.getweakrefs(t1):
-            raise ForeignToolError(
-                f"a parameter of shape {tuple(t1.shape)} placed as {tuple(t1.placements)} is to be replaced in place, and "
-                "the gradient hooks of parallelize hold it. Add a parametrization that computes a new original (orthogonal, "
-                "spectral_norm) before parallelize, and move or convert the model before"
-            )
-        original(t1, t2)
-
-    changes.attribute(torch.utils, "swap_tensors", swap_tensors)
-
-
 def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     """Tell the listener of in-place ops and those with ``out=``, and bring copies up to date before they are read.
 
@@ -114,7 +84,6 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     original = tensor_dispatch.get_active_debug_mode
     tail = type(DTensor._op_dispatcher)._dispatch_fast_path_python_tail.__code__
     copies, listener = hooks.view_copies, hooks.listener
-    _observe_backwards(changes, listener)
 
     @functools.wraps(original)
     def get_active_debug_mode() -> Any:
@@ -187,7 +156,6 @@ def _written(call: Mapping[str, Any]) -> list[DTensor]:
 
 
 def observe_registrations(changes: Changes, hooks: ModelHooks) -> None:
-    _refuse_swaps(changes)
     changes.on_undo(register_module_module_registration_hook(hooks.registered).remove)
     changes.on_undo(register_module_parameter_registration_hook(hooks.registered).remove)
 

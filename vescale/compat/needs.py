@@ -93,7 +93,7 @@ torch._C._distributed_c10d: _register_work
 torch._guards: detect_fake_mode(inputs)
 torch._ops: OpOverload
 torch._subclasses.fake_tensor: DataDependentOutputException; DynamicOutputShapeException; FakeTensor
-torch.autograd: Variable._execution_engine; _engine_run_backward
+torch.autograd: Variable._execution_engine
 torch.autograd.forward_ad: _current_level
 torch.autograd.profiler: _is_profiler_enabled
 torch.distributed: ProcessGroup._device_types; ProcessGroup._get_backend; _Work;

@@ -140,23 +140,19 @@ PATCHES: tuple[Patch, ...] = (
           "gloo's missing all-to-all is logged by the first rank alone)",
           "PyTorch moves operands without telling anybody", "models", model_patches.observe_redistributions,
           issue="pytorch#166593"),
-    Patch(f"torch.distributed.tensor._dispatch.get_active_debug_mode; {_DTENSOR}.to_local, full_tensor, redistribute; "
-          "torch.autograd._engine_run_backward",
-          "while gathered copies are viewed, writes to them reach their originals, and reads see writes to these; ranks "
-          "compare reads, and the losses that a backward begins from",
-          "x[0].zero_() of a tensor sharded over dim 0 is lost; no hook of a graph tells its losses", "models",
-          model_patches.observe_writes,
+    Patch(f"torch.distributed.tensor._dispatch.get_active_debug_mode; {_DTENSOR}.to_local, full_tensor, redistribute",
+          "while gathered copies are viewed, writes to them reach their originals, and reads see writes to these",
+          "x[0].zero_() of a tensor sharded over dim 0 is lost", "models", model_patches.observe_writes,
           issue="pytorch#147570"),
     Patch(f"{_DISPATCHER}._try_replicate_spec_for_scalar_tensor; _custom_op_handlers: losses, index_put, fill_ and "
           "some gradients",
           "inside of a model, a plain tensor among DTensors is the same on every rank",
           "PyTorch refuses plain tensors that are not scalars, in some ops before it asks for a decision", "models",
           model_patches.accept_plain_operands, issue="pytorch#115297"),
-    Patch("torch.nn.modules.module: register_module_module_registration_hook, register_module_parameter_registration_hook; "
-          "torch.utils.swap_tensors",
-          "tells of modules and parameters that are added to a model; refuses others in the place of its own",
+    Patch("torch.nn.modules.module: register_module_module_registration_hook, register_module_parameter_registration_hook",
+          "tells of modules and parameters that are added to a model",
           "PEFT takes the shape of an adapter from the local part of its base layer's weight; plain parameters that come "
-          "later are not reduced, and PyTorch does not say why it cannot swap one that hooks hold", "models",
+          "later are not reduced", "models",
           model_patches.observe_registrations),
     Patch(f"{_DTENSOR}.__format__, tolist, numpy, __array__; methods and attributes of torch._C.TensorBase",
           'f"{loss:.3f}"; the whole value; the others run without the mode of a model\'s forward, where it does nothing',

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.checks import (
-    COMPUTED,
     GENERATING,
     MADE,
-    PARTS,
+    STATE,
     InputMismatchError,
     LocalPart,
     RandomStates,
-    StepChecks,
     describe,
-    describe_backward,
     describe_draw,
+    hash_of,
     is_unchecked,
-    parts_text,
     sample,
     step_checks,
     tensor_text,
@@ -38,8 +33,8 @@ from vescale.compat import (
     has_dispatch_modes,
     in_backward,
     in_transform,
+    local_of,
     no_torch_function,
-    sequence_number,
     spec_of,
     tensors_in,
 )
@@ -50,7 +45,6 @@ from vescale.placements import local_region, shard_dim
 from vescale.rng import default_generator
 from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._placing import Placing
-from vescale.runtime._replicated_state import add_replica, find_replicas, long_axes
 from vescale.runtime._runtime import Runtime
 
 __all__ = [
@@ -59,7 +53,6 @@ __all__ = [
     "check_move",
     "check_read",
     "draws_of_this_rank",
-    "note_backward",
     "note_draw",
     "note_made",
     "note_plain_value",
@@ -112,13 +105,9 @@ def check_inputs(
             if fully and not watched:
                 runtime.compares_made = True
                 runtime.random_states = RandomStates(names_state=not runtime.has_local_regions)
-                replicas = find_replicas(runtime)
-                inputs += replicas.pop(long_axes(runtime), [])
+                replicas = _replicas(runtime)
+                inputs += replicas.pop(_long_axes(runtime), [])
             for name, value, placing in named(args, kwargs):
-                if fully and not watched:
-                    for index, tensor in enumerate(tensors_in(value)):
-                        if isinstance(tensor, DTensor):
-                            add_replica(runtime, replicas, f"input {name!r}, tensor {index}", tensor)
                 if is_generating or placing is None or not placing.takes_local_parts:
                     if not watched:
                         inputs += describe(name, value, fully=fully)
@@ -161,6 +150,62 @@ _MODES = {
     for training in (True, False)
     for grad in (True, False)
 }
+_MAX_NAMES = 120
+
+
+def _long_axes(runtime: Runtime) -> tuple[int, ...]:
+    return tuple(axis for axis, size in enumerate(runtime.mesh.shape) if size > 1)
+
+
+def _replicas(runtime: Runtime) -> dict[tuple[int, ...], list[tuple[str, str]]]:
+    """By axes along which ranks have the same part: parameters, and what tells their values. On devices whose
+    kernels do not repeat their bits, before the first forward only."""
+    module, long = runtime.root, _long_axes(runtime)
+    found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    frozen: list[str] = []
+    if module is None:
+        return found
+    for name, tensor in module.named_parameters():
+        if isinstance(tensor, DTensor) and tensor.device_mesh == runtime.mesh:
+            if not tensor.requires_grad:
+                frozen.append(name)
+            _add_replica(runtime, found, f"parameter {name!r}", tensor)
+    for name, buffer in module.named_buffers():
+        # In a region, they may count what the rank has seen.
+        if not runtime.is_in_local_region(name) and id(buffer) not in runtime.differ_on_purpose:
+            _add_replica(runtime, found, f"buffer {name!r}", buffer)
+    if frozen:
+        names = ", ".join(frozen)
+        text = names if len(names) < _MAX_NAMES else f"{names[:_MAX_NAMES]}... ({len(frozen)}, {hash_of(names)})"
+    rows = found.setdefault(long, [])
+    rows.append((f"{STATE}requires_grad", f"False of {text}" if frozen else "True of all"))
+    for path, part in module.named_modules():
+        if part.training != module.training:
+            rows.append((f"{STATE}training of module {path!r}", str(part.training)))
+        if runtime.num_forwards == 1:
+            rows += _hyperparameters(path, part)
+    return found
+
+
+def _add_replica(
+    runtime: Runtime, found: dict[tuple[int, ...], list[tuple[str, str]]], name: str, tensor: torch.Tensor
+) -> None:
+    axes, local = _long_axes(runtime), tensor
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != runtime.mesh:
+            return
+        axes, local = tuple(axis for axis in axes if tensor.placements[axis].is_replicate()), local_of(tensor)
+    if axes and (local.is_cpu or runtime.num_forwards == 1):
+        found.setdefault(axes, []).append((f"{STATE}{name}", tensor_text(local.detach(), fully=True)))
+
+
+def _hyperparameters(path: str, module: torch.nn.Module) -> list[tuple[str, str]]:
+    """The numbers among what a module declares as its constants, as PyTorch's own do: probabilities, momenta, epsilons."""
+    own = vars(module)
+    constants = [(name, own.get(name)) for name in getattr(type(module), "__constants__", ())]
+    return [
+        (f"{STATE}{name} of module {path!r}", repr(x)) for name, x in constants if isinstance(x, bool | int | float)
+    ]
 
 
 def _global_shape(
@@ -244,11 +289,6 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
     checks = runtime.checks
     if not (checks.is_on and checks.waits and torch.is_grad_enabled()):
         return
-    checks.graph_begins = sequence_number()
-    if checks.is_due:
-        _COMPUTED.setdefault(checks, [])
-    else:
-        _COMPUTED.pop(checks, None)
     for tensor in (outputs,) if type(outputs) is DTensor else tensors_in(outputs):
         if not tensor.is_leaf:
             step, reducer = checks.await_backward(model, runtime.number), runtime.gradients.reducer
@@ -256,26 +296,8 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
             return
 
 
-_COMPUTED: weakref.WeakKeyDictionary[StepChecks, list[tuple[str, str]]] = weakref.WeakKeyDictionary()
-"""Of those whose last forward is compared fully, what the running backward begins from."""
-
-
-def note_backward(losses: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Before a backward: what a script has computed of outputs, which is compared if the backward reaches the model."""
-    if not _COMPUTED or in_backward() or running_module() is not None or has_dispatch_modes() or is_unchecked():
-        return
-    for checks in tuple(_COMPUTED):
-        if checks.is_on:
-            with no_torch_function():
-                _COMPUTED[checks] = describe_backward(losses, gradients, checks.graph_begins)
-
-
 def _begin_backward(runtime: Runtime, reducer: GradientReducer | None, model: str, step: int) -> None:
     if reducer is None or reducer.syncs:
-        rows = _COMPUTED.get(runtime.checks)
-        while rows:
-            name, text = rows.pop(0)
-            runtime.checks.note(f"{COMPUTED}{name}", text)
         runtime.checks.backward(model, step, runtime.number)
 
 
@@ -311,10 +333,7 @@ def note_plain_value(op: str, name: str, tensor: torch.Tensor, mesh: Any) -> Non
 
 
 def check_loaded(module: Any, state: Mapping[str, Any], prefix: str) -> None:
-    """Before tensors are loaded into a model: plain ones are the same on every rank, and parts are this rank's.
-
-    Raises InputMismatchError, on every rank.
-    """
+    """Before plain tensors are loaded into a model: they are the same on every rank."""
     runtime = Runtime.of(module)
     if runtime is None or not runtime.checks.is_on:
         return
@@ -327,23 +346,5 @@ def check_loaded(module: Any, state: Mapping[str, Any], prefix: str) -> None:
         for name, value in found
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     ]
-    loaded = [(n, v) for n, v in found if isinstance(v, DTensor) and v.device_mesh is not runtime.mesh]
-    other = [(name, place) for name, value in loaded if (place := _part_of_another_rank(value)) is not None]
-    if loaded:
-        rows.append((PARTS, f"{other[0][0]!r} of {other[0][1]}" if other else "this rank's"))
     if rows:
         runtime.checks.agree(f"load_state_dict of {type(module).__name__}", rows)
-    if other:
-        text = parts_text(f"load_state_dict of {type(module).__name__}", f"{other[0][0]!r} of {other[0][1]}")
-        raise InputMismatchError(text, [dist.get_rank()])
-
-
-def _part_of_another_rank(loaded: DTensor) -> str | None:
-    """The place of the rank that has written ``loaded`` to a file, if this rank holds another part of it; a mesh is pickled
-    with the coordinate of the rank that does it."""
-    mesh, written = loaded.device_mesh, loaded.device_mesh.get_coordinate()
-    own = (mesh.mesh == dist.get_rank()).nonzero().tolist() if dist.is_initialized() else []
-    if written is None or not own:
-        return None
-    cut = [a for a, p in enumerate(loaded.placements) if not p.is_replicate() and written[a] != own[0][a]]
-    return f"the rank at {tuple(written)} of the mesh" if cut else None
