@@ -81,7 +81,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 NEEDS = _parsed("""
-torch: Tensor.register_post_accumulate_grad_hook(hook); _assert_async; _foreach_copy_; _foreach_mul_; _foreach_norm
+torch: Tensor.register_post_accumulate_grad_hook(hook); _assert_async; _foreach_copy_; _foreach_mul_; _foreach_norm;
+    _meta_registrations
 torch._C: DisableTorchFunction; _current_autograd_node; _functorch.get_unwrapped;
     _functorch.is_functorch_wrapped_tensor; _functorch.peek_interpreter_stack; _current_graph_task_id;
     _disabled_torch_function_impl; DispatchKey.CompositeImplicitAutograd; _clear_DTensor_sharding_propagator_cache;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,9 +103,13 @@ class Cut:
                 "pipeline: a stage cannot begin before the model itself; name one of its modules", entry.source
             )
         read = stages_that_read(model, splits)
-        stage_of = _stages_of_modules(
-            model, splits, explicit, {n: next(iter(s)) for n, s in read.items() if len(s) == 1}
-        )
+        names_of = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        only = {  # a tied parameter does not tell which of its modules reads it
+            name: next(iter(read[name]))
+            for name, parameter in model.named_parameters()
+            if len(read.get(name, ())) == 1 and names_of[id(parameter)] == 1
+        }
+        stage_of = _stages_of_modules(model, splits, explicit, only)
         if list(splits) != sorted(splits, key=lambda name: list(stage_of).index(name)):
             raise PipelineCutError(
                 f"pipeline: the stages begin before {', '.join(splits)}, which are not in order", entry.source
@@ -167,7 +172,7 @@ def _stages_of_modules(
     model: nn.Module, splits: Sequence[str], explicit: Mapping[str, int], read: Mapping[str, int]
 ) -> dict[str, int]:
     """The stage of each module: the given one, else the one stage in which a forward reads its parameters, as far as that is
-    known (``read``, by parameter), else by the order of the model's modules, in which a stage begins at its split."""
+    known (``read``, by untied parameter), else by the order of the model's modules, in which a stage begins at its split."""
     stage_of: dict[str, int] = {}
     current, containers = 0, _containers(splits)
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
