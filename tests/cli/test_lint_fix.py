@@ -105,6 +105,15 @@ def test_rows_that_are_cut_as_columns(run: Callable[..., tuple[int, str]]) -> No
     assert run(wrong, *INPUT, "--ignore", "implicit")[0] == 0
 
 
+def test_stages_of_a_pipeline_are_looked_at(run: Callable[..., tuple[int, str]]) -> None:
+    staged = (
+        GOOD.replace("{tp: 2}", "{pp: 2, tp: 2}") + "pipeline: {split_before: [layers.3], microbatches: 2, loss: out}\n"
+    )
+    assert run(staged, *INPUT) == (0, "no findings\n")
+    code, out = run(staged.replace("pipeline:", "  layers.\\d.norm.weight: {tp: S(0)}\npipeline:"), *INPUT)
+    assert code == 1 and "the parameter 'weight' as tp=S(0) and needs tp=R" in out
+
+
 def test_fix_writes_entries_that_run_without_implicit_communication(run: Callable[..., tuple[int, str]]) -> None:
     wrong = GOOD.replace("o_proj.weight: {tp: S(1)}", "o_proj.weight: {tp: S(0)}")
     code, out = run(wrong, *INPUT, "--fix")

@@ -35,6 +35,8 @@ def implicit_reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], lo
 
     Raises what ``parallelize`` and the forward raise: code that branches on values may not run without them.
     """
+    if plan.pipeline_entry is not None:  # stages run the same ops; the model as a whole shows them all
+        plan = plan.stage_plan()
     repeats = repeats_of(model)
     copied = first_and_last_of(model, repeats)
     try:
