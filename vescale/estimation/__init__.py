@@ -16,7 +16,7 @@ from vescale.estimation._optimizers import OPTIMIZERS, make_optimizer
 from vescale.estimation._rank_memory import RankMemory
 from vescale.estimation._received_tokens import balanced_tokens
 from vescale.estimation._reference_job import on_processors, references
-from vescale.estimation._rehearsal import Rehearsal, classify, rehearse
+from vescale.estimation._rehearsal import Rehearsal, classify, rehearse, without_collections
 from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of
 from vescale.estimation._sliders import sliders_of
 from vescale.estimation._step_time import (
@@ -87,6 +87,7 @@ __all__ = [
     "trained_share",
     "unit_paths",
     "what_if",
+    "without_collections",
     "zero_plan",
     "zero_table",
 ]

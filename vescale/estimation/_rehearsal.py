@@ -218,15 +218,22 @@ def given(mode: UnfilledTensors, value: Any) -> Any:
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """The program around sees neither random numbers, nor warnings, nor garbage collections."""
-    was_collecting = gc.isenabled()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), unchecked(), torch.enable_grad():
         warnings.simplefilter("ignore")
-        gc.disable()
-        try:
+        with without_collections():
             yield
-        finally:
-            if was_collecting:
-                gc.enable()
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Garbage collections look at all modules that are loaded, again and again."""
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 def classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Rehearsal) -> None:

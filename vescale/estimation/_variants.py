@@ -59,15 +59,15 @@ def changed(estimate: Estimate, changes: Mapping[str, str], label: str) -> dict[
             _change(given, name, value, _unit_paths(estimate))
         other = estimate.again(**given)
     except Exception as error:
-        return {"what_if": label, **_row_of_error(error)}
+        if not _is_refusal(error):
+            raise
+        return {"what_if": label, "error": str(error)}
     return {"what_if": label, **row_of(other)}
 
 
-def _row_of_error(error: Exception) -> dict[str, Any]:
-    """Of a choice that is possible, and that the plan, the model or the optimizer does not take; others raise again."""
-    if not isinstance(error, Coded) or isinstance(error, ArgumentTypeError | EstimateArgumentError | WhatIfError):
-        raise error
-    return {"error": str(error)}
+def _is_refusal(error: Exception) -> bool:
+    """Whether the plan, the model or the optimizer does not take a choice that is possible."""
+    return isinstance(error, Coded) and not isinstance(error, ArgumentTypeError | EstimateArgumentError | WhatIfError)
 
 
 def row_of(estimate: Estimate) -> dict[str, Any]:
@@ -198,7 +198,9 @@ def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
                 given["plan"] = hybrid_plan(plan, data[0], part, _unit_paths(estimate))
                 row = row_of(estimate.again(**given))
             except Exception as error:
-                row = _row_of_error(error)
+                if not _is_refusal(error):
+                    raise
+                row = {"error": str(error)}
             rows.append({"stage": f"HSDP {size // part}x{part}", **row})
     return [{key: value for key, value in row.items() if key != "what_if"} for row in rows]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +20,7 @@ from vescale.estimation import (
     repeats_of,
     skeleton_of,
     unit_paths,
+    without_collections,
 )
 from vescale.ir import check
 from vescale.plan_search._candidates import CHECKPOINTS, Family, Rejected, families
@@ -83,25 +82,13 @@ def search(
     if exact < 0:
         raise SearchError(f"search: exact is {exact}; give 0 or more")
     table = device_of(device)
-    with _without_collections():
+    with without_collections():  # they take a seventh of a search
         looked = Looked(model, devices, batch, table, optimizer, precision, load, loss, progress or _no_progress)
         looked.evaluate()
         looked.estimate_first(exact)
     seconds = time.perf_counter() - began
     proposals = tuple(Proposal(c, f, looked.facts, precision) for c, f in looked.ranked())
     return Search(devices, table, looked.rows, looked.tokens, proposals, tuple(looked.rejected), seconds)
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Garbage collections look at all modules that are loaded, again and again; they take a seventh of a search."""
-    was_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_collecting:
-            gc.enable()
 
 
 def _no_progress(text: str) -> None:
