@@ -90,6 +90,10 @@ def misused(folder: str) -> None:
                 ConsensusError, match=r"every rank of the mesh has to call it.*ranks \[1\] did not come"
             ):
                 model.save_pretrained(f"{folder}/alone")
+        dist.barrier()
+        if rank == 1:  # a rank that comes late learns of it, and all ranks have counted this call
+            with pytest.raises(ConsensusError, match=r"ranks \[1\] did not come"):
+                model.save_pretrained(f"{folder}/alone")
     finally:
         del os.environ["VESCALE_TIMEOUT"]
     assert not os.path.exists(f"{folder}/alone")
