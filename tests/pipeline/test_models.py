@@ -224,6 +224,11 @@ class Losses(nn.Module):
             return (each * valid).sum().div(count) if "method" in self.kind else (each * valid).sum() / count
         if first == "product":
             return (1.0 / valid.sum()) * (each * valid).sum()
+        if first == "in_place":  # as models with a loss of balance do
+            loss = F.cross_entropy(rows, targets)
+            term = rows.pow(2).mean()
+            loss += 0.01 * (term.sqrt() if "root" in self.kind else term)
+            return loss.mul_(2.0)
         found: torch.Tensor = {
             "sum": lambda: F.cross_entropy(rows, targets, reduction="sum"),
             "number": lambda: F.cross_entropy(rows, targets, reduction="sum") / targets.numel(),
@@ -257,8 +262,10 @@ SUMS = [
     "several",
     "stacked",
     "read",
+    "in_place",
 ]
 REFUSED = {
+    "in_place root": "aten.sqrt.default is taken of a sum or mean",
     "root": "aten.sqrt.default is taken of a sum or mean",
     "contrast": r"cross_entropy of tensors of shapes \(8, 8\) and \(2, 2\)",
     "mixed": "adds a mean over rows, or what does not depend on them, to a sum",

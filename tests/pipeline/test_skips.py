@@ -62,6 +62,12 @@ class Passing(Block):
         return x, mask, {"half": x.chunk(2, dim=-1)[0]}
 
 
+class Keeping(Passing):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        self.kept = x * 2.0
+        return super().forward(x, mask)
+
+
 class Encoding(nn.Module):
     """One embedding for two sequences and the head; the decoder reads what the encoder made, in every block, and writes in
     place to what it gets."""
@@ -95,6 +101,38 @@ class Half(nn.Module):
         return self.dropout(self.norm(x))
 
 
+class Collecting(nn.Module):
+    """Hooks collect the first argument and the results of blocks, and the result of a module in each of them, as those of
+    Hugging Face's ``output_hidden_states`` and ``output_router_logits``; the loss is of some of them, by position."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH, dropout) for _ in range(8))
+        self.head = nn.Linear(WIDTH, WORDS)
+        for block in self.blocks.children():
+            block.register_forward_hook(self.keep, with_kwargs=True)
+            block.get_submodule("up").register_forward_hook(self.keep_inner)
+
+    def keep(self, _: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        self.states += [output] if self.states else [kwargs["x"], output]
+
+    def keep_inner(self, _: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.logits.append((output.float(), output))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.states: list[torch.Tensor] = []
+        self.logits: list[tuple[torch.Tensor, torch.Tensor]] = []
+        mask = (ids != 0).unsqueeze(-1).double()
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x=x, mask=mask)
+        x = self.head(x + 0.5 * self.states[1] + self.states[0] + self.states[6].tanh())
+        loss = F.cross_entropy(x.flatten(0, 1), labels.flatten())
+        loss += 0.1 * torch.cat([inner.double() for _, inner in self.logits], dim=-1).pow(2).mean()
+        return {"loss": loss}
+
+
 MODELS: dict[str, tuple[type[nn.Module], dict[int, list[str]]]] = {
     "branches": (
         Branches,
@@ -108,6 +146,7 @@ MODELS: dict[str, tuple[type[nn.Module], dict[int, list[str]]]] = {
         Encoding,
         {2: ["decoder.blocks.1"], 4: ["encoder.blocks.1", "decoder.embed", "decoder.blocks.1"]},
     ),
+    "collecting": (Collecting, {2: ["blocks.4"], 4: ["blocks.2", "blocks.4", "blocks.6"]}),
 }
 
 
@@ -184,13 +223,15 @@ class Sharing(Branches):
 class Hidden(Branches):
     """A later stage reads what a module has made and not returned."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.down[0] = Keeping(0.0)
+
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        kept: list[torch.Tensor] = []
-        self.down[0].up.register_forward_hook(lambda module, args, out: kept.append(out))
         x, mask = self.embed(ids), torch.ones(1).double()
         for block in self.down:
             x, mask, _ = block(x, mask)
-        return {"loss": kept[0].mean() + x.mean()}
+        return {"loss": self.down[0].kept.mean() + x.mean()}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,15 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-__all__ = ["CALL_OVERRIDE", "GLOBAL_HOOKS", "HOOKS_OF_MODULES", "MODULE_CALL", "call_module", "shorten_call"]
+__all__ = [
+    "CALL_OVERRIDE",
+    "GLOBAL_HOOKS",
+    "HOOKS_OF_MODULES",
+    "MODULE_CALL",
+    "call_module",
+    "forward_hooks",
+    "shorten_call",
+]
 
 MODULE_CALL = nn.Module._call_impl  # runs the hooks and the forward of a module
 CALL_OVERRIDE = "_compiled_call_impl"  # an attribute that is called in place of ``MODULE_CALL`` where it is not None
@@ -27,6 +35,12 @@ GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
 def call_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The hooks and the forward of a module, whatever ``CALL_OVERRIDE`` is."""
     return module._call_impl(*args, **kwargs)
+
+
+def forward_hooks(module: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
+    """The forward hooks of a module, each with whether it takes keyword arguments; without global ones."""
+    named = module._forward_hooks_with_kwargs
+    return [(hook, key in named) for key, hook in module._forward_hooks.items()]
 
 
 def shorten_call(module: nn.Module, native: Any) -> None:

@@ -50,12 +50,14 @@ def is_mean_of_labels(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[s
 
 @dataclass(frozen=True)
 class _Operand:
-    """``node``: the op that made it, of a tensor that depends on parameters."""
+    """``node``: the op that made it, of a tensor that depends on parameters. ``mean_of``: what it is a mean over labels of.
+    Both before the op, which may write to it."""
 
     tensor: torch.Tensor
     node: int | None
     depends: bool
     of_batch: bool
+    mean_of: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ class LossNodes:
         """After an op. ``depends``: whether the tensor with an id depends on parameters, or is one; ``call``: the number of
         the multiplication of scalars that the op is a part of."""
         tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        operands = tuple(_Operand(t, self.of.get(id(t)), depends(id(t)), id(t) in self.batch) for t in tensors)
+        operands = tuple(
+            _Operand(t, self.of.get(id(t)), depends(id(t)), id(t) in self.batch, self.mean_of(t)) for t in tensors
+        )
         of_batch = any(operand.of_batch for operand in operands)
         if of_batch and func is aten._local_scalar_dense.default and not tensors[0].is_meta:
             self.read.add(tensors[0].item())
@@ -101,6 +105,13 @@ class LossNodes:
         if any(operand.depends for operand in operands):
             self.nodes.append(_Node(func, args, kwargs, operands, of_batch, call))
             self.of.update((id(out), len(self.nodes) - 1) for out in outs)
+        if func._schema.is_mutable:
+            for out in outs:
+                self.means.pop(id(out), None)
+
+    def mean_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        found = self.means.get(id(tensor))
+        return None if found is None else found[1]
 
 
 class LossCalls(TorchFunctionMode):
@@ -184,12 +195,12 @@ class _Analysis:
         self.has_other_means = False  # than those over labels
 
     def of_tensor(self, big: torch.Tensor, small: torch.Tensor) -> float | None:
-        if id(big) in self._whole.means and id(small) in self._part.means:
-            return self._mean(big, small)
-        first, second = self._whole.of.get(id(big)), self._part.of.get(id(small))
-        if first is None or second is None:
-            return None
-        return self._of_node(first, second)
+        return self._of_operand(
+            *(
+                _Operand(tensor, nodes.of.get(id(tensor)), True, True, nodes.mean_of(tensor))
+                for nodes, tensor in ((self._whole, big), (self._part, small))
+            )
+        )
 
     def _of_node(self, big: int, small: int) -> float | None:
         one, other = self._whole.nodes[big], self._part.nodes[small]
@@ -226,16 +237,16 @@ class _Analysis:
         return any(isinstance(v, int | float) and v != 0 for v in node.args[:2])
 
     def _of_operand(self, big: _Operand, small: _Operand) -> float | None:
-        if id(big.tensor) in self._whole.means and id(small.tensor) in self._part.means:
-            return self._mean(big.tensor, small.tensor)
+        if big.mean_of is not None and small.mean_of is not None:
+            return self._mean(big.mean_of, small.mean_of)
         if big.node is None or small.node is None:
             return None
         return self._of_node(big.node, small.node)
 
     def _mean(self, big: torch.Tensor, small: torch.Tensor) -> float:
-        inputs = self._whole.means[id(big)][1], self._part.means[id(small)][1]
-        if inputs[0].shape[1:] != inputs[1].shape[1:]:
-            self._check_rows("cross_entropy", [inputs])
+        """Of means over labels of ``big`` and ``small``."""
+        if big.shape[1:] != small.shape[1:]:
+            self._check_rows("cross_entropy", [(big, small)])
         return 1.0 / self._count
 
     def _check_rows(self, op: Any, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

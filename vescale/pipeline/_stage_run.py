@@ -18,7 +18,8 @@ from vescale.errors import PipelineCallError, PipelineTraceError
 from vescale.pipeline._batch_reads import Place, ReadCalls
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._gates import Gate, StageEnd, current_run
-from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TensorLike, TracedCall
+from vescale.pipeline._hooked_calls import TensorLike, call_hooks, seeing_values
+from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TracedCall
 from vescale.placements import contiguous_stride
 from vescale.plans import PipelineEntry
 from vescale.rng import default_generator
@@ -37,6 +38,7 @@ def _leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 class Surroundings(Protocol):
     """What a forward reads of its runner; ``states``: of the generator behind calls that were skipped, by their number."""
 
+    model: nn.Module
     mesh: DeviceMesh
     device: torch.device
     entry: PipelineEntry
@@ -98,12 +100,21 @@ class StageRun:
         number = self.number - 1
         self.depth += 1
         try:
-            result = proceed(*args, **kwargs)
+            with self._around_hooks(gate, number):
+                result = proceed(*args, **kwargs)
         finally:
             self.depth -= 1
         if self.leaving:
             self._see_leaves(number, tree_flatten(result)[0])
         return result
+
+    def _around_hooks(self, gate: Gate, number: int) -> contextlib.AbstractContextManager[None]:
+        """Around a call of a module of this stage: what hooks keep in it may have to be sent."""
+        hooked = self.known.part.calls[number].hooked
+        if not hooked or not self.leaving:
+            return contextlib.nullcontext()
+        module = self.runner.model.get_submodule(gate.path)
+        return seeing_values(hooked, module, lambda place, n, value: self._see(Origin(None, number, n, place), value))
 
     def _see(self, origin: Origin, value: Any) -> None:
         if origin in self.leaving:
@@ -131,7 +142,25 @@ class StageRun:
         elif self.replaced:
             args, kwargs = self._replace(args, kwargs)
         call = self._next_call(gate)
-        return args, kwargs, None if self.begun else (self._stand_in(call, args, kwargs),)
+        if self.begun:
+            return args, kwargs, None
+        made = self._stand_in(call, args, kwargs)
+        if call.hooked:
+            self._call_hooks(gate, call, args, kwargs, made)
+        return args, kwargs, (made,)
+
+    def _call_hooks(self, gate: Gate, call: TracedCall, args: Any, kwargs: Any, made: Any) -> None:
+        """Of the module that is answered, and those in it, with what stands for values."""
+        module = self.runner.model.get_submodule(gate.path)
+        for hooked in call.hooked:
+            values = (args, kwargs, made)
+            if hooked.path:
+                leaves = [self._placeholder(leaf) if isinstance(leaf, TensorLike) else leaf for leaf in hooked.leaves]
+                values = tree_unflatten(leaves, hooked.tree)
+            for n, leaf in enumerate(tree_flatten(values)[0]):
+                if isinstance(leaf, torch.Tensor):
+                    self._see(Origin(None, self.number - 1, n, hooked.place), leaf)
+            call_hooks(hooked, module, *values)
 
     def _next_call(self, gate: Gate) -> TracedCall:
         call = self._check_call(gate)

@@ -20,9 +20,10 @@ from vescale.pipeline._batch_reads import BatchReads, Place, ReadCalls
 from vescale.pipeline._carried import Carried
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, running
+from vescale.pipeline._hooked_calls import TensorLike, noting_hooks
 from vescale.pipeline._loss_sums import LossCalls, LossNodes
 from vescale.pipeline._parameter_reads import SHAPE_ONLY
-from vescale.pipeline._traced import LossTerm, Origin, OuterResults, TensorLike, Trace, TracedCall
+from vescale.pipeline._traced import LossTerm, Origin, OuterResults, Trace, TracedCall
 from vescale.pipeline._unknown_values import refuse_reading, why_unknown
 from vescale.rng import Draw
 
@@ -125,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         self, skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], source: Any, answers: Mapping[Place, Any]
     ) -> None:
         super().__init__()
-        self.cut, self.source = cut, source
+        self.skeleton, self.cut, self.source = skeleton, cut, source
         self.owners = {id(p): (n, cut.owners[n]) for n, p in skeleton.named_parameters()}
         self.stage, self.inside, self.failed_inside = 0, None, ""
         self.arguments: frozenset[int] = frozenset()
@@ -170,8 +171,14 @@ class _Recorder(TorchDispatchMode):
         self.called.add(gate.path)
         before, number = len(self.draws), len(self.calls)
         self.inside, self.arguments = gate.path, frozenset(map(id, given))  # type: ignore[assignment]
+        module = self.skeleton.get_submodule(gate.path)
         try:
-            result = proceed(*args, **kwargs)
+            with noting_hooks(
+                module,
+                lambda: len(self.keep),
+                lambda place, n, value: self.note_origin(Origin(None, number, n, place), value),
+            ) as hooked:
+                result = proceed(*args, **kwargs)
         except NotImplementedError:
             self.failed_inside = gate.path
             raise
@@ -183,7 +190,7 @@ class _Recorder(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and n not in same:
                 self.note_origin(Origin(None, number, n), leaf)
         shapes = [TensorLike(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves]
-        self.calls.append(TracedCall(gate.path, tuple(shapes), tree, tuple(self.draws[before:]), same))
+        self.calls.append(TracedCall(gate.path, tuple(shapes), tree, tuple(self.draws[before:]), same, tuple(hooked)))
         return result
 
     def note_origin(self, origin: Origin, tensor: torch.Tensor) -> None:

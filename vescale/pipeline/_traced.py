@@ -12,19 +12,22 @@ from torch.overrides import TorchFunctionMode
 
 from vescale.compat.tensor_subclasses import tree_flatten
 from vescale.pipeline._batch_reads import BatchReads
+from vescale.pipeline._hooked_calls import HookedCall
 from vescale.pipeline._loss_sums import LossNodes
 from vescale.rng import Draw
 
-__all__ = ["NOTHING", "Boundary", "LossTerm", "Origin", "OuterResults", "TensorLike", "Trace", "TracedCall"]
+__all__ = ["NOTHING", "Boundary", "LossTerm", "Origin", "OuterResults", "Trace", "TracedCall"]
 
 
 class Origin(NamedTuple):
     """Where a forward gets a tensor from: leaf ``leaf`` of the result of call ``number`` of a gated module, or (with
-    ``function``) of call ``number``, outside of them, of a torch function with results of the same shapes."""
+    ``function``) of call ``number``, outside of them, of a torch function with results of the same shapes, or (with
+    ``inside``) of what hooks in that call see: the :attr:`HookedCall.place`."""
 
     function: Any
     number: int
     leaf: int
+    inside: tuple[str, int] | None = None
 
 
 class OuterResults(TorchFunctionMode):
@@ -83,19 +86,15 @@ NOTHING = Boundary((), (), (), (), (), 0, -1)
 @dataclass(frozen=True)
 class TracedCall:
     """A call of a gated module: its result as (leaves with (shape, dtype) in place of tensors, tree), and what it draws.
-    ``same``: leaves of the result that are leaves of the arguments, by position."""
+    ``same``: leaves of the result that are leaves of the arguments, by position; ``hooked``: calls in it whose hooks keep
+    something."""
 
     path: str
     leaves: tuple[Any, ...]
     tree: Any
     draws: tuple[Draw, ...]
     same: Mapping[int, int]
-
-
-@dataclass(frozen=True)
-class TensorLike:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    hooked: tuple[HookedCall, ...]
 
 
 @dataclass
