@@ -18,6 +18,7 @@ from torch import nn
 
 from vescale.compat import MODULE_CALL
 from vescale.runtime import CheckpointedForward
+from vescale.static._exchanged_code import is_exchanged
 from vescale.static._source import code_objects
 
 __all__ = ["CallTree", "FunctionCall", "Site", "is_recorded"]
@@ -73,6 +74,8 @@ class CallTree:
         self.functions: dict[types.CodeType, dict[str, Any]] = {}  # all that ran, with their globals
         self.on_function: Callable[[types.CodeType, dict[str, Any]], None] = lambda code, held: None
         """Called with the code and the globals of each function before it runs for the first time."""
+        self.has_exchanged_code = False
+        """Whether another thread had exchanged the code of a function that ran, of which nothing is known then."""
         self._current_module = current_module
         self._is_root = True
         self._running: list[tuple[types.FrameType, FunctionCall]] = []
@@ -106,6 +109,7 @@ class CallTree:
         if not is_recorded(frame.f_code.co_filename) or self._is_of_the_runtime(frame.f_back):
             return None
         if frame.f_code not in self.functions:
+            self.has_exchanged_code |= is_exchanged(frame.f_code)
             self.functions[frame.f_code] = frame.f_globals
             self.on_function(frame.f_code, frame.f_globals)
         call = self._find(frame)

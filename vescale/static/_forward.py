@@ -316,6 +316,8 @@ class StaticForward:
         if recorder is None or not recorder.is_complete:
             return None
         del self._recorders[key]
+        if recorder.tree.has_exchanged_code:
+            return None
         program = self.programs[key] = StaticProgram(
             self.runtime, model, recorded(recorder, self.runtime.mesh), recorder.guards
         )

@@ -26,6 +26,7 @@ from vescale.static._analysis import FunctionPlan, ModulePlan
 from vescale.static._call_site_functions import EagerCall, map_in_order, read_sizes, take_sizes
 from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._early_inputs import Entered
+from vescale.static._exchanged_code import code_of
 from vescale.static._guards import Guards
 from vescale.static._local_functions import local_function
 from vescale.static._local_parameter import LocalParameter
@@ -174,8 +175,8 @@ class StaticProgram:
                 self._hide()
 
     def _show(self) -> None:
-        self._shown.show()
         self._guarded.show()
+        self._shown.show()
         try:
             for parameter in self._parameters:
                 parameter.show()
@@ -244,7 +245,7 @@ class StaticProgram:
         if isinstance(function, types.MethodType):
             return types.MethodType(self._patched(function.__func__, plan, module), function.__self__)
         code = patched_code(plan.source, plan.patch)
-        if code is None or not isinstance(function, types.FunctionType) or function.__code__ is not plan.call.code:
+        if code is None or not isinstance(function, types.FunctionType) or code_of(function) is not plan.call.code:
             raise UnrecordedError(f"{function} is another function than was recorded")
         self.originals.update(zip(code_objects(code), code_objects(plan.call.code), strict=False))
         cells: dict[str, Any] = {REFUSE: functools.partial(_refuse, plan.call.code.co_filename), SLICE: slice}
@@ -353,7 +354,7 @@ class _Swap:
                 function, own = type(called).forward, called
             else:
                 function, own = type(called).__call__, called
-            if getattr(function, "__code__", None) not in self.plans and not self.has_sites:
+            if code_of(function) not in self.plans and not self.has_sites:
                 if not self.is_guarded and isinstance(self.plans, dict):  # those of a file are not known in advance
                     missing = self.guarded.add(self.plans, called)
                     if missing:
@@ -362,7 +363,7 @@ class _Swap:
                 return called  # getattr, or a class, which calls the recorded function in turn
         made = self.made.get(function)
         if made is None:
-            code = getattr(function, "__code__", None)
+            code = code_of(function)
             if code is None or code not in self.plans:
                 raise UnrecordedError(f"{function} is another function than was recorded")
             plan = self.plans[code]

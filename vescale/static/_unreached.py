@@ -6,11 +6,10 @@ from __future__ import annotations
 import ast
 import functools
 import gc
-import threading
 import types
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from vescale.runtime import current_activation
 from vescale.static._branches import untaken_of
 from vescale.static._call_tree import FunctionCall
+from vescale.static._exchanged_code import ExchangedFunction, code_of
 from vescale.static._patch import REFUSE, Patch, patched_code
 from vescale.static._source import FunctionSource, source_of
 from vescale.static._tensor_type import UnrecordedError
@@ -75,6 +75,7 @@ def _may_call(source: FunctionSource, patch: Patch) -> bool:
     return any(not isinstance(node, _HARMLESS) for part in refused for node in ast.walk(part))
 
 
+@functools.lru_cache(maxsize=4096)  # the same code for all who guard the same branches: threads may share it
 def _guarded(source: FunctionSource, patch: Patch) -> types.CodeType | None:
     """None if it cannot stand in place of the function's code."""
     with warnings.catch_warnings():
@@ -101,8 +102,14 @@ def _refuse(file: str, line: int) -> None:
         raise UnrecordedError(f"{file}:{line} was not recorded")
 
 
-_lock = threading.Lock()
-_users: Counter[int] = Counter()  # static forwards that run with a function's guarded code, by id of the function
+def _use(exchanged: ExchangedFunction, used: Sequence[ExchangedFunction]) -> None:
+    """Raises UnrecordedError, and releases ``used``, while another thread has other code there."""
+    if exchanged.use():
+        return
+    for each in used:
+        each.release()
+    name = exchanged.function.__qualname__
+    raise UnrecordedError(f"another thread runs {name} in a static forward of another record")
 
 
 class GuardedFunctions:
@@ -114,7 +121,7 @@ class GuardedFunctions:
 
     def __init__(self, unreached: UnreachedFunctions) -> None:
         self._unreached = unreached
-        self._functions: list[tuple[types.FunctionType, types.CodeType, types.CodeType]] = []
+        self._functions: list[ExchangedFunction] = []
         self._known: set[types.CodeType] = set()
         self._num_shown = 0
         self.missing = self.add(unreached.codes, None)
@@ -129,33 +136,24 @@ class GuardedFunctions:
         }
         found = {code: functions_with(code, called, self._unreached.held.get(code, {})) for code in new}
         self._known.update(code for code in codes if found.get(code, True))
-        with _lock:
-            for code, functions in found.items():
-                for function in functions:
-                    row = function, code, new[code]
-                    self._functions.append(row)
-                    for _ in range(self._num_shown):
-                        self._show(row)
+        for code, functions in found.items():
+            for function in functions:
+                exchanged = ExchangedFunction(function, code, new[code])
+                for number in range(self._num_shown):
+                    _use(exchanged, [exchanged] * number)
+                self._functions.append(exchanged)
         return [f"{code.co_filename}:{code.co_firstlineno}" for code, functions in found.items() if not functions]
 
-    def _show(self, row: tuple[types.FunctionType, types.CodeType, types.CodeType]) -> None:
-        function, _, guarded = row
-        _users[id(function)] += 1
-        function.__code__ = guarded
-
     def show(self) -> None:
-        with _lock:
-            self._num_shown += 1
-            for row in self._functions:
-                self._show(row)
+        """Raises UnrecordedError, with nothing changed, while another thread has other code in a function."""
+        for number, exchanged in enumerate(self._functions):
+            _use(exchanged, self._functions[:number])
+        self._num_shown += 1
 
     def hide(self) -> None:
-        with _lock:
-            self._num_shown -= 1
-            for function, code, _ in self._functions:
-                _users[id(function)] -= 1
-                if not _users[id(function)]:
-                    function.__code__ = code
+        self._num_shown -= 1
+        for exchanged in self._functions:
+            exchanged.release()
 
 
 def functions_with(code: types.CodeType, called: Any, held: Mapping[str, Any]) -> list[types.FunctionType]:
@@ -163,12 +161,12 @@ def functions_with(code: types.CodeType, called: Any, held: Mapping[str, Any]) -
     objects. None where some may be left out: those that ``gc.freeze`` has taken away cannot be searched."""
     methods = [value for base in called.__mro__ for value in vars(base).values()] if isinstance(called, type) else []
     named = [*methods, _named(code.co_qualname, held)]
-    found = {id(f): f for value in named for f in _functions_of(value) if f.__code__ is code}
+    found = {id(f): f for value in named for f in _functions_of(value) if code_of(f) is code}
     if found:
         return list(found.values())
     if gc.get_freeze_count():
         return []
-    return [f for f in gc.get_objects() if type(f) is types.FunctionType and f.__code__ is code]
+    return [f for f in gc.get_objects() if type(f) is types.FunctionType and code_of(f) is code]
 
 
 def _named(name: str, held: Mapping[str, Any]) -> Any:
