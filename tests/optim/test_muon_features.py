@@ -255,6 +255,28 @@ def test_what_surrounds_a_step() -> None:
         assert torch.equal(mine, theirs) and torch.equal(mine, third)
 
 
+@pytest.mark.parametrize("kind", [Muon, Shampoo, SOAP], ids=lambda kind: kind.__name__)
+def test_a_refused_group_leaves_no_trace(kind: Any) -> None:
+    """Its parameters are new when they are given again, with other options: they were updated by those of the refused group."""
+    torch.manual_seed(0)
+    first, second, third = (nn.Parameter(torch.randn(6, 4)) for _ in range(3))
+    optimizer = kind([first], lr=0.1)
+    with pytest.raises(ValueError, match="does not divide"):
+        optimizer.add_param_group({"params": [second, nn.Parameter(torch.randn(5, 4))], "blocks": 2})
+    assert len(optimizer.param_groups) == len(optimizer.parameter_reports()) == 1 and second not in optimizer.state
+    optimizer.add_param_group({"params": [second], "algorithm": "adamw", "lr": 0.5})
+    with torch.no_grad():
+        third.copy_(second)
+    alone = torch.optim.AdamW([third], lr=0.5)
+    for _ in range(2):
+        for parameter in (first, second):
+            parameter.grad = torch.randn(6, 4)
+        third.grad = second.grad
+        optimizer.step()
+        alone.step()
+    torch.testing.assert_close(second, third)
+
+
 def test_the_state_of_another_algorithm_is_refused() -> None:
     a, b = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(4, 4))
     saved = Muon([{"params": [("a", a), ("b", b)]}]).state_dict()

@@ -108,18 +108,24 @@ class MatrixParameters:
 
         Ranks of a mesh compare what they have been given, through the store: no collective.
 
-        Raises ValueError on every rank if it differs, or for a parameter that has no owner.
+        Raises ValueError on every rank if it differs, or for a parameter that has no owner; nothing is changed then.
         """
-        new = []
-        for group, names in zip(groups, shown_names(groups)):
-            for name, tensor in zip(names, group["params"]):
-                if tensor not in self.number_of:
-                    parameter = MatrixParameter(len(self.all), name, tensor, group, _place(tensor, name))
-                    parameter.grid = self._algorithm.grid(parameter)
-                    self.number_of[tensor] = parameter.number
-                    self.all.append(parameter)
-                    new.append(parameter)
-        self._plan(new)
+        new: list[MatrixParameter] = []
+        try:
+            for group, names in zip(groups, shown_names(groups)):
+                for name, tensor in zip(names, group["params"]):
+                    if tensor not in self.number_of:
+                        parameter = MatrixParameter(len(self.all), name, tensor, group, _place(tensor, name))
+                        parameter.grid = self._algorithm.grid(parameter)
+                        self.number_of[tensor] = parameter.number
+                        self.all.append(parameter)
+                        new.append(parameter)
+            self._plan(new)
+        except BaseException:
+            for parameter in new:
+                del self.number_of[parameter.tensor]
+            del self.all[len(self.all) - len(new) :]
+            raise
         return new
 
     def replace(
