@@ -12,6 +12,7 @@ from vescale.compat import note_writes
 from vescale.errors import OptimizerOptionError, OptimizerParameterError
 from vescale.optim._adamw_update import ADAMW_DEFAULTS, adamw_states, adamw_update
 from vescale.optim._agreed_gradients import agreed_gradients
+from vescale.optim._graph_capture import check_no_capture
 from vescale.optim._linked_ranks import LinkedRanks
 from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep
@@ -103,6 +104,11 @@ class MatrixOptimizer(ExactStates):
         """The update of a parameter of the algorithm that has no matrices."""
         raise NotImplementedError
 
+    def _check_capture(self) -> None:
+        """Raises ValueError while a CUDA graph is captured and the host computes something of a step."""
+        if any(group["algorithm"] == "adamw" and not group["capturable"] for group in self.param_groups):
+            check_no_capture("AdamW's step number", 'give groups with algorithm="adamw" capturable=True')
+
     # The interface of torch.optim.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -163,7 +169,7 @@ class MatrixOptimizer(ExactStates):
         tensor = parameter.tensor
         if tensor.requires_grad and tensor.device.type != "meta" and not self.state.get(tensor):
             if parameter.group["algorithm"] == "adamw":
-                self.state[tensor] = adamw_states(tensor)
+                self.state[tensor] = adamw_states(tensor, parameter.group)
             else:
                 self._make_states(parameter)
 
@@ -179,6 +185,7 @@ class MatrixOptimizer(ExactStates):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_capture()
         parameters = self._known().all
         if any(parameter.tensor.device.type == "meta" for parameter in parameters):
             raise OptimizerParameterError(
@@ -271,6 +278,8 @@ class MatrixOptimizer(ExactStates):
         groups = {tensor: group for group in self.param_groups for tensor in group["params"]}
         for parameter in self._known().all:
             parameter.group = groups[parameter.tensor]  # the groups are new objects
+            if parameter.group.get("capturable") and (state := self.state.get(parameter.tensor)):
+                state["step"] = state["step"].to(parameter.tensor.device)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {key: value for key, value in self.__dict__.items() if key.startswith("_") and key in _OPTIONS}

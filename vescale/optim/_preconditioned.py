@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vescale.errors import OptimizerOptionError
+from vescale.optim._graph_capture import check_no_capture
 from vescale.optim._matrix_optimizer import MatrixOptimizer
 from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
 from vescale.optim._matrix_schedule import OwnedMatrix
@@ -35,6 +36,9 @@ class PreconditionedOptimizer(MatrixOptimizer):
         for name in ("precondition_frequency", "max_preconditioner_dim"):
             if type(group[name]) is not int or group[name] < 1:
                 raise OptimizerOptionError(f"{name}={group[name]!r}; give a positive integer")
+
+    def _check_capture(self) -> None:
+        check_no_capture("which roots and bases are due", "call step() outside of the graph")
 
     def _kinds(self, matrices: Sequence[OwnedMatrix]) -> list[int]:
         known = self.__dict__.setdefault("_phases", {})
