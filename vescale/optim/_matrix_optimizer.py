@@ -57,7 +57,7 @@ class MatrixOptimizer(ExactStates):
         self._linked = LinkedRanks(type(self).__name__)
         super().__init__(params, {"algorithm": self.algorithm, **defaults})
         self._parameters = MatrixParameters(
-            Algorithm(self._grid, self._cost, self._kinds, self._dtypes), self._split_replicas
+            Algorithm(self._grid, self._cost, self._kinds, self._dtypes, self._announce), self._split_replicas
         )
         self._take_new()
 
@@ -73,6 +73,9 @@ class MatrixOptimizer(ExactStates):
     def _kinds(self, matrices: Sequence[OwnedMatrix]) -> list[int]:
         """Matrices of one kind are also balanced among themselves."""
         return [0] * len(matrices)
+
+    def _announce(self, parameters: Sequence[MatrixParameter]) -> None:
+        """New parameters of this rank, perhaps none, before they are given to owners; ranks call it together."""
 
     def _dtypes(self, parameter: MatrixParameter) -> tuple[torch.dtype, torch.dtype]:
         """What travels to the owner, and back."""
@@ -128,6 +131,9 @@ class MatrixOptimizer(ExactStates):
                 )
             for key, value in ADAMW_DEFAULTS.items():
                 param_group.setdefault(key, value)
+        is_empty = isinstance(param_group["params"], list) and not param_group["params"]
+        if is_empty and self.param_groups and "param_names" in self.param_groups[0]:
+            param_group.setdefault("param_names", [])  # of a stage without such parameters; for PyTorch it has no names
         given = set(param_group)
         super().add_param_group(param_group)
         if algorithm == "adamw":
@@ -291,7 +297,7 @@ class MatrixOptimizer(ExactStates):
             self._exchanges = {}
             self._linked = LinkedRanks(type(self).__name__)
             self._parameters = MatrixParameters(
-                Algorithm(self._grid, self._cost, self._kinds, self._dtypes), self._split_replicas
+                Algorithm(self._grid, self._cost, self._kinds, self._dtypes, lambda _: None), self._split_replicas
             )
             self._take_new()
 

@@ -74,12 +74,13 @@ class MatrixParameter:
 @dataclass(frozen=True)
 class Algorithm:
     """What owners are planned by: matrices of a parameter, the cost of one, the kinds that are due together, and the dtypes
-    that travel to the owner and back."""
+    that travel to the owner and back. ``announce`` is called before new parameters are given to owners."""
 
     grid: Callable[[MatrixParameter], MatrixGrid | None]
     cost: Callable[[MatrixParameter, int, int], int]
     kinds: Callable[[Sequence[OwnedMatrix]], list[int]]
     dtypes: Callable[[MatrixParameter], tuple[torch.dtype, torch.dtype]]
+    announce: Callable[[Sequence[MatrixParameter]], None]
 
 
 class MatrixParameters:
@@ -120,7 +121,7 @@ class MatrixParameters:
                         self.number_of[tensor] = parameter.number
                         self.all.append(parameter)
                         new.append(parameter)
-            self._plan(new)
+            self._plan(new, announce=True)
         except BaseException:
             for parameter in new:
                 del self.number_of[parameter.tensor]
@@ -161,9 +162,11 @@ class MatrixParameters:
             parameter.name = names[parameter.tensor]
         return new
 
-    def _plan(self, parameters: Sequence[MatrixParameter]) -> None:
+    def _plan(self, parameters: Sequence[MatrixParameter], announce: bool = False) -> None:
         with without_modes():
             _compare(parameters)
+            if announce:
+                self._algorithm.announce(parameters)
             self._assign(parameters)
 
     def _assign(self, parameters: Sequence[MatrixParameter]) -> None:
