@@ -24,7 +24,7 @@ import vescale
 from vescale import compat, rng
 from vescale.compat import patches
 from vescale.compat.patches import PATCHES
-from vescale.optim import extend_torch_clipping
+from vescale.optim import extend_torch_for_stages
 from vescale.runtime._handlers import install_handlers
 
 PACKAGE = Path(vescale.__file__).parent
@@ -74,7 +74,7 @@ def install_everything() -> None:
     install_handlers()
     compat.extend_dtensor()
     rng.enable()
-    extend_torch_clipping()
+    extend_torch_for_stages()
     compat.install_part("observation", lambda name, group, inputs, outputs, call: call(None)[0])
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.optim.meshes import GRIDS, LINES, assert_equal, build, on_mesh, set_gradients
 from tests.placements.on_ranks import make_mesh
@@ -22,7 +23,7 @@ from tests.ranks import RankPools
 from tests.whole import whole
 from vescale.comm import record_comms
 from vescale.fsdp import fully_shard
-from vescale.optim import SOAP, Muon, Shampoo, clip_grad_norm_, muon_groups, muon_layout
+from vescale.optim import SOAP, AdamW8bit, Muon, Shampoo, clip_grad_norm_, muon_groups, muon_layout
 from vescale.placements import local_region
 
 
@@ -253,6 +254,76 @@ def test_what_surrounds_a_step() -> None:
             each.step()
     for mine, theirs, third in zip((first, second), parameters, twins):
         assert torch.equal(mine, theirs) and torch.equal(mine, third)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the numbers that the host reads."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_scalars_stay_on_the_device() -> None:
+    """Matrices, and AdamW with ``capturable``: the host reads nothing, and numbers are those of ``torch.optim``."""
+    torch.manual_seed(0)
+    first, second, third = (nn.Parameter(torch.randn(*shape)) for shape in ((6, 4), (5,), (5,)))
+    with torch.no_grad():
+        third.copy_(second)
+    lr = torch.tensor(0.1)
+    groups = [{"params": [first]}, {"params": [second], "algorithm": "adamw", "lr": lr, "capturable": True}]
+    optimizer, alone = Muon(groups, lr=lr), torch.optim.AdamW([third], lr=0.1)
+    for step in range(4):
+        first.grad, second.grad = torch.randn(6, 4), torch.randn(5)
+        third.grad = second.grad
+        if step == 2:
+            lr.mul_(0.5)
+            alone.param_groups[0]["lr"] = 0.05
+            optimizer.load_state_dict(optimizer.state_dict())
+        with HostReads() as reads:
+            optimizer.step()
+        alone.step()
+        assert reads.count == 0
+        torch.testing.assert_close(second, third)
+
+
+@pytest.mark.parametrize("kind", [Muon, Shampoo, SOAP, AdamW8bit], ids=lambda kind: kind.__name__)
+def test_what_cannot_be_captured(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's numbers would be those of the first replay in all others: an error, where nothing has changed."""
+    for name in ("is_available", "is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    parameter = nn.Parameter(torch.ones(4, 4))
+    parameter.grad = torch.ones(4, 4)
+    with pytest.raises(ValueError, match="captured in a CUDA graph"):
+        kind([{"params": [parameter], **({"algorithm": "adamw"} if kind is Muon else {})}], lr=0.1).step()
+    assert torch.equal(parameter, torch.ones(4, 4))
+    if kind in (Muon, AdamW8bit):
+        kind([parameter], lr=0.1, **({"capturable": True} if kind is AdamW8bit else {})).step()
+        assert not torch.equal(parameter, torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("kind", [Muon, Shampoo, SOAP], ids=lambda kind: kind.__name__)
+def test_a_refused_group_leaves_no_trace(kind: Any) -> None:
+    """Its parameters are new when they are given again, and updated by the options that they have then."""
+    torch.manual_seed(0)
+    first, second, third = (nn.Parameter(torch.randn(6, 4)) for _ in range(3))
+    optimizer = kind([first], lr=0.1)
+    with pytest.raises(ValueError, match="does not divide"):
+        optimizer.add_param_group({"params": [second, nn.Parameter(torch.randn(5, 4))], "blocks": 2})
+    assert len(optimizer.param_groups) == len(optimizer.parameter_reports()) == 1 and second not in optimizer.state
+    optimizer.add_param_group({"params": [second], "algorithm": "adamw", "lr": 0.5})
+    with torch.no_grad():
+        third.copy_(second)
+    alone = torch.optim.AdamW([third], lr=0.5)
+    for _ in range(2):
+        for parameter in (first, second):
+            parameter.grad = torch.randn(6, 4)
+        third.grad = second.grad
+        optimizer.step()
+        alone.step()
+    torch.testing.assert_close(second, third)
 
 
 def test_the_state_of_another_algorithm_is_refused() -> None:

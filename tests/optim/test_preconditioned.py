@@ -10,13 +10,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.optim.meshes import GRIDS, LINES, Case, assert_equal, build, missing_gradients, set_gradients
+from tests.optim.meshes import GRIDS, LINES, Case, assert_equal, build, missing_gradients, on_mesh, set_gradients
 from tests.optim.references import shampoo_steps, soap_steps
+from tests.pipeline.steps import Net, mesh_of
 from tests.ranks import RankPools, run_cases
+from tests.whole import whole
+from vescale import parallelize
 from vescale.errors import OptimizerOptionError
 from vescale.optim import SOAP, Shampoo, report
 from vescale.optim._refresh_phases import refresh_phases
 from vescale.optim._shampoo import inverse_root
+from vescale.plans import Plan
 
 
 def run_alone(kind: Any, shape: tuple[int, int], num_steps: int, **options: Any) -> tuple[Any, Any, list[Any]]:
@@ -177,6 +181,42 @@ def test_shampoo_treats_tiles_apart() -> None:
     for tile, value in zip(tiles, found):
         assert torch.equal(tile, value)
     assert torch.equal(conv.flatten(1), flat)
+
+
+def refreshes_of_stages(sizes: dict[str, int]) -> None:
+    """Each stage has an optimizer of its own; matrices are due in the steps in which they are due on one device."""
+    torch.manual_seed(0)
+    reference = Net(tied=True, dropout=0.0)
+    plan = Plan(mesh_of(**sizes)).pipeline(split_before=["blocks.1"], microbatches=2, loss="out.loss")
+    model = parallelize(copy.deepcopy(reference), plan)
+    for kind in (SOAP, Shampoo):
+        made = []
+        for each in (model, reference):
+            late = {n: p for n, p in each.named_parameters() if n == "blocks.3.up.weight"}
+            named = [(n, p) for n, p in each.named_parameters() if n not in late]
+            groups = [{"params": [(n, p) for n, p in named if p.ndim == d]} for d in (2, 1)]
+            made.append(kind(groups, lr=0.1, precondition_frequency=3))
+            made[-1].add_param_group({"params": list(late.items())})
+        optimizer, alone = made
+        found, expected = dict(model.named_parameters()), dict(reference.named_parameters())
+        for step in range(7):
+            for number, (name, parameter) in enumerate(expected.items()):
+                draws = torch.Generator().manual_seed(100 * step + number)
+                parameter.grad = torch.randn(parameter.shape, generator=draws)
+                if name in found:
+                    own = found[name]
+                    own.grad = on_mesh(parameter.grad, own.device_mesh, own.placements)
+            optimizer.step()
+            alone.step()
+        for name, parameter in found.items():
+            assert torch.equal(whole(parameter), expected[name]), (kind, name)
+            for key, value in alone.state[expected[name]].items():
+                assert torch.equal(whole(optimizer.state[parameter][key]), value), (kind, name, key)
+        assert copy.deepcopy(optimizer)._phases == optimizer._phases
+
+
+def test_refreshes_of_stages(ranks: RankPools) -> None:
+    ranks.run(refreshes_of_stages, {"pp": 2}, world_size=2)
 
 
 def test_no_step_has_all_refreshes() -> None:

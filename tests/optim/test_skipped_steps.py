@@ -104,6 +104,34 @@ def stages_skip(sizes: dict[str, int]) -> None:
             assert changed == (step != 1), (step, kind, dist.get_rank())
 
 
+def scalers_agree(sizes: dict[str, int]) -> None:
+    """An overflow in one stage: every rank skips the step and lowers its scale, also one whose stage is frozen."""
+    torch.manual_seed(0)
+    plan = Plan(mesh_of(**sizes)).pipeline(split_before=["blocks.2"], microbatches=2, loss="out.loss")
+    model = parallelize(Net(tied=False, dropout=0.0), plan)
+    for fused in (False, True):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step, (bad, frozen) in enumerate(((None, False), (1, False), (0, False), (None, True), (1, True))):
+            optimizer.zero_grad()
+            scaler.scale(torch.zeros(()))
+            model.step(**token_batch(step, names=("ids", "labels")))
+            if frozen and dist.get_rank() == 0:
+                optimizer.zero_grad()
+            if dist.get_rank() == bad:
+                local(next(p.grad for p in model.parameters() if p.grad is not None)).view(-1)[0] = math.inf
+            before, scale = [local(p).clone() for p in model.parameters()], scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            changed = not all(torch.equal(a, local(b)) for a, b in zip(before, model.parameters()))
+            assert changed == (bad is None and not (frozen and dist.get_rank() == 0)), (fused, step, dist.get_rank())
+            assert scaler.get_scale() == (scale if bad is None else scale / 2), (fused, step, dist.get_rank())
+
+
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=["pp", "pp-dp"])
 def test_all_stages_skip(ranks: RankPools, sizes: dict[str, int]) -> None:
     ranks.run(stages_skip, sizes, world_size=math.prod(sizes.values()))
+
+
+def test_scalers_of_all_stages_agree(ranks: RankPools) -> None:
+    ranks.run(scalers_agree, {"pp": 2}, world_size=2)

@@ -30,7 +30,7 @@ from vescale.compat import (
 )
 from vescale.compat.collective_kernels import register_collective_kernels
 from vescale.compat.exact_matches import search_only_mismatches
-from vescale.compat.gradient_norms import take_norms_over_stages
+from vescale.compat.gradients_of_stages import look_at_all_stages
 from vescale.compat.meta_shapes import run_on_meta
 from vescale.compat.moved_local_tensors import wrap_redistribute_local
 from vescale.compat.native_dispatch import install_native_dispatch
@@ -176,9 +176,9 @@ PATCHES: tuple[Patch, ...] = (
           "run on the local tensors of DTensors with equal placements",
           "PyTorch dispatches each op, 2 to 10 times the step on local tensors, and keeps a spec a parameter and step",
           "ops", optimizers.run_on_local_tensors, issue="pytorch#188174"),
-    Patch("torch.nn.utils.clip_grad._get_total_norm, wherever it is imported",
-          "the norm over all stages of a model", "PyTorch takes this rank's gradients for all", "stages",
-          take_norms_over_stages),
+    Patch("torch.nn.utils.clip_grad._get_total_norm, wherever it is imported; torch.amp.GradScaler._unscale_grads_",
+          "the norm, and overflows, over all stages of a model", "PyTorch takes this rank's gradients for all", "stages",
+          look_at_all_stages),
     Patch("kernels of the c10d operators at BackendSelect", "tell observers of a collective, then call the backend's",
           "PyTorch has no hook for collectives of C++ and Python alike", "observation", register_collective_kernels,
           issue="pytorch#186300", feature=OBSERVATION),

@@ -26,10 +26,11 @@ __all__ = [
 @dataclass(frozen=True)
 class StageShare:
     """``group``: the ranks that hold the other stages. ``counts``: whether this rank's copy is the one that counts, of a
-    parameter that several stages have."""
+    parameter that several stages have. ``place``: among the parameters of the whole model."""
 
     group: dist.ProcessGroup
     counts: bool
+    place: int
 
 
 # By name in each model. (Parameters must have no weak references: to_empty() exchanges their contents.)

@@ -11,7 +11,7 @@ from vescale.optim._muon_groups import muon_groups, muon_layout
 from vescale.optim._report import OptimizerReport, ParameterReport, report
 from vescale.optim._shampoo import Shampoo
 from vescale.optim._soap import SOAP
-from vescale.optim._torch_clipping import extend_torch_clipping
+from vescale.optim._torch_stages import extend_torch_for_stages
 
 __all__ = [
     "EMA",
@@ -26,7 +26,7 @@ __all__ = [
     "blocks_of",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
-    "extend_torch_clipping",
+    "extend_torch_for_stages",
     "get_total_norm",
     "muon_groups",
     "muon_layout",

@@ -25,6 +25,7 @@ from vescale.optim._adamw8bit_states import (
 from vescale.optim._adamw8bit_update import Scalars, Update, compute_dtype, device_scalars, host_scalars, update
 from vescale.optim._blocks import Blocks, Part
 from vescale.optim._flat_blocks import FlatBlocks
+from vescale.optim._graph_capture import check_no_capture
 from vescale.optim._report import ParameterReport
 from vescale.optim._row_blocks import RowBlocks
 from vescale.optim._shown_names import shown_names
@@ -188,6 +189,8 @@ class AdamW8bit(ExactStates):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not all(group["capturable"] for group in self.param_groups):
+            check_no_capture("the step's number and corrections", "make the optimizer with capturable=True")
         for index in range(len(self.param_groups)):
             self._make_states(index)
         listed = [

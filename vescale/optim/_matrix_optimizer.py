@@ -12,6 +12,7 @@ from vescale.compat import note_writes
 from vescale.errors import OptimizerOptionError, OptimizerParameterError
 from vescale.optim._adamw_update import ADAMW_DEFAULTS, adamw_states, adamw_update
 from vescale.optim._agreed_gradients import agreed_gradients
+from vescale.optim._graph_capture import check_no_capture
 from vescale.optim._linked_ranks import LinkedRanks
 from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep
@@ -56,7 +57,7 @@ class MatrixOptimizer(ExactStates):
         self._linked = LinkedRanks(type(self).__name__)
         super().__init__(params, {"algorithm": self.algorithm, **defaults})
         self._parameters = MatrixParameters(
-            Algorithm(self._grid, self._cost, self._kinds, self._dtypes), self._split_replicas
+            Algorithm(self._grid, self._cost, self._kinds, self._dtypes, self._announce), self._split_replicas
         )
         self._take_new()
 
@@ -72,6 +73,9 @@ class MatrixOptimizer(ExactStates):
     def _kinds(self, matrices: Sequence[OwnedMatrix]) -> list[int]:
         """Matrices of one kind are also balanced among themselves."""
         return [0] * len(matrices)
+
+    def _announce(self, parameters: Sequence[MatrixParameter]) -> None:
+        """New parameters of this rank, perhaps none, before they are given to owners; ranks call it together."""
 
     def _dtypes(self, parameter: MatrixParameter) -> tuple[torch.dtype, torch.dtype]:
         """What travels to the owner, and back."""
@@ -103,6 +107,11 @@ class MatrixOptimizer(ExactStates):
         """The update of a parameter of the algorithm that has no matrices."""
         raise NotImplementedError
 
+    def _check_capture(self) -> None:
+        """Raises ValueError while a CUDA graph is captured and the host computes something of a step."""
+        if any(group["algorithm"] == "adamw" and not group["capturable"] for group in self.param_groups):
+            check_no_capture("AdamW's step number", 'give groups with algorithm="adamw" capturable=True')
+
     # The interface of torch.optim.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,6 +131,9 @@ class MatrixOptimizer(ExactStates):
                 )
             for key, value in ADAMW_DEFAULTS.items():
                 param_group.setdefault(key, value)
+        is_empty = isinstance(param_group["params"], list) and not param_group["params"]
+        if is_empty and self.param_groups and "param_names" in self.param_groups[0]:
+            param_group.setdefault("param_names", [])  # of a stage without such parameters; for PyTorch it has no names
         given = set(param_group)
         super().add_param_group(param_group)
         if algorithm == "adamw":
@@ -163,7 +175,7 @@ class MatrixOptimizer(ExactStates):
         tensor = parameter.tensor
         if tensor.requires_grad and tensor.device.type != "meta" and not self.state.get(tensor):
             if parameter.group["algorithm"] == "adamw":
-                self.state[tensor] = adamw_states(tensor)
+                self.state[tensor] = adamw_states(tensor, parameter.group)
             else:
                 self._make_states(parameter)
 
@@ -179,6 +191,7 @@ class MatrixOptimizer(ExactStates):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_capture()
         parameters = self._known().all
         if any(parameter.tensor.device.type == "meta" for parameter in parameters):
             raise OptimizerParameterError(
@@ -271,6 +284,8 @@ class MatrixOptimizer(ExactStates):
         groups = {tensor: group for group in self.param_groups for tensor in group["params"]}
         for parameter in self._known().all:
             parameter.group = groups[parameter.tensor]  # the groups are new objects
+            if parameter.group.get("capturable") and (state := self.state.get(parameter.tensor)):
+                state["step"] = state["step"].to(parameter.tensor.device)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {key: value for key, value in self.__dict__.items() if key.startswith("_") and key in _OPTIONS}
@@ -282,7 +297,7 @@ class MatrixOptimizer(ExactStates):
             self._exchanges = {}
             self._linked = LinkedRanks(type(self).__name__)
             self._parameters = MatrixParameters(
-                Algorithm(self._grid, self._cost, self._kinds, self._dtypes), self._split_replicas
+                Algorithm(self._grid, self._cost, self._kinds, self._dtypes, lambda _: None), self._split_replicas
             )
             self._take_new()
 

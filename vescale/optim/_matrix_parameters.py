@@ -74,12 +74,13 @@ class MatrixParameter:
 @dataclass(frozen=True)
 class Algorithm:
     """What owners are planned by: matrices of a parameter, the cost of one, the kinds that are due together, and the dtypes
-    that travel to the owner and back."""
+    that travel to the owner and back. ``announce`` is called before new parameters are given to owners."""
 
     grid: Callable[[MatrixParameter], MatrixGrid | None]
     cost: Callable[[MatrixParameter, int, int], int]
     kinds: Callable[[Sequence[OwnedMatrix]], list[int]]
     dtypes: Callable[[MatrixParameter], tuple[torch.dtype, torch.dtype]]
+    announce: Callable[[Sequence[MatrixParameter]], None]
 
 
 class MatrixParameters:
@@ -108,18 +109,24 @@ class MatrixParameters:
 
         Ranks of a mesh compare what they have been given, through the store: no collective.
 
-        Raises ValueError on every rank if it differs, or for a parameter that has no owner.
+        Raises ValueError on every rank if it differs, or for a parameter that has no owner; nothing is changed then.
         """
-        new = []
-        for group, names in zip(groups, shown_names(groups)):
-            for name, tensor in zip(names, group["params"]):
-                if tensor not in self.number_of:
-                    parameter = MatrixParameter(len(self.all), name, tensor, group, _place(tensor, name))
-                    parameter.grid = self._algorithm.grid(parameter)
-                    self.number_of[tensor] = parameter.number
-                    self.all.append(parameter)
-                    new.append(parameter)
-        self._plan(new)
+        new: list[MatrixParameter] = []
+        try:
+            for group, names in zip(groups, shown_names(groups)):
+                for name, tensor in zip(names, group["params"]):
+                    if tensor not in self.number_of:
+                        parameter = MatrixParameter(len(self.all), name, tensor, group, _place(tensor, name))
+                        parameter.grid = self._algorithm.grid(parameter)
+                        self.number_of[tensor] = parameter.number
+                        self.all.append(parameter)
+                        new.append(parameter)
+            self._plan(new, announce=True)
+        except BaseException:
+            for parameter in new:
+                del self.number_of[parameter.tensor]
+            del self.all[len(self.all) - len(new) :]
+            raise
         return new
 
     def replace(
@@ -155,9 +162,11 @@ class MatrixParameters:
             parameter.name = names[parameter.tensor]
         return new
 
-    def _plan(self, parameters: Sequence[MatrixParameter]) -> None:
+    def _plan(self, parameters: Sequence[MatrixParameter], announce: bool = False) -> None:
         with without_modes():
             _compare(parameters)
+            if announce:
+                self._algorithm.announce(parameters)
             self._assign(parameters)
 
     def _assign(self, parameters: Sequence[MatrixParameter]) -> None:

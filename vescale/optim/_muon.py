@@ -52,11 +52,12 @@ class Muon(MatrixOptimizer):
     Args:
         params: parameters, named or not, or groups; :func:`~vescale.optim.muon_groups` makes them by name. Options of a
             group: ``algorithm``: ``"muon"`` (default) or ``"adamw"``, whose options are ``lr=1e-3, betas=(0.9, 0.999),
-            eps=1e-8, weight_decay=1e-2`` unless the group has its own: they are not Muon's. ``blocks``: which parts of
-            each matrix are matrices of their own, for example fused projections: ``n`` equal blocks of rows, a list of
-            row counts, or ``("dim", 1, n or list)`` for columns. A parameter of 3 dims ``[E, m, n]`` is E matrices,
-            each cut by ``blocks``.
-        lr, weight_decay: decay is by ``lr`` itself, not adjusted. A tensor is never read by the host.
+            eps=1e-8, weight_decay=1e-2, capturable=False`` unless the group has its own: they are not Muon's.
+            ``capturable``: AdamW's step number, and an ``lr`` that is a tensor, stay on the device (CUDA graphs).
+            ``blocks``: which parts of each matrix are matrices of their own, for example fused projections: ``n`` equal
+            blocks of rows, a list of row counts, or ``("dim", 1, n or list)`` for columns. A parameter of 3 dims
+            ``[E, m, n]`` is E matrices, each cut by ``blocks``.
+        lr, weight_decay: decay is by ``lr`` itself, not adjusted. A tensor is never read by the host for matrices.
         momentum, nesterov: mu, and which U.
         ns_steps, coefficients, eps: see :func:`~vescale.optim._newton_schulz.newton_schulz`; one triple or one a step.
         ns_dtype: of the iterations.

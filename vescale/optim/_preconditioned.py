@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from vescale.compat import is_alone
 from vescale.errors import OptimizerOptionError
+from vescale.gradients import shares_of
+from vescale.optim._graph_capture import check_no_capture
 from vescale.optim._matrix_optimizer import MatrixOptimizer
 from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
 from vescale.optim._matrix_schedule import OwnedMatrix
 from vescale.optim._owner_states import owned_values, owner_state, state_name
 from vescale.optim._refresh_phases import refresh_phases
+from vescale.optim._stage_schedule import Entry, entries_of_all_stages
 
 __all__ = ["PreconditionedOptimizer"]
 
@@ -36,19 +41,50 @@ class PreconditionedOptimizer(MatrixOptimizer):
             if type(group[name]) is not int or group[name] < 1:
                 raise OptimizerOptionError(f"{name}={group[name]!r}; give a positive integer")
 
+    def _check_capture(self) -> None:
+        check_no_capture("which roots and bases are due", "call step() outside of the graph")
+
+    def _announce(self, parameters: Sequence[MatrixParameter]) -> None:
+        """Phases of matrices in models of which other ranks have the other stages: those of one device."""
+        options = [self.defaults, *(group for group in self.param_groups if group["algorithm"] != "adamw")]
+        has_phases = any(
+            _frequency(each) > 1 for each in options
+        )  # as on the other stages, whatever parameters they have
+        if not has_phases or not dist.is_available() or not dist.is_initialized() or is_alone():
+            return
+        everything = [parameter for group in self.param_groups for parameter in group["params"]]
+        groups = dict.fromkeys(share.group for share in shares_of(everything) if share is not None)
+        shares = shares_of([parameter.tensor for parameter in parameters])
+        for group in groups:
+            own: dict[Entry, tuple[int, int]] = {}
+            places: dict[Entry, tuple[int, int]] = {}
+            for parameter, share in zip(parameters, shares):
+                if share is None or share.group != group or parameter.grid is None:
+                    continue
+                number = next(i for i, known in enumerate(self.param_groups) if known is parameter.group)
+                for block, box in enumerate(parameter.grid.boxes):
+                    entry = (number, share.place, block)
+                    cost = self._due_cost(parameter, *parameter.grid.matrix_shape(box.sizes))
+                    own[entry] = (cost, _frequency(parameter.group))
+                    places[entry] = (parameter.number, block)
+            found = entries_of_all_stages(type(self).__name__, group, own)
+            phases = refresh_phases(*([row[i] for row in found.values()] for i in (0, 1)))
+            known = self.__dict__.setdefault("_phases", {})
+            known.update({places[entry]: phase for entry, phase in zip(found, phases) if entry in places})
+
     def _kinds(self, matrices: Sequence[OwnedMatrix]) -> list[int]:
         known = self.__dict__.setdefault("_phases", {})
         new = [m for m in matrices if (m.parameter, m.block) not in known]  # others have been replaced
-        groups = [self._parameter(matrix).group for matrix in new]
-        frequencies = [group["precondition_frequency"] if group["stagger"] else 1 for group in groups]
-        phases = refresh_phases([self._refresh_cost(m) for m in new], frequencies)
+        owners = [self._parameter(matrix) for matrix in new]
+        costs = [self._due_cost(parameter, matrix.rows, matrix.columns) for parameter, matrix in zip(owners, new)]
+        phases = refresh_phases(costs, [_frequency(parameter.group) for parameter in owners])
         known.update({(m.parameter, m.block): phase for m, phase in zip(new, phases)})
         return [self._phase(matrix) for matrix in matrices]
 
-    def _refresh_cost(self, matrix: OwnedMatrix) -> int:
+    def _due_cost(self, parameter: MatrixParameter, rows: int, columns: int) -> int:
         """Of what is due every ``precondition_frequency`` steps, as floating-point operations."""
-        largest = self._parameter(matrix).group["max_preconditioner_dim"]
-        return sum(10 * side**3 for side in (matrix.rows, matrix.columns) if side <= largest)
+        largest = parameter.group["max_preconditioner_dim"]
+        return sum(10 * side**3 for side in (rows, columns) if side <= largest)
 
     def _cost(self, parameter: MatrixParameter, rows: int, columns: int) -> int:
         sides = [side for side in (rows, columns) if side <= parameter.group["max_preconditioner_dim"]]
@@ -131,6 +167,10 @@ class PreconditionedOptimizer(MatrixOptimizer):
             local.sub_((update * lr).to(local.dtype))
         else:
             local.add_(update, alpha=-lr)
+
+
+def _frequency(group: dict[str, Any]) -> int:
+    return int(group["precondition_frequency"]) if group["stagger"] else 1
 
 
 def _wide(parameter: MatrixParameter) -> torch.dtype:

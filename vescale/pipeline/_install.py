@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from vescale.errors import ParallelizeError
 from vescale.gradients import OtherStages, set_other_stages
 from vescale.ir import Program, lower
-from vescale.optim import extend_torch_clipping
+from vescale.optim import extend_torch_for_stages
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
 from vescale.pipeline._local_inputs import LocalInputs
@@ -121,7 +121,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     place = f"vescale/pipeline/{group.group_name}/{number}/{column}"
     runner = Runner(model, staged.skeleton, cut, entry, schedule, inner, group, place, local_inputs)
     model.__dict__["_pipeline_runner"] = runner
-    extend_torch_clipping()
+    extend_torch_for_stages()
     model.__class__ = _with_steps(type(model))  # type: ignore[arg-type]
     model.__dict__["forward"] = end_forward(model, model.forward)
     return model

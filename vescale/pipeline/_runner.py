@@ -102,8 +102,11 @@ class Runner:
 
     def _share_out(self) -> None:
         """Tell norms of gradients that these parameters are a part of a larger model."""
-        owners = {name: {self.schedule.rank_of[stage] for stage in stages} for name, stages in self.cut.owners.items()}
-        shares = {name: StageShare(self.group, self.rank == min(r)) for name, r in owners.items() if self.rank in r}
+        shares = {}
+        for place, (name, stages) in enumerate(self.cut.owners.items()):
+            ranks = {self.schedule.rank_of[stage] for stage in stages}
+            if self.rank in ranks:
+                shares[name] = StageShare(self.group, self.rank == min(ranks), place)
         set_shares(self.model, shares)
 
     # A step

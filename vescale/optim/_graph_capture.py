@@ -1,0 +1,17 @@
+"""Refuses to put a step into a CUDA graph whose numbers the host computes: replays would repeat those of the first."""
+
+from __future__ import annotations
+
+import torch
+
+from vescale.errors import OptimizerOptionError
+
+__all__ = ["check_no_capture"]
+
+
+def check_no_capture(what: str, fix: str) -> None:
+    """Raises ValueError while the current stream is captured. ``what`` the host computes, and the edit."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise OptimizerOptionError(
+            f"a step is being captured in a CUDA graph, and the host computes {what}: every replay would repeat it; {fix}"
+        )
