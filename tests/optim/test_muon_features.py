@@ -578,3 +578,53 @@ def late_groups() -> None:
 
 def test_late_groups(ranks: RankPools) -> None:
     ranks.run(late_groups, world_size=2)
+
+
+# What runs beside what.
+
+
+def order_of_a_step() -> list[str]:
+    """Events of a step with six matrices, each a bucket of its own, on two ranks."""
+    from vescale.optim import _matrix_exchange as module
+
+    events: list[str] = []
+
+    class Watched:
+        def __init__(self, pending: Any, what: str) -> None:
+            self.pending, self.what = pending, what
+
+        def wait(self) -> torch.Tensor:
+            events.append(f"{self.what} ends")
+            return self.pending.wait()
+
+    start = module.all_to_all_v
+
+    def watched(*args: Any, requester: str, **options: Any) -> Any:
+        events.append(f"{requester} begins")
+        return Watched(start(*args, requester=requester, **options), requester)
+
+    def exact(matrix: torch.Tensor) -> torch.Tensor:
+        events.append("compute")
+        return matrix
+
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = [nn.Parameter(DTensor.from_local(torch.randn(2, 4), mesh, [Shard(0)])) for _ in range(6)]
+    optimizer = Muon(parameters, orthogonalize=exact, bucket_bytes=1)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "all_to_all_v", watched)
+        optimizer.step()
+    return [event.replace("Muon: ", "") for event in events]
+
+
+def test_a_bucket_is_computed_while_others_travel(ranks: RankPools) -> None:
+    for events in ranks.run(order_of_a_step, world_size=2):
+        ends = [n for n, event in enumerate(events) if event == "gather ends"]
+        begins = [n for n, event in enumerate(events) if event == "gather begins"]
+        scattered = [n for n, event in enumerate(events) if event == "scatter begins"]
+        taken = [n for n, event in enumerate(events) if event == "scatter ends"]
+        assert len(begins) == len(ends) == len(scattered) == len(taken) > 2 and "compute" in events
+        for bucket in range(1, len(begins)):
+            assert begins[bucket] < ends[bucket - 1]  # before the bucket in front of it is computed
+            assert taken[bucket - 1] > scattered[bucket]  # after the bucket behind it has been computed
