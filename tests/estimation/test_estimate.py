@@ -113,6 +113,20 @@ def test_bytes_at_rest_of_every_rank(which: str) -> None:
         assert own.categories["optimizer"] == 2 * 4 * elements + scalars
 
 
+@pytest.mark.parametrize("layers", [1, 5])
+def test_gradients_of_ranks_that_were_not_run(layers: int) -> None:
+    """Units leave what is pending on tp, of norms beside cut sequences, to buckets of other sizes on other ranks. Whichever
+    rank is run, its own buckets and what is said of the others agree."""
+    plan = zero_plan(plan_zoo.load("llama", {"dp": 3, "tp": 2}), ("dp",), 2, (r"model.layers.\d+",))
+    seen = set()
+    for rank in (0, 3, 4):
+        found = estimate(llama(layers), plan, batch={"input_ids": (6, 8)}, steps=1, rank=rank)
+        of_ranks = {number: one.maximum["gradients"] for one in found.ranks for number in one.ranks}
+        seen.add(tuple(of_ranks[number] for number in range(6)))
+    (sizes,) = seen
+    assert sizes[::2] == sizes[1::2] and len(set(sizes)) > 1
+
+
 def states_of(model: nn.Module) -> list[Any]:
     from vescale.fsdp import state_of
 
