@@ -362,8 +362,8 @@ def test_stages_of_a_pipeline(schedule: str, layers: int, splits: tuple[int, ...
         total = sum(llama(layers).get_parameter(name).numel() * 4 for name in own)
         assert total <= one.maximum["parameters"] <= total + 1024  # and the buffer of rotary frequencies
     whole = estimate(llama(layers), plan, batch={"input_ids": (16, 16)}, steps=2, reduce_depth=False)
-    for one, other in zip(found.ranks, whole.ranks):
-        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.001)
+    for one, other in zip(found.ranks, whole.ranks):  # some hundred bytes a layer tell whether its parameters are replaced
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.005)
         assert one.maximum["activations"] == other.maximum["activations"]
         assert one.maximum["optimizer"] == other.maximum["optimizer"]
     assert found.time.terms()["bubble"]["seconds"] > 0

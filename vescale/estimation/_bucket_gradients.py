@@ -1,11 +1,11 @@
-"""Gradients that a reducer completes in buckets: what every rank holds of them."""
+"""Gradients that a reducer completes in buckets: what every rank holds of them, and what is reduced."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import nn
@@ -17,17 +17,19 @@ from vescale.placements import local_region
 from vescale.plans import MeshAxes
 from vescale.runtime import gradient_reducer
 
-__all__ = ["BucketGradient", "bucket_bytes", "bucket_gradients"]
+__all__ = ["BucketGradient", "bucket_bytes", "bucket_gradients", "bucket_shares"]
 
 
 @dataclass(frozen=True)
 class BucketGradient:
-    """A gradient that has a slot in a bucket whose result is not scattered.
+    """A gradient that has a slot in a bucket.
 
     Attributes:
         name: of the parameter; ``shape``: its global shape.
         axes, placements: of the slot, which is of the rank's part by these.
         itemsize: bytes of an element of the complete gradient.
+        is_scattered: whether each rank along an axis gets a piece of the bucket.
+        bucket: the requester of its collectives.
     """
 
     name: str
@@ -35,6 +37,9 @@ class BucketGradient:
     axes: tuple[str, ...]
     placements: tuple[Placement, ...]
     itemsize: int
+    is_scattered: bool
+    numel: int
+    bucket: str
 
     @property
     def module(self) -> str:
@@ -57,10 +62,20 @@ def bucket_gradients(model: nn.Module) -> list[BucketGradient]:
     for bucket in gradient_reducer(model).buckets:
         for slot in bucket.slots:
             mesh, staged = slot.owner.destination.mesh, slot.contribution.staged
-            if bucket.reduction.scatter is None and mesh is not None and staged is not None:
-                placements = tuple(Replicate() if isinstance(p, Partial) else p for p in staged)
-                shape, itemsize = slot.owner.destination.shape, bucket.reduction.dtype.itemsize
-                found.append(BucketGradient(slot.name, shape, tuple(mesh.mesh_dim_names or ()), placements, itemsize))
+            if mesh is None or staged is None:
+                continue
+            found.append(
+                BucketGradient(
+                    slot.name,
+                    slot.owner.destination.shape,
+                    tuple(mesh.mesh_dim_names or ()),
+                    tuple(Replicate() if isinstance(p, Partial) else p for p in staged),
+                    bucket.reduction.dtype.itemsize,
+                    bucket.reduction.scatter is not None,
+                    max(slot.numel, 1),
+                    bucket.requester,
+                )
+            )
     return found
 
 
@@ -72,11 +87,24 @@ def bucket_bytes(
     total = np.zeros(axes.sizes, dtype=np.int64)
     times: Counter[tuple[BucketGradient, bool]] = Counter()
     for one in gradients:
-        count = next((r.count for r in repeats if r.holds(one.module)), 1)
-        nameless = BucketGradient("", one.shape, one.axes, one.placements, one.itemsize)
-        times[nameless, one.name in in_units] += count
+        if not one.is_scattered:
+            times[replace(one, name="", bucket=""), one.name in in_units] += _count(one, repeats)
     for (one, is_in_unit), count in times.items():
         numels = one.numels(axes)
         slots = np.maximum(numels, 1)  # a slot without elements has one for the mark of unused parameters
         total += np.broadcast_to(slots if is_in_unit else slots - numels, axes.sizes) * one.itemsize * count
     return total
+
+
+def bucket_shares(gradients: Sequence[BucketGradient], repeats: Sequence[Repeats]) -> dict[str, float]:
+    """By requester, how many times as much as in what was run a bucket reduces."""
+    ran: Counter[str] = Counter()
+    of_all: Counter[str] = Counter()
+    for one in gradients:
+        ran[one.bucket] += one.numel
+        of_all[one.bucket] += one.numel * _count(one, repeats)
+    return {name: of_all[name] / ran[name] for name in ran}
+
+
+def _count(gradient: BucketGradient, repeats: Sequence[Repeats]) -> int:
+    return next((r.count for r in repeats if r.holds(gradient.module)), 1)

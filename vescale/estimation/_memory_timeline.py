@@ -140,7 +140,7 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
     ends = _ends_of_forwards(log.instants)
     inside = [_ranges_inside(r, log.instants) for r in repeats]
     changes = {name: np.zeros(number + 1, dtype=np.int64) for name in (*CATEGORIES, _HOST)}
-    slots = {one.name: one.itemsize for one in rehearsal.in_buckets}
+    slots = {one.name: one.itemsize for one in rehearsal.in_buckets if not one.is_scattered}
     parameters = {False: 0, True: 0}  # by whether they are on the host
     found = []
     for block in log.blocks:
