@@ -146,6 +146,7 @@ def test_equal_modules_run_once(plan: str) -> None:
     assert reduced.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.005)
     assert reduced.peak.saved_bytes == whole.peak.saved_bytes
     assert reduced.time.flops == whole.time.flops
+    assert reduced.time.collective_bytes == whole.time.collective_bytes
 
 
 def test_numbers_that_nobody_computed_are_unknown() -> None:
@@ -362,7 +363,9 @@ def test_stages_of_a_pipeline(schedule: str, layers: int, splits: tuple[int, ...
         total = sum(llama(layers).get_parameter(name).numel() * 4 for name in own)
         assert total <= one.maximum["parameters"] <= total + 1024  # and the buffer of rotary frequencies
     whole = estimate(llama(layers), plan, batch={"input_ids": (16, 16)}, steps=2, reduce_depth=False)
-    for one, other in zip(found.ranks, whole.ranks):  # some hundred bytes a layer tell whether its parameters are replaced
+    for one, other in zip(
+        found.ranks, whole.ranks
+    ):  # some hundred bytes a layer tell whether its parameters are replaced
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.005)
         assert one.maximum["activations"] == other.maximum["activations"]
         assert one.maximum["optimizer"] == other.maximum["optimizer"]

@@ -54,16 +54,20 @@ def test_drawn_proposals_equal_one_device(ranks: RankPools, tmp_path: Path, name
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [3, 6])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_odd_numbers_of_devices(ranks: RankPools, tmp_path: Path, name: str, devices: int) -> None:
     """Rows, heads and layers that the ranks do not divide."""
     generator = random.Random(f"{name} {devices}")
     found = [one for one in proposals_of(MODELS[name].build(), MODELS[name].inputs(), devices) if one.choice.pp == 1]
-    if not found:
-        pytest.skip("no plan fits so many devices")
     for proposal in generator.sample(found, min(2, len(found))):
         choice, plan = changed(proposal, checkpoint=generator.choice(POLICIES))
         trained(ranks, tmp_path, name, choice, plan, devices)
+    assert found
+
+
+def test_plans_that_use_no_rank_are_not_proposed() -> None:
+    """Three divides neither the rows nor any size: all ranks would compute the same."""
+    assert proposals_of(MODELS["net"].build(), MODELS["net"].inputs(), 3) == ()
 
 
 @pytest.mark.parametrize(
