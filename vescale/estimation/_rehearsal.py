@@ -256,7 +256,7 @@ def classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: R
             if storage.nbytes():
                 found.kinds.setdefault(found.log.see(storage), (category, path))
 
-    def note_storage(memory: Any, category: str, path: str) -> None:
+    def note_storage(memory: Any, category: str, path: str | None) -> None:
         with contextlib.suppress(RuntimeError, AttributeError):  # it has never been allocated
             storage = memory.storage if category == "unsharded" else memory.local.untyped_storage()
             found.kinds.setdefault(found.log.see(storage), (category, path))
@@ -281,7 +281,7 @@ def classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: R
         note_storage(group.memory.gathered, "unsharded", path)
         for bucket in group.buckets:
             with contextlib.suppress(AttributeError):  # before the first backward
-                note_storage(bucket.unreduced.apart, "gradients", path)
+                note_storage(bucket.unreduced.apart, "gradients", None)  # units use this memory one after another
 
 
 def _number(tensor: torch.Tensor, found: Rehearsal) -> int:
