@@ -113,6 +113,20 @@ def test_bytes_at_rest_of_every_rank(which: str) -> None:
         assert own.categories["optimizer"] == 2 * 4 * elements + scalars
 
 
+@pytest.mark.parametrize("layers", [1, 5])
+def test_gradients_of_ranks_that_were_not_run(layers: int) -> None:
+    """Units leave what is pending on tp, of norms beside cut sequences, to buckets of other sizes on other ranks. Whichever
+    rank is run, its own buckets and what is said of the others agree."""
+    plan = zero_plan(plan_zoo.load("llama", {"dp": 3, "tp": 2}), ("dp",), 2, (r"model.layers.\d+",))
+    seen = set()
+    for rank in (0, 3, 4):
+        found = estimate(llama(layers), plan, batch={"input_ids": (6, 8)}, steps=1, rank=rank)
+        of_ranks = {number: one.maximum["gradients"] for one in found.ranks for number in one.ranks}
+        seen.add(tuple(of_ranks[number] for number in range(6)))
+    (sizes,) = seen
+    assert sizes[::2] == sizes[1::2] and len(set(sizes)) > 1
+
+
 def states_of(model: nn.Module) -> list[Any]:
     from vescale.fsdp import state_of
 
@@ -132,6 +146,7 @@ def test_equal_modules_run_once(plan: str) -> None:
     assert reduced.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.005)
     assert reduced.peak.saved_bytes == whole.peak.saved_bytes
     assert reduced.time.flops == whole.time.flops
+    assert reduced.time.collective_bytes == whole.time.collective_bytes
 
 
 def test_numbers_that_nobody_computed_are_unknown() -> None:
@@ -348,8 +363,10 @@ def test_stages_of_a_pipeline(schedule: str, layers: int, splits: tuple[int, ...
         total = sum(llama(layers).get_parameter(name).numel() * 4 for name in own)
         assert total <= one.maximum["parameters"] <= total + 1024  # and the buffer of rotary frequencies
     whole = estimate(llama(layers), plan, batch={"input_ids": (16, 16)}, steps=2, reduce_depth=False)
-    for one, other in zip(found.ranks, whole.ranks):
-        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.001)
+    for one, other in zip(
+        found.ranks, whole.ranks
+    ):  # some hundred bytes a layer tell whether its parameters are replaced
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.005)
         assert one.maximum["activations"] == other.maximum["activations"]
         assert one.maximum["optimizer"] == other.maximum["optimizer"]
     assert found.time.terms()["bubble"]["seconds"] > 0

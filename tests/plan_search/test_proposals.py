@@ -35,9 +35,9 @@ def train(name: str, file: str, sizes: dict[str, int]) -> Step:
     )
 
 
-def trained(ranks: RankPools, folder: Path, name: str, choice: Choice, plan: Plan) -> None:
+def trained(ranks: RankPools, folder: Path, name: str, choice: Choice, plan: Plan, devices: int = DEVICES) -> None:
     file = written(folder, MODELS[name].build(), choice, plan)
-    for step in ranks.run(train, name, file, choice.axes, world_size=DEVICES):
+    for step in ranks.run(train, name, file, choice.axes, world_size=devices):
         assert step.is_same(1e-6 if name == "mixtral" else 1e-9), (choice, step)
 
 
@@ -50,6 +50,24 @@ def test_drawn_proposals_equal_one_device(ranks: RankPools, tmp_path: Path, name
     assert {one.choice.tp for one in found} >= {1, 2} and {one.choice.zero for one in found} == {0, 1, 2, 3}
     for proposal in generator.sample(found, 3):
         trained(ranks, tmp_path, name, *changed(proposal, checkpoint=generator.choice(POLICIES)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [3, 6])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_odd_numbers_of_devices(ranks: RankPools, tmp_path: Path, name: str, devices: int) -> None:
+    """Rows, heads and layers that the ranks do not divide."""
+    generator = random.Random(f"{name} {devices}")
+    found = [one for one in proposals_of(MODELS[name].build(), MODELS[name].inputs(), devices) if one.choice.pp == 1]
+    for proposal in generator.sample(found, min(2, len(found))):
+        choice, plan = changed(proposal, checkpoint=generator.choice(POLICIES))
+        trained(ranks, tmp_path, name, choice, plan, devices)
+    assert found
+
+
+def test_plans_that_use_no_rank_are_not_proposed() -> None:
+    """Three divides neither the rows nor any size: all ranks would compute the same."""
+    assert proposals_of(MODELS["net"].build(), MODELS["net"].inputs(), 3) == ()
 
 
 @pytest.mark.parametrize(

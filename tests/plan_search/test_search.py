@@ -86,10 +86,10 @@ def test_closed_form_of_stages_is_the_estimate(seed: int) -> None:
     generator = random.Random(seed)
     staged = [one for one in found.proposals if one.choice.pp > 1 and one.choice.microbatches <= 8]
     proposal = generator.choice(staged)
-    choice, plan = changed(proposal, checkpoint=generator.choice(("none", "selective", "full")))
+    choice, plan = changed(proposal, checkpoint=("none", "selective", "full")[seed])
     known = estimate(model, plan, batch=batch, device=found.device, steps=2)
     own = Looked(model, 8, batch, found.device).figures(choice)
-    assert own.peak_bytes == pytest.approx(known.peak_bytes, rel=MEMORY), choice
+    assert own.peak_bytes == pytest.approx(known.peak_bytes, rel=MEMORY / 2), choice
     assert own.step_seconds == pytest.approx(known.step_seconds, rel=SECONDS), choice
     assert own.terms["compute"] == pytest.approx(known.time.compute, rel=0.01), choice
     device = sum(own.terms[name] for name in ("compute", "memory", "exposed", "bubble"))

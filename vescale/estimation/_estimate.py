@@ -273,7 +273,7 @@ def estimate(
             ranks = tuple(sorted(global_rank(column, own) for own in one.ranks))
             where = dict(zip(axes.names, map(int, np.unravel_index(ranks[0], axes.sizes))))
             memory.append(replace(one, ranks=ranks, coordinates=where))
-        times.append(step_time(rehearsal, repeats, table, axes, skeleton, inputs))
+        times.append(step_time(rehearsal, repeats, table, axes, inputs, states.in_units))
         passes |= seconds_of_stages(rehearsal, repeats, table)
     time = times[0]
     if entry is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +140,7 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
     ends = _ends_of_forwards(log.instants)
     inside = [_ranges_inside(r, log.instants) for r in repeats]
     changes = {name: np.zeros(number + 1, dtype=np.int64) for name in (*CATEGORIES, _HOST)}
+    slots = {one.name: one.itemsize for one in rehearsal.in_buckets if not one.is_scattered}
     parameters = {False: 0, True: 0}  # by whether they are on the host
     found = []
     for block in log.blocks:
@@ -147,7 +148,7 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
         is_message = category == "communication" and log.instants[block.begin].phase == "backward"
         stays = category in _AT_REST[:3] or (_is_there_at_any(block, ends) and not is_message)
         # A gradient that is sent to the stage before is of the first module alone, whatever forwards run until it has left.
-        held = _held_bytes(block, category, module, rehearsal) if stays else []
+        held = _held_bytes(block, category, module, rehearsal, repeats, slots) if stays else []
         runs = [(n, sum(size for path, size in held if r.holds(path))) for n, r in enumerate(repeats)]
         own = next((repeats[n] for n, size in runs if size), None)
         is_on_host = block.storage in log.on_host
@@ -177,12 +178,23 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
     return MemoryTimeline(log.instants, categories, total, found, np.cumsum(changes[_HOST])[:-1], share)
 
 
-def _held_bytes(block: Block, category: str, module: str | None, rehearsal: Rehearsal) -> list[tuple[str | None, int]]:
-    """Whose memory a block is: (module, bytes). Gradients of several modules may be in one block."""
+def _held_bytes(
+    block: Block,
+    category: str,
+    module: str | None,
+    rehearsal: Rehearsal,
+    repeats: Sequence[Repeats],
+    slots: Mapping[str, int],
+) -> list[tuple[str | None, int]]:
+    """Whose memory a block is: (module, bytes). Gradients of several modules may be in one block. ``slots``: the least bytes
+    of gradients in buckets, by name."""
     holders = rehearsal.holders.get(block.storage) if category == "gradients" else None
-    if holders is None or len({path for path, _ in holders.values()}) == 1:
+    if holders is None:
         return [(module, block.num_bytes)]
-    return list(holders.values())
+    paths = {path for path, _ in holders.values()}
+    if len(paths) == 1 or any(all(r.holds(path) for path in paths) for r in repeats):
+        return [(min(paths), block.num_bytes)]  # padding and what buckets have taken over belong to it
+    return [(path, max(size, slots.get(name, 0))) for name, (path, size) in holders.items()]
 
 
 def _category(block: Block, rehearsal: Rehearsal, ends: Sequence[int]) -> tuple[str, str | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vescale.estimation._bucket_gradients import bucket_bytes
 from vescale.estimation._memory_timeline import MemoryTimeline, label_of
 from vescale.estimation._rank_states import RankStates
 from vescale.estimation._rehearsal import Rehearsal
@@ -80,7 +81,8 @@ def memory_of_ranks(
     for one in seen:
         own = tuple(map(int, np.unravel_index(one.rank, sizes)))
         optimizer = _optimizer_bytes(one.rehearsal, repeats, states, own)
-        more = np.stack([a - a[own] for a in (states.parameters, states.gradients, optimizer)], axis=-1)
+        gradients = states.gradients + bucket_bytes(one.rehearsal.in_buckets, repeats, states.in_units, program.axes)
+        more = np.stack([a - a[own] for a in (states.parameters, gradients, optimizer)], axis=-1)
         if one.timeline.host_share:  # what is offloaded differs in the host's memory
             more = (more * (1 - one.timeline.host_share)).astype(np.int64)
         changes.append(more)

@@ -30,12 +30,14 @@ class RankStates:
         gradients: bytes of complete gradients, padding included.
         elements: of the parameters that an optimizer gets, without padding.
         padding: of these bytes, padding of parameters.
+        in_units: names of the parameters in buffers of units.
     """
 
     parameters: np.ndarray
     gradients: np.ndarray
     elements: np.ndarray
     padding: int
+    in_units: frozenset[str] = frozenset()
 
 
 def rank_states(program: Program, model: nn.Module) -> RankStates:
@@ -43,7 +45,7 @@ def rank_states(program: Program, model: nn.Module) -> RankStates:
     sizes = program.axes.sizes
     resting = _resting(program)
     buckets = unit_buckets(program, model)
-    in_units = {name for bucket in buckets for name in bucket.names}
+    in_units = frozenset(name for bucket in buckets for name in bucket.names)
     parameters = np.zeros(sizes, dtype=np.int64)
     gradients = np.zeros(sizes, dtype=np.int64)
     elements = np.zeros(sizes, dtype=np.int64)
@@ -65,7 +67,7 @@ def rank_states(program: Program, model: nn.Module) -> RankStates:
         if trains:
             gradients += numels * itemsize * times
             elements += numels * times
-    return RankStates(parameters, gradients, elements, padding)
+    return RankStates(parameters, gradients, elements, padding, in_units)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from vescale.checks import unchecked
 from vescale.comm import CommRecord, record_comms
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
+from vescale.estimation._bucket_gradients import BucketGradient, bucket_gradients
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._op_costs import OpCosts
 from vescale.estimation._received_tokens import balanced_tokens
@@ -57,6 +58,7 @@ class Rehearsal:
         collectives: of the last step.
         states: of the optimizer.
         trained: elements that the optimizer gets, by the path of their module.
+        in_buckets: gradients that the model's reducer completes.
         num_steps: how many steps have run.
         has_host: whether what is offloaded is in another memory.
     """
@@ -70,6 +72,7 @@ class Rehearsal:
     collectives: list[CommRecord] = field(default_factory=list)
     states: list[StateTensor] = field(default_factory=list)
     trained: dict[str, int] = field(default_factory=dict)
+    in_buckets: list[BucketGradient] = field(default_factory=list)
 
 
 @dataclass
@@ -167,6 +170,7 @@ def rehearse(
                 found.collectives = ledger.records
             place.phase = "start"
             found.states = list(_states(model, optimizer))
+            found.in_buckets = bucket_gradients(model)
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
@@ -252,7 +256,7 @@ def classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: R
             if storage.nbytes():
                 found.kinds.setdefault(found.log.see(storage), (category, path))
 
-    def note_storage(memory: Any, category: str, path: str) -> None:
+    def note_storage(memory: Any, category: str, path: str | None) -> None:
         with contextlib.suppress(RuntimeError, AttributeError):  # it has never been allocated
             storage = memory.storage if category == "unsharded" else memory.local.untyped_storage()
             found.kinds.setdefault(found.log.see(storage), (category, path))
@@ -277,7 +281,7 @@ def classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: R
         note_storage(group.memory.gathered, "unsharded", path)
         for bucket in group.buckets:
             with contextlib.suppress(AttributeError):  # before the first backward
-                note_storage(bucket.unreduced.apart, "gradients", path)
+                note_storage(bucket.unreduced.apart, "gradients", None)  # units use this memory one after another
 
 
 def _number(tensor: torch.Tensor, found: Rehearsal) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from vescale.comm import CommRecord
+from vescale.comm import CommRecord, ring_bytes
+from vescale.estimation._bucket_gradients import bucket_shares
 from vescale.estimation._devices import Device
 from vescale.estimation._op_costs import OpCost, OpCosts
 from vescale.estimation._rehearsal import Rehearsal
+from vescale.gradients import FLAGS_REQUESTER
 from vescale.ir import Repeats
 from vescale.plans import MeshAxes
 
@@ -106,14 +107,14 @@ def step_time(
     repeats: Sequence[Repeats],
     device: Device,
     axes: MeshAxes,
-    model: nn.Module,
     batch: Mapping[str, Any],
+    in_units: Collection[str] = (),
 ) -> StepTime:
-    """Of the last step of a rehearsal, without the bubbles of a pipeline."""
+    """Of the last step of a rehearsal, without the bubbles of a pipeline. ``in_units``: names of parameters of units."""
     ops = op_seconds(rehearsal.costs, repeats, device, trained=rehearsal.trained)
     compute, memory, flops = ops.compute, ops.memory, ops.flops
     seconds, num_bytes, hidden = collective_seconds(
-        rehearsal.collectives, repeats, device, axes, trained_share(rehearsal.trained, repeats)
+        rehearsal.collectives, repeats, device, axes, bucket_shares(rehearsal.in_buckets, repeats), in_units
     )
     total = sum(seconds.values())
     # Gathers and reductions of parameters run beside the compute of other units; those of activations are waited for.
@@ -239,20 +240,33 @@ def seconds_of_stages(rehearsal: Rehearsal, repeats: Sequence[Repeats], device: 
 
 
 def collective_seconds(
-    records: Sequence[CommRecord], repeats: Sequence[Repeats], device: Device, axes: MeshAxes, trained: float = 1.0
+    records: Sequence[CommRecord],
+    repeats: Sequence[Repeats],
+    device: Device,
+    axes: MeshAxes,
+    shares: Mapping[str, float],
+    in_units: Collection[str] = (),
 ) -> tuple[dict[str, float], dict[str, int], float]:
-    """(seconds, bytes) by axes and op, and the seconds of those that belong to parameters."""
+    """(seconds, bytes) by axes and op, and the seconds of those that belong to parameters.
+
+    ``shares``: how many times as much as in what was run a bucket reduces, by requester. ``in_units``: names of parameters
+    of units, of whose gradients ranks tell each other with a byte each whether there are any.
+    """
+    left_out = tuple(f"{path}." for r in repeats for path in list(r.paths())[1:])
+    num_flags = sum(name.startswith(left_out) for name in in_units) if left_out else 0
     seconds: dict[str, float] = {}
     num_bytes: dict[str, int] = {}
     hidden = 0.0
     for record in records:
         times: float = next((r.count for r in repeats if names_block(record.requester, r)), 1)
         if record.requester.startswith("bucket"):
-            times = trained
+            times = shares.get(record.requester, 1.0)
+        elif record.requester == FLAGS_REQUESTER and num_flags:
+            record = replace(record, bytes=record.bytes + ring_bytes(record.op, num_flags, record.num_ranks))
         own = times * record_seconds(record, device, axes)
         name = f"{record.axes or 'world'} {record.op.removesuffix('_v')}"
         seconds[name] = seconds.get(name, 0.0) + own
-        num_bytes[name] = num_bytes.get(name, 0) + int(times * record.bytes)
+        num_bytes[name] = num_bytes.get(name, 0) + round(times * record.bytes)
         if record.op in ("send", "recv") or is_of_parameters(record.requester):
             hidden += own
     return dict(sorted(seconds.items())), dict(sorted(num_bytes.items())), hidden

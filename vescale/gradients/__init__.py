@@ -28,10 +28,11 @@ from vescale.gradients._pipeline_shares import (
 )
 from vescale.gradients._reducer import GradientReducer
 from vescale.gradients._sharded_gradients import ShardedGradients
-from vescale.gradients._sharded_reduction import ReductionOptions, ShardedReduction, reduce_unused
+from vescale.gradients._sharded_reduction import FLAGS_REQUESTER, ReductionOptions, ShardedReduction, reduce_unused
 from vescale.gradients._unreduced_gradients import GradientPlace, UnreducedGradients
 
 __all__ = [
+    "FLAGS_REQUESTER",
     "BackwardTracker",
     "Bucket",
     "CollectiveOrder",

@@ -18,7 +18,10 @@ from vescale.gradients._order_mismatch import OrderMismatchError
 from vescale.gradients._reduction import divide_
 from vescale.gradients._sharded_gradients import ShardedGradients
 
-__all__ = ["ReductionOptions", "ShardedReduction", "reduce_unused"]
+__all__ = ["FLAGS_REQUESTER", "ReductionOptions", "ShardedReduction", "reduce_unused"]
+
+FLAGS_REQUESTER = "which parameters got a gradient"
+"""Of the collective with a byte for each parameter of the units along an axis."""
 
 
 @dataclass
@@ -191,7 +194,7 @@ def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
         device = members[0].gradients.unreduced.buffer.device
         own = torch.frombuffer(order.message(flags), dtype=torch.uint8).to(device)
         group = members[0].gradients.axes.data_parallel.group
-        answer = all_reduce_(own, "max", group, requester="which parameters got a gradient").wait().tolist()
+        answer = all_reduce_(own, "max", group, requester=FLAGS_REQUESTER).wait().tolist()
         try:
             order.check(answer)
         except OrderMismatchError as found:

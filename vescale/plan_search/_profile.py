@@ -47,7 +47,8 @@ class Arrays:
         in_backward, in_blocks: where each instant is; ``is_late``: in the backward of the first block, or after it.
         parameters: at rest, without ZeRO; ``outer_parameters``: of these, those of modules that are no repeated blocks;
             ``late_parameters``: of these, those that the forward uses after the blocks.
-        saved: activations when the forward ends.
+        saved: activations when the forward ends; ``early``: of these, those from before the blocks, which every stage of a
+            pipeline computes.
     """
 
     other: np.ndarray
@@ -59,6 +60,7 @@ class Arrays:
     outer_parameters: int
     late_parameters: int
     saved: int
+    early: int
 
     @property
     def trained(self) -> int:
@@ -125,6 +127,7 @@ class Profile:
     def _arrays_of(self, repeats: tuple[Repeats, ...]) -> Arrays:
         timeline = timeline_of(self.rehearsal, repeats, self.rounding)
         own = np.array([n for n, i in enumerate(timeline.instants) if i.phase != "start"])
+        end = timeline.end_of_forward(0)
         rest = sum(timeline.categories[name] for name in ("parameters", "gradients", "optimizer"))
         outer = [b for b in timeline.blocks if b.category == "parameters" and not self.is_of_blocks(b.module)]
         places = [timeline.instants[n] for n in own]
@@ -139,7 +142,20 @@ class Profile:
             parameters=int(timeline.categories["parameters"][own[-1]]),
             outer_parameters=sum(one.block.num_bytes for one in outer),
             late_parameters=sum(one.block.num_bytes for one in outer if one.module in self.late),
-            saved=int(timeline.categories["activations"][timeline.end_of_forward(0)]),
+            saved=int(timeline.categories["activations"][end]),
+            early=self._early(timeline, end),
+        )
+
+    def _early(self, timeline: MemoryTimeline, end: int) -> int:
+        """Activations that are there at the instant ``end`` and were before the first block ran."""
+        inside = (n for n, i in enumerate(timeline.instants[:end]) if self.is_of_blocks(i.module))
+        first = next(inside, 0)
+        return sum(
+            one.block.num_bytes
+            for one in timeline.blocks
+            if one.category == "activations"
+            and one.block.begin < first
+            and (one.block.end is None or one.block.end > end)
         )
 
     def _gradients(self, timeline: MemoryTimeline) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from vescale.estimation import (
     unit_paths,
     without_collections,
 )
-from vescale.ir import check
+from vescale.ir import Finding, check
 from vescale.plan_search._candidates import CHECKPOINTS, Family, Rejected, families
 from vescale.plan_search._choice import Choice, Model, plan_of
 from vescale.plan_search._figures import Figures, Setting, figures_of
@@ -32,7 +32,7 @@ from vescale.plan_search._profile import Profile, profile_of
 from vescale.plan_search._result import Proposal, Search
 from vescale.plan_search._sources import plan_sources
 from vescale.plan_search._stages import staged_figures
-from vescale.plans import LocalEntry, PlanError
+from vescale.plans import LocalEntry, Plan, PlanError
 
 __all__ = ["Looked", "search"]
 
@@ -227,8 +227,8 @@ class Looked:
         if cell.cp > 1:  # decisions about sequences in pieces take longer with every rank of the mesh
             cell = replace(cell, dp=min(cell.dp, 2))
         plan = plan_of(cell, self.facts, self.precision)
-        findings = check(plan, self.reduced)
-        if any(one.severity == "error" for one in findings):
+        findings = self._findings(plan)
+        if findings:
             raise PlanError(str(findings[0]))
         try:
             return profile_of(
@@ -248,6 +248,11 @@ class Looked:
             if cell.tp * cell.cp * cell.ep > 1:
                 raise PlanError(f"a step of this mesh cannot be run: {problem}") from error
             raise SearchError(f"search: the model does not run with this batch: {problem}") from error
+
+    def _findings(self, plan: Plan) -> Sequence[Finding]:
+        """Of a plan without stages."""
+        findings = check(plan, self.reduced)
+        return check(plan, self.skeleton) if findings else findings  # an entry may be for a block that was left out
 
     def figures(self, choice: Choice) -> Figures:
         """In closed form. Raises PlanError where the choice's plan does not fit the model."""
@@ -312,9 +317,7 @@ class Looked:
     def _estimate(self, choice: Choice) -> Figures | Rejected | None:
         """None: of stages, whose figures stay those of the closed form."""
         plan = plan_of(choice, self.facts, self.precision)
-        findings = check(plan, self.reduced if choice.pp == 1 else self._shortened(choice))
-        if findings and choice.pp == 1:  # an entry may be for a block that was left out
-            findings = check(plan, self.skeleton)
+        findings = self._findings(plan) if choice.pp == 1 else check(plan, self._shortened(choice))
         if findings:
             return Rejected(choice.describe(), "lint", str(findings[0]))
         if choice.pp > 1:

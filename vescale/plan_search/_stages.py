@@ -115,6 +115,9 @@ def _peak(
         + trained * parameters * (setting.reduced if choice.zero else 1.0)
         for parameters in _parameters(arrays, own_blocks, max(per_stage, 2))
     )
-    kept = [max(count - 1, 0) * per_stage * blocks * scale for count in (schedule.peak[0], schedule.peak[-1])]
-    inside = arrays.other[arrays.in_blocks].max(initial=0) * scale
-    return float(max(first + kept[0] + inside, last + kept[1] + arrays.other.max(initial=0) * scale))
+    # Beside what its blocks keep: what every stage computes of the batch, and what it has sent on.
+    each = per_stage * blocks + arrays.early + profile.message_bytes
+    kept = [max(count - 1, 0) * each * scale for count in (schedule.peak[0], schedule.peak[-1])]
+    less = max(2 - per_stage, 0) * blocks * scale  # arrays have two blocks at least
+    inside = arrays.other[arrays.in_blocks].max(initial=0) * scale - less
+    return float(max(first + kept[0] + inside, last + kept[1] + arrays.other.max(initial=0) * scale - less))

@@ -1,0 +1,110 @@
+"""Gradients that a reducer completes in buckets: what every rank holds of them, and what is reduced."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.ir import Repeats
+from vescale.placements import local_region
+from vescale.plans import MeshAxes
+from vescale.runtime import gradient_reducer
+
+__all__ = ["BucketGradient", "bucket_bytes", "bucket_gradients", "bucket_shares"]
+
+
+@dataclass(frozen=True)
+class BucketGradient:
+    """A gradient that has a slot in a bucket.
+
+    Attributes:
+        name: of the parameter; ``shape``: its global shape.
+        axes, placements: of the slot, which is of the rank's part by these.
+        itemsize: bytes of an element of the complete gradient.
+        is_scattered: whether each rank along an axis gets a piece of the bucket.
+        bucket: the requester of its collectives.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    placements: tuple[Placement, ...]
+    itemsize: int
+    is_scattered: bool
+    numel: int
+    bucket: str
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    def numels(self, axes: MeshAxes) -> np.ndarray:
+        """Elements of each rank's part, as an array that broadcasts over the mesh."""
+        cut = {axis: p for axis, p in zip(self.axes, self.placements) if not p.is_replicate() and axes.size(axis) > 1}
+        sizes = tuple(size if axis in cut else 1 for axis, size in zip(axes.names, axes.sizes))
+        placements = tuple(cut.get(axis, Replicate()) for axis in axes.names)
+        found = np.empty(sizes, dtype=np.int64)
+        for coordinate in np.ndindex(*sizes):
+            found[coordinate] = math.prod(local_region(self.shape, placements, axes.sizes, coordinate).local_shape)
+        return found
+
+
+def bucket_gradients(model: nn.Module) -> list[BucketGradient]:
+    """Of a parallelized model that has run a step."""
+    found = []
+    for bucket in gradient_reducer(model).buckets:
+        for slot in bucket.slots:
+            mesh, staged = slot.owner.destination.mesh, slot.contribution.staged
+            if mesh is None or staged is None:
+                continue
+            found.append(
+                BucketGradient(
+                    slot.name,
+                    slot.owner.destination.shape,
+                    tuple(mesh.mesh_dim_names or ()),
+                    tuple(Replicate() if isinstance(p, Partial) else p for p in staged),
+                    bucket.reduction.dtype.itemsize,
+                    bucket.reduction.scatter is not None,
+                    max(slot.numel, 1),
+                    bucket.requester,
+                )
+            )
+    return found
+
+
+def bucket_bytes(
+    gradients: Sequence[BucketGradient], repeats: Sequence[Repeats], in_units: Collection[str], axes: MeshAxes
+) -> np.ndarray:
+    """Of every rank: what the slots of parameters ``in_units`` take, whose buffers hold nothing of these gradients, and
+    what slots without elements take for other parameters."""
+    total = np.zeros(axes.sizes, dtype=np.int64)
+    times: Counter[tuple[BucketGradient, bool]] = Counter()
+    for one in gradients:
+        if not one.is_scattered:
+            times[replace(one, name="", bucket=""), one.name in in_units] += _count(one, repeats)
+    for (one, is_in_unit), count in times.items():
+        numels = one.numels(axes)
+        slots = np.maximum(numels, 1)  # a slot without elements has one for the mark of unused parameters
+        total += np.broadcast_to(slots if is_in_unit else slots - numels, axes.sizes) * one.itemsize * count
+    return total
+
+
+def bucket_shares(gradients: Sequence[BucketGradient], repeats: Sequence[Repeats]) -> dict[str, float]:
+    """By requester, how many times as much as in what was run a bucket reduces."""
+    ran: Counter[str] = Counter()
+    of_all: Counter[str] = Counter()
+    for one in gradients:
+        ran[one.bucket] += one.numel
+        of_all[one.bucket] += one.numel * _count(one, repeats)
+    return {name: of_all[name] / ran[name] for name in ran}
+
+
+def _count(gradient: BucketGradient, repeats: Sequence[Repeats]) -> int:
+    return next((r.count for r in repeats if r.holds(gradient.module)), 1)
