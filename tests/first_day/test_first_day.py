@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parent
 DAILY = [
     "a_buffer_written_on_rank_0",
     "a_contradiction",
+    "a_file_of_one_rank_for_all",
     "a_meta_model",
     "a_path_that_matches_nothing",
     "a_skipped_step",
@@ -26,6 +27,7 @@ DAILY = [
     "another_batch_on_each_rank",
     "another_batch_over_tp",
     "another_batch_size",
+    "another_learning_rate_of_shards",
     "another_plan",
     "another_seed_for_an_initialization",
     "another_seed_for_the_model",
@@ -44,13 +46,27 @@ DAILY = [
 
 
 NIGHTLY = [
+    "a_file_for_each_rank",
     "a_frozen_batch_norm",
+    "a_generator_and_a_discriminator",
+    "a_learning_rate_in_a_tensor",
+    "a_schedule_of_rates_and_momenta",
+    "an_input_buffer_that_is_used_again",
     "an_optimizer_state_of_one_device",
+    "an_unused_branch",
     "autocast_on_all_ranks",
     "draws_on_rank_0_of_a_model_that_draws_none",
     "functional_calls_and_gradients",
+    "gradient_penalties",
     "gradient_hooks_after_parallelize",
+    "gradients_kept_over_steps",
+    "lbfgs",
+    "local_parts_looked_at_on_rank_0",
     "numpy_of_sharded_outputs",
+    "parts_given_as_dtensors",
+    "pruned_afterwards",
+    "scaled_and_clipped",
+    "spectral_norm_before",
     "ties_made_afterwards",
 ]
 """Of the correct ones."""
