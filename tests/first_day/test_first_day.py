@@ -23,6 +23,7 @@ DAILY = [
     "a_yaml_key",
     "an_earlier_end",
     "an_input_on_one_rank",
+    "an_input_written_after_the_forward",
     "another_batch_in_a_dict",
     "another_batch_on_each_rank",
     "another_batch_over_tp",
