@@ -368,7 +368,7 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (another_model_on_one_rank, StepMismatchError, "forward 2 of Net.*forward 1 of Net"),
     (a_write_on_one_rank, InputMismatchError, r"parameter 'up\.bias' before forward 1 of Net.*\[1\.0, .* on rank 0 and"),
     (a_write_to_a_part_on_one_rank, InputMismatchError, r"parameter 'up\.weight' before forward 2 of Net"),
-    (another_learning_rate_on_one_rank, InputMismatchError, r"parameter 'up\.weight' before forward 2.*learning rate"),
+    (another_learning_rate_on_one_rank, InputMismatchError, r"lr of step 1 of SGD, group 0 is .* on rank 0 and"),
     (a_frozen_parameter_on_one_rank, InputMismatchError, r"requires_grad.*True of all on rank 0 and False of up\.weight"),
     (a_part_of_the_model_on_one_rank, StepMismatchError, "rank 0 is before a call of 'up', a part of.*rank 1 is bef"),
     (no_sync_on_one_rank, StepMismatchError, "rank 0 is before the backward of forward 1.*rank 1 is before forward 2"),

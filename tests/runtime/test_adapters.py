@@ -169,3 +169,26 @@ def test_several_adapters_and_merging(ranks: RankPools, tmp_path: Path, when: st
 @pytest.mark.slow
 def test_adapters_that_write_to_their_base(ranks: RankPools) -> None:
     ranks.run(written_bases, world_size=2)
+
+
+def shared_matrices() -> None:
+    """VeRA makes matrices for all layers, by the shapes of these, before any layer is adapted."""
+    quiet()
+    config = peft.VeraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    model = build("llama").float().train()
+    models = [build("llama").float().train(), parallelize(model, plan_zoo.load("llama", make_mesh(dp=1, tp=2)))]
+    ids = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+    states = []
+    for each in models:
+        torch.manual_seed(5)
+        found = peft.get_peft_model(each, config)
+        found(input_ids=ids, labels=ids).loss.backward()
+        states.append({name: p.grad for name, p in found.named_parameters() if p.requires_grad})
+    gradients: Any = whole_tensors(states[1])
+    assert states[0] and set(states[0]) == set(gradients)
+    for name, expected in states[0].items():
+        torch.testing.assert_close(gradients[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_matrices_that_layers_share(ranks: RankPools) -> None:
+    ranks.run(shared_matrices, world_size=2)

@@ -3,7 +3,20 @@
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
 from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
-from vescale.checks._mismatches import DRAWN, GENERATING, MADE, SEED, STATE, InputMismatchError, StepMismatchError
+from vescale.checks._mismatches import (
+    ACCUMULATED,
+    DRAWN,
+    GENERATING,
+    MADE,
+    PARTS,
+    SEED,
+    STATE,
+    WRITTEN,
+    InputMismatchError,
+    StepMismatchError,
+    parts_text,
+)
+from vescale.checks._optimizer_steps import watch_optimizers
 from vescale.checks._parameter_names import known_names
 from vescale.checks._random_states import RandomStates, describe_draw
 from vescale.checks._repeated_parts import RepeatedPartsWarning
@@ -18,11 +31,14 @@ from vescale.checks._start import start_checks, start_checks_among, step_checks
 from vescale.checks._steps import LocalPart, StepChecks
 
 __all__ = [
+    "ACCUMULATED",
     "DRAWN",
     "GENERATING",
     "MADE",
+    "PARTS",
     "SEED",
     "STATE",
+    "WRITTEN",
     "InputMismatchError",
     "LocalPart",
     "RandomStates",
@@ -42,6 +58,7 @@ __all__ = [
     "is_unchecked",
     "known_names",
     "listed_optimizers",
+    "parts_text",
     "replacement_of",
     "sample",
     "start_checks",
@@ -50,4 +67,5 @@ __all__ = [
     "sum_of_bits",
     "tensor_text",
     "unchecked",
+    "watch_optimizers",
 ]

@@ -51,7 +51,8 @@ def describe(name: str, value: Any, *, fully: bool, is_nested: bool = False) -> 
     if kind is DTensor or isinstance(value, DTensor):
         yield name, f"a DTensor of shape {tuple(value.shape)} placed as {tuple(value.placements)}"
     elif isinstance(value, torch.Tensor):
-        yield name, tensor_text(value, fully=fully)
+        grad = ", requires a gradient" if value.requires_grad else ""
+        yield name, f"{tensor_text(value, fully=fully)}{grad}"
     elif kind is str and is_nested:
         return
     elif kind in _CONSTANTS:

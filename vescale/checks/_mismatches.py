@@ -9,17 +9,22 @@ from vescale.comm import first_difference
 from vescale.errors import Coded
 
 __all__ = [
+    "ACCUMULATED",
     "DRAWN",
     "GENERATING",
     "MADE",
     "NUMBERS",
+    "PARTS",
     "SAME_STEPS",
     "SEED",
     "SEVERAL_THREADS",
     "STATE",
+    "STEPPED",
+    "WRITTEN",
     "InputMismatchError",
     "StepMismatchError",
     "compare_data",
+    "parts_text",
     "places_text",
     "uneven_text",
 ]
@@ -48,6 +53,14 @@ MADE = "made: "
 """What names of tensors begin with that a forward has made of numbers, arrays or texts."""
 DRAWN = "drawn: "
 """What names of random ops on DTensors begin with, outside of forwards."""
+WRITTEN = "writes: "
+"""What names of gradients and writes begin with, of tensors of which each rank may hold a part of its own."""
+ACCUMULATED = "accumulated under no_sync"
+"""What a rank says of gradients that other ranks need not have."""
+STEPPED = "optimizer: "
+"""What names of steps of optimizers begin with."""
+PARTS = "parts of sharded tensors"
+"""Of a state dict that comes from a file."""
 GENERATING = ", in generate()"
 """What modes of forwards end with that ``generate`` of the model makes."""
 STATE = "state: "
@@ -80,6 +93,9 @@ def compare_data(
     Raises InputMismatchError.
     """
     inputs = {rank: [tuple(row) for row in each["inputs"]] for rank, each in zip(ranks, found)}
+    unknown = {name for rows in inputs.values() for name, text in rows if text == ACCUMULATED}
+    if unknown:
+        inputs = {rank: [row for row in rows if row[0] not in unknown] for rank, rows in inputs.items()}
     if len({tuple(rows) for rows in inputs.values()}) > 1:
         difference = first_difference("what is given", inputs)
         raise InputMismatchError(_data_text(found[0]["site"], difference), difference.ranks)
@@ -113,12 +129,38 @@ def uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
     )
 
 
+def parts_text(site: str, found: str) -> str:
+    """Of a state dict with parts that other ranks have written."""
+    return (
+        f"{site} got the {PARTS} that another rank has written: {found}. torch.save writes one rank's part of each tensor, "
+        "so that one file has the parts of one rank only. Save with vescale.checkpoint.save on all ranks, which any mesh "
+        'loads, or save whole values: `state = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in '
+        "model.state_dict().items()}` on all ranks, then torch.save(state, ...) on one"
+    )
+
+
 def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
     name = f"the input {difference.name!r}" if difference.name else "an input"
     found = " and ".join(
         f"{text} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {list(ranks)}'}"
         for text, ranks in difference.found
     )
+    if difference.name.startswith(WRITTEN):
+        return (
+            f"ranks have changed the model differently before {site}: {difference.name.removeprefix(WRITTEN)} is {found}. "
+            "The script writes to a parameter, or calls zero_grad(), on some ranks only, where one device changes all: "
+            "do the same on every rank (no `if rank == 0:` around it). If values differ on purpose: `with "
+            "vescale.unchecked():`"
+        )
+    if difference.name.startswith(STEPPED):
+        return (
+            f"ranks have stepped optimizers differently before {site}: {difference.name.removeprefix(STEPPED)} is {found}. "
+            "Each rank steps its part of what one device steps: make the optimizer with the same hyperparameters and "
+            "schedulers, and call step() as often, with the same gradients, on every rank (no `if rank == 0:` around them). "
+            "If hyperparameters differ on purpose: `with vescale.unchecked():`"
+        )
+    if difference.name == PARTS:
+        return parts_text(site, found)
     if difference.name.startswith(STATE):
         return (
             f"ranks have different values of {difference.name.removeprefix(STATE)} before {site}, of which they hold the "

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.checks._optimizer_steps import watch_optimizers
 from vescale.checks._steps import StepChecks
 
 __all__ = ["start_checks", "start_checks_among", "step_checks"]
@@ -27,7 +28,15 @@ def step_checks(mesh: DeviceMesh) -> StepChecks | None:
 
 def start_checks(mesh: DeviceMesh) -> StepChecks:
     """The checks on a mesh, for a new model, whose first forwards are compared fully. Called in one order on all ranks."""
+    watch_optimizers(_note_step)
     return _begun(mesh, mesh.mesh.flatten().tolist(), [tuple(i) for i in (mesh.mesh >= 0).nonzero().tolist()])
+
+
+def _note_step(mesh: DeviceMesh, numbers: Sequence[tuple[str, str]], gradients: tuple[str, str]) -> None:
+    checks = step_checks(mesh)
+    if checks is not None and checks.is_on:
+        for name, text in (*numbers, gradients) if checks.names_gradients else numbers:
+            checks.note(name, text)
 
 
 def start_checks_among(ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> StepChecks:

@@ -84,6 +84,7 @@ class StepChecks:
         waits: whether ranks wait for each other.
         is_due: whether values are compared in this forward: sums of all bits.
         samples: whether what is given in this forward is compared by samples of it, and described only where these differ.
+        names_gradients: whether ranks have gradients of the same parameters; not in local regions.
         num_models: that are, or were, compared here. Models are known by their numbers, as they may be of one class.
     """
 
@@ -100,6 +101,7 @@ class StepChecks:
         self._forwards = 0
         self._awaited: tuple[str, int, int] | None
         self.num_models = 0
+        self.names_gradients = True
         self._noted: list[tuple[str, str]]
         self._open: deque[str] = deque()
         self._lock = threading.Lock()  # one event at a time

@@ -23,6 +23,7 @@ __all__ = [
     "model_hooks",
     "tell_draw",
     "tell_move",
+    "tell_moved_operand",
     "tell_write",
     "telling",
 ]
@@ -107,7 +108,7 @@ class DispatchListener:
         that reduces over ranks (a loss)."""
 
     def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
-        """Before ``tensor.redistribute(placements=placements)``."""
+        """Before ``tensor.redistribute(placements=placements)``, or before an op of ours moves it; ``how``: its name."""
 
     def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
         """A plain tensor among DTensors on ``mesh`` is taken as the same on every rank."""
@@ -174,6 +175,13 @@ def tell_read(tensor: DTensor, how: str, *, for_python: bool = False) -> None:
     models = model_hooks()
     if models is not None:
         models.listener.reads(tensor, how, for_python)
+
+
+def tell_moved_operand(tensor: DTensor, placements: tuple[Any, ...], op: str) -> None:
+    """An op of ours is about to move an operand of its own accord."""
+    models = model_hooks()
+    if models is not None:
+        models.listener.moves(tensor, placements, f"an operand of {op}")
 
 
 def tell_plain_value(op: Any, name: str, tensor: Any, mesh: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from vescale.compat.model_hooks import ModelHooks
 from vescale.compat.native_dispatch import answer_mixed_calls, native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
+from vescale.errors import ForeignToolError
 
 __all__ = [
     "accept_plain_operands",
@@ -73,6 +75,23 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
             listener.viewed_copies(schema.op, copies)
 
     changes.attribute(dispatcher, "redistribute_local_args", redistribute_local_args)
+
+
+def _refuse_swaps(changes: Changes) -> None:
+    """The reducer of gradients holds the parameters, so that PyTorch cannot put others in their place."""
+    original = torch.utils.swap_tensors
+
+    @functools.wraps(original)
+    def swap_tensors(t1: Any, t2: Any) -> None:
+        if isinstance(t1, DTensor) and t1.requires_grad and weakref.getweakrefs(t1):
+            raise ForeignToolError(
+                f"a parameter of shape {tuple(t1.shape)} placed as {tuple(t1.placements)} is to be replaced in place, and "
+                "the gradient hooks of parallelize hold it. Add a parametrization that computes a new original (orthogonal, "
+                "spectral_norm) before parallelize, and move or convert the model before"
+            )
+        original(t1, t2)
+
+    changes.attribute(torch.utils, "swap_tensors", swap_tensors)
 
 
 def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
@@ -156,6 +175,7 @@ def _written(call: Mapping[str, Any]) -> list[DTensor]:
 
 
 def observe_registrations(changes: Changes, hooks: ModelHooks) -> None:
+    _refuse_swaps(changes)
     changes.on_undo(register_module_module_registration_hook(hooks.registered).remove)
     changes.on_undo(register_module_parameter_registration_hook(hooks.registered).remove)
 

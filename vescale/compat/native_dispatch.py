@@ -150,7 +150,7 @@ class NativeConversions(NamedTuple):
         link_view: ``(local tensor, copy of it to be viewed, update)``: from now on ops that read the copy call
             ``update(tensor with the copy's storage)`` before, if there were writes to the tensor (``csrc/links.h``). True.
         link_copy: ``(DTensor, copy, outdated)``: the copy was made of the tensor in Python, at a boundary.
-        share_version: ``(DTensor, DTensor)``: writes to one count as writes to both, for autograd.
+        share_version: ``(DTensor, tensor)``: writes to one count as writes to both, for autograd.
         settle_view: ``(copy)``: an op has written to the copy, and the values are in its source by now.
         settle_group: ``(local tensor, local tensor)``: the second tensor of a boundary has the values of the first now.
     """

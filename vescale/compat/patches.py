@@ -149,10 +149,11 @@ PATCHES: tuple[Patch, ...] = (
           "inside of a model, a plain tensor among DTensors is the same on every rank",
           "PyTorch refuses plain tensors that are not scalars, in some ops before it asks for a decision", "models",
           model_patches.accept_plain_operands, issue="pytorch#115297"),
-    Patch("torch.nn.modules.module: register_module_module_registration_hook, register_module_parameter_registration_hook",
-          "tells of modules and parameters that are added to a model",
+    Patch("torch.nn.modules.module: register_module_module_registration_hook, register_module_parameter_registration_hook; "
+          "torch.utils.swap_tensors",
+          "tells of modules and parameters that are added to a model; refuses others in the place of its own",
           "PEFT takes the shape of an adapter from the local part of its base layer's weight; plain parameters that come "
-          "later are not reduced", "models",
+          "later are not reduced, and PyTorch does not say why it cannot swap one that hooks hold", "models",
           model_patches.observe_registrations),
     Patch(f"{_DTENSOR}.__format__, tolist, numpy, __array__; methods and attributes of torch._C.TensorBase",
           'f"{loss:.3f}"; the whole value; the others run without the mode of a model\'s forward, where it does nothing',

@@ -65,7 +65,7 @@ from vescale.ops._decision import Decision, Rule
 from vescale.ops._dispatch import misjudged_view, run_interleaved, view_of_uneven_shards
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 from vescale.ops._install import install
-from vescale.ops._links import settle
+from vescale.ops._links import settle, share_version
 from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
 from vescale.ops._register_rule import register_rule
 from vescale.ops._registry import (
@@ -137,6 +137,7 @@ __all__ = [
     "sequence_axes",
     "settle",
     "settling",
+    "share_version",
     "stages_between",
     "strict_placements",
     "view_of_uneven_shards",

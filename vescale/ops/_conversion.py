@@ -39,6 +39,7 @@ from vescale.compat import (
     no_torch_function,
     permit_writes,
     spec_of,
+    tell_moved_operand,
 )
 from vescale.ops._boundary_copies import pass_boundary, require_current
 from vescale.ops._conversion_plans import (
@@ -89,12 +90,14 @@ def _moved_in_python(x: DTensor, target: Placements, requester: str) -> DTensor:
 def bring(x: DTensor, target: Sequence[Placement], op: str, operand: str | None) -> DTensor:
     """Redistribute the operand ``operand`` of ``op`` to ``target``, outside of autograd; None: ``op`` has no rule for parts.
 
-    Communication is implicit: the model that runs counts and reports it, and raises instead in strict mode.
+    Communication is implicit: the model that runs counts and reports it, and raises instead in strict mode. Outside of
+    models, ranks that come to it alone are found before they communicate.
     """
     target = tuple(target)
     if tuple(x.placements) == target:
         return x
     report_implicit_move(op, operand, local_of(x), x.placements, target)
+    tell_moved_operand(x, target, op)
     return _moved(x, target, f"implicit: {op}")
 
 

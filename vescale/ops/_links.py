@@ -21,7 +21,7 @@ def link_view(local: torch.Tensor, copy: torch.Tensor, update: Callable[[torch.T
     return bool(_native.link_view(local, copy, update))
 
 
-def share_version(x: DTensor, copy: DTensor) -> None:
+def share_version(x: torch.Tensor, copy: DTensor) -> None:
     """Writes to one of the two count as writes to both, for autograd, as far as there is C++ for it."""
     _native.share_version(copy, x)
 

@@ -8,6 +8,9 @@ its whole weight as a plain parameter; what PEFT writes to that (PiSSA does) is 
 While adapters are merged into their base layers, taken out of them, combined, or added to others, both show whole plain
 parameters, too.
 
+Methods that share matrices between layers (VeRA) make them before any layer, by the shapes of all: all layers show their
+whole weights then.
+
 The adapters' own parameters stay plain, the same on every rank: a parallelized forward takes them as global tensors, and
 their gradients are complete.
 """
@@ -32,6 +35,9 @@ __all__ = ["AdapterWatch", "adapter_parts", "add_merging", "is_adapted"]
 
 # Whose parameter, and its name; what is shown in its place.
 _Shown = tuple[nn.Module, str, nn.Parameter]
+
+
+_BEFORE_INJECTION = "_pre_injection_hook"
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -88,6 +94,22 @@ def _write_back(shown_parameters: list[_Shown]) -> None:
                 own.copy_(place_tensor(shown.detach(), own.device_mesh, own.placements, name))
 
 
+def _show_before_injection(tuner: nn.Module, model: nn.Module) -> None:
+    """Methods that share matrices between layers (VeRA) make them before any layer, by the shapes of all."""
+    runtime, method = Runtime.of(model), getattr(type(tuner), _BEFORE_INJECTION, None)
+    if runtime is not None and method is not None and method.__qualname__ != f"BaseTuner.{_BEFORE_INJECTION}":
+        BoundMethod.give(runtime, tuner, _BEFORE_INJECTION, _with_whole_model)
+
+
+def _with_whole_model(runtime: Runtime, tuner: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """All ranks of the mesh call it. Communication: an all-gather of each sharded parameter of the model."""
+    shown = [one for inner in model.modules() for one in _show_whole(inner)]
+    try:
+        return getattr(type(tuner), _BEFORE_INJECTION)(tuner, model, *args, **kwargs)
+    finally:
+        _write_back(shown)
+
+
 class AdapterWatch:
     """What is called when a module is registered (``ModelHooks.registered``); nothing of it runs in a forward."""
 
@@ -105,6 +127,8 @@ class AdapterWatch:
         elif type(module).__module__.partition(".")[0] == "peft":
             if name == "base_layer":
                 self._show(module, child)
+            elif name == "model":
+                _show_before_injection(module, child)
             elif name == "base_model":
                 found = (Runtime.of(inner) for inner in (child, getattr(child, "model", None)) if inner is not None)
                 runtime = next((runtime for runtime in found if runtime is not None), None)

@@ -5,7 +5,6 @@ Everything here is an attribute of the model's own modules that the tool asks fo
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -72,6 +71,12 @@ def refuse_wrapped(model: nn.Module) -> None:
                 "modules that a plan has: give parallelize the model as it was before (model._orig_mod), and compile "
                 "functions of local tensors inside of it"
             )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ForeignToolError(
+                f"parallelize got a model of which {_place(path, module)} is nn.SyncBatchNorm, which reduces statistics "
+                "over the ranks by itself: leave convert_sync_batchnorm out. Of a parallelized model, nn.BatchNorm has the "
+                "statistics of the global batch already, as on one device"
+            )
         tool = next((_WRAPPERS[name] for name in kinds if name in _WRAPPERS), None)
         if module.__dict__.get(_DISTRIBUTED) is True:
             tool = "parallelize_module"
@@ -125,20 +130,10 @@ def _changes_nothing(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.T
     return is_conversion and same and found.device.type == tensor.device.type == "cpu"
 
 
-def _comes_from(error: BaseException, function: Any) -> bool:
-    """Whether ``function`` has raised the error, or the one that caused it."""
-    found: BaseException | None = error
-    while found is not None:
-        if any(frame.f_code is function.__code__ for frame, _ in traceback.walk_tb(found.__traceback__)):
-            return True
-        found = found.__cause__
-    return False
-
-
 def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     """``to``, ``half``, ``cuda`` and the like: nothing where they change nothing.
 
-    Raises PlanError for what cannot be converted any more: the reducer of gradients holds the parameters.
+    Raises ForeignToolError for what cannot be converted any more (:mod:`vescale.compat.model_patches`).
     """
     tensors = [*model.parameters(), *model.buffers()]
     with torch.no_grad():
@@ -147,7 +142,7 @@ def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tens
     try:
         return type(model)._apply(model, fn, *args, **kwargs)
     except RuntimeError as error:
-        if not _comes_from(error, torch.utils.swap_tensors):
+        if not isinstance(error.__cause__, ForeignToolError):  # that of a swap
             raise
         raise ForeignToolError(
             f"this {type(model).__name__} cannot be moved or converted after parallelize, whose gradient hooks hold its "

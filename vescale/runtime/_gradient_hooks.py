@@ -43,6 +43,8 @@ class GradientHooks:
         reduce_dtypes: Mapping[str, torch.dtype],
     ) -> None:
         self.reducer: GradientReducer | None = None
+        self.has_accumulated = False
+        """Whether a backward has run under ``no_sync``."""
         self.before_finish: Callable[[], None] = lambda: None
         self._instructions, self._mesh, self._reduce_dtypes = instructions, mesh, reduce_dtypes
         self._slots: list[tuple[nn.Module, str, str]] = []
@@ -127,6 +129,7 @@ class GradientHooks:
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:
+        self.has_accumulated = True
         with contextlib.ExitStack() as stack:
             for module in self._modules:
                 found = module()

@@ -203,6 +203,7 @@ class _Listener(DispatchListener):
         note_plain_value(str(op), name, tensor, mesh)
 
     def mixed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _refuse_collective(op, args)
         return run_mixed(op, args, kwargs)
 
     def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
@@ -219,6 +220,10 @@ class _Listener(DispatchListener):
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """In backward too: the zeros that stand for outputs of ``split`` without a gradient are plain."""
+        if op._schema.name.startswith("c10d::"):
+            raise OpPlacementError(
+                f"the script calls the collective {_collective(op)} with a DTensor and plain tensors. {_ARE_GLOBAL}"
+            )
         return running_module() is not None
 
     def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,14 +250,22 @@ def _refuse_collective(op: Any, args: tuple[Any, ...]) -> None:
         return
     found = next((x for x in tensors_in(args) if isinstance(x, DTensor)), None)
     if found is not None and step_checks(found.device_mesh) is not None:
-        name = op._schema.name.removeprefix("c10d::").rstrip("_")
         raise OpPlacementError(
-            f"the script calls the collective {name} on a DTensor of shape {tuple(found.shape)} placed as "
-            f"{tuple(found.placements)}; outputs, losses and gradients of a parallelized model are global already: leave "
-            "the collective out, and any division by the number of ranks. x.full_tensor() is the whole value, x.to_local() "
-            "this rank's part. Wrappers that broadcast parameters (DistributedDataParallel around a larger module, "
-            "ZeroRedundancyOptimizer) are not needed: put all of the module into the plan, and use the optimizer as it is"
+            f"the script calls the collective {_collective(op)} on a DTensor of shape {tuple(found.shape)} placed as "
+            f"{tuple(found.placements)}. {_ARE_GLOBAL}"
         ) from None
+
+
+def _collective(op: Any) -> str:
+    return str(op._schema.name).removeprefix("c10d::").rstrip("_")
+
+
+_ARE_GLOBAL = (
+    "Outputs, losses and gradients of a parallelized model are global already: leave the collective out, and any division "
+    "by the number of ranks. x.full_tensor() is the whole value, x.to_local() this rank's part. Wrappers that broadcast "
+    "parameters (DistributedDataParallel around a larger module, ZeroRedundancyOptimizer) are not needed: put all of the "
+    "module into the plan, and use the optimizer as it is"
+)
 
 
 def _enter_in_ledger(op: str, local: torch.Tensor, source: Any, target: Any) -> None:

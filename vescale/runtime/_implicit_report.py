@@ -162,11 +162,14 @@ def _name_operand(
 def _called_outside_of_its_unit() -> str | None:
     """The outermost running module whose parent does not run (lists of modules never do)."""
     activation = current_activation()
-    frames = activation.frames if activation is not None else []
+    model = activation.runtime.root if activation is not None else None
+    if activation is None or model is None:
+        return None
+    frames = activation.frames
     running = {frame.path for frame in frames}
     for frame in frames[1:]:
         parent = frame.path.rpartition(".")[0]
-        while parent and isinstance(frames[0].module.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
+        while parent and isinstance(model.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
             parent = parent.rpartition(".")[0]
         if parent not in running:
             return frame.path

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -15,14 +16,14 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.checks import (
     GENERATING,
     MADE,
-    STATE,
+    PARTS,
     InputMismatchError,
     LocalPart,
     RandomStates,
     describe,
     describe_draw,
-    hash_of,
     is_unchecked,
+    parts_text,
     sample,
     step_checks,
     tensor_text,
@@ -33,7 +34,6 @@ from vescale.compat import (
     has_dispatch_modes,
     in_backward,
     in_transform,
-    local_of,
     no_torch_function,
     spec_of,
     tensors_in,
@@ -45,6 +45,7 @@ from vescale.placements import local_region, shard_dim
 from vescale.rng import default_generator
 from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._placing import Placing
+from vescale.runtime._replicated_state import add_replica, find_replicas, long_axes
 from vescale.runtime._runtime import Runtime
 
 __all__ = [
@@ -105,9 +106,13 @@ def check_inputs(
             if fully and not watched:
                 runtime.compares_made = True
                 runtime.random_states = RandomStates(names_state=not runtime.has_local_regions)
-                replicas = _replicas(runtime)
-                inputs += replicas.pop(_long_axes(runtime), [])
+                replicas = find_replicas(runtime)
+                inputs += replicas.pop(long_axes(runtime), [])
             for name, value, placing in named(args, kwargs):
+                if fully and not watched:
+                    for index, tensor in enumerate(tensors_in(value)):
+                        if isinstance(tensor, DTensor):
+                            add_replica(runtime, replicas, f"input {name!r}, tensor {index}", tensor)
                 if is_generating or placing is None or not placing.takes_local_parts:
                     if not watched:
                         inputs += describe(name, value, fully=fully)
@@ -150,62 +155,6 @@ _MODES = {
     for training in (True, False)
     for grad in (True, False)
 }
-_MAX_NAMES = 120
-
-
-def _long_axes(runtime: Runtime) -> tuple[int, ...]:
-    return tuple(axis for axis, size in enumerate(runtime.mesh.shape) if size > 1)
-
-
-def _replicas(runtime: Runtime) -> dict[tuple[int, ...], list[tuple[str, str]]]:
-    """By axes along which ranks have the same part: parameters, and what tells their values. On devices whose
-    kernels do not repeat their bits, before the first forward only."""
-    module, long = runtime.root, _long_axes(runtime)
-    found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-    frozen: list[str] = []
-    if module is None:
-        return found
-    for name, tensor in module.named_parameters():
-        if isinstance(tensor, DTensor) and tensor.device_mesh == runtime.mesh:
-            if not tensor.requires_grad:
-                frozen.append(name)
-            _add_replica(runtime, found, f"parameter {name!r}", tensor)
-    for name, buffer in module.named_buffers():
-        # In a region, they may count what the rank has seen.
-        if not runtime.is_in_local_region(name) and id(buffer) not in runtime.differ_on_purpose:
-            _add_replica(runtime, found, f"buffer {name!r}", buffer)
-    if frozen:
-        names = ", ".join(frozen)
-        text = names if len(names) < _MAX_NAMES else f"{names[:_MAX_NAMES]}... ({len(frozen)}, {hash_of(names)})"
-    rows = found.setdefault(long, [])
-    rows.append((f"{STATE}requires_grad", f"False of {text}" if frozen else "True of all"))
-    for path, part in module.named_modules():
-        if part.training != module.training:
-            rows.append((f"{STATE}training of module {path!r}", str(part.training)))
-        if runtime.num_forwards == 1:
-            rows += _hyperparameters(path, part)
-    return found
-
-
-def _add_replica(
-    runtime: Runtime, found: dict[tuple[int, ...], list[tuple[str, str]]], name: str, tensor: torch.Tensor
-) -> None:
-    axes, local = _long_axes(runtime), tensor
-    if isinstance(tensor, DTensor):
-        if tensor.device_mesh != runtime.mesh:
-            return
-        axes, local = tuple(axis for axis in axes if tensor.placements[axis].is_replicate()), local_of(tensor)
-    if axes and (local.is_cpu or runtime.num_forwards == 1):
-        found.setdefault(axes, []).append((f"{STATE}{name}", tensor_text(local.detach(), fully=True)))
-
-
-def _hyperparameters(path: str, module: torch.nn.Module) -> list[tuple[str, str]]:
-    """The numbers among what a module declares as its constants, as PyTorch's own do: probabilities, momenta, epsilons."""
-    own = vars(module)
-    constants = [(name, own.get(name)) for name in getattr(type(module), "__constants__", ())]
-    return [
-        (f"{STATE}{name} of module {path!r}", repr(x)) for name, x in constants if isinstance(x, bool | int | float)
-    ]
 
 
 def _global_shape(
@@ -333,7 +282,10 @@ def note_plain_value(op: str, name: str, tensor: torch.Tensor, mesh: Any) -> Non
 
 
 def check_loaded(module: Any, state: Mapping[str, Any], prefix: str) -> None:
-    """Before plain tensors are loaded into a model: they are the same on every rank."""
+    """Before tensors are loaded into a model: plain ones are the same on every rank, and parts are this rank's.
+
+    Raises InputMismatchError, on every rank.
+    """
     runtime = Runtime.of(module)
     if runtime is None or not runtime.checks.is_on:
         return
@@ -346,5 +298,23 @@ def check_loaded(module: Any, state: Mapping[str, Any], prefix: str) -> None:
         for name, value in found
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     ]
+    loaded = [(n, v) for n, v in found if isinstance(v, DTensor) and v.device_mesh is not runtime.mesh]
+    other = [(name, place) for name, value in loaded if (place := _part_of_another_rank(value)) is not None]
+    if loaded:
+        rows.append((PARTS, f"{other[0][0]!r} of {other[0][1]}" if other else "this rank's"))
     if rows:
         runtime.checks.agree(f"load_state_dict of {type(module).__name__}", rows)
+    if other:
+        text = parts_text(f"load_state_dict of {type(module).__name__}", f"{other[0][0]!r} of {other[0][1]}")
+        raise InputMismatchError(text, [dist.get_rank()])
+
+
+def _part_of_another_rank(loaded: DTensor) -> str | None:
+    """The place of the rank that has written ``loaded`` to a file, if this rank holds another part of it; a mesh is pickled
+    with the coordinate of the rank that does it."""
+    mesh, written = loaded.device_mesh, loaded.device_mesh.get_coordinate()
+    own = (mesh.mesh == dist.get_rank()).nonzero().tolist() if dist.is_initialized() else []
+    if written is None or not own:
+        return None
+    cut = [a for a, p in enumerate(loaded.placements) if not p.is_replicate() and written[a] != own[0][a]]
+    return f"the rank at {tuple(written)} of the mesh" if cut else None

@@ -6,13 +6,14 @@ import copy
 import inspect
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import map_tensors, no_torch_function, tensors_in
+from vescale.errors import NotParallelizedError
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert, refuse_transforms
 from vescale.runtime._activation import THREAD
@@ -40,11 +41,16 @@ def add_hooks(runtime: Runtime, module: nn.Module, path: str, instructions: Sequ
     after            places outputs; hides these parameters and leaves the module, also after an exception
     ===============  ===================================================================================================
     """
+    is_member = runtime.mesh.get_coordinate() is not None
     own = runtime.instructions[path] = _Instructions(runtime, module, path, instructions)
     before, after = module_hooks(
         runtime,
         path,
-        own.begin_forward if own.is_root else own.place_inputs if own.inputs or own.casts.param else None,
+        (own.begin_forward if is_member else own.refuse_rank)
+        if own.is_root
+        else own.place_inputs
+        if own.inputs or own.casts.param
+        else None,
         own.show if own.shown else None,
         own.place_outputs if own.outputs or own.is_root or own.hands_out or own.casts.output else None,
         own.hide if own.shown else None,
@@ -108,6 +114,13 @@ class _Instructions:
             return self.place_inputs(args, kwargs)
         finally:
             THREAD.global_shapes = None
+
+    def refuse_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        """Of the model, on a rank outside of its mesh, which has no part of it."""
+        raise NotParallelizedError(
+            f"this rank is not part of the mesh of {self._model}, {self.runtime.mesh}: it has no part of the model. Call "
+            "the model on the ranks of its mesh, or make the mesh of all ranks: init_device_mesh(device, sizes)"
+        )
 
     def _named_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any, Placing | None]]:
         """Name, value and entry of each input."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import local_of, map_tensors, spec_of
 from vescale.errors import BoundaryError
 from vescale.ir import Annotate, Instruction, Redistribute, Wrap
-from vescale.ops import enter_local, wrap_global
+from vescale.ops import enter_local, share_version, wrap_global
 from vescale.placements import at_dim, contiguous_stride, from_local, shard_dim
 from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._implicit_site import placements_text
@@ -101,9 +101,10 @@ class Placing:
             return from_local(x, runtime.mesh, placements)
         if op.given == "local" and self.runtime not in THREAD.generating:
             shape = THREAD.global_shapes.get(id(x)) if THREAD.global_shapes is not None else None
-            if shape is not None:
-                return from_local(x, runtime.mesh, placements, shape=shape, stride=contiguous_stride(shape))
-            return from_local(x, runtime.mesh, placements)
+            stride = contiguous_stride(shape) if shape is not None else None
+            made = from_local(x, runtime.mesh, placements, shape=shape, stride=stride)
+            share_version(x, made)  # so that backward refuses what it has saved when the caller has written to it since
+            return made
         return wrap_global(x, runtime.mesh, placements, self.requester)
 
     def way(self, x: DTensor) -> tuple[Any, ...]:

@@ -103,6 +103,8 @@ class Runtime:
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self.checks: StepChecks = start_checks(mesh)
         self.number = self.checks.num_models
+        if self._local_regions:
+            self.checks.names_gradients = False
         gradients.before_finish = self.checks.finish
         self.num_forwards = 0
         self._root: weakref.ref[nn.Module] | None = None

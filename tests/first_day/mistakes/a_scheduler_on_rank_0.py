@@ -1,7 +1,7 @@
 """Only rank 0 steps the scheduler of learning rates.
 
 error: InputMismatchError
-says: parameter 'norm.weight' | another learning rate | on every rank
+says: lr of step 2 of SGD | schedulers | on every rank
 """
 
 import torch

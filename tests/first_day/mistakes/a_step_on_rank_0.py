@@ -1,7 +1,7 @@
 """Only rank 0 steps the optimizer.
 
 error: InputMismatchError
-says: parameter 'norm.weight' | if rank == 0 | on every rank
+says: stepped optimizers differently | nothing on rank 1 | if rank == 0
 """
 
 import torch

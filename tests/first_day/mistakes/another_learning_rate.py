@@ -1,7 +1,7 @@
 """Learning rates differ between ranks.
 
 error: InputMismatchError
-says: parameter 'norm.weight' | another learning rate | on every rank
+says: lr of step 1 of SGD, group 0 is 0.1 on rank 0 and 0.2 on rank 1 | on every rank
 """
 
 import torch
