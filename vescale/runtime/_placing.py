@@ -102,7 +102,7 @@ class Placing:
         if op.given == "local" and self.runtime not in THREAD.generating:
             shape = THREAD.global_shapes.get(id(x)) if THREAD.global_shapes is not None else None
             if shape is not None:
-                return from_local(x, runtime.mesh, placements, shape=shape, stride=contiguous_stride(shape))
+                return from_local(x, runtime.mesh, placements, shape=torch.Size(shape), stride=contiguous_stride(shape))
             return from_local(x, runtime.mesh, placements)
         return wrap_global(x, runtime.mesh, placements, self.requester)
 
