@@ -49,11 +49,15 @@ def test_the_commands_of_its_readme(
     main(["new", str(folder)])
     monkeypatch.chdir(folder)
     lines = (folder / "README.md").read_text().splitlines()
-    commands = [line.split()[1:] for line in lines if line.startswith(("vescale lint", "vescale explain"))]
-    assert len(commands) == 2
+    commands = [line.split()[1:] for line in lines if line.startswith("vescale ")]
+    assert [command[0] for command in commands] == ["lint", "explain", "plan"]
     for command in commands:
         assert main(command) == 0
     assert "no findings" in capsys.readouterr().out
+    new = (folder / "new.yaml").read_text()
+    for name in ("tokens", "labels"):
+        assert f"<in:{name}>: {{dp: S(0)}}" in new  # where the page says what to add
+    assert main(["lint", "new.yaml", *commands[0][2:]]) == 0
     sys.modules.pop("model", None)
 
 

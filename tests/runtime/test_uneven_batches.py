@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.plan_zoo.models import _DECODER, _GPT2, _WHISPER, _model, tokens
+from tests.ranks import RankPools
 from tests.runtime.hf import quiet
 from tests.simulate import simulate
 from tests.whole import whole
@@ -117,6 +119,37 @@ def test_batches(ranks: int, batch: int, length: int) -> None:
         assert {r.op for r in records} == {"all_reduce"}
         assert sum(r.bytes for r in buckets) <= 2 * gradients * (ranks - 1) / ranks + 64
         assert all(r.bytes <= 8 * 8 for r in records if r not in buckets), records
+
+
+def _rows_of_each_rank(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> None:
+    def objective(m: nn.Module) -> torch.Tensor:
+        rows = slice(None)
+        if isinstance(next(m.parameters()), DTensor):
+            rows = slice(0, 3) if dist.get_rank() == 0 else slice(3, 5)
+        return m(ids[rows], labels[rows])
+
+    records = check(model, {"dp": 2}, lambda mesh: Plan(mesh).shard("<in>", S0, mesh="dp", given="local"), objective)
+    assert {r.op for r in records} == {"all_reduce"}
+
+
+def test_parts_that_ranks_give(ranks: RankPools) -> None:
+    """On processes, which wait for each other and so know the sizes of all parts."""
+    ranks.run(_rows_of_each_rank, seeded(Net), *labeled(5, 3), world_size=2)
+
+
+def test_sizes_that_from_local_is_given() -> None:
+    """Stock ``from_local`` keeps them as they are: a tuple has no ``numel``."""
+    simulate(_view_of_given_sizes, 3, nn.Linear(3, 3))
+
+
+def _view_of_given_sizes(linear: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+    model = parallelize(copy.deepcopy(linear), Plan(mesh).shard("<in>", S0, mesh="dp"))
+    x = torch.arange(48.0).view(16, 3)
+    placed = DTensor.from_local(x.chunk(3)[dist.get_rank()], mesh, [S0], shape=(16, 3), stride=(3, 1))
+    expected = linear(x).flatten()
+    torch.testing.assert_close(model(placed).flatten().full_tensor(), expected)
+    torch.testing.assert_close(placed.flatten().full_tensor(), x.flatten())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,7 +130,7 @@ def _addmm(bias: TensorMeta, x: TensorMeta, y: TensorMeta) -> _Found:
 
 
 def _view(x: TensorMeta, sizes: Sequence[int]) -> _Found:
-    numel = x.shape.numel()
+    numel = math.prod(x.shape)  # from_local keeps the sequence of sizes that it is given: perhaps no torch.Size
     if numel == 0 or x.stride != _contiguous(x.shape):
         return None
     found = list(sizes)

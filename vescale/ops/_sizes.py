@@ -10,6 +10,7 @@ anyway.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -153,7 +154,7 @@ def view(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTe
         return "not sharded"
     shards = dict(layout.shards)
     given, wanted = args[0].tensor_meta.shape, list(args[1])
-    numel = given.numel()
+    numel = math.prod(given)  # from_local keeps the sequence of sizes that it is given: perhaps no torch.Size
     if numel == 0:
         return None
     if -1 in wanted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def _looks_up_parts(x: Any, dim: Any, index: Any) -> bool:
     if not isinstance(dim, int) or x.ndim == 0 or x.ndim != len(index.shape) or not hasattr(x, "placements"):
         return False
     along = [type(p) is Shard and p.dim == dim % x.ndim for p in x.placements]
-    return any(along) and 2 * index.shape.numel() <= x.shape.numel()
+    return any(along) and 2 * math.prod(index.shape) <= math.prod(x.shape)
 
 
 def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -102,7 +102,8 @@ class Placing:
         if op.given == "local" and self.runtime not in THREAD.generating:
             shape = THREAD.global_shapes.get(id(x)) if THREAD.global_shapes is not None else None
             stride = contiguous_stride(shape) if shape is not None else None
-            made = from_local(x, runtime.mesh, placements, shape=shape, stride=stride)
+            size = torch.Size(shape) if shape is not None else None
+            made = from_local(x, runtime.mesh, placements, shape=size, stride=stride)
             share_version(x, made)  # so that backward refuses what it has saved when the caller has written to it since
             return made
         return wrap_global(x, runtime.mesh, placements, self.requester)
