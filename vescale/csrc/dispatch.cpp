@@ -247,7 +247,7 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("gradients_of", torch::wrap_pybind_function(&vescale::gradients_of));
     module.def("link_view", torch::wrap_pybind_function(&vescale::link_view));
     module.def("require_current", torch::wrap_pybind_function(&vescale::require_current_dtensor));
-    module.def("share_version", torch::wrap_pybind_function(&vescale::share_version));
+    module.def("share_version", torch::wrap_pybind_function(&vescale::share_version_with));
     module.def("settle_view", torch::wrap_pybind_function(&vescale::settle_view));
     module.def("settle_group", torch::wrap_pybind_function(&vescale::settle_group));
     module.def("num_links", &vescale::num_links);

@@ -325,6 +325,31 @@ inline void share_version(const at::Tensor& tensor, const at::Tensor& with) {
     }
 }
 
+// Writes to `tensor`, which `made` is a DTensor of, count as writes to it. Its local tensor keeps a version of its own: the two
+// that a boundary has made of one share that of the DTensor, and a write to one of them is none to the other's memory.
+inline void share_outer_version(const at::Tensor& made, const at::Tensor& tensor) {
+    PyObject* dtensor = dtensor_of(made);
+    if (dtensor == nullptr) {
+        return;
+    }
+    const at::Tensor& local = local_of(dtensor);
+    const bool is_alias = tensor.has_storage() && local.has_storage() && local.storage().is_alias_of(tensor.storage());
+    if (!is_alias || local.is_inference() || tensor.is_inference() || local.is_same(tensor)) {
+        return;
+    }
+    local.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(0));
+    share_version(made, tensor);
+}
+
+// Of a DTensor, with another one or with the plain tensor that it is made of.
+inline void share_version_with(const at::Tensor& made, const at::Tensor& tensor) {
+    if (dtensor_of(tensor) != nullptr) {
+        share_version(made, tensor);
+    } else {
+        share_outer_version(made, tensor);
+    }
+}
+
 // Local tensors of views have the version of the local tensor that they are views of, or of its copy.
 inline void share_local_version(const at::Tensor& result, const at::Tensor& local) {
     PyObject* dtensor = result.defined() ? dtensor_of(result) : nullptr;

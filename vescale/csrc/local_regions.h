@@ -324,11 +324,8 @@ inline py::object wrap_global(const at::Tensor& tensor, py::handle mesh, py::han
     if (!local.defined()) {
         return py::none();
     }
-    const bool is_alias = tensor.has_storage() && local.has_storage() && local.storage().is_alias_of(tensor.storage());
     at::Tensor made = wrap(std::move(local), *crossing->spec);
-    if (is_alias) {  // so that backward refuses what it has saved when the caller has written to it since
-        share_version(made, tensor);
-    }
+    share_outer_version(made, tensor);  // so that backward refuses what it has saved when the caller has written to it since
     if (is_linked(tensor)) {
         auto node = c10::make_intrusive<WrapGlobalBackward>(
             std::vector<py::object>{borrowed(mesh), crossing->grad_placements, borrowed(requester)});
