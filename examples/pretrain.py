@@ -147,7 +147,8 @@ def main(argv: list[str] | None = None) -> list[float]:
         )
         losses.append(total.item())
         if (step + 1) % args.evaluate_every == 0:
-            mean = evaluate(model, held_out_loader, device)
+            with watch.pause():
+                mean = evaluate(model, held_out_loader, device)
             if dist.get_rank() == 0:
                 print(f"step {step}  loss of text that was held out {mean:.4f}", flush=True)
         if checkpoints and (step + 1) % args.save_every == 0:

@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> list[float]:
             optimizer.zero_grad()
             watch.step(loss, tokens=len(batch))
             losses.append(loss.item())
-        found = accuracy(model, pictures[args.images :].to(device), classes[args.images :].to(device))
+        with watch.pause():
+            found = accuracy(model, pictures[args.images :].to(device), classes[args.images :].to(device))
         if dist.get_rank() == 0:
             print(f"epoch {epoch}  accuracy on images that were held out {found:.3f}", flush=True)
     watch.close()

@@ -192,6 +192,28 @@ def test_what_is_hidden_behind_computation(monkeypatch: pytest.MonkeyPatch) -> N
     assert on_device.exposed_seconds() is None and on_device.axes == {"dp": AxisTraffic(1, 8, None)}
 
 
+def paused() -> None:
+    model, kept = parallel(), Kept()
+    x = torch.randn(6, 8)
+    with monitor(model, console=False, outputs=[kept], every=1, ranks="all") as watch:
+        for is_evaluated in (False, True):
+            model(x).sum().backward()
+            if is_evaluated:
+                with watch.pause():
+                    with watch.pause():
+                        time.sleep(2.0)
+                    model(x)
+            watch.step()
+    first, second = kept.records
+    assert second.comm is not None and first.comm is not None
+    assert {name: axis.count for name, axis in second.comm.items()} == {n: a.count for n, a in first.comm.items()}
+    assert second.seconds < 2.0
+
+
+def test_an_evaluation_is_left_out(ranks: RankPools) -> None:
+    ranks.run(paused, world_size=2)
+
+
 def test_exposed_communication(ranks: RankPools) -> None:
     ranks.run(exposed, world_size=2)
 

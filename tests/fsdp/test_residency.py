@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from tests.fsdp.compare import by_block, mesh_of
+from tests.fsdp.compare import by_block, gradients_of, mesh_of
 from tests.fsdp.extended import MixedBlock
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
@@ -209,3 +212,51 @@ def run() -> int:
 
 def test_a_model_keeps_the_contract(ranks: RankPools) -> None:
     ranks.run(run, world_size=2)
+
+
+class Passing(nn.Module):
+    """A block that returns what it was given beside its result, as T5's blocks return the bias of positions."""
+
+    def __init__(self, has_bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.bias = nn.Parameter(torch.randn(6)) if has_bias else None
+
+    def forward(self, x: torch.Tensor, bias: Any, seen: torch.Tensor) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        bias = (self.bias * 2)[:] if self.bias is not None else bias
+        return torch.tanh(self.linear(x) + bias) + seen, bias, seen
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Passing(n == 0) for n in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen, bias = self.encoder(x)[:, :], None
+        for block in self.blocks:
+            x, bias, seen = block(x, bias, seen)
+        return x.square().mean()
+
+
+def each_unit_once() -> None:
+    torch.manual_seed(0)
+    reference = Decoder()
+    model = copy.deepcopy(reference)
+    by_block(model, fully_shard, mesh_of())
+    x = torch.randn(4, 6)
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(x)
+        with record_comms() as ledger:
+            loss.backward()
+        counts = Counter(record.op.removesuffix("_v") for record in ledger.records)
+        assert counts["all_gather"] == 4 and counts["reduce_scatter"] == 5, counts  # the root stays gathered
+    reference(x).backward()
+    for name, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad)
+
+
+def test_outputs_that_are_inputs_begin_no_backward(ranks: RankPools) -> None:
+    ranks.run(each_unit_once, world_size=2)

@@ -60,12 +60,14 @@ class CommMeter(Observer):
     Attributes:
         axes: by the names of the axes that a group spans, joined with ``,``; ``all ranks`` or ``ranks [0, 2]`` for groups
             without names.
+        is_paused: whether collectives that start now are left out.
     """
 
     needs_requesters = False
 
     def __init__(self, is_timed: bool = True) -> None:
         self.axes: dict[str, AxisTraffic] = {}
+        self.is_paused = False
         self._is_timed = is_timed
         self._lock = threading.Lock()
         self._all, self._spans = _Span(), dict[str, _Span]()
@@ -98,7 +100,7 @@ class CommMeter(Observer):
         return max(0.0, self._all.seconds - self._all.cpu_seconds)
 
     def started(self, operation: Operation) -> None:
-        if len(operation.ranks) == 1:
+        if len(operation.ranks) == 1 or self.is_paused:
             return
         name = operation.axes or _ranks_text(operation.ranks)
         with self._lock:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -109,6 +110,25 @@ class Monitor:
         self._count += 1
         self._observe_next()
         return record
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what is no part of a training step, such as an evaluation between two of them: neither its time nor its
+        collectives count.
+
+        ```python
+        with watch.pause():
+            evaluate(model)
+        ```
+        """
+        began, was_paused = time.perf_counter(), self._meter.is_paused
+        self._meter.is_paused = True
+        try:
+            yield
+        finally:
+            self._meter.is_paused = was_paused
+            if not was_paused:
+                self._began += time.perf_counter() - began
 
     def close(self) -> None:
         """Write what waits, and end files."""
