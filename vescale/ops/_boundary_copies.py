@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
@@ -76,11 +77,13 @@ class _LocalPart:
 
     Attributes:
         counter: has its version, without its memory; seen: the version when ranks knew of all writes.
+        rank: whose it is: a simulation has several in one process.
     """
 
     storage: weakref.ref[torch.UntypedStorage]
     counter: torch.Tensor
     seen: int
+    rank: int
 
     def take_write(self) -> torch.UntypedStorage | None:
         """The storage, if there were writes since this was asked."""
@@ -100,8 +103,12 @@ def note_local(x: DTensor) -> None:
     if not IN_PYTHON or local.is_inference() or key in _LOCAL_PARTS:
         return
     with no_torch_function():
-        _LOCAL_PARTS[key] = _LocalPart(weakref.ref(storage), version_holder(local), local._version)
+        _LOCAL_PARTS[key] = _LocalPart(weakref.ref(storage), version_holder(local), local._version, _rank())
     weakref.finalize(storage, _LOCAL_PARTS.pop, key, None)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def count_as_seen(storage: torch.UntypedStorage) -> None:
@@ -112,8 +119,9 @@ def count_as_seen(storage: torch.UntypedStorage) -> None:
 
 
 def _written_locals() -> list[torch.UntypedStorage]:
-    """Storages that were written to by way of ``to_local()`` since this was asked."""
-    found = (part.take_write() for part in list(_LOCAL_PARTS.values()))
+    """Storages of this rank that were written to by way of ``to_local()`` since this was asked."""
+    own = _rank()
+    found = (part.take_write() for part in list(_LOCAL_PARTS.values()) if part.rank == own)
     return [storage for storage in found if storage is not None]
 
 
