@@ -259,6 +259,15 @@ def test_drawn_modules_on_two_axes(mesh: tuple[int, ...]) -> None:
     assert outcomes["equal"] > 30, outcomes
 
 
+@pytest.mark.slow
+def test_drawn_modules_in_static_mode() -> None:
+    """Ranks are threads, which share the functions whose code static forwards exchange: program 26 hung."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        outcomes, failures = pool.submit(run, list(range(20, 32)), Space(is_wide=True, is_static=True)).result()
+    assert not failures, "\n\n".join(failures[:5])
+    assert outcomes["equal"] > 3, outcomes
+
+
 def test_drawn_modules_under_a_dispatch_mode() -> None:
     """Under a mode, conversions run in Python; of the first 120 programs, 30 read old values, or had other gradients."""
     seeds = range(2_000) if NIGHTLY else FAILED_UNDER_A_MODE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -49,6 +50,12 @@ def test_other_code_has_to_wait(exchanged: ExchangedFunction) -> None:
 def test_the_function_is_found_by_its_own_code(exchanged: ExchangedFunction) -> None:
     assert code_of(one) is exchanged.original is not one.__code__
     assert functions_with(exchanged.original, None, globals()) == [one]
+
+
+def test_the_function_is_found_among_all_objects(exchanged: ExchangedFunction, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # the tests freeze what they have loaded
+    monkeypatch.setattr(gc, "get_objects", lambda: [two, one, three])
+    assert functions_with(exchanged.original, None, {}) == [one]
 
 
 def test_a_record_of_exchanged_code_is_known(exchanged: ExchangedFunction, monkeypatch: pytest.MonkeyPatch) -> None:

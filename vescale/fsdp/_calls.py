@@ -25,7 +25,8 @@ class Call:
     def __init__(self, watched: list[torch.Tensor]) -> None:
         self.nodes = [tensor.grad_fn for tensor in watched if tensor.grad_fn is not None]
         bases = (tensor._base for tensor in watched)
-        self._earlier = [*self.nodes, *(base.grad_fn for base in bases if base is not None and base.grad_fn is not None)]
+        before = [base.grad_fn for base in bases if base is not None and base.grad_fn is not None]
+        self._given = [*self.nodes, *before]
         self.ended_in = -1
         """The last backward in which all gradients have arrived that it computes."""
         self._begun_in, self._num_missing = -1, 0
@@ -43,7 +44,7 @@ class Call:
     def was_given(self, node: Node | None) -> bool:
         """Whether a gradient that arrives at ``node`` is one of an input, or of what that is a view of: of an output that is
         an input, and has no part in the call's backward."""
-        return any(node is one for one in self._earlier)
+        return any(node is one for one in self._given)
 
     def may_be_held_by(self, node: Node | None) -> bool:
         """Whether ``node`` comes after the inputs in the graph: one made before them may be what they were computed from,
@@ -100,14 +101,17 @@ def watch_outputs(output: Any, call: Call | None, begin: Callable[..., None]) ->
     def hook(node: Node | None) -> Callable[..., None]:
         return functools.partial(begin, call) if call is not None and call.may_be_held_by(node) else begin
 
+    def was_given(node: Node | None) -> bool:
+        return call is not None and call.was_given(node)
+
     found = False
     for tensor in tensors_in(output):
-        if not tensor.requires_grad or (call is not None and call.was_given(tensor.grad_fn)):
+        if not tensor.requires_grad or was_given(tensor.grad_fn):
             continue
         found = True
         tensor.register_hook(hook(tensor.grad_fn))
         base = tensor._base
-        if base is not None and base.grad_fn is not None and not (call is not None and call.was_given(base.grad_fn)):
+        if base is not None and base.grad_fn is not None and not was_given(base.grad_fn):
             # An in-place op on a view drops the view's own history, and the hook with it; its base's stays.
             base.grad_fn.register_prehook(hook(base.grad_fn))
     return found

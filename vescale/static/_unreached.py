@@ -18,7 +18,7 @@ import torch
 from vescale.runtime import current_activation
 from vescale.static._branches import untaken_of
 from vescale.static._call_tree import FunctionCall
-from vescale.static._exchanged_code import ExchangedFunction, code_of
+from vescale.static._exchanged_code import ExchangedFunction, code_of, is_exchanged
 from vescale.static._patch import REFUSE, Patch, patched_code
 from vescale.static._source import FunctionSource, source_of
 from vescale.static._tensor_type import UnrecordedError
@@ -166,7 +166,8 @@ def functions_with(code: types.CodeType, called: Any, held: Mapping[str, Any]) -
         return list(found.values())
     if gc.get_freeze_count():
         return []
-    return [f for f in gc.get_objects() if type(f) is types.FunctionType and code_of(f) is code]
+    functions = (f for f in gc.get_objects() if type(f) is types.FunctionType)
+    return [f for f in functions if f.__code__ is code or (is_exchanged(f.__code__) and code_of(f) is code)]
 
 
 def _named(name: str, held: Mapping[str, Any]) -> Any:
