@@ -189,11 +189,13 @@ class _Listener(DispatchListener):
         write_through(tensor, sees_reads=current_activation() is not None)
 
     def reads(self, tensor: DTensor, how: str, for_python: bool) -> None:
+        if step_checks(tensor.device_mesh) is None:
+            return
         if for_python or running_module() is None:  # inside of a forward, the model's own ops run on all ranks
             check_read(tensor, how)
 
     def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
-        if running_module() is None:
+        if step_checks(tensor.device_mesh) is not None:
             check_move(spec_of(tensor), placements, how)
 
     def draws(self, spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:

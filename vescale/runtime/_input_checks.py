@@ -259,17 +259,19 @@ def check_read(tensor: DTensor, how: str) -> None:
 
 def check_move(spec: DTensorSpec, target: Sequence[Placement], how: str) -> None:
     """Before a DTensor is moved to other placements outside of models: by the ranks along the axes that communicate."""
-    if running_module() is None:
-        _check_move(spec, target, how)
+    _check_move(spec, target, how, outside=True)
 
 
-def _check_move(spec: DTensorSpec, target: Sequence[Placement], how: str) -> None:
+def _check_move(spec: DTensorSpec, target: Sequence[Placement], how: str, outside: bool = False) -> None:
+    """``outside``: unless a model's forward or backward runs."""
     mesh, placements = spec.mesh, spec.placements
-    axes = [a for a, p in enumerate(placements) if not p.is_replicate() and p != target[a] and mesh.size(a) > 1]
-    checks = step_checks(mesh) if axes else None
+    checks = step_checks(mesh)
     if checks is None or not checks.is_on or in_backward():
         return
-    checks.read(f"{how}, a DTensor of shape {tuple(spec.shape)} placed as {tuple(placements)}", axes)
+    axes = [a for a, (p, wanted) in enumerate(zip(placements, target)) if not p.is_replicate() and p != wanted]
+    axes = [axis for axis in axes if mesh.size(axis) > 1] if len(target) == len(placements) else []
+    if axes and not (outside and running_module() is not None):
+        checks.read(f"{how}, a DTensor of shape {tuple(spec.shape)} placed as {tuple(placements)}", axes)
 
 
 def note_plain_value(op: str, name: str, tensor: torch.Tensor, mesh: Any) -> None:
