@@ -26,7 +26,9 @@ COLLECTIVE_BYTES = (1 << 8, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23
 _SAMPLES = 5
 _NOWHERE = Instant(0, "forward", None)
 _ROWS = (8, 64, 512, 4096)  # of 256 numbers
-_FOOTPRINT = 32 << 20  # bytes that the operands and results of an op go through: a step has more than a core's caches hold
+_FOOTPRINT = (
+    32 << 20
+)  # bytes that the operands and results of an op go through: a step has more than a core's caches hold
 _MOST_SETS = 256
 _ATEN = torch.ops.aten
 _LENGTHS = (32, 128, 512)

@@ -257,7 +257,9 @@ def profile_of(
     ]
     inputs = make_batch(model, batch, with_labels=loss is None)
     num_tensors = len({id(p) for p in model.parameters() if p.requires_grad})
-    per_block = [len(list(model.get_submodule(r.stand_in).parameters())) * (r.count - 1) for r in repeats]
+    per_block = [
+        sum(p.requires_grad for p in model.get_submodule(r.stand_in).parameters()) * (r.count - 1) for r in repeats
+    ]
     late = _late_modules(model, repeats)
     rehearsal = rehearse(
         model,
