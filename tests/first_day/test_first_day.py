@@ -17,6 +17,7 @@ DAILY = [
     "a_buffer_written_on_rank_0",
     "a_contradiction",
     "a_file_of_one_rank_for_all",
+    "a_loss_divided_by_local_tokens",
     "a_meta_model",
     "a_path_that_matches_nothing",
     "a_skipped_step",

@@ -40,6 +40,7 @@ from vescale.checks._axis_meetings import AxisMeetings
 from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import digest_of, hash_of
 from vescale.checks._mismatches import (
+    NOTHING_COMPUTED,
     SAME_STEPS,
     SEVERAL_THREADS,
     InputMismatchError,
@@ -172,6 +173,8 @@ class StepChecks:
     def finish(self) -> None:
         """Of ranks that had no backward, where others may have had one."""
         if self._awaited is not None:
+            if self.is_due:
+                self.note(NOTHING_COMPUTED, "")
             self.backward(*self._awaited)
 
     def agree(self, what: str, rows: Rows) -> None:

@@ -20,6 +20,7 @@ from vescale.checks import (
     InputMismatchError,
     LocalPart,
     RandomStates,
+    ScriptGraph,
     describe,
     describe_draw,
     is_unchecked,
@@ -238,15 +239,24 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
     checks = runtime.checks
     if not (checks.is_on and checks.waits and torch.is_grad_enabled()):
         return
+    graph: ScriptGraph | None = None
+    if checks.is_due and runtime.program.pipeline is None:  # whose stages begin backwards of their own
+        graph = ScriptGraph(checks)
+    else:
+        ScriptGraph.end(checks)
     for tensor in (outputs,) if type(outputs) is DTensor else tensors_in(outputs):
         if not tensor.is_leaf:
             step, reducer = checks.await_backward(model, runtime.number), runtime.gradients.reducer
-            before_backward(tensor, functools.partial(_begin_backward, runtime, reducer, model, step))
+            before_backward(tensor, functools.partial(_begin_backward, runtime, reducer, graph, model, step))
             return
 
 
-def _begin_backward(runtime: Runtime, reducer: GradientReducer | None, model: str, step: int) -> None:
+def _begin_backward(
+    runtime: Runtime, reducer: GradientReducer | None, graph: ScriptGraph | None, model: str, step: int
+) -> None:
     if reducer is None or reducer.syncs:
+        for name, text in graph.take() if graph is not None else ():
+            runtime.checks.note(name, text)
         runtime.checks.backward(model, step, runtime.number)
 
 
