@@ -4,6 +4,7 @@ from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimize
 from vescale.checks._backward_graph import ScriptGraph, describe_graphs
 from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
+from vescale.checks._events import LocalPart
 from vescale.checks._mismatches import (
     ACCUMULATED,
     DRAWN,
@@ -29,7 +30,7 @@ from vescale.checks._replaced_parameters import (
 )
 from vescale.checks._settings import check_every, check_mode, is_unchecked, unchecked
 from vescale.checks._start import start_checks, start_checks_among, step_checks
-from vescale.checks._steps import LocalPart, StepChecks
+from vescale.checks._steps import StepChecks
 
 __all__ = [
     "ACCUMULATED",

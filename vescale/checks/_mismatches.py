@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vescale.comm import first_difference
+import torch.distributed as dist
+
+from vescale.comm import Board, CrossWaitError, RankGoneError, first_difference
 from vescale.errors import Coded
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "WRITTEN",
     "InputMismatchError",
     "StepMismatchError",
+    "absence",
     "compare_data",
     "parts_text",
     "places_text",
@@ -89,6 +92,26 @@ def places_text(
     texts = "; ".join(f"rank {rank} is before {place}" for rank, place in list(places.items())[:16])
     difference = first_difference("", {rank: [("", site)] for rank, site in (sites or places).items()})
     return f"ranks run different steps: {texts}. {advice}", difference.ranks
+
+
+def absence(
+    board: Board, number: int, channel: int, site: str, problem: Exception, limit: float, advice: str
+) -> StepMismatchError:
+    """Of a rank that is before ``site``, where others do not come."""
+    if isinstance(problem, CrossWaitError):
+        return StepMismatchError(*places_text({r: board.text(board.ranks.index(r)) for r in problem.ranks}, advice))
+    if isinstance(problem, RankGoneError):
+        text = f"rank {dist.get_rank()} is before {site}, and {problem}: its own error says why"
+        return StepMismatchError(text, [problem.rank])
+    positions = board.absent(number, channel)
+    absent = [board.ranks[index] for index in positions]
+    last = "; ".join(
+        f"rank {board.ranks[index]} came last to {board.text(index) or 'nothing'}" for index in positions[:8]
+    )
+    return StepMismatchError(
+        f"rank {dist.get_rank()} is before {site}, and ranks {absent} have not come for {limit:g} s: {last}. {advice}",
+        absent,
+    )
 
 
 def compare_data(

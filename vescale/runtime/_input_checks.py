@@ -81,11 +81,18 @@ def check_inputs(
     activation = current_activation()
     if not checks.is_on or (activation is not None and activation.runtime is runtime) or is_compiling():
         return
+    runtime.num_forwards += 1
+    checks.begin_forward(runtime.num_forwards)
+    module = runtime.root
+    mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
+    if checks.samples and not takes_local_parts and not THREAD.generating:
+
+        def description() -> list[tuple[str, str]]:
+            return _descriptions(named(args, kwargs))
+
+        if checks.posted_forward(model, mode, args, kwargs, description, runtime.number):
+            return
     with no_torch_function():
-        runtime.num_forwards += 1
-        checks.begin_forward(runtime.num_forwards)
-        module = runtime.root
-        mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
         if torch.is_autocast_enabled(runtime.mesh.device_type):
             mode = f"{mode}, under autocast to {torch.get_autocast_dtype(runtime.mesh.device_type)}"
         is_generating = runtime in THREAD.generating  # from global tensors, whatever the plan says of training
