@@ -8,7 +8,6 @@ the graph between the losses and the model is described: its ops, their numbers,
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +51,7 @@ class ScriptGraph:
         self._has_derivatives = False  # of the model, which later losses may be computed of
         graphs = getattr(_THREAD, "graphs", None)
         if graphs is None:
-            graphs = _THREAD.graphs = weakref.WeakKeyDictionary()
+            graphs = _THREAD.graphs = {}
         graphs[checks] = self
 
     @staticmethod
