@@ -64,6 +64,7 @@ NIGHTLY = [
     "gradients_kept_over_steps",
     "lbfgs",
     "local_parts_looked_at_on_rank_0",
+    "losses_of_many_forms",
     "numpy_of_sharded_outputs",
     "parts_given_as_dtensors",
     "pruned_afterwards",

@@ -146,6 +146,6 @@ def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tens
             raise
         raise ForeignToolError(
             f"this {type(model).__name__} cannot be moved or converted after parallelize, whose gradient hooks hold its "
-            "parameters: call to(), to_empty(), half(), bfloat16() or cuda() before, or give the dtype of the computation to the plan, "
+            "parameters: call to(), half(), bfloat16() or cuda() before, or give the dtype of the computation to the plan, "
             "plan.precision('', param='bfloat16')"
         ) from None
