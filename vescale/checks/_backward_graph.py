@@ -129,6 +129,6 @@ def _constant(value: Any) -> str:
     # Kernels of other devices may not repeat their bits, and would have to be waited for.
     if type(value) is not torch.Tensor or not value.is_cpu or value.layout is not torch.strided:
         return ""
-    if value.untyped_storage().nbytes() < value.nbytes:  # a parameter of a unit, whose memory is free until the backward
+    if value.numel() and not value.untyped_storage().nbytes():  # of a unit, whose memory is free until the backward
         return ""
     return repr(value.item()) if not value.ndim else tensor_text(value, fully=True)
