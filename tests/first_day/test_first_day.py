@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parent
 DAILY = [
     "a_buffer_written_on_rank_0",
     "a_file_of_one_rank_for_all",
+    "a_loss_divided_by_local_tokens",
     "a_meta_model",
     "a_skipped_step",
     "an_earlier_end",
@@ -59,6 +60,7 @@ NIGHTLY = [
     "local_batches_of_other_sizes",
     "local_parts_looked_at_on_rank_0",
     "losses_of_local_rows_with_own_numbers",
+    "losses_of_many_forms",
     "metrics_of_sharded_outputs",
     "numbers_drawn_alike_in_a_forward",
     "numpy_of_sharded_outputs",

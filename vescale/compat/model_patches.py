@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 
 from vescale.compat.dispatch import take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
-from vescale.compat.model_hooks import ModelHooks
+from vescale.compat.model_hooks import DispatchListener, ModelHooks
 from vescale.compat.native_dispatch import answer_mixed_calls, native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
@@ -77,6 +77,19 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
     changes.attribute(dispatcher, "redistribute_local_args", redistribute_local_args)
 
 
+def _observe_backwards(changes: Changes, listener: DispatchListener) -> None:
+    original, begins = torch.autograd._engine_run_backward, listener.begins_backward
+
+    @functools.wraps(original)
+    def _engine_run_backward(
+        losses: Any, gradients: Any, keep: Any, creates_graph: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        begins(losses, gradients, bool(creates_graph))
+        return original(losses, gradients, keep, creates_graph, *args, **kwargs)
+
+    changes.attribute(torch.autograd, "_engine_run_backward", _engine_run_backward)
+
+
 def _refuse_swaps(changes: Changes) -> None:
     """The reducer of gradients holds the parameters, so that PyTorch cannot put others in their place."""
     original = torch.utils.swap_tensors
@@ -103,6 +116,7 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     original = tensor_dispatch.get_active_debug_mode
     tail = type(DTensor._op_dispatcher)._dispatch_fast_path_python_tail.__code__
     copies, listener = hooks.view_copies, hooks.listener
+    _observe_backwards(changes, listener)
 
     @functools.wraps(original)
     def get_active_debug_mode() -> Any:

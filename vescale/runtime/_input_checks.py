@@ -20,6 +20,7 @@ from vescale.checks import (
     InputMismatchError,
     LocalPart,
     RandomStates,
+    ScriptGraph,
     describe,
     describe_draw,
     is_unchecked,
@@ -80,11 +81,18 @@ def check_inputs(
     activation = current_activation()
     if not checks.is_on or (activation is not None and activation.runtime is runtime) or is_compiling():
         return
+    runtime.num_forwards += 1
+    checks.begin_forward(runtime.num_forwards)
+    module = runtime.root
+    mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
+    if checks.samples and not takes_local_parts and not THREAD.generating:
+
+        def description() -> list[tuple[str, str]]:
+            return _descriptions(named(args, kwargs))
+
+        if checks.posted_forward(model, mode, args, kwargs, description, runtime.number):
+            return
     with no_torch_function():
-        runtime.num_forwards += 1
-        checks.begin_forward(runtime.num_forwards)
-        module = runtime.root
-        mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
         if torch.is_autocast_enabled(runtime.mesh.device_type):
             mode = f"{mode}, under autocast to {torch.get_autocast_dtype(runtime.mesh.device_type)}"
         is_generating = runtime in THREAD.generating  # from global tensors, whatever the plan says of training
@@ -238,15 +246,24 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
     checks = runtime.checks
     if not (checks.is_on and checks.waits and torch.is_grad_enabled()):
         return
+    graph: ScriptGraph | None = None
+    if checks.is_due and runtime.program.pipeline is None:  # whose stages begin backwards of their own
+        graph = ScriptGraph(checks)
+    else:
+        ScriptGraph.end(checks)
     for tensor in (outputs,) if type(outputs) is DTensor else tensors_in(outputs):
         if not tensor.is_leaf:
             step, reducer = checks.await_backward(model, runtime.number), runtime.gradients.reducer
-            before_backward(tensor, functools.partial(_begin_backward, runtime, reducer, model, step))
+            before_backward(tensor, functools.partial(_begin_backward, runtime, reducer, graph, model, step))
             return
 
 
-def _begin_backward(runtime: Runtime, reducer: GradientReducer | None, model: str, step: int) -> None:
+def _begin_backward(
+    runtime: Runtime, reducer: GradientReducer | None, graph: ScriptGraph | None, model: str, step: int
+) -> None:
     if reducer is None or reducer.syncs:
+        for name, text in graph.take() if graph is not None else ():
+            runtime.checks.note(name, text)
         runtime.checks.backward(model, step, runtime.number)
 
 
