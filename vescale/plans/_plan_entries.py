@@ -53,6 +53,7 @@ class PlanEntries:
 
     @property
     def axes(self) -> MeshAxes:
+        """Names and sizes of the axes of the mesh."""
         return self._axes
 
     @property
@@ -62,6 +63,7 @@ class PlanEntries:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
+        """The entries that ``shard`` has added, in their order."""
         return tuple(self._entries)
 
     @property
