@@ -26,7 +26,7 @@ from vescale.compat import uninstall
 from vescale.plans import Plan
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["index", "how-to", "coming-from", "choose", "all"]
+PAGES = ["index", "how-to", "coming-from", "choose", "all", "questions"]
 CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 
 

@@ -96,11 +96,7 @@ class DBuffer(LocalPart):
         return self
 
     def mul_(self, factor: float | torch.Tensor) -> DBuffer:
-        """Scale all tensors.
-
-        Args:
-            factor: a number, or a 0-dim tensor.
-        """
+        """Multiply all tensors by ``factor``, a number or a 0-dim tensor."""
         self.local.mul_(factor)
         return self
 
