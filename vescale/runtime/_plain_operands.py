@@ -148,8 +148,8 @@ def _refuse_parts(op: Any, tensors: list[torch.Tensor]) -> None:
                 f"{name} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, and a plain tensor "
                 f"of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors beside a model's outputs "
                 "are global. Make it a part, "
-                f"`DTensor.from_local(x, out.device_mesh, {placements}, {more})`, or compute with it in the model's forward, "
-                'as an input of the plan that is given="local"'
+                f"`DTensor.from_local(x, out.device_mesh, {placements}, {more})`, or compute with it in the model's "
+                'forward, as an input of the plan that is given="local"'
             )
 
 
