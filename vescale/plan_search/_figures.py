@@ -24,13 +24,14 @@ __all__ = ["Figures", "Setting", "communication", "figures_of", "scaled_ops", "s
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a step, on the rank that needs most.
+    """Memory and time of a step, on the rank that needs most.
 
     Attributes:
-        peak_bytes: of PyTorch's allocator; ``needed_bytes``: with what is outside of it.
-        terms: seconds of ``compute``, ``memory``, ``exposed``, ``bubble`` and ``host``.
-        step_seconds: what they come to.
-        is_exact: they are those of :func:`vescale.estimate` for this plan.
+        peak_bytes: the peak of PyTorch's allocator.
+        needed_bytes: the same, and what a device holds outside of the allocator.
+        terms: the seconds of ``compute``, ``memory``, ``exposed`` communication, pipeline ``bubble`` and ``host``.
+        step_seconds: the estimated time of the step, from these terms.
+        is_exact: True if :func:`vescale.estimate` has run this plan; otherwise the figures are computed in closed form.
     """
 
     peak_bytes: int
