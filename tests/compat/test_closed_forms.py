@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.examples import NIGHTLY
-from vescale import ops
+from vescale import Plan, parallelize
 from vescale.compat import clear_sharding_caches, make_dtensor, make_spec, native_dispatch, sharding_caches
 from vescale.compat.layouts import layout_of, local_sizes
 from vescale.placements import own_region
@@ -287,8 +288,10 @@ CASES: list[tuple[Any, Callable[[Draw], tuple[Any, ...]], dict[str, Any]]] = [
 @pytest.fixture(scope="module", params=[(4,), (2, 2), (2, 1, 2)], ids=["1-D", "2-D", "3-D"])
 def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    ops.install()
-    yield init_device_mesh("cpu", request.param)
+    mesh = init_device_mesh("cpu", request.param, mesh_dim_names=("a", "b", "c")[: len(request.param)])
+    parallelize(nn.Linear(2, 2), Plan(mesh))  # from then on, views that PyTorch misjudges are decided otherwise
+    clear_sharding_caches()
+    yield mesh
     clear_sharding_caches()
     dist.destroy_process_group()
 

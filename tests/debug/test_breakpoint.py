@@ -256,10 +256,9 @@ def test_an_exception_stops_the_job_where_it_was_raised(start: Callable[..., Job
     assert "(not stopped here: ranks [0, 2, 3])" in begin and job.ask("p lost").startswith("11\n")
     job.send("c\n")
     assert job.end() != 0
-    rest = job.output.rpartition("(rank 1)")[
-        2
-    ]  # forked ranks leave their traceback to the agent, which prints the rank
-    assert re.search("ValueError: planted 11" if torchrun else r"\(exitcode: 1\) local_rank: 1\b", rest), rest
+    # The agent of forked ranks prints the first error that it finds, which may be that of a rank that has lost this one.
+    rest = job.output.rpartition("(rank 1)")[2]
+    assert ("ValueError: planted 11" if torchrun else "(exitcode: 1) local_rank") in rest, rest
 
 
 def test_stages_stop_one_after_the_other(start: Callable[..., Job]) -> None:

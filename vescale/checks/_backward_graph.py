@@ -8,6 +8,7 @@ the graph between the losses and the model is described: its ops, their numbers,
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +44,10 @@ _THREAD = threading.local()
 
 
 class ScriptGraph:
-    """What this thread computes from now on, after the forward of a model that ``checks`` compare, until their next one."""
+    """What this thread computes from now on, after the forward of a model that ``checks`` compare, until their next one.
+
+    To be held by the graph of the forward: where nothing can call backward any more, nothing is described.
+    """
 
     def __init__(self, checks: StepChecks) -> None:
         self._begin = sequence_number()  # of this thread
@@ -51,7 +55,7 @@ class ScriptGraph:
         self._has_derivatives = False  # of the model, which later losses may be computed of
         graphs = getattr(_THREAD, "graphs", None)
         if graphs is None:
-            graphs = _THREAD.graphs = {}
+            graphs = _THREAD.graphs = weakref.WeakValueDictionary()
         graphs[checks] = self
 
     @staticmethod
