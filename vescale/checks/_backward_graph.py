@@ -62,8 +62,11 @@ class ScriptGraph:
     def end(checks: StepChecks) -> None:
         """What this thread computes from now on is not compared."""
         graphs = getattr(_THREAD, "graphs", None)
-        if graphs:
-            graphs.pop(checks, None)
+        if graphs is None:
+            return
+        graphs.pop(checks, None)
+        if not graphs:
+            _THREAD.graphs = None  # so that most steps have nothing to look at
 
     def describe(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
         self._rows = _NOTHING if self._has_derivatives else _describe(losses, gradients, self._begin)
@@ -78,7 +81,7 @@ class ScriptGraph:
 def describe_graphs(losses: Sequence[Any], gradients: Sequence[Any], *, creates_graph: bool) -> None:
     """Before a backward that this thread begins."""
     graphs = getattr(_THREAD, "graphs", None)
-    if not graphs or in_backward() or is_unchecked() or has_dispatch_modes() or in_transform():
+    if graphs is None or in_backward() or is_unchecked() or has_dispatch_modes() or in_transform():
         return
     with no_torch_function():
         for graph in tuple(graphs.values()):
