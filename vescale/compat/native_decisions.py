@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vescale.compat.closed_forms import Parts, Result
 from vescale.compat.dtensor import DTensorSpec, StridedShard, rank_in_mesh
-from vescale.compat.layouts import intern, layout_of
+from vescale.compat.layouts import intern, layout_of, local_sizes
 from vescale.compat.op_info import OutputSharding, is_view
 from vescale.compat.patching import HOOKS
 
 __all__ = ["STOCK_PLACEMENTS", "intern_spec", "local_arguments", "parts_of_arguments", "results_of"]
 
+_aten = torch.ops.aten
 STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
 
 
@@ -87,9 +89,12 @@ def _parts_of(index: int, given: DTensorSpec, target: DTensorSpec) -> list[tuple
 def local_arguments(op: Any, schema: Any, sharding: OutputSharding) -> list[tuple[int, tuple[int, ...]]] | None:
     """Arguments that are local sizes where the call has global ones; None where anything else differs."""
     wanted = sharding.redistribute_schema
-    if not sharding.use_val_from_redistribute_schema or wanted is None or wanted.op != op:
+    if not sharding.use_val_from_redistribute_schema or wanted is None:
         return None
-    if len(wanted.args_schema) != len(schema.args_schema):
+    if op is _aten.squeeze.dim and wanted.op is _aten.squeeze.dims:
+        spec, dim = schema.args_schema
+        return [] if _squeezes_alike(spec, dim, wanted.args_schema[1]) else None
+    if wanted.op != op or len(wanted.args_schema) != len(schema.args_schema):
         return None
     replaced = []
     for index, (given, local) in enumerate(zip(schema.args_schema, wanted.args_schema)):
@@ -101,6 +106,15 @@ def local_arguments(op: Any, schema: Any, sharding: OutputSharding) -> list[tupl
                 return None
             replaced.append((index, tuple(local)))
     return replaced
+
+
+def _squeezes_alike(spec: DTensorSpec, dim: int, dims: Any) -> bool:
+    """Whether ``squeeze(dim)`` of the local tensor removes ``dims``: PyTorch names them, because a part may have one index
+    of a dim that has more."""
+    layout = layout_of(spec)
+    if not layout.is_plain or not spec.shape:
+        return False
+    return bool(dims) == (local_sizes(layout, spec.shape)[dim] == 1)
 
 
 def results_of(
