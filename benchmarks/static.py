@@ -422,8 +422,6 @@ def measure(name: str, args: argparse.Namespace) -> None:
     for number in range(args.repeat + 5):
         for row, run in steps.items():
             models[row].zero_grad()
-            run()  # what the row before it left in the processor's caches is not this row's cost
-            models[row].zero_grad()
             start = time.process_time()
             run()
             if number >= 5:
