@@ -239,6 +239,23 @@ def test_entries_in_tables_are_entries_of_plans(page: str) -> None:
         assert len(plan) or plan.pipeline_entry is not None, text
 
 
+def test_yaml_in_pages_is_a_plan() -> None:
+    """Or a part of one."""
+    count = 0
+    for page in (ROOT / "docs").glob("*.md"):
+        for text in re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            sections = {"version": "1", "mesh": "{pp: 2, dp: 2, cp: 2, tp: 2, ep: 2}", "shard": "{}"}
+            missing = [
+                f"{name}: {value}" for name, value in sections.items() if not re.search(rf"^{name}:", text, re.M)
+            ]
+            Plan.from_yaml(
+                "\n".join([*missing, text]),
+                None if "mesh" in "".join(missing) else {"dp": 2, "tp": 2, "fsdp": 2, "ep": 2},
+            )
+            count += 1
+    assert count >= 5
+
+
 @pytest.mark.parametrize("page", ["coming-from.md", "choose.md"])
 def test_names_in_tables_exist(page: str) -> None:
     count = 0
