@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.test_house import FLOORS
 from tools.pictures import FOLDER, pictures
 
 ROOT = Path(__file__).parent.parent
@@ -31,3 +32,12 @@ def test_every_picture_is_used_and_described() -> None:
             assert len(words) > 20 and (page.parent / target).exists(), f"{page.name}: {target}"
             used.add(Path(target).name)
     assert used == {path.name for path in FOLDER.glob("*.svg")}
+
+
+def test_the_picture_of_the_packages() -> None:
+    """Of CONTRIBUTING: every package, on rows from the top floor down."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Structure of the code")[2]
+    rows = [line[:36].split() for line in text.split("```")[1].splitlines()]  # without what stands beside them
+    floors = [FLOORS[word] for row in rows for word in row if word in FLOORS]
+    assert sorted(word for row in rows for word in row) == sorted(FLOORS)
+    assert floors == sorted(floors, reverse=True)
