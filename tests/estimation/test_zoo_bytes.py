@@ -27,7 +27,7 @@ from vescale.buffer import observe_allocations
 from vescale.comm import CommRecord, record_comms
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
-from vescale.estimation import estimate, unit_paths, zero_plan
+from vescale.estimation import estimate, zero_plan, zero_units
 from vescale.fsdp import state_of
 from vescale.plans import PlanError
 from vescale.runtime import parallelize
@@ -40,7 +40,7 @@ DAILY = ("qwen3", {"dp": 3}, 3)
 def plan_of(name: str, sizes: dict[str, int], stage: int | None, model: nn.Module) -> Plan:
     plan = plan_zoo.load(name, sizes)
     if stage is not None:
-        units = (*unit_paths(model), *([CALLED_ALONE[name]] if name in CALLED_ALONE else []))
+        units = (*zero_units(model), *([CALLED_ALONE[name]] if name in CALLED_ALONE else []))
         plan = zero_plan(plan, ("dp",), stage, units)
     return plan
 
