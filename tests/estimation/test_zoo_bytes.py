@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.plan_zoo.models import model_of, tokens
 from tests.plan_zoo.test_zero import CALLED_ALONE
@@ -158,6 +158,40 @@ def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]
 
 def test_bytes_of_a_plan() -> None:
     assert differences(*DAILY) == []
+
+
+class _CallsInside(nn.Module):
+    """As DiT, which calls a part of its first block once more, from outside of the unit that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.blocks[0][0](x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_beside_the_buffers_of_units() -> None:
+    """Ranks without a part of such a parameter have nothing of its gradient."""
+
+    def plan() -> Plan:
+        plan = Plan({"dp": 2}).shard("<in:x>", {"dp": Shard(0)})
+        return plan.shard(".*", {"dp": RaggedShard()}, phase="init").shard(".*", {"dp": Replicate()}, phase="run")
+
+    found = estimate(_CallsInside(), plan(), batch={"x": (4, 6)}, steps=2)
+    sizes = []
+    for rank in range(2):
+        (own,) = (one for one in found.ranks if rank in one.ranks)
+        with fake_world(2, rank):
+            model = parallelize(_CallsInside(), plan())
+            model(torch.ones(4, 6)).backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            sizes.append(held(grads, model, "gradients"))
+        assert own.maximum["gradients"] == sizes[-1], rank
+    assert sizes[0] != sizes[1]
 
 
 @pytest.mark.slow
