@@ -33,6 +33,7 @@ from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
 from vescale.estimation._variants import (
     WHAT_IF,
+    batch_axes,
     hybrid_plan,
     unit_paths,
     what_if,
@@ -67,6 +68,7 @@ __all__ = [
     "UnfilledTensors",
     "attention_of_gpu",
     "balanced_tokens",
+    "batch_axes",
     "bucket_shares",
     "calibrate",
     "classify",

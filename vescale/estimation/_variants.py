@@ -37,7 +37,17 @@ from vescale.plans import (
     with_pipeline,
 )
 
-__all__ = ["WHAT_IF", "changed", "hybrid_plan", "unit_paths", "what_if", "zero_plan", "zero_table", "zero_units"]
+__all__ = [
+    "WHAT_IF",
+    "batch_axes",
+    "changed",
+    "hybrid_plan",
+    "unit_paths",
+    "what_if",
+    "zero_plan",
+    "zero_table",
+    "zero_units",
+]
 
 WHAT_IF = (
     "batch=16, sequence=4096, stage=2 (of ZeRO), offload=true, checkpoint=full (selective, offload, none), "
@@ -111,7 +121,7 @@ def _change(given: dict[str, Any], name: str, value: str) -> None:
     elif name == "stage":
         if value not in ("0", "1", "2", "3"):
             raise WhatIfError(f"what-if stage={value}: give 0, 1, 2 or 3")
-        given["plan"] = zero_plan(plan, _batch_axes(plan), _number(name, value), _units_beside(plan, given["model"]))
+        given["plan"] = zero_plan(plan, batch_axes(plan), _number(name, value), _units_beside(plan, given["model"]))
     elif name == "checkpoint":
         given["plan"] = _checkpointed(plan, value, unit_paths(given["model"]))
     elif name == "offload":
@@ -151,8 +161,12 @@ def _resized(x: Any, dim: int, size: int) -> Any:
     return x
 
 
-def _batch_axes(plan: Plan) -> tuple[str, ...]:
-    """Axes over which inputs of the model are cut along dim 0."""
+def batch_axes(plan: Plan) -> tuple[str, ...]:
+    """Axes over which inputs of the model are cut along dim 0.
+
+    Args:
+        plan: whose inputs have shard entries.
+    """
     found = {
         axis: None
         for entry in plan.entries
@@ -222,7 +236,7 @@ def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
     rows = []
     for stage in range(4):
         rows.append({"stage": str(stage), **changed(estimate, {"stage": str(stage)}, f"stage={stage}")})
-    data = [axis for axis in _batch_axes(plan) if plan.axes.size(axis) > 1]
+    data = [axis for axis in batch_axes(plan) if plan.axes.size(axis) > 1]
     if len(data) == 1:
         size = plan.axes.size(data[0])
         for part in (n for n in range(2, size) if size % n == 0):
