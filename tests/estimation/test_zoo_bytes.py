@@ -109,6 +109,11 @@ def is_of_tokens(name: str) -> bool:
     return name.endswith("all_to_all")
 
 
+def loss_of_outputs(output: Any, _: Any) -> torch.Tensor:
+    first = output if isinstance(output, torch.Tensor) else next(x for x in output.values() if x is not None)
+    return first.float().square().mean()
+
+
 @contextlib.contextmanager
 def exchanges_of_nothing() -> Iterator[None]:
     """The fake group fills what a rank receives with what it sends, and refuses a rank that sends nothing."""
@@ -135,12 +140,10 @@ def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]
         sizes |= {"cp": 2, "tp": 1}
     inputs = zoo.inputs() if "cp" not in sizes else {"input_ids": tokens()}
 
-    def loss(output: Any, _: Any) -> torch.Tensor:
-        first = output if isinstance(output, torch.Tensor) else next(x for x in output.values() if x is not None)
-        return first.float().square().mean()
-
     model = zoo.build().double()
-    found = estimate(model, plan_of(name, sizes, stage, model), batch=inputs, loss=loss, steps=2, optimizer="adamw")
+    found = estimate(
+        model, plan_of(name, sizes, stage, model), batch=inputs, loss=loss_of_outputs, steps=2, optimizer="adamw"
+    )
     wrong = []
     for rank in range(math.prod(sizes.values())):
         (own,) = (one for one in found.ranks if rank in one.ranks)
@@ -152,7 +155,7 @@ def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]
                 for _ in range(1 if rank else 2):  # every rank gathers alike; the last step is in steady state
                     optimizer.zero_grad()
                     with record_comms() as ledger:
-                        loss(model(**inputs), inputs).backward()
+                        loss_of_outputs(model(**inputs), inputs).backward()
                         grads = [p.grad for p in model.parameters() if p.grad is not None]
                         measured = {"gradients": held(grads, model, "gradients")}
                         optimizer.step()
