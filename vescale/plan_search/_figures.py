@@ -171,15 +171,11 @@ def parameter_seconds(profile: Profile, choice: Choice, arrays: Arrays, axes: Me
         runs_backward = bool((arrays.in_blocks & arrays.in_backward).any())  # else all before the head is frozen
         gathers = num_blocks * (2 if choice.zero == 3 and choice.pp == 1 and runs_backward else 1)
         replicas = (choice.replicas - 1) / choice.replicas
-        for size, share, gathered, times in (
-            (block, arrays.trained_shares[0], gathers, num_blocks),
-            (outer, arrays.trained_shares[1], 1, 1),
-        ):
-            for own in (share, 1 - share):  # frozen parameters are a bucket of their own
-                if own * size:
-                    records.append(
-                        (gathered, _record("all_gather_v", ranks, own * size * setting.gathered * part, "dp"))
-                    )
+        of_block, of_outer = arrays.trained_shares
+        for size, share, gathered, times in ((block, of_block, gathers, num_blocks), (outer, of_outer, 1, 1)):
+            for bucket in (size * share, size * (1 - share)):  # frozen parameters are one of their own
+                if bucket:
+                    records.append((gathered, _record("all_gather_v", ranks, bucket * setting.gathered * part, "dp")))
             reduced = share * size * setting.reduced
             if reduced:
                 records.append((times, _record("reduce_scatter_v", ranks, reduced * part, "dp")))
