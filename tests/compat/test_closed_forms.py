@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -349,6 +350,24 @@ def test_decisions_equal_pytorchs(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPa
     assert len(found) > compared / 4 and divided > 2
     missing = {str(op) for op, _, _ in CASES} - set(found)
     assert len(missing) < len(CASES) / 4 or mesh.ndim > 2, missing
+
+
+def test_a_cut_dim_that_a_view_drops(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What describes a cut of one index depends on the other dims: two rows, one token each, were taken for six."""
+    form_key = native_dispatch.form_key
+    placements = (Shard(1),) if mesh.ndim == 1 else (Shard(0), Shard(1), Shard(1))[: mesh.ndim]
+    results: list[dict[Any, Any]] = []
+    for key in (lambda *_: None, form_key):
+        clear_sharding_caches()
+        monkeypatch.setattr(native_dispatch, "form_key", key)
+        results.append({})
+        for rows, length, last in itertools.product((2, 6, 4, 1, 3), (1, 2, 3), (4, 1)):
+            spec = make_spec(mesh, placements, (rows, length, last), (length * last, last, 1), dtype=torch.float32)
+            for wanted in ([rows * length, last], [rows, length * last], [rows * length * last]):
+                found = decide(aten.view.default, (make_dtensor(torch.empty(0), spec), wanted), {})
+                results[-1][spec.shape, *wanted] = found and (found[0], found[1] or ((1, tuple(wanted)),))
+    for call, expected in results[0].items():
+        assert results[1][call] == expected, call
 
 
 def test_local_sizes(mesh: DeviceMesh) -> None:

@@ -28,6 +28,7 @@ from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
 from vescale.buffer import Allocation, BufferMismatchError
 from vescale.comm import record_comms
+from vescale.errors import ArgumentTypeError
 from vescale.fsdp import (
     FSDPModule,
     ModuleState,
@@ -375,6 +376,8 @@ def as_torch_sees_it() -> None:
     assert stock_fully_shard.state(pair[0]) is stock_fully_shard.state(pair[1]) is state_of(pair[0])  # type: ignore[attr-defined]
     twin = copy.deepcopy(model)
     assert stock_fully_shard.state(twin) is state_of(twin) is not found[0]  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentTypeError, match=r"mesh is 7\.5, a float; give fully_shard a DeviceMesh"):
+        fully_shard(nn.Linear(2, 2), mesh=7.5)  # type: ignore[call-overload]
     with pytest.raises(AssertionError, match="can only be applied to a module once"):
         stock_fully_shard(model, mesh=mesh)
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):

@@ -172,6 +172,10 @@ def on_rank_pending() -> None:
     for name, function in functions.items():
         for kinds in (("sum", "avg"), ("avg", "sum")):
             _compare(name, function, [x, 3 * x], [Partial(kind) for kind in kinds], mesh)
+    empty = torch.empty(0, dtype=torch.float32)  # ignored, as a cache that is split and joined between forwards starts
+    for place in (Replicate(), Shard(0)):
+        _compare("cat of an empty one", lambda e, a: torch.cat([e, a, a], 1), [empty, x], [place, Shard(1)], mesh)
+    _compare("cat of one", lambda e, a: torch.cat([a.float(), e.double()]), [empty, x], [Replicate(), Shard(0)], mesh)
     matrix, tolerance = (
         torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
         torch.tensor(0.4),

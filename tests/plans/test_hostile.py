@@ -299,3 +299,5 @@ def test_includes_end(tmp_path: Path) -> None:
 def test_endless_files_are_not_read_to_their_end() -> None:
     with pytest.raises(PlanError, match="a pipe or device"):
         Plan.from_yaml("/dev/zero", AXES)
+    with pytest.raises(PlanError, match=r"file is None, a NoneType; give the path of a YAML file, or YAML text"):
+        Plan.from_yaml(None, AXES)  # type: ignore[arg-type]

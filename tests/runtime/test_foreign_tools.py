@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import RankPools
 from tests.runtime.llama import make_mesh
+from vescale.debug._watchdog import HangWatch
 from vescale.errors import DTensorStorageError, FullyShardError, OpPlacementError
 from vescale.plans import Plan, PlanError
 from vescale.rng import deferred_init
@@ -38,6 +39,14 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, torch.Tensor], Any], str]] = {
     "script": (lambda m, x: torch.jit.script(m), "torch.jit.script of a parallelized"),
     "trace": (lambda m, x: torch.jit.trace(m, x), "torch.jit.trace of a parallelized.*one device"),
     "export": (lambda m, x: torch.export.export(m, (x,)), "torch.export of a parallelized.*one device"),
+    "export around": (lambda m, x: torch.export.export(nn.Sequential(m), (x,)), "torch.export of a parallelized"),
+    "export of a part": (lambda m, x: torch.export.export(m[0], (x,)), "torch.export of a parallelized"),
+    "strict export": (
+        lambda m, x: torch.export.export(mod=m, args=(x,), strict=True),
+        "torch.export of a parallelized",
+    ),
+    "draft export": (lambda m, x: torch.export.draft_export(m, (x,)), "torch.export of a parallelized"),
+    "trace of a part": (lambda m, x: torch.jit.trace(m[0], x), "torch.jit.trace of a parallelized.*one device"),
     "bfloat16": (lambda m, x: m.bfloat16(), r"cannot be moved or converted after parallelize.*plan\.precision"),
 }
 
@@ -67,10 +76,15 @@ def tools() -> None:
         with pytest.raises(DTensorStorageError, match=r"share_memory_\(\) of x.to_local.*FullyShardedDataParallel out"):
             use(parallelize(plain(), plan_of(mesh)))
     assert not model[0].weight.is_shared()
-    with pytest.raises(
-        OpPlacementError, match=r"Wrappers that broadcast parameters .*put all of the module into the plan"
-    ):
-        DistributedDataParallel(nn.Sequential(parallelize(plain(), plan_of(mesh)), nn.Linear(4, 4)))
+    watch = HangWatch(60.0)
+    try:
+        with pytest.raises(
+            OpPlacementError, match=r"Wrappers that broadcast parameters .*put all of the module into the plan"
+        ):
+            DistributedDataParallel(nn.Sequential(parallelize(plain(), plan_of(mesh)), nn.Linear(4, 4)))
+        assert not watch.pending()  # of the refused broadcast, the shape was asked for
+    finally:
+        watch.close()
     with pytest.raises(TypeError, match=r"cannot be pickled.*save model\.state_dict"):
         torch.save(model, io.BytesIO())
     buffer = io.BytesIO()

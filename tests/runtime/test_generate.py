@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import RankPools
 from tests.runtime.hf import quiet
 from tests.runtime.llama import make_mesh
-from vescale import plan_zoo
+from vescale import Plan, plan_zoo
 from vescale.checks import InputMismatchError
 from vescale.runtime import implicit_communication, parallelize
 
@@ -141,6 +142,38 @@ def local_inputs(ways: tuple[str, ...]) -> None:
 def test_prompts_of_all_ranks(ranks: RankPools, ways: tuple[str, ...]) -> None:
     """Where the plan has given="local", the method ended in an error about sizes."""
     ranks.run(local_inputs, ways, world_size=2)
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, masks: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.linear(x) * masks["full"] + masks["sliding"]
+
+    def prepare_inputs_for_generation(self) -> None: ...
+
+    def generate(self, x: torch.Tensor, masks: dict[str, torch.Tensor]) -> torch.Tensor:
+        result: torch.Tensor = self(x, masks=masks)
+        return result
+
+
+def masks_in_two_orders() -> None:
+    torch.manual_seed(0)
+    model, reference, mesh = _Masked(), _Masked(), make_mesh(tp=2)
+    reference.load_state_dict(model.state_dict())
+    parallelize(model, Plan(mesh))
+    x, masks = torch.ones(2, 4), {"full": torch.ones(4), "sliding": torch.arange(4.0)}
+    given = masks if dist.get_rank() else dict(reversed(masks.items()))
+    torch.testing.assert_close(model.generate(x, given), reference(x, masks))
+    with pytest.raises(InputMismatchError, match=r"in the order.*masks\['sliding'\]"):
+        model(x, masks=given)
+
+
+def test_masks_in_the_order_of_a_set(ranks: RankPools) -> None:
+    """transformers makes those of a static cache by kind of layer from a set, whose order differs between processes."""
+    ranks.run(masks_in_two_orders, world_size=2)
 
 
 def static_cache() -> None:

@@ -195,8 +195,29 @@ def _written(call: Mapping[str, Any]) -> list[DTensor]:
 
 def observe_registrations(changes: Changes, hooks: ModelHooks) -> None:
     _refuse_swaps(changes)
+    _tell_of_exports(changes, hooks)
     changes.on_undo(register_module_module_registration_hook(hooks.registered).remove)
     changes.on_undo(register_module_parameter_registration_hook(hooks.registered).remove)
+
+
+def _tell_of_exports(changes: Changes, hooks: ModelHooks) -> None:
+    exports = hooks.listener.exports
+    for tool, original in (
+        ("torch.export", torch.export.export),
+        ("torch.export", torch.export.draft_export),
+        ("torch.jit.trace", torch.jit.trace),
+    ):
+        changes.function(original, _telling(tool, original, exports))
+
+
+def _telling(tool: str, original: Callable[..., Any], exports: Callable[[str, Any], None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())  # the model has another name in each of the tools
+        exports(tool, given[0] if given else None)
+        return original(*args, **kwargs)
+
+    return told
 
 
 def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:

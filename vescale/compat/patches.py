@@ -153,10 +153,11 @@ PATCHES: tuple[Patch, ...] = (
           "PyTorch refuses plain tensors that are not scalars, in some ops before it asks for a decision", "models",
           model_patches.accept_plain_operands, issue="pytorch#115297"),
     Patch("torch.nn.modules.module: register_module_module_registration_hook, register_module_parameter_registration_hook; "
-          "torch.utils.swap_tensors",
-          "tells of modules and parameters that are added to a model; refuses others in the place of its own",
+          "torch.utils.swap_tensors; torch.export: export, draft_export; torch.jit.trace",
+          "tells of modules and parameters that are added to a model; refuses others in the place of its own, and exports",
           "PEFT takes the shape of an adapter from the local part of its base layer's weight; plain parameters that come "
-          "later are not reduced, and PyTorch does not say why it cannot swap one that hooks hold", "models",
+          "later are not reduced; PyTorch does not say why it cannot swap one that hooks hold, or trace a model's parts",
+          "models",
           model_patches.observe_registrations),
     Patch(f"{_DTENSOR}.__format__, tolist, numpy, __array__; methods and attributes of torch._C.TensorBase",
           'f"{loss:.3f}"; the whole value; the others run without the mode of a model\'s forward, where it does nothing',

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,8 +28,10 @@ from vescale.estimation._stages import first_microbatch, one_rank_plan, plan_of_
 from vescale.estimation._step_time import StepTime, seconds_of_stages, step_time
 from vescale.estimation._unknown_values import Routing
 from vescale.ir import Local, Program, Repeats, lower, repeats_of
-from vescale.pipeline import Schedule, program_of_stages
 from vescale.plans import MeshAxes, Plan
+
+if TYPE_CHECKING:
+    from vescale.pipeline import Schedule
 
 __all__ = ["Estimate", "estimate", "routing_of"]
 
@@ -256,6 +258,8 @@ def estimate(
     for column in range(num_columns):
         part = program
         if entry is not None:
+            from vescale.pipeline import program_of_stages
+
             part = program_of_stages(skeleton, program, staged.cut, frozenset(staged.schedule.stages_of(column)))
         rehearsal = rehearsal if column == 0 else run(repeats, inner, column, headers)
         seen = [SeenRank(inner, rehearsal, timeline_of(rehearsal, repeats, table.rounding_bytes))]

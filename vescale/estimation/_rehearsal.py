@@ -26,7 +26,6 @@ from vescale.estimation._stages import follow_stages
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
 from vescale.fsdp import state_of
-from vescale.pipeline import current_run, without_guesses
 from vescale.plans import MeshAxes, Plan
 from vescale.runtime import current_activation, locate, observe_offloaded, parallelize
 
@@ -99,6 +98,8 @@ class _Place:
             activation = current_activation()
             phase, path = ("forward", _path(activation)) if activation is not None else ("loss", None)
         elif phase == "communication":  # before the first step of a pipeline, a trace of all modules
+            from vescale.pipeline import current_run  # `vescale lint` does not wait for it
+
             path = getattr(current_run(), "inside", None)
         return Instant(self.step, phase, path, self.stage, self.microbatch)
 
@@ -156,6 +157,8 @@ def rehearse(
         with mode, observe_allocations(log.resized), watched, balanced_tokens(routing):
             model.to_empty(device="cpu")
             if headers is not None:  # a pipeline holds its parameters, which cannot be moved afterwards
+                from vescale.pipeline import without_guesses
+
                 with without_guesses():
                     parallelize(model, plan)
                 follow_stages(model, place, headers)

@@ -6,14 +6,15 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from vescale.compat.pipelining import agree_on_sizes
-from vescale.pipeline import Schedule
 from vescale.plans import MeshAxes, Path, Plan, with_pipeline
+
+if TYPE_CHECKING:
+    from vescale.pipeline import Schedule
 
 __all__ = ["first_microbatch", "follow_stages", "one_rank_plan", "plan_of_cut", "step_of_stages"]
 
@@ -85,6 +86,8 @@ def follow_stages(model: nn.Module, place: Any, headers: Headers) -> None:
             yield
 
     runner.forward, runner.around_backward = run_forward, run_backward
+    from vescale.compat.pipelining import agree_on_sizes
+
     for stage in runner.stages:
         agree_on_sizes(stage)
     runner.header = runner.header_of_arrived = headers.__getitem__

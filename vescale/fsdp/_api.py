@@ -25,7 +25,7 @@ from vescale.compat import (
     mark_as_managed,
     register_fsdp2_state,
 )
-from vescale.errors import FullyShardError
+from vescale.errors import ArgumentTypeError, FullyShardError
 from vescale.fsdp._extensions import is_extended
 from vescale.fsdp._group import BlockPolicy, ParameterGroup
 from vescale.fsdp._module import FSDPModule
@@ -263,6 +263,11 @@ def _axes(mesh: DeviceMesh | None, named: DataParallelMeshDims | None) -> DataPa
             dist.init_process_group()
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         mesh = init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(
+            f"mesh is {mesh!r}, a {type(mesh).__name__}; give fully_shard a DeviceMesh (init_device_mesh), or leave it out for "
+            "all ranks"
+        )
     if named is None:
         return DataParallelAxes.of_mesh(mesh)
     return DataParallelAxes.of_named(mesh, named.shard_names, named.replicate_names)

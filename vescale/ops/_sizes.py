@@ -176,7 +176,8 @@ def view(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTe
         if any(dim in shards for dim in dims) and (len(dims), len(targets)) != (1, 1):
             for dim in dims:
                 if dim in shards:
-                    deciding.append(-1 if given[dim] % shards[dim] == 0 else given[dim])
+                    # What replaces a cut into unequal parts may be described in any dim: all sizes decide.
+                    deciding.append(-1 if given[dim] % shards[dim] == 0 else (tuple(given), tuple(wanted)))
                     if num_cuts[dim] > 1:  # PyTorch looks at one axis after the other, and may be put right
                         parts = shards[dim]
                         deciding.append(tuple(wanted[target] % parts == 0 or wanted[target] for target in targets))

@@ -2,20 +2,22 @@
 
 If tensors of equal shape are sharded alike along the dim of concatenation, the result is an :class:`InterleavedShard` of the
 concatenated local tensors, and nothing moves; DTensor gathers. Tensors of different sizes are gathered here, too: no
-placement describes the concatenation of their shards.
+placement describes the concatenation of their shards. Empty 1-D tensors, which torch ignores, have no part in either.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale.compat import no_torch_function
+from vescale.compat import no_torch_function, stock_dispatch
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import enter_local, leave_local
-from vescale.ops._registration import replaces
+from vescale.ops._registration import handles, replaces
 from vescale.placements import InterleavedShard
 
 __all__: list[str] = []
@@ -43,8 +45,29 @@ def _concatenate(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _joined(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    tensors = args[0] if args else kwargs["tensors"]
-    return [tensor for tensor in tensors if tensor.ndim != 1 or tensor.numel()] or list(tensors)
+    """What is concatenated, in the dtype of the result if anything is left out: its dtype counts."""
+    tensors = list(args[0] if args else kwargs["tensors"])
+    joined = [tensor for tensor in tensors if not _is_ignored(tensor.shape)]
+    if not joined or len(joined) == len(tensors):
+        return tensors
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return [tensor.to(dtype) for tensor in joined]
+
+
+def _is_ignored(shape: Sequence[int]) -> bool:
+    return len(shape) == 1 and not shape[0]
+
+
+def _ignores_some(op: Any, schema: Any) -> bool:
+    shapes = [x.shape for x in schema.args_schema[0]]
+    return any(map(_is_ignored, shapes)) and not all(map(_is_ignored, shapes))
+
+
+@handles(torch.ops.aten.cat.default, applies=_ignores_some)
+def _without_ignored(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Also outside of a model's forward, as ``generate`` splits and joins caches. PyTorch's rule takes an empty 1-D tensor
+    for one with all dims."""
+    return stock_dispatch(op, (_joined(args, kwargs), *args[1:]), kwargs)
 
 
 def _is_single(tensors: list[Any], kwargs: dict[str, Any]) -> bool:

@@ -368,7 +368,7 @@ class PlanEntries:
         if isinstance(mesh, str):
             yield mesh, spec
             return
-        if not isinstance(mesh, Sequence) or not all(isinstance(axis, str) for axis in mesh):
+        if not isinstance(mesh, Sequence) or not mesh or not all(isinstance(axis, str) for axis in mesh):
             raise EntryError(
                 f"mesh={mesh!r} is not the name of an axis; give mesh={self._axes.names[0]!r}, or several", source
             )

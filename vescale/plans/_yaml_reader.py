@@ -58,6 +58,8 @@ def read_plan(
     new_plan: Callable[[DeviceMesh | MeshAxes], _P],
 ) -> _P:
     """See :meth:`Plan.from_yaml`; ``new_plan`` makes an empty plan for a mesh."""
+    if not isinstance(file, str | os.PathLike):
+        raise YamlPlanError(f"file is {file!r}, a {type(file).__name__}; give the path of a YAML file, or YAML text")
     files = read_files(file, _checked)
     if files[-1].document.data is None:
         raise YamlPlanError(

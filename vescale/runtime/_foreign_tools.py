@@ -16,7 +16,7 @@ from vescale.errors import ForeignToolError
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["meet_foreign_tools", "refuse_tracing", "refuse_wrapped"]
+__all__ = ["meet_foreign_tools", "refuse_export", "refuse_tracing", "refuse_wrapped"]
 
 _REDUCED = "it distributes its parameters, and reduces their gradients, by its plan"
 _INSTEAD = {
@@ -92,8 +92,17 @@ def _place(path: str, module: nn.Module) -> str:
     return f"its part {path!r}" if path else f"a {type(module).__name__}"
 
 
+def refuse_export(tool: str, model: Any) -> None:
+    """Raises ForeignToolError where a module of ``model`` belongs to a parallelized one."""
+    if isinstance(model, nn.Module) and any(
+        isinstance(module.__dict__.get(_DISTRIBUTED), _Refused) for module in model.modules()
+    ):
+        _refuse(tool)
+
+
 def refuse_tracing() -> None:
-    """At the beginning of the model's forward. Raises PlanError while it is being exported or traced."""
+    """At the beginning of the model's forward, which a function that is exported may call. Raises ForeignToolError while it
+    is being exported or traced."""
     if torch.compiler.is_exporting():
         _refuse("torch.export")
     if torch.jit.is_tracing():
@@ -105,7 +114,7 @@ def _refuse(tool: str) -> NoReturn:
 
 
 class _Refused:
-    """Raises PlanError when it is called, or read as a collection or a truth value."""
+    """Raises ForeignToolError when it is called, or read as a collection or a truth value."""
 
     def __init__(self, tool: str) -> None:
         self.tool = tool

@@ -47,6 +47,7 @@ from vescale.ops import (
 from vescale.placements import move_local
 from vescale.runtime._activation import current_activation
 from vescale.runtime._adapters import AdapterWatch
+from vescale.runtime._foreign_tools import refuse_export
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
 from vescale.runtime._input_checks import check_move, check_read, note_draw, note_plain_value
 from vescale.runtime._linear_on_partial import DERIVATIVE_HANDLERS, accumulated, derivative, where
@@ -193,6 +194,9 @@ class _Listener(DispatchListener):
             return
         if for_python or running_module() is None:  # inside of a forward, the model's own ops run on all ranks
             check_read(tensor, how)
+
+    def exports(self, tool: str, model: Any) -> None:
+        refuse_export(tool, model)
 
     def begins_backward(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
         if running_module() is None:

@@ -98,6 +98,7 @@ def check_inputs(
         is_generating = runtime in THREAD.generating  # from global tensors, whatever the plan says of training
         if is_generating:
             mode = f"{mode}{GENERATING}"
+            kwargs = {name: _in_order(value) for name, value in kwargs.items()}
         if checks.samples and (is_generating or not takes_local_parts):
             seen = None if is_unchecked() or has_dispatch_modes() else sample(args, kwargs)
             checks.sampled_forward(model, mode, seen, lambda: _descriptions(named(args, kwargs)), runtime.number)
@@ -141,6 +142,12 @@ def check_inputs(
                 id(tensor): _global_shape(runtime, part.name, found, placements)
                 for (tensor, placements), part, found in zip(tensors, parts, shapes)
             }
+
+
+def _in_order(value: Any) -> Any:
+    """A dict with its names in one order. transformers makes masks by kind of layer from a set, whose order differs between
+    processes. (What a script passes may be computed with in its order.)"""
+    return dict(sorted(value.items())) if type(value) is dict and all(type(key) is str for key in value) else value
 
 
 def _refuse_other_meshes(runtime: Runtime, named: Iterable[tuple[str, Any, Placing | None]]) -> None:
