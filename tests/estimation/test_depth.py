@@ -1,4 +1,7 @@
-"""Equal blocks that are left out count as if they had run: bytes of every rank, and of collectives, are those of all."""
+"""Equal blocks that are left out count as if they had run: bytes of every rank, and of collectives, are those of all.
+
+Other plans of the zoo are not equal, as docs/estimate.md says; Stable Diffusion 3 is built without a number of layers.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from vescale import plan_zoo
 from vescale.estimation import Estimate, estimate
 
 _BLOCKS = 5
+_OTHERS = ("dit", "gpt_oss_cp", "mixtral", "sd3", "vit", "whisper")
 _CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "input", "activations")
 
 
@@ -36,7 +40,7 @@ def most(found: Estimate, rank: int) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [None, 3])
-@pytest.mark.parametrize("name", plan_zoo.names())
+@pytest.mark.parametrize("name", [name for name in plan_zoo.names() if name not in _OTHERS])
 def test_blocks_that_are_left_out(name: str, stage: int | None) -> None:
     model_of(name).need()
     sizes = {axis: {"dp": 2, "tp": 2}.get(axis, 1) for axis in plan_zoo.about(name).axes}
@@ -51,5 +55,5 @@ def test_blocks_that_are_left_out(name: str, stage: int | None) -> None:
     for rank in range(math.prod(sizes.values())):
         assert most(reduced, rank) == most(whole, rank), rank
     moved = [{k: v for k, v in one.time.collective_bytes.items() if not is_of_tokens(k)} for one in (reduced, whole)]
-    assert moved[0] == moved[1]
+    assert moved[0] == pytest.approx(moved[1], abs=1)  # of which parameters got a gradient, a byte each
     assert reduced.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.015)
