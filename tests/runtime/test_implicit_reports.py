@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from tests.ranks import RankPools
 from vescale import Plan
 from vescale.runtime import ImplicitCommunicationWarning, implicit_communication, parallelize
+from vescale.runtime._implicit_site import sent_bytes
 
 
 class Block(nn.Module):
@@ -62,3 +65,19 @@ def test_layers_and_both_directions_are_one_warning(ranks: RankPools) -> None:
     assert r"`blocks.\d+.norm.<in:0>: {tp: R}`" in found[0]
     assert "P(sum) is a pending sum" in found[0] and "(about 384 B from each rank and call)" in found[0]
     assert repaired == []
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "sizes", "expected"),
+    [
+        ([Partial()], [Replicate()], [4], 2 * 3 * 24),  # a reduce-scatter and an all-gather
+        ([Partial()], [Shard(0)], [4], 3 * 24),
+        ([Shard(0)], [Replicate()], [4], 3 * 96),
+        ([Shard(0)], [Shard(1)], [4], 3 * 24),
+        ([Replicate(), Shard(0)], [Shard(0), Shard(0)], [4, 2], 0),
+        ([Shard(0), Partial()], [Replicate(), Replicate()], [2, 4], 96 + 2 * 3 * 48),  # what was gathered is reduced
+        ([Partial()], [Replicate()], [1], 0),
+    ],
+)
+def test_bytes_of_a_report(source: list[Placement], target: list[Placement], sizes: list[int], expected: int) -> None:
+    assert sent_bytes(96, source, target, sizes) == expected

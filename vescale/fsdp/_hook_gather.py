@@ -89,6 +89,7 @@ class HookGather:
     def start(self, unit: OrderedUnit, requester: str, custom: Any = None) -> PendingBuffer:
         """Ask the hooks what to gather, and gather all of it; the other hooks get it when it is there. Raises as
         :meth:`BufferGather.start` does."""
+        unit.meet_to_gather("what hooks give")
         with torch.inference_mode(False), torch.no_grad():
             inputs, metadata = self._ask(requester)
             exchange = self.exchange

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import Consensus, Difference, all_reduce_, first_difference
+from vescale.gradients._collective_meetings import CollectiveMeetings, LateRanksError
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._gather_sizes import GatherSizes
 from vescale.gradients._order_mismatch import OrderMismatchError
@@ -60,10 +61,13 @@ class _History:
     Attributes:
         sizes: of gathers; reduced: units in the order of their reductions; units: by number, as far as they are there.
         message_bytes: the longest message of a model.
+        num_breaks: how often ranks have found that they were not together, in the middle of a forward or backward.
     """
 
-    def __init__(self, shard_group: dist.ProcessGroup) -> None:
-        self.sizes, self.reduced = GatherSizes(shard_group), _Log()
+    def __init__(self, axes: DataParallelAxes) -> None:
+        self.sizes, self.reduced = GatherSizes(axes.mesh.get_group(axes.shard)), _Log()
+        self.meetings = CollectiveMeetings(axes)
+        self.num_breaks = 0
         self.units: weakref.WeakValueDictionary[int, OrderedUnit] = weakref.WeakValueDictionary()
         self.numbers = itertools.count(1)
         self.message_bytes = 0
@@ -84,7 +88,7 @@ def _history(axes: DataParallelAxes) -> _History:
     shard_group = axes.mesh.get_group(axes.shard)
     key = shard_group.group_name, axes.data_parallel_ranks
     if key not in known:
-        known[key] = _History(shard_group)
+        known[key] = _History(axes)
     return known[key]
 
 
@@ -103,6 +107,11 @@ class OrderedUnit:
     def gathers(self) -> None:
         self.order.gathered.add(self.number)
 
+    def meet_to_gather(self, what: str) -> None:
+        """Before each gather; ``what`` is gathered. Raises OrderMismatchError on every rank if another one is about to do
+        something else."""
+        self.order.meet(f"a gather of {what}")
+
     def agree_on_size(self, num_bytes: int) -> None:
         """Before each gather of pieces of ``num_bytes``.
 
@@ -118,13 +127,20 @@ class OrderedUnit:
         if not gathered.is_cuda and group.size() > 1 and GatherSizes.has_notice(gathered, group.size()):
             self.order.raise_gathers()
 
-    def reduces(self, across_replicas: bool) -> None:
-        """Before each reduction of the unit; ``across_replicas``: not only along the axis that shards.
+    def reduces(self, across_replicas: bool, num_bytes: int) -> None:
+        """Before each reduction of the unit, of ``num_bytes``; ``across_replicas``: not only along the axis that shards.
 
-        Raises OrderMismatchError on every rank if another one is about to reduce a unit of another model.
+        Raises OrderMismatchError on every rank if another one is about to reduce a unit of another model, or to do something
+        else.
         """
-        self.order.take_turn(across_replicas)
-        self.order.history.reduced.add(self.number)
+        reduced = self.order.history.reduced
+        reduced.add(self.number)
+        self.order.meet(f"a reduction of {num_bytes} bytes")
+        try:
+            self.order.take_turn(across_replicas)
+        except OrderMismatchError:
+            reduced.numbers.pop()
+            raise
 
 
 class CollectiveOrder:
@@ -155,6 +171,7 @@ class CollectiveOrder:
         self.gathered = _Log()
         self._turns: tuple[RootTurn, ...] = ()
         self.history = _history(axes)
+        self._num_breaks = self.history.num_breaks
         self.shard_group, self.device = axes.mesh.get_group(axes.shard), axes.device
         coordinate = axes.mesh.get_coordinate() or [0] * axes.mesh.ndim
         self._replica = 0
@@ -177,14 +194,41 @@ class CollectiveOrder:
         self.model = model
         self.history.sizes.begin(self.number)
         self.history.reduced.clear()
+        self.history.meetings.open()
         if not self._turns:  # roots may share an order
             ranks = dist.get_process_group_ranks(self.shard_group), self._axes.data_parallel_ranks
             self._turns = tuple(RootTurn(each, model, self.device) for each in ranks)
+
+    def meet(self, what: str) -> None:
+        """Before ranks communicate; see :class:`CollectiveMeetings`.
+
+        Raises OrderMismatchError on every rank if some are about to do something else.
+        """
+        try:
+            if self.history.meetings.are_together(what):
+                return
+        except LateRanksError as error:
+            raise OrderMismatchError(
+                f"rank {dist.get_rank()} is before {what} of {self.model}, and ranks {error.ranks} have not come: {error}. "
+                "Run the same modules in the same order on every rank",
+                error.ranks,
+            ) from None
+        self._raise_apart(what)
 
     def take_turn(self, across_replicas: bool) -> None:
         """See :meth:`OrderedUnit.reduces`."""
         if self._turns:
             self._turns[across_replicas].take()
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether ranks were not together since :meth:`resume`, which leaves each at another place of its step."""
+        return self._num_breaks != self.history.num_breaks
+
+    def resume(self) -> None:
+        """The iteration has been forgotten, of which some ranks may have gathered more than others."""
+        self.gathered.clear()
+        self._num_breaks = self.history.num_breaks
 
     def end_turn(self) -> None:
         """A backward has ended."""
@@ -239,10 +283,37 @@ class CollectiveOrder:
         if group.size() == 1 or not self.gathered.numbers:
             return
         own = torch.frombuffer(_slot(self.gathered.digest()), dtype=torch.uint8).to(self._axes.device)
+        self.meet("a comparison of gathers")
         if not _is_one(all_reduce_(own, "max", group, requester="which units were gathered").wait().tolist()):
             self.raise_gathers()
         self.gathered.clear()
         self.history.sizes.begin()
+
+    def _raise_apart(self, what: str) -> NoReturn:
+        """Called by all ranks, of which some are about to do something else than ``what``."""
+        history = self.history
+        own = [
+            [(place, *history.name_of(number)) for place, number in log.entries(name)]
+            for name, log in (("gather", self.gathered), ("reduction", history.reduced))
+        ]
+        consensus = Consensus(self._axes.data_parallel_ranks, "ranks that are not together")
+        messages = consensus.exchange(json.dumps([*own, what]).encode(), lambda: "comparing the order of units")
+        found = {rank: json.loads(message) for rank, message in zip(consensus.ranks, messages)}
+        self._begin_after_error()
+        with contextlib.suppress(RuntimeError):  # the rank that holds the store may exit after this: let all have read
+            consensus.exchange(b"read", lambda: "leaving the comparison of the order of units")
+        for log in (0, 1):
+            entries = _named({rank: rows[log] for rank, rows in found.items()})
+            if len({tuple(each) for each in entries.values()}) > 1:
+                raise _mismatch(first_difference("units since the last comparison", entries))
+        raise _mismatch(first_difference("what ranks do", {rank: [("next", rows[2])] for rank, rows in found.items()}))
+
+    def _begin_after_error(self) -> None:
+        self.gathered.clear()
+        self.history.reduced.clear()
+        self.history.sizes.begin_after_error()
+        if not self._axes.replicate:  # replicas may have found nothing
+            self.history.num_breaks += 1
 
     def raise_gathers(self) -> NoReturn:
         """Called by all ranks of the shard group, whose gathers differ."""
@@ -263,9 +334,7 @@ class CollectiveOrder:
             if replica in (-1, of):
                 found[rank] = rows
         log_of = _named(found)
-        self.gathered.clear()
-        self.history.reduced.clear()
-        self.history.sizes.begin_after_error()
+        self._begin_after_error()
         with contextlib.suppress(RuntimeError):  # the rank that holds the store may exit after this: let all have read
             consensus.exchange(b"read", lambda: "leaving the comparison of the order of units")
         if len({tuple(entries) for entries in log_of.values()}) == 1:

@@ -10,7 +10,8 @@ __all__ = ["OrderMismatchError"]
 
 
 class OrderMismatchError(Coded, RuntimeError):
-    """Ranks have gathered, or reduced, different units in one place of their order, so that the contents were mixed.
+    """Ranks have gathered, or reduced, different units in one place of their order, so that the contents were mixed, or are
+    about to do different things.
 
     ``ranks``: those that differ from the majority.
     """
