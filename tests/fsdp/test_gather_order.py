@@ -163,43 +163,6 @@ def test_other_ways(ranks: RankPools, kind: str) -> None:
     ranks.run(other_ways, kind, world_size=2)
 
 
-def different_numbers(widths: tuple[int, ...], check: str, options: dict[str, Any]) -> None:
-    """Ranks would wait for each other in different collectives: a gather, a reduction, the end of a step."""
-    first = dist.get_rank() == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VESCALE_CHECK", check)
-        model, one = made(widths, **options)
-        few, more = (0,), (0, 1)
-        raises_alike(lambda: model(X, few if first else more).backward(), "experts.1 on rank")
-        trains(model, one, (0, 1))
-        raises_alike(lambda: model(X, more if first else few).backward(), "experts.1 on rank 0")
-        trains(model, one, (2,))
-        raises_alike(lambda: (model(X, (0, 1)) + model(X, (1, 0) if first else (2, 1))).backward())
-        trains(model, one, (0, 2))
-        with torch.no_grad():
-            raises_alike(lambda: model(X, few if first else more), "experts.1 on rank")
-            assert torch.equal(model(X, (2,)), one(X, (2,)))
-        model.set_requires_gradient_sync(False)
-        raises_alike(lambda: model(X, few if first else more).backward(), "experts.1 on rank")
-        model.set_requires_gradient_sync(True)
-        trains(model, one, (1, 2))
-
-
-@pytest.mark.parametrize(
-    ("widths", "check", "num_ranks", "options"),
-    [
-        (EQUAL, "", 2, {}),
-        pytest.param(EQUAL, "off", 2, {"reshard_after_forward": False}, marks=pytest.mark.slow),
-        pytest.param(DIFFERENT, "", 3, {}, marks=pytest.mark.slow),
-        pytest.param(EQUAL, "off", 4, {"reshard_after_forward": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_different_numbers(
-    ranks: RankPools, widths: tuple[int, ...], check: str, num_ranks: int, options: dict[str, Any]
-) -> None:
-    ranks.run(different_numbers, widths, check, options, world_size=num_ranks)
-
-
 def of_a_plan(widths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = Mixture(widths).double()
