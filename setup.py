@@ -59,7 +59,7 @@ def extension(source: Path, options: dict[str, Any]) -> Extension:
         [str(source)],
         depends=sorted(map(str, headers(source))),
         language="c++",
-        extra_compile_args=["-O3", f"-std={standard}", "-fvisibility=hidden", *EXACT.get(source.stem, [])],
+        extra_compile_args=["-O3", "-g0", f"-std={standard}", "-fvisibility=hidden", *EXACT.get(source.stem, [])],
         optional=True,
         **options,
     )

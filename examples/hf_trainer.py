@@ -49,10 +49,9 @@ class MeshTrainer(Trainer):
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
         return vescale.optim.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
-    def compute_loss(self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        """The mean over the micro-batch; Trainer divides by the number of micro-batches."""
-        outputs = model(**inputs)
-        loss = outputs.loss.to_local() if hasattr(outputs.loss, "to_local") else outputs.loss
+    def compute_loss(self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+        loss = loss.to_local() if hasattr(loss, "to_local") else loss
         return (loss, outputs) if return_outputs else loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

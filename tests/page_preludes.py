@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ["ELSEWHERE", "NOT_RUN", "PRELUDES", "RANKS", "SETUPS", "WHOLE"]
 
 # Pages that are scripts, without a prelude.
-WHOLE = ["all", "choose", "coming-from", "how-to", "index"]
+WHOLE = ["all", "choose", "coming-from", "how-to", "index", "questions"]
 # page -> the test that runs it
 ELSEWHERE = {"placements": "tests/placements/test_docs.py"}
 

@@ -33,10 +33,13 @@ __all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", 
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
-_PRELOAD += ["vescale.runtime", "vescale.fsdp"]
+_PRELOAD += ["vescale.runtime", "vescale.fsdp", "vescale.optim", "vescale.pipeline", "vescale.debug", "pytest"]
 # Slow to import as well, but only some runs need them: the server loads those that the test process has loaded by the
 # time that the first pool starts, which is after the collection of all tests.
 _PRELOAD_IF_USED = ["transformers.modeling_utils", "transformers.models.llama.modeling_llama", "diffusers.models"]
+_PRELOAD_IF_USED += ["hypothesis"]
+# What test modules import when a model is built, by the module.
+_PRELOAD_WITH = {"tests.plan_zoo.models": "diffusers.models.transformers"}
 
 
 class RankError(AssertionError):
@@ -205,7 +208,9 @@ class RankPool:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="vescale-ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
+        used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
+        used += [name for module, name in _PRELOAD_WITH.items() if module in sys.modules]
+        context.set_forkserver_preload([*_PRELOAD, *used])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):

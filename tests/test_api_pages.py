@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +32,11 @@ def findings(value: Any, name: str) -> list[str]:
     found = [] if api.described(value) or value.__doc__ else [f"{name}: no docstring"]
     found += [f"{name}: {argument}" for argument in unexplained(value)]
     if isinstance(value, type):
+        fields = [field for field in getattr(value, "__dataclass_fields__", ()) if not field.startswith("_")]
+        found += [f"{name}: field {field}" for field in fields if field not in api.described(value)]
         for inner, method in api.members(value):
+            if not inspect.getdoc(method):  # its own, or that of a base
+                found.append(f"{name}.{inner}: no docstring")
             if not isinstance(method, property):
                 found += [f"{name}.{inner}: {argument}" for argument in unexplained(method, value)]
     return found
@@ -54,9 +60,23 @@ def test_missing_sentences_are_seen() -> None:
 
         def __init__(self, first: int, second: int) -> None: ...
 
-    Silent.__module__ = "vescale.silent"
+    @dataclass
+    class Result:
+        """What was found."""
+
+        field: int
+
+        def bare(self) -> None: ...
+
+        @property
+        def empty(self) -> bool:
+            return True
+
+    Silent.__module__ = Result.__module__ = "vescale.silent"
     assert findings(silent, "silent") == ["silent: second"]
     assert findings(Silent, "Silent") == ["Silent: second"]
+    expected = {"Result: field field", "Result.bare: no docstring", "Result.empty: no docstring"}
+    assert expected <= set(findings(Result, "Result"))
 
 
 def names_in_pages() -> set[tuple[str, str]]:

@@ -26,7 +26,7 @@ from vescale.compat import uninstall
 from vescale.plans import Plan
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["index", "how-to", "coming-from", "choose", "all"]
+PAGES = ["index", "how-to", "coming-from", "choose", "all", "questions"]
 CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 
 
@@ -300,7 +300,8 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("material")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    # Without --quiet: it hides warnings from --strict, too.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "site" / "index.html").exists()

@@ -130,6 +130,7 @@ PAGES: dict[str, list[str]] = {
         "sliders_of",
         "EstimateWarning",
     ],
+    "vescale.plan_search": ["Search", "Proposal", "Choice", "Figures", "Rejected"],
     "vescale.debug": [
         "monitor",
         "Monitor",
@@ -166,9 +167,22 @@ RESULTS = {
     "OptimizerReport",
     "PendingBuffer",
 }
+RESULTS |= {"Choice", "Figures", "Proposal", "Rejected", "Search"}
 RESULTS |= {"PipelineModule", "Program", "StepRecord", "StepTime", "UnshardHandle", "Verification", "About", "OpCall"}
 # Methods that vescale calls, and programs do not.
-CALLED_INSIDE = {"decay", "ended", "gaps", "index", "loaded_state", "slices", "started", "waits", "resolve", "run"}
+CALLED_INSIDE = {
+    "cell",
+    "decay",
+    "ended",
+    "gaps",
+    "index",
+    "loaded_state",
+    "slices",
+    "started",
+    "waits",
+    "resolve",
+    "run",
+}
 
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Example|Examples):\s*$")
 _ITEM = re.compile(r"^ {4}(\*{0,2}`{0,2}[\w. ,*`]+?`{0,2})(?: \([^)]*\))?: +(\S.*)$|^ {4}(\*{0,2}[\w, ]+):$")
@@ -196,7 +210,7 @@ def members(cls: type) -> Iterator[tuple[str, Callable[..., Any] | property]]:
                 continue
             if inspect.isfunction(function) or isinstance(function, property):
                 met.add(name)
-                if _doc(function) and not _same_in_torch(cls, name):
+                if not _same_in_torch(cls, name):
                     yield name, function
 
 
@@ -384,6 +398,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python tools/api_pages.py FOLDER")
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     for package in PAGES:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.flop_counter
 
 from vescale import csrc
 from vescale.checks import _call_site, _descriptions
@@ -16,11 +17,9 @@ from vescale.comm import Board
 from vescale.compat import before_backward
 
 
-@pytest.fixture(params=["C++", "Python"])
+@pytest.fixture(params=[pytest.param("C++", marks=pytest.mark.helper("step_marks")), "Python"])
 def helper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType | None]:
     found = csrc.step_marks() if request.param == "C++" else None
-    if request.param == "C++" and found is None:
-        pytest.skip("the C++ helper is not built, or switched off")
     monkeypatch.setattr(csrc, "step_marks", lambda: found)
     yield found
 
@@ -88,6 +87,32 @@ def test_a_row_of_a_board(helper: ModuleType | None) -> None:
     assert first.text(1) == "there" and first.text(0).startswith("here é")
     assert not first.post(2, (5, 6, 1 << 47), "x") and not second.post(2, (5, 6, 8), "y")
     assert second.rows(2) is not None and second.rows(1) is not None
+
+
+@pytest.mark.helper("step_marks")
+def test_forwards_and_backwards_are_posted_in_cpp_as_in_python() -> None:
+    native = csrc.step_marks()
+    assert native is not None
+    memory, channels = bytearray(2048), [[(0, 1), (0, 1)]]
+    first, second = Board([0, 1], 0, memory, channels), Board([0, 1], 1, memory, channels)
+    steps = native.Steps(first.row, {}, lambda file: False)
+    args, kwargs, mode = (X, 1), {"scale": 2.0, "names": ["a"]}, "in training, with gradients"
+    site = steps.forward(1, 7, "Net", mode, 3, args, kwargs)
+    assert site == f"forward 7 of Net, {mode}" and first.text(0).startswith(f"{site} (test_step_marks.py:")
+    seen = _descriptions.sample(args, kwargs)
+    assert second.post(1, (_descriptions.digest_of((site, 3, (), seen)), 0, 0), "the same")
+    backward = _descriptions.digest_of(("the backward of forward 7 of Net", 3, (), None))
+    assert not second.post(2, (backward, 0, 0), "b")
+    assert steps.backward(2, 7, "Net", 3) == "" and first.text(0) == "the backward of forward 7 of Net"
+    assert steps.backward(3, 7, "Net", 4) != "" and first.rows(3) is None
+
+    # Left to Python, and nothing is posted.
+    with torch.autocast("cpu"):
+        assert steps.forward(4, 7, "Net", mode, 3, args, kwargs) is None
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert steps.forward(4, 7, "Net", mode, 3, args, kwargs) is None
+    assert steps.forward(4, 7, "Net", mode, 3, (X.to_sparse(),), {}) is None
+    assert first.text(0).startswith("the backward")
 
 
 def test_before_a_backward(helper: ModuleType | None) -> None:

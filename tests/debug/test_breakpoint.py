@@ -248,13 +248,17 @@ def test_a_job_without_a_terminal(start: Callable[..., Job]) -> None:
     assert job.end() != 0 and "is done" not in job.output
 
 
-def test_an_exception_stops_the_job_where_it_was_raised(start: Callable[..., Job]) -> None:
-    job = start("failing", torchrun=True)
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_exception_stops_the_job_where_it_was_raised(start: Callable[..., Job], torchrun: bool) -> None:
+    job = start("failing", torchrun=torchrun)
     begin = job.expect(r"\(rank 1\) ")
     assert "ValueError: planted 11" in begin and '-> raise ValueError(f"planted {lost}")' in begin, begin
     assert "(not stopped here: ranks [0, 2, 3])" in begin and job.ask("p lost").startswith("11\n")
     job.send("c\n")
-    assert job.end() != 0 and "ValueError: planted 11" in job.output.rpartition("(rank 1)")[2]
+    assert job.end() != 0
+    # The agent of forked ranks prints the first error that it finds, which may be that of a rank that has lost this one.
+    rest = job.output.rpartition("(rank 1)")[2]
+    assert ("ValueError: planted 11" if torchrun else "(exitcode: 1) local_rank") in rest, rest
 
 
 def test_stages_stop_one_after_the_other(start: Callable[..., Job]) -> None:

@@ -187,13 +187,13 @@ def test_transformers_trainer(ranks: RankPools, tmp_path: Path) -> None:
         "print('losses', e.main(sys.argv[2:]))"
     )
     stock = tmp_path / "stock"
-    argv = ["--steps", "6", "--save-steps", "100", "--accumulate", "1", "--out"]
+    argv = ["--steps", "6", "--save-steps", "100", "--accumulate", "2", "--out"]
     done = subprocess.run(
         [sys.executable, "-c", script, str(FOLDER), *argv, str(stock)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     expected = json.loads(done.stdout.rpartition("losses ")[2].splitlines()[0])
-    argv = ["--steps", "6", "--save-steps", "3", "--accumulate", "1", "--out", str(tmp_path / "run"), "--mesh"]
+    argv = ["--steps", "6", "--save-steps", "3", "--accumulate", "2", "--out", str(tmp_path / "run"), "--mesh"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

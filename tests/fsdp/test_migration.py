@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +44,35 @@ def run_scripts() -> None:
 
 def test_only_the_import_changes(ranks: RankPools) -> None:
     ranks.run(run_scripts, world_size=4)
+
+
+OPTIONS = [
+    {"hsdp", "bfloat16", "wrapper", "prefetch"},
+    {"placement", "wrapper", "keep"},
+    {"two", "checkpoint"},
+    {"bfloat16", "offload", "unshard"},
+    {"ignored", "hsdp"},
+    {"compile", "placement", "hsdp", "offload"},
+]
+
+
+def run_options() -> None:
+    script = Path(__file__).with_name("options_script.py")
+    for options in OPTIONS:
+        results = []
+        for package in ("torch.distributed.fsdp", "vescale.fsdp"):
+            source = script.read_text().replace("from torch.distributed.fsdp import", f"from {package} import")
+            space: dict[str, Any] = {"__name__": "options_script"}
+            exec(compile(source, str(script), "exec"), space)
+            results.append(space["train"](options))
+        torch.testing.assert_close(
+            results[1], results[0], rtol=1e-4, atol=1e-4, msg=lambda text, o=options: f"{o}: {text}"
+        )
+
+
+@pytest.mark.slow
+def test_options_of_fsdp2(ranks: RankPools) -> None:
+    ranks.run(run_options, world_size=4)
 
 
 def like_ddp(steps: int) -> list[tuple[float, float]]:

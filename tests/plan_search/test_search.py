@@ -22,6 +22,7 @@ from vescale.estimation import Device, device_of, estimate
 from vescale.ir import check
 from vescale.plan_search import Search, search
 from vescale.plan_search._choice import Choice, plan_of
+from vescale.plan_search._figures import communication
 from vescale.plan_search._search import Looked
 from vescale.plans import Plan
 
@@ -94,6 +95,35 @@ def test_closed_form_of_stages_is_the_estimate(seed: int) -> None:
     assert own.terms["compute"] == pytest.approx(known.time.compute, rel=0.01), choice
     device = sum(own.terms[name] for name in ("compute", "memory", "exposed", "bubble"))
     assert device == pytest.approx(known.time.device_seconds, rel=SECONDS), choice
+
+
+def test_closed_form_of_interleaved_stages_is_the_estimate() -> None:
+    """The last rank has the head in one of its stages alone; a bubble in proportion to its work was a quarter too long."""
+    model, batch = decoder("Llama", num_hidden_layers=8), {"input_ids": (32, 128)}
+    looked = Looked(model, 4, batch, small(1e12))
+    choice = Choice(looked.sources[0], pp=4, schedule="Interleaved1F1B", microbatches=8)
+    known = estimate(model, plan_of(choice, looked.facts), batch=batch, device=looked.table, steps=2).time
+    own = looked.figures(choice)
+    assert sum(own.terms[name] for name in ("compute", "memory", "exposed", "bubble")) == pytest.approx(
+        known.device_seconds, rel=0.05
+    )
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "lm_head"])
+def test_closed_form_with_frozen_parts(trained: str) -> None:
+    """The optimizer has the tensors that are trained, and buckets their gradients alone."""
+    model, batch = decoder("Llama", num_hidden_layers=8), {"input_ids": (16, 128)}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    looked = Looked(model, 4, batch, small(1e12))
+    choice = Choice(looked.sources[0], dp=4)
+    known = estimate(model, plan_of(choice, looked.facts), batch=batch, device=looked.table, steps=2)
+    own = looked.figures(choice)
+    assert own.step_seconds == pytest.approx(known.step_seconds, rel=0.05)
+    assert own.peak_bytes == pytest.approx(known.peak_bytes, rel=MEMORY)
+    profile = looked._profile(choice)
+    moved = sum(communication(profile, choice, 4, profile.arrays(profile.num_blocks), looked.setting))
+    assert moved == pytest.approx(sum(known.time.collectives.values()), rel=1e-3)
 
 
 def test_stages_are_checked_on_fewer_blocks() -> None:

@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.ranks import RankPools
 from vescale import rng
-from vescale.rng import deferred_init, materialize
+from vescale.compat import random_ops
+from vescale.compat.fake_worlds import fake_world
+from vescale.rng import deferred_init, drawing_part_of, materialize
+from vescale.rng._op_handlers import handlers
 
 STEPS = 8
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 32, 32, 4, 12, 8
@@ -120,3 +123,13 @@ def test_losses_follow_one_device(ranks: RankPools, kind: str) -> None:
         assert [name for name in initial if not torch.equal(parameters[name], initial[name])] == []
         difference = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
         assert difference < 6e-5, (difference, losses, expected)
+
+
+def test_attention_reads_no_list_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tags of all of ATen's ops are read once: in each attention with dropout it took longer than the attention."""
+    handlers()
+    monkeypatch.setattr(random_ops, "_dispatch_get_all_op_names", lambda: pytest.fail("read again"))
+    with fake_world(2, 0):
+        mesh = init_device_mesh("cpu", (2,))
+        with drawing_part_of(mesh, (Shard(0),), (4, 2)):
+            pass

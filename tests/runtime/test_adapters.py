@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,16 @@ def adapted(kind: str, plan: Any, when: str, *, strict: bool = True, **options: 
     if options:  # PiSSA has no float64
         model = model.float()
     config = peft.LoraConfig(**{"r": 4, "target_modules": _TARGETS[kind], "init_lora_weights": False, **options})
-    if plan is not None and when == "after":
+    is_later = when.startswith("after")
+    if plan is not None and is_later:
         parallelize(model, plan)
+        if when == "after, of a copy":  # which has not run
+            model = copy.deepcopy(model)
     torch.manual_seed(5)
     found = peft.get_peft_model(model, config)
-    if plan is not None and when != "after":
+    if plan is not None and not is_later:
         parallelize(found, plan, strict=strict and kind == "llama")
-    return found, model if when == "after" else found
+    return found, model if is_later else found
 
 
 def trained(kind: str, sizes: dict[str, int], when: str, folder: str) -> None:
@@ -66,7 +70,7 @@ def trained(kind: str, sizes: dict[str, int], when: str, folder: str) -> None:
     for name, expected in reference.named_parameters():
         # The loss is computed in float32.
         torch.testing.assert_close(found[name], expected.detach(), rtol=1e-4, atol=2e-5)
-    if kind == "llama" and when != "after":
+    if kind == "llama" and not when.startswith("after"):
         assert not implicit_communication(parallelized)
     model.save_pretrained(folder)
     again = peft.PeftModel.from_pretrained(build(kind), folder)
@@ -87,6 +91,7 @@ CASES = [
     pytest.param("llama", {"dp": 2, "tp": 2}, "before", marks=pytest.mark.slow),
     pytest.param("llama", {"dp": 2, "tp": 2}, "before, with entries", marks=pytest.mark.slow),
     pytest.param("llama", {"dp": 2, "tp": 2}, "after", marks=pytest.mark.slow),
+    pytest.param("llama", {"dp": 1, "tp": 2}, "after, of a copy", marks=pytest.mark.slow),
     pytest.param("gpt2", {"dp": 1, "tp": 2}, "before", marks=pytest.mark.slow),
     pytest.param("gpt2", {"dp": 1, "tp": 2}, "after", marks=pytest.mark.slow),
 ]

@@ -20,7 +20,7 @@ from vescale.compat import clear_sharding_caches, sharding_caches
 from vescale.optim import clip_grad_norm_
 
 NUM_STEPS = 1000 if NIGHTLY else 200
-NUM_LENGTHS = 200
+NUM_LENGTHS = 200 if NIGHTLY else 120
 LIMIT = 1.005
 
 

@@ -466,6 +466,10 @@ def test_accumulation(ranks: RankPools) -> None:
     ranks.run(run_cases, accumulated, cases)
 
 
+def over_all() -> dict[str, int]:
+    return {"dp": dist.get_world_size()}
+
+
 def clipped() -> None:
     norms: dict[int, list[float]] = {0: [], 1: []}
 
@@ -474,13 +478,13 @@ def clipped() -> None:
         function = optim.clip_grad_norm_ if is_ours else nn.utils.clip_grad_norm_
         norms[is_ours].append(float(whole(function(model.parameters(), 0.05))))
 
-    reference, model = pair({"dp": 4})
+    reference, model = pair(over_all())
     exact(same_steps(reference, model, one_loss, around=clip))
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-12, atol=0)
 
 
 def test_clipping(ranks: RankPools) -> None:
-    ranks.run(clipped)
+    ranks.run(clipped, world_size=2)
 
 
 def not_cut() -> None:
@@ -489,7 +493,7 @@ def not_cut() -> None:
     def plan(sizes: dict[str, int]) -> Plan:
         return sharded_at_rest(Plan(mesh_of(sizes)))
 
-    reference, model = pair({"dp": 4}, plan)
+    reference, model = pair(over_all(), plan)
     exact(same_steps(reference, model, one_loss))
 
 
@@ -540,7 +544,7 @@ def frozen() -> None:
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_("up" in name or "blocks.1" in name)
     model = copy.deepcopy(reference)
-    parallelize(model, zero_plan({"dp": 4}), strict=True)
+    parallelize(model, zero_plan(over_all()), strict=True)
     exact(same_steps(reference, model, one_loss))
     assert sum(p.requires_grad for p in model.parameters()) == sum(p.requires_grad for p in reference.parameters())
     for m in (reference, model):  # and thawed
@@ -551,27 +555,27 @@ def frozen() -> None:
 
 def unused() -> None:
     """A block that a step leaves out has no gradient there, and one afterwards."""
-    reference, model = pair({"dp": 4})
+    reference, model = pair(over_all())
     for skip in (1, None, 0):
         reference.skip = model.skip = skip
         exact(same_steps(reference, model, one_loss, num_steps=2))
 
 
 def several_calls() -> None:
-    reference, model = pair({"dp": 4})
+    reference, model = pair(over_all())
     reference.times = model.times = 3
     exact(same_steps(reference, model, one_loss))
 
 
 def recomputed(how: str, around: str) -> None:
-    reference, model = pair({"dp": 4}, how=how, around=around)
+    reference, model = pair(over_all(), how=how, around=around)
     exact(same_steps(reference, model, one_loss))
 
 
 def looked_at() -> None:
     """Forwards between a backward and the optimizer's step leave nothing gathered that the step makes stale."""
     for number in (1, 2, 3):
-        reference, model = pair({"dp": 4}, lambda s, number=number: zero_plan(s, number))
+        reference, model = pair(over_all(), lambda s, number=number: zero_plan(s, number))
 
         def step(m: nn.Module, number: int) -> Tensor:
             loss = one_loss(m, number)
@@ -586,7 +590,7 @@ def looked_at() -> None:
 def stale() -> None:
     """A forward whose backward never comes leaves units gathered; what the optimizer's step makes old is not used."""
     for number in (1, 2, 3):
-        reference, model = pair({"dp": 4}, lambda s, number=number: zero_plan(s, number))
+        reference, model = pair(over_all(), lambda s, number=number: zero_plan(s, number))
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (reference, model)]
         for m, optimizer in zip((reference, model), optimizers, strict=True):
             m.eval()
@@ -598,7 +602,7 @@ def stale() -> None:
 
 def evaluated() -> None:
     """Forwards without gradients between steps, a backward of a part, and one that never comes."""
-    reference, model = pair({"dp": 4})
+    reference, model = pair(over_all())
 
     def step(m: nn.Module, number: int) -> Tensor:
         x, _ = batch(50 + number)
@@ -636,7 +640,7 @@ def broken_off() -> None:
         reference = build()
         reference.blocks[1].dropout = Broken()
         model = copy.deepcopy(reference)
-        parallelize(model, zero_plan({"dp": 4}, number), strict=True)
+        parallelize(model, zero_plan(over_all(), number), strict=True)
 
         def step(m: nn.Module, number: int) -> Tensor:
             if isinstance(m, FSDPModule):
@@ -656,12 +660,14 @@ def broken_off() -> None:
     ids=lambda f: f.__name__,
 )
 def test_training(ranks: RankPools, case: Callable[[], None]) -> None:
-    ranks.run(case)
+    ranks.run(case, world_size=4 if case in (mixed_arrivals, penalty) else 2)
 
 
 def test_checkpointing(ranks: RankPools) -> None:
     kinds = ("", "reentrant", "non-reentrant")
-    ranks.run(run_cases, recomputed, [(how, around) for how in kinds for around in kinds if how or around])
+    ranks.run(
+        run_cases, recomputed, [(how, around) for how in kinds for around in kinds if how or around], world_size=2
+    )
 
 
 # The life of a model
@@ -688,7 +694,7 @@ def deferred() -> None:
     torch.manual_seed(0)
     with deferred_init():
         model = Net()
-    parallelize(model, zero_plan({"dp": 4}), strict=True)
+    parallelize(model, zero_plan(over_all()), strict=True)
     drawn: Any = whole_tensors(dict(model.named_parameters()))
     for (name, own), (_, expected) in zip(drawn.items(), reference.named_parameters(), strict=True):
         assert torch.equal(own, expected), name
@@ -700,7 +706,7 @@ def from_meta() -> None:
     reference = build()
     with torch.device("meta"):
         model = Net().double()
-    parallelize(model, zero_plan({"dp": 4}))
+    parallelize(model, zero_plan(over_all()))
     assert all(p.is_meta and isinstance(p.placements[0], RaggedShard) for p in model.parameters())
     model.to_empty(device="cpu")
     model.load_state_dict(reference.state_dict())
@@ -709,7 +715,7 @@ def from_meta() -> None:
 
 def loaded() -> None:
     """A state dict of one device, before and between steps, also while parameters are whole."""
-    reference, model = pair({"dp": 4}, lambda s: zero_plan(s, 2))
+    reference, model = pair(over_all(), lambda s: zero_plan(s, 2))
     other = build()
     with torch.no_grad():
         for parameter in other.parameters():
@@ -727,4 +733,4 @@ def loaded() -> None:
 
 @pytest.mark.parametrize("case", [copied, deferred, from_meta, loaded], ids=lambda f: f.__name__)
 def test_life(ranks: RankPools, case: Callable[[], None]) -> None:
-    ranks.run(case)
+    ranks.run(case, world_size=4 if case is copied else 2)

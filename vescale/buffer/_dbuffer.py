@@ -91,15 +91,12 @@ class DBuffer(LocalPart):
     # Group operations: one kernel on the local part, no communication unless documented ------------------------------
 
     def zero_(self) -> DBuffer:
+        """Set the local part to zero, padding included; returns the buffer."""
         self.local.zero_()
         return self
 
     def mul_(self, factor: float | torch.Tensor) -> DBuffer:
-        """Scale all tensors.
-
-        Args:
-            factor: a number, or a 0-dim tensor.
-        """
+        """Multiply all tensors by ``factor``, a number or a 0-dim tensor."""
         self.local.mul_(factor)
         return self
 
@@ -128,6 +125,7 @@ class DBuffer(LocalPart):
         return self.like(dtype=dtype).allocate().copy_(self)
 
     def clone(self) -> DBuffer:
+        """A buffer with the same values in memory of its own."""
         return self.to(self.dtype)
 
     def norm(self, order: float = 2.0) -> torch.Tensor:
@@ -344,6 +342,7 @@ class PendingBuffer:
         self._pending = pending
 
     def wait(self) -> DBuffer:
+        """Wait until the collective is done; returns ``buffer``."""
         self._pending.wait()
         return self.buffer
 

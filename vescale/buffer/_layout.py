@@ -51,7 +51,8 @@ class Layout:
     """Tensors in one buffer of ``num_shards`` equal shards; rank r owns elements [r, r + 1) * ``shard_size``.
 
     Sizes and offsets are in elements; tensor i is the caller's tensor i, flattened, at
-    [offsets[i], offsets[i] + numels[i]) of the buffer. Validated when constructed, in O(n) beside one sort:
+    [``offsets[i]``, ``offsets[i] + numels[i]``) of the buffer, and is cut only between its blocks of ``blocks[i]``
+    elements. Validated when constructed, in O(n) beside one sort:
 
     * tensors are within the buffer and do not overlap (empty tensors may be anywhere in it);
     * every shard boundary inside a tensor falls between two of its blocks;

@@ -44,10 +44,12 @@ class LocalPart:
 
     @property
     def device(self) -> torch.device:
+        """The device of the local part."""
         return self._allocation.device
 
     @property
     def is_pinned(self) -> bool:
+        """Whether the memory of the local part is page-locked."""
         return self._allocation.pin_memory
 
     @property
@@ -57,6 +59,7 @@ class LocalPart:
 
     @property
     def is_allocated(self) -> bool:
+        """Whether the local part has memory; :meth:`allocate` gets it."""
         return self._allocation.is_allocated
 
     def allocate(self) -> Self:
@@ -100,6 +103,7 @@ class LocalPart:
             return empty.set_(storage, first, shape, contiguous_stride(shape))
 
     def zero_padding(self) -> None:
+        """Set the elements that belong to no tensor to zero."""
         for begin, end in self._gaps:
             self.local[begin:end].zero_()
 
@@ -137,6 +141,7 @@ class LocalPart:
         return self.views[self.group.index(tensor) if isinstance(tensor, str) else tensor]
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names of the group's tensors, with the views of what this rank holds of each."""
         return zip(self.group.names, self.views, strict=True)
 
     def load(self, tensor: int | str, whole: torch.Tensor) -> None:

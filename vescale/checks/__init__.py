@@ -1,8 +1,10 @@
 """Mistakes of the script around a model that would end in wrong numbers or a hang: found, and told with the edit."""
 
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
+from vescale.checks._backward_graph import ScriptGraph, describe_graphs
 from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
+from vescale.checks._events import LocalPart
 from vescale.checks._mismatches import (
     ACCUMULATED,
     DRAWN,
@@ -28,7 +30,7 @@ from vescale.checks._replaced_parameters import (
 )
 from vescale.checks._settings import check_every, check_mode, is_unchecked, unchecked
 from vescale.checks._start import start_checks, start_checks_among, step_checks
-from vescale.checks._steps import LocalPart, StepChecks
+from vescale.checks._steps import StepChecks
 
 __all__ = [
     "ACCUMULATED",
@@ -46,6 +48,7 @@ __all__ = [
     "RepeatedPartsWarning",
     "ReplacedParameterError",
     "Replacement",
+    "ScriptGraph",
     "StepChecks",
     "StepMismatchError",
     "adopt_optimizers",
@@ -54,6 +57,7 @@ __all__ = [
     "check_mode",
     "describe",
     "describe_draw",
+    "describe_graphs",
     "hash_of",
     "is_unchecked",
     "known_names",

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vescale.comm import first_difference
+import torch.distributed as dist
+
+from vescale.comm import Board, CrossWaitError, RankGoneError, first_difference
 from vescale.errors import Coded
 
 __all__ = [
     "ACCUMULATED",
+    "COMPUTED",
     "DRAWN",
     "GENERATING",
     "MADE",
+    "NOTHING_COMPUTED",
     "NUMBERS",
     "PARTS",
     "SAME_STEPS",
@@ -23,6 +27,7 @@ __all__ = [
     "WRITTEN",
     "InputMismatchError",
     "StepMismatchError",
+    "absence",
     "compare_data",
     "parts_text",
     "places_text",
@@ -53,10 +58,14 @@ MADE = "made: "
 """What names of tensors begin with that a forward has made of numbers, arrays or texts."""
 DRAWN = "drawn: "
 """What names of random ops on DTensors begin with, outside of forwards."""
+COMPUTED = "before backward: "
+"""What names of ops begin with that a script has run between a model and a backward."""
 WRITTEN = "writes: "
 """What names of gradients and writes begin with, of tensors of which each rank may hold a part of its own."""
 ACCUMULATED = "accumulated under no_sync"
 """What a rank says of gradients that other ranks need not have."""
+NOTHING_COMPUTED = "before backward: nothing"
+"""Of a rank whose backward reaches nothing, as it may where its rows have no part in a loss."""
 STEPPED = "optimizer: "
 """What names of steps of optimizers begin with."""
 PARTS = "parts of sharded tensors"
@@ -85,6 +94,26 @@ def places_text(
     return f"ranks run different steps: {texts}. {advice}", difference.ranks
 
 
+def absence(
+    board: Board, number: int, channel: int, site: str, problem: Exception, limit: float, advice: str
+) -> StepMismatchError:
+    """Of a rank that is before ``site``, where others do not come."""
+    if isinstance(problem, CrossWaitError):
+        return StepMismatchError(*places_text({r: board.text(board.ranks.index(r)) for r in problem.ranks}, advice))
+    if isinstance(problem, RankGoneError):
+        text = f"rank {dist.get_rank()} is before {site}, and {problem}: its own error says why"
+        return StepMismatchError(text, [problem.rank])
+    positions = board.absent(number, channel)
+    absent = [board.ranks[index] for index in positions]
+    last = "; ".join(
+        f"rank {board.ranks[index]} came last to {board.text(index) or 'nothing'}" for index in positions[:8]
+    )
+    return StepMismatchError(
+        f"rank {dist.get_rank()} is before {site}, and ranks {absent} have not come for {limit:g} s: {last}. {advice}",
+        absent,
+    )
+
+
 def compare_data(
     found: Sequence[dict[str, Any]], ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]
 ) -> list[Mapping[int, Any]] | None:
@@ -96,6 +125,8 @@ def compare_data(
     unknown = {name for rows in inputs.values() for name, text in rows if text == ACCUMULATED}
     if unknown:
         inputs = {rank: [row for row in rows if row[0] not in unknown] for rank, rows in inputs.items()}
+    if any(name == NOTHING_COMPUTED for rows in inputs.values() for name, _ in rows):
+        inputs = {rank: [row for row in rows if not row[0].startswith(COMPUTED)] for rank, rows in inputs.items()}
     if len({tuple(rows) for rows in inputs.values()}) > 1:
         difference = first_difference("what is given", inputs)
         raise InputMismatchError(_data_text(found[0]["site"], difference), difference.ranks)
@@ -145,6 +176,14 @@ def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
         f"{text} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {list(ranks)}'}"
         for text, ranks in difference.found
     )
+    if difference.name.startswith(COMPUTED):
+        return (
+            f"ranks have computed different losses before {site}: {difference.name.removeprefix(COMPUTED)} is {found}. A "
+            "loss of a parallelized model is the global one, the same on every rank, as on one device: take the same ops "
+            "and numbers on every rank (no `if rank == 0:` around a term, no number that each rank counts for itself, such "
+            "as the tokens of its own rows: count those of the global batch), and pick the same rows. If numbers differ on "
+            "purpose: `with vescale.unchecked():`"
+        )
     if difference.name.startswith(WRITTEN):
         return (
             f"ranks have changed the model differently before {site}: {difference.name.removeprefix(WRITTEN)} is {found}. "

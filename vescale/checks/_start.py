@@ -23,6 +23,8 @@ _BY_WORLD: weakref.WeakKeyDictionary[Any, dict[DeviceMesh | tuple[object, ...], 
 
 def step_checks(mesh: DeviceMesh) -> StepChecks | None:
     """The checks on a mesh; None: no model has been parallelized on it."""
+    if hash(mesh) not in _HASHES:
+        return None
     return _BY_WORLD.get(dist.group.WORLD, _NONE).get(mesh) if dist.is_initialized() else None
 
 
@@ -50,9 +52,12 @@ def _begun(
     known = _BY_WORLD.setdefault(dist.group.WORLD, {})
     found = known.get(key)
     if found is None:
+        _HASHES.add(hash(key))
         found = known[key] = StepChecks(ranks, coordinates)
     found.begin()
     return found
 
 
+# Of all keys that have ever been there: most DTensors of other code are told apart by them.
+_HASHES: set[int] = set()
 _NONE: dict[DeviceMesh | tuple[object, ...], StepChecks] = {}

@@ -32,18 +32,21 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from vescale.checks._axis_meetings import AxisMeetings
-from vescale.checks._call_site import call_site
+from vescale.checks._call_site import call_site, native_steps
 from vescale.checks._descriptions import digest_of, hash_of
+from vescale.checks._events import LocalPart, Rows, Site, part_keys
 from vescale.checks._mismatches import (
+    NOTHING_COMPUTED,
     SAME_STEPS,
     SEVERAL_THREADS,
     InputMismatchError,
     StepMismatchError,
+    absence,
     compare_data,
     places_text,
     uneven_text,
@@ -53,23 +56,7 @@ from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecke
 from vescale.comm import Board, Consensus, ConsensusError, CrossWaitError, RankGoneError, wait_limit
 from vescale.compat import default_store, default_timeout, is_alone
 
-__all__ = ["LocalPart", "StepChecks"]
-
-Rows = Sequence[tuple[str, str]]
-
-
-class LocalPart:
-    """An input of which each rank gives its part.
-
-    Attributes:
-        name: of the input; shape: of this rank's part; text: what its replicas must have, too.
-        axes: of the mesh, along which ranks have different parts.
-    """
-
-    __slots__ = ("axes", "name", "shape", "text")
-
-    def __init__(self, name: str, shape: Sequence[int], text: str, axes: Sequence[int]) -> None:
-        self.name, self.shape, self.text, self.axes = name, tuple(shape), text, tuple(axes)
+__all__ = ["StepChecks"]
 
 
 class StepChecks:
@@ -96,7 +83,6 @@ class StepChecks:
         self._consensus: list[Consensus] = []
         self._board: Board | None = None
         self._is_ready = False
-        self.waits = False
         self._numbers = [0] * self._meetings.count
         self._forwards = 0
         self._awaited: tuple[str, int, int] | None
@@ -113,7 +99,7 @@ class StepChecks:
         self.num_models += 1
         self._mode, self._every = check_mode(), check_every()
         self.is_on = self._has_others and self._mode != "off"
-        self.waits = self._board is not None or self._mode == "steps"
+        self._settle()
         self.is_due, self.samples = True, False
         self._forwards, self._noted, self._awaited = 0, [], None
         self._repeated = RepeatedParts(self._has_others and dist.get_rank() == self.ranks[0])
@@ -143,13 +129,26 @@ class StepChecks:
         self._threads.add(threading.get_ident())
         return self._meet(f"forward {self._forwards} of {model}, {mode}", inputs, parts, model=number)
 
+    def posted_forward(
+        self, model: str, mode: str, args: Any, kwargs: Any, describe: Callable[[], Rows], number: int = 0
+    ) -> bool:
+        """:meth:`sampled_forward` by itself, in C++ but for waiting. False: it cannot, and nothing has happened."""
+        if self._native is None or is_unchecked():
+            return False
+        self._threads.add(threading.get_ident())
+        with self._lock:
+            if self._noted:
+                return False
+            site = self._native.forward(self._numbers[0] + 1, self._forwards, model, mode, number, args, kwargs)
+            return site is not None and self._has_posted(Site(site, number), describe)
+
     def sampled_forward(
         self, model: str, mode: str, seen: object, describe: Callable[[], Rows], number: int = 0
     ) -> None:
         """The same for what ranks have seen of their inputs, which ``describe()`` describes; where :attr:`samples`."""
         self._threads.add(threading.get_ident())
         with self._lock:
-            site = _Site(f"forward {self._forwards} of {model}, {mode}", number)
+            site = Site(f"forward {self._forwards} of {model}, {mode}", number)
             self._meet_alone(site, (), (), 0, seen, describe)
 
     def await_backward(self, model: str, number: int = 0) -> int:
@@ -160,6 +159,12 @@ class StepChecks:
     def backward(self, model: str, step: int, number: int = 0) -> None:
         """Before the backward of a forward."""
         self._awaited = None
+        if self._native is not None:
+            with self._lock:
+                if not self._noted:
+                    site = self._native.backward(self._numbers[0] + 1, step, model, number)
+                    self._has_posted(Site(site, number), None)
+                    return
         self._meet(f"the backward of forward {step} of {model}", (), (), model=number)
 
     def replicas(self, model: str, rows: Rows, axes: Sequence[int]) -> None:
@@ -172,6 +177,8 @@ class StepChecks:
     def finish(self) -> None:
         """Of ranks that had no backward, where others may have had one."""
         if self._awaited is not None:
+            if self.is_due:
+                self.note(NOTHING_COMPUTED, "")
             self.backward(*self._awaited)
 
     def agree(self, what: str, rows: Rows) -> None:
@@ -185,7 +192,7 @@ class StepChecks:
             if self.waits:
                 self._meet(what, rows, ())
             else:
-                self._compare(self._exchange(self._description(_Site(what), rows, ())))
+                self._compare(self._exchange(self._description(Site(what), rows, ())))
 
     def step(self, what: str, axes: Sequence[int] | None = None, number: int = 0) -> None:
         """Before something that all ranks do, or those that differ from this one along ``axes`` only; with the model
@@ -224,17 +231,22 @@ class StepChecks:
             self._board = None
             if is_alone() or dist.get_backend() == "gloo":
                 self._board = Board.open(self.ranks, self._consensus[0].place, channels)
-            self.waits = self._board is not None or self._mode == "steps"
+            self._settle()
+
+    def _settle(self) -> None:
+        self.waits = self._board is not None or self._mode == "steps"
+        is_on_board = self._board is not None and self._mode != "steps"
+        self._native: Any = native_steps(self._board) if is_on_board else None
 
     def _meet(
         self, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int = 0, model: int = 0
     ) -> list[Mapping[int, Any]] | None:
         with self._lock:
-            return self._meet_alone(_Site(site, model), inputs, parts, channel)
+            return self._meet_alone(Site(site, model), inputs, parts, channel)
 
     def _meet_alone(
         self,
-        site: _Site,
+        site: Site,
         inputs: Rows,
         parts: Sequence[LocalPart],
         channel: int,
@@ -263,7 +275,7 @@ class StepChecks:
     def _meet_on_board(
         self,
         board: Board,
-        site: _Site,
+        site: Site,
         inputs: Rows,
         parts: Sequence[LocalPart],
         channel: int,
@@ -278,10 +290,34 @@ class StepChecks:
         is_same = board.post(number, (first, second, third), text, channel)
         if len(board.ranks) == 1 or (is_same and not parts):
             return None
+        return self._wait_on_board(board, site, where, inputs, parts, channel, describe)
+
+    def _has_posted(self, site: Site, describe: Callable[[], Rows] | None) -> bool:
+        """C++ has, what all ranks post; the site is empty if they have done so by now."""
+        self._numbers[0] += 1
+        if site.text:
+            assert self._board is not None
+            where = "" if describe is None else call_site()
+            self._wait_on_board(self._board, site, where, (), (), 0, describe)
+        return True
+
+    def _wait_on_board(
+        self,
+        board: Board,
+        site: Site,
+        where: str,
+        inputs: Rows,
+        parts: Sequence[LocalPart],
+        channel: int,
+        describe: Callable[[], Rows] | None,
+    ) -> list[Mapping[int, Any]] | None:
+        """After this rank has posted."""
+        number = self._numbers[channel]
         try:
             rows = board.wait(number, _limit(), site.text, channel)
         except (TimeoutError, RankGoneError, CrossWaitError) as problem:
-            raise self._absence(board, site.text, where or call_site(), channel, problem) from None
+            at = f"{site.text} ({where or call_site()})"
+            raise absence(board, number, channel, at, problem, _limit(), self._advice()) from None
         own = rows[self._channels[channel].index(dist.get_rank())][:2]
         for row in rows:
             if row[:2] != own:
@@ -290,7 +326,7 @@ class StepChecks:
                 return self._compare(self._exchange(message, channel), channel)
         if parts:
             known: dict[tuple[int, ...], int] = {}
-            keys = self._part_keys(parts)
+            keys = part_keys(parts, self._coordinates)
             if self.is_due:
                 self._repeated.look([part.name for part in parts], keys, [row[2] for row in rows])
             for coordinate, row in zip(keys, rows):
@@ -298,36 +334,12 @@ class StepChecks:
                     return self._compare(self._exchange(self._description(site, inputs, parts, where)))
         return None
 
-    def _part_keys(self, parts: Sequence[LocalPart]) -> list[tuple[int, ...]]:
-        axes = sorted({axis for part in parts for axis in part.axes})
-        return [tuple(coordinate[axis] for axis in axes) for coordinate in self._coordinates]
-
-    def _absence(self, board: Board, site: str, where: str, channel: int, problem: Exception) -> StepMismatchError:
-        if isinstance(problem, CrossWaitError):
-            found = {rank: board.text(board.ranks.index(rank)) for rank in problem.ranks}
-            return StepMismatchError(*places_text(found, self._advice()))
-        if isinstance(problem, RankGoneError):
-            return StepMismatchError(
-                f"rank {dist.get_rank()} is before {site} ({where}), and {problem}: its own error says why",
-                [problem.rank],
-            )
-        positions = board.absent(self._numbers[channel], channel)
-        absent = [board.ranks[index] for index in positions]
-        last = "; ".join(
-            f"rank {board.ranks[index]} came last to {board.text(index) or 'nothing'}" for index in positions[:8]
-        )
-        return StepMismatchError(
-            f"rank {dist.get_rank()} is before {site} ({where}), and ranks {absent} have not come for {_limit():g} s: "
-            f"{last}. {self._advice()}",
-            absent,
-        )
-
     def _advice(self) -> str:
         return SAME_STEPS + (SEVERAL_THREADS if len(self._threads) > 1 else "")
 
     # Descriptions, where digests differ or nobody waits
 
-    def _description(self, site: _Site, inputs: Rows, parts: Sequence[LocalPart], where: str | None = None) -> bytes:
+    def _description(self, site: Site, inputs: Rows, parts: Sequence[LocalPart], where: str | None = None) -> bytes:
         own = {
             "site": site.text,
             "model": site.model,
@@ -378,13 +390,6 @@ class StepChecks:
             sites = {rank: each["site"] for rank, each in zip(ranks, found)}
             raise StepMismatchError(*places_text(places, self._advice(), sites))
         return compare_data(found, ranks, self._coordinates)
-
-
-class _Site(NamedTuple):
-    """What is about to be done, and the number of the model if it is one model's."""
-
-    text: str
-    model: int = 0
 
 
 _MAX_NOTED = 256

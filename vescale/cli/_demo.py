@@ -149,7 +149,8 @@ def _job(args: argparse.Namespace) -> Job:
     except (ValueError, PlanError) as error:
         raise UsageError(f"--mesh {args.mesh} --plan {args.plan}: {error}") from None
     except ImportError as error:
-        raise UsageError(f"{error}; install the extra that the demo needs: pip install 'vescale[hf]'") from None
+        needed = "pip install 'transformers>=5' tokenizers safetensors"
+        raise UsageError(f"{error}; install what the demo needs: {needed}") from None
     if math.prod(axes.sizes) > 16:
         raise UsageError(f"--mesh {args.mesh} is {math.prod(axes.sizes)} local processes; use 16 or fewer")
     return job

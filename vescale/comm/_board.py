@@ -71,6 +71,9 @@ class Board:
     """Made by all ``ranks`` together; ``place`` is a prefix of keys in the store that nobody else uses.
 
     ``Board.open`` returns None, on every rank, where they are not all on one host.
+
+    Attributes:
+        row: of this rank, in C++; None without it.
     """
 
     def __init__(self, ranks: Sequence[int], own: int, memory: mmap.mmap | bytearray, channels: Channels) -> None:
@@ -88,7 +91,7 @@ class Board:
         ]
         native = csrc.step_marks()
         places = (memory, base, self._places, _MARKS, _TEXT_AT, _TEXT_BYTES)
-        self._native: Any = None if native is None else native.BoardRow(*places)
+        self.row: Any = None if native is None else native.BoardRow(*places)
 
     @classmethod
     def open(cls, ranks: Sequence[int], place: str, channels: Channels = ()) -> Board | None:
@@ -131,8 +134,8 @@ class Board:
     def post(self, number: int, digests: tuple[int, int, int], text: str, channel: int = 0) -> bool:
         """Write this rank's marks, one for each digest, and a text about them. Whether every rank of the channel has posted
         the same marks by now."""
-        if self._native is not None:
-            return bool(self._native.post(number, channel, *digests, text))
+        if self.row is not None:
+            return bool(self.row.post(number, channel, *digests, text))
         low = (number & 0xFFFF) << _DIGEST_BITS
         marks = tuple([low | (digest & _DIGEST) for digest in digests])
         base = self._own * self._width

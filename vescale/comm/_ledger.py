@@ -48,14 +48,20 @@ class CommRecord:
 
 @dataclass
 class Ledger:
-    """Collectives in the order this rank started them."""
+    """Collectives in the order this rank started them.
+
+    Attributes:
+        records: one for each collective.
+    """
 
     records: list[CommRecord] = field(default_factory=list)
 
     def count(self, op: str | None = None) -> int:
+        """The number of collectives, or of those of the kind ``op``."""
         return sum(1 for r in self.records if op is None or r.op == op)
 
     def bytes(self, op: str | None = None) -> int:
+        """Bytes of all collectives, or of those of the kind ``op``."""
         return sum(r.bytes for r in self.records if op is None or r.op == op)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ __all__ = [
     "resume_compiling",
     "run_compiled",
     "run_post_accumulate_hooks",
+    "saved_values",
     "sequence_number",
     "set_versions",
     "suspend_compiling",
@@ -166,6 +167,22 @@ def in_backward() -> bool:
 def current_backward() -> int:
     """What tells the running backward from all others; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
+
+
+def saved_values(node: Node) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what a node of PyTorch's keeps for its backward. What hooks have packed is left out: unpacking may
+    compute it anew. So is what has been released, or written to since, of which its backward tells."""
+    for name in dir(node):
+        if not name.startswith("_saved_"):
+            continue
+        try:
+            raw = getattr(node, f"_raw{name}", ())
+            if any(each.unpack_hook is not None for each in (raw if isinstance(raw, tuple | list) else (raw,))):
+                continue
+            value = getattr(node, name)
+        except RuntimeError:
+            continue
+        yield name.removeprefix("_saved_"), value
 
 
 def before_backward(tensor: torch.Tensor, call: Callable[[], None]) -> None:

@@ -3,8 +3,9 @@
 PyTorch decides a call by its op, its operands' placements and sizes, and its other arguments. Of the sizes, most decisions
 need little: which dims have size 1, whether a sharded dim is large enough or divisible. For the ops whose ``sizes`` is
 registered (:mod:`vescale.ops._sizes`), that much is looked up here together with the placements. What is found says where
-the results are placed and which of them are operands or views of them; shapes, strides and dtypes of the results come from
-a run on meta tensors, which also finds the errors, and local sizes of views from the global ones.
+the results are placed, which of them are operands or views of them, and which operands become pending sums; shapes, strides
+and dtypes of the results come from a run on meta tensors, which also finds the errors, and local sizes of views from the
+global ones.
 
 Entries are made of PyTorch's decisions, when a call is the first of its kind.
 """
@@ -12,7 +13,7 @@ Entries are made of PyTorch's decisions, when a call is the first of its kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ __all__ = ["FormKey", "Result", "form_key", "known_form", "moves_operands", "rem
 # The specs of a result's tensors, and the positions of the arguments that are returned in its place, or whose storage it
 # shares; -1 for none.
 Result = tuple[tuple[DTensorSpec | None, ...], int, int]
+# The positions of operands that are whole on one axis and become a pending sum there, and the number of its summands.
+Divided = tuple[tuple[int, int], ...]
+Replaced = tuple[tuple[int, tuple[int, ...]], ...]
 _OWN_RULES = "torch.distributed.tensor._ops."
 
 
@@ -47,11 +51,14 @@ class FormKey:
 class _Form:
     """The decision for all calls of one key: for each result the layouts of its tensors, one for a list of any length."""
 
-    __slots__ = ("dtype", "results", "rule", "sized")
+    __slots__ = ("divided", "dtype", "results", "rule", "sized")
 
-    def __init__(self, results: tuple[tuple[Layout | None, bool, int, int], ...], sized: int) -> None:
+    def __init__(
+        self, results: tuple[tuple[Layout | None, bool, int, int], ...], sized: int, divided: Divided = ()
+    ) -> None:
         self.results = results
         self.sized = sized  # the position of the sizes that have to be local; -1: none
+        self.divided = divided
         # How the sizes of the one result are found, and its dtype; None: by a run.
         self.rule: Any = None
         self.dtype: Any = None
@@ -134,8 +141,8 @@ def moves_operands(call: FormKey) -> bool:
     return FORMS.get(call.key) is _MOVES
 
 
-def known_form(call: FormKey) -> tuple[tuple[Result, ...], tuple[tuple[int, tuple[int, ...]], ...]] | None:
-    """``(results, replaced arguments)`` of a call, or None if it is the first of its kind.
+def known_form(call: FormKey) -> tuple[tuple[Result, ...], Replaced, Divided] | None:
+    """``(results, replaced arguments, divided arguments)`` of a call, or None if it is the first of its kind.
 
     Raises what the op raises for these sizes.
     """
@@ -158,10 +165,10 @@ def known_form(call: FormKey) -> tuple[tuple[Result, ...], tuple[tuple[int, tupl
         if written >= 0 and call.args[written].tensor_meta.shape != meta.shape:
             return None
     if form.sized < 0:
-        return tuple(results), ()
+        return tuple(results), (), form.divided
     layout, (spec,) = form.results[0][0], results[0][0]
     assert layout is not None and spec is not None and spec.tensor_meta is not None
-    return tuple(results), ((form.sized, local_sizes(layout, spec.tensor_meta.shape)),)
+    return tuple(results), ((form.sized, local_sizes(layout, spec.tensor_meta.shape)),), ()
 
 
 def _metas(call: FormKey, num_results: int) -> list[Any]:
@@ -172,9 +179,14 @@ def _metas(call: FormKey, num_results: int) -> list[Any]:
     return list(found)
 
 
-def remember_form(call: FormKey, results: Any, replaced: Mapping[int, tuple[int, ...]]) -> None:
+def remember_form(
+    call: FormKey, results: Any, replaced: Mapping[int, tuple[int, ...]] = MappingProxyType({}), divided: Divided = ()
+) -> None:
     """Keep the decision about a call for all calls of the same kind, where that is possible. ``results``: None if operands
-    move."""
+    move.
+
+    To divide an operand costs nothing for any sizes, and its place follows from the other operands, which stay.
+    """
     if results is None:
         FORMS[call.key] = _MOVES
     if not results:
@@ -200,7 +212,9 @@ def remember_form(call: FormKey, results: Any, replaced: Mapping[int, tuple[int,
         sized = position
     elif replaced:
         return
-    form = _Form(tuple(kept), sized)
+    if divided and sized >= 0:
+        return
+    form = _Form(tuple(kept), sized, divided)
     if len(kept) == 1 and not listed[0] and kept[0][2] < 0:
         form.rule, form.dtype = result_rule(call.op, call.kwargs), results[0][0][0].tensor_meta.dtype
     FORMS[call.key] = form

@@ -107,6 +107,9 @@ class DispatchListener:
         """Before the parts of ``tensor`` meet: the value is for Python (``item()``, ``full_tensor()``), or for an op of ours
         that reduces over ranks (a loss)."""
 
+    def begins_backward(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
+        """Before a backward of the losses, tensors or edges of graphs, with the gradients that it is given."""
+
     def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
         """Before ``tensor.redistribute(placements=placements)``, or before an op of ours moves it; ``how``: its name."""
 

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 
 from vescale.compat.dispatch import take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
-from vescale.compat.model_hooks import ModelHooks
+from vescale.compat.model_hooks import DispatchListener, ModelHooks
 from vescale.compat.native_dispatch import answer_mixed_calls, native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
@@ -77,6 +77,19 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
     changes.attribute(dispatcher, "redistribute_local_args", redistribute_local_args)
 
 
+def _observe_backwards(changes: Changes, listener: DispatchListener) -> None:
+    original, begins = torch.autograd._engine_run_backward, listener.begins_backward
+
+    @functools.wraps(original)
+    def _engine_run_backward(
+        losses: Any, gradients: Any, keep: Any, creates_graph: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        begins(losses, gradients, bool(creates_graph))
+        return original(losses, gradients, keep, creates_graph, *args, **kwargs)
+
+    changes.attribute(torch.autograd, "_engine_run_backward", _engine_run_backward)
+
+
 def _refuse_swaps(changes: Changes) -> None:
     """The reducer of gradients holds the parameters, so that PyTorch cannot put others in their place."""
     original = torch.utils.swap_tensors
@@ -103,6 +116,7 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     original = tensor_dispatch.get_active_debug_mode
     tail = type(DTensor._op_dispatcher)._dispatch_fast_path_python_tail.__code__
     copies, listener = hooks.view_copies, hooks.listener
+    _observe_backwards(changes, listener)
 
     @functools.wraps(original)
     def get_active_debug_mode() -> Any:
@@ -116,23 +130,22 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
     write_through_python(changes, copies)
     require = native_require_current() or listener.requires_current
-    for name in ("to_local", "full_tensor", "redistribute"):
-        changes.attribute(DTensor, name, _reading(getattr(DTensor, name), require))
+    changes.attribute(DTensor, "to_local", _reading_locals(DTensor.to_local, require))
     if native_require_current() is None:
         changes.attribute(DTensor, "to_local", _telling_of_locals(DTensor.to_local, listener))
-    changes.attribute(DTensor, "full_tensor", _telling_of_reads(DTensor.full_tensor, listener))
-    changes.attribute(DTensor, "redistribute", _telling_of_moves(DTensor.redistribute, listener))
+    changes.attribute(DTensor, "full_tensor", _telling_of_reads(DTensor.full_tensor, require, listener))
+    changes.attribute(DTensor, "redistribute", _telling_of_moves(DTensor.redistribute, require, listener))
 
 
-def _reading(method: Callable[..., Any], require: Callable[[DTensor], None]) -> Callable[..., Any]:
-    """A method of DTensor that reads its local tensor, and runs no op for that."""
+def _reading_locals(method: Callable[..., Any], require: Callable[[DTensor], None]) -> Callable[..., Any]:
+    """``to_local``, which reads the local tensor and runs no op for that."""
 
     @functools.wraps(method)
-    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def to_local(self: Any, *, grad_placements: Any = None) -> Any:
         require(self)
-        return method(self, *args, **kwargs)
+        return method(self) if grad_placements is None else method(self, grad_placements=grad_placements)
 
-    return read
+    return to_local
 
 
 def _telling_of_locals(method: Callable[..., Any], listener: Any) -> Callable[..., Any]:
@@ -144,21 +157,27 @@ def _telling_of_locals(method: Callable[..., Any], listener: Any) -> Callable[..
     return to_local
 
 
-def _telling_of_reads(method: Callable[..., Any], listener: Any) -> Callable[..., Any]:
+def _telling_of_reads(
+    method: Callable[..., Any], require: Callable[[DTensor], None], listener: Any
+) -> Callable[..., Any]:
     @functools.wraps(method)
-    def full_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def full_tensor(self: Any, *, grad_placements: Any = None) -> Any:
         listener.reads(self, "full_tensor()", True)
-        return method(self, *args, **kwargs)
+        require(self)
+        return method(self, grad_placements=grad_placements)
 
     return full_tensor
 
 
-def _telling_of_moves(method: Callable[..., Any], listener: Any) -> Callable[..., Any]:
+def _telling_of_moves(
+    method: Callable[..., Any], require: Callable[[DTensor], None], listener: Any
+) -> Callable[..., Any]:
     @functools.wraps(method)
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, *args: Any, **kwargs: Any) -> Any:
-        placements = None if placements is None else tuple(placements)
-        if placements is not None and self.placements != placements and len(placements) == len(self.placements):
+        if placements is not None:
+            placements = tuple(placements)
             listener.moves(self, placements, "redistribute()")
+        require(self)
         return method(self, device_mesh, placements, *args, **kwargs)
 
     return redistribute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 from torch.distributed.tensor import Replicate
@@ -13,6 +14,8 @@ from vescale.compat.dtensor_methods import DTensorHooks
 from vescale.compat.patching import Changes
 
 __all__ = ["wrap_redistribute_local"]
+
+_IS_PARTIAL = operator.methodcaller("is_partial")
 
 
 def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
@@ -53,6 +56,8 @@ def _becomes_summand(source: Any, target: Any) -> bool:
 def _reduced_where_ops_differ(source: Any, target: Any) -> Any:
     """The spec between a pending mean and a pending sum, which PyTorch does not turn into each other (``torch.cat`` of a
     loss of each kind); None: there is no such axis."""
+    if not any(map(_IS_PARTIAL, source.placements)):
+        return None
     differ = [
         before.is_partial() and after.is_partial() and before != after
         for before, after in zip(source.placements, target.placements)

@@ -317,26 +317,26 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
             if moves_operands(form):
                 return None
             if (known := known_form(form)) is not None:
-                return *known, ()
+                return known
         schema, sharding = keeps_operands(op, args, kwargs)
     except Exception:  # not lost: PyTorch's path decides again, and raises it
         return None
     if sharding is None:
         if form is not None:
-            remember_form(form, None, {})
+            remember_form(form, None)
         return None
     moves = sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema
     divided = divided_arguments(op, schema, sharding) if moves else []
     replaced = local_arguments(op, schema, sharding) if sharding.needs_redistribute and not moves else []
     if divided is None and form is not None:
-        remember_form(form, None, {})
+        remember_form(form, None)
     if divided is None or replaced is None:
         return None
     results = results_of(op, args, kwargs, sharding)
     if results is None:
         return None
-    if form is not None and not divided:
-        remember_form(form, results, dict(replaced))
+    if form is not None:
+        remember_form(form, results, dict(replaced), tuple(divided))
     return results, tuple(replaced), tuple(divided)
 
 

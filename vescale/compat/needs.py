@@ -95,7 +95,7 @@ torch._guards: detect_fake_mode(inputs)
 torch._ops: OpOverload
 torch._subclasses.fake_tensor: DataDependentOutputException; DynamicOutputShapeException; FakeTensor
 torch.amp.grad_scaler: GradScaler._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-torch.autograd: Variable._execution_engine
+torch.autograd: Variable._execution_engine; _engine_run_backward
 torch.autograd.forward_ad: _current_level
 torch.autograd.profiler: _is_profiler_enabled
 torch.distributed: ProcessGroup._device_types; ProcessGroup._get_backend; _Work;

@@ -140,9 +140,12 @@ PATCHES: tuple[Patch, ...] = (
           "gloo's missing all-to-all is logged by the first rank alone)",
           "PyTorch moves operands without telling anybody", "models", model_patches.observe_redistributions,
           issue="pytorch#166593"),
-    Patch(f"torch.distributed.tensor._dispatch.get_active_debug_mode; {_DTENSOR}.to_local, full_tensor, redistribute",
-          "while gathered copies are viewed, writes to them reach their originals, and reads see writes to these",
-          "x[0].zero_() of a tensor sharded over dim 0 is lost", "models", model_patches.observe_writes,
+    Patch(f"torch.distributed.tensor._dispatch.get_active_debug_mode; {_DTENSOR}.to_local, full_tensor, redistribute; "
+          "torch.autograd._engine_run_backward",
+          "while gathered copies are viewed, writes to them reach their originals, and reads see writes to these; ranks "
+          "compare reads, and the losses that a backward begins from",
+          "x[0].zero_() of a tensor sharded over dim 0 is lost; no hook of a graph tells its losses", "models",
+          model_patches.observe_writes,
           issue="pytorch#147570"),
     Patch(f"{_DISPATCHER}._try_replicate_spec_for_scalar_tensor; _custom_op_handlers: losses, index_put, fill_ and "
           "some gradients",

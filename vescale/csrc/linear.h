@@ -116,13 +116,16 @@ inline at::Tensor linear(
         const at::impl::MaybeSetTLSOnEntryGuard guard;
         return at::_ops::linear::redispatch(below(keys), input, weight, given_bias);
     }
-    const bool is_differentiable = torch::autograd::compute_requires_grad(input, weight, bias);
-    at::Tensor output = run_forward(linear_forward(), operands, {}, run_linear)[0];
-    if (is_differentiable) {
-        auto node = c10::make_intrusive<LinearBackward>(bias.defined());
+    c10::intrusive_ptr<LinearBackward> node;
+    if (torch::autograd::compute_requires_grad(input, weight, bias)) {
+        node = c10::make_intrusive<LinearBackward>(bias.defined());
         node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
+        // Before the product, as PyTorch does: a block that is computed again for its saved tensors ends here.
         node->save(node->should_compute_output(1) ? input : at::Tensor());
         node->save(node->should_compute_output(0) ? weight : at::Tensor());
+    }
+    at::Tensor output = run_forward(linear_forward(), operands, {}, run_linear)[0];
+    if (node) {
         torch::autograd::set_history(output, node);
     }
     return output;

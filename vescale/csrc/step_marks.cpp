@@ -8,6 +8,8 @@
 #include "interpreter.h"
 #include "value_digest.h"
 
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -42,7 +44,7 @@ py::object digest_of(const py::object& value) {
 
 // "train.py:37 (main)", the innermost line that is in none of the libraries; "": there is none. `known`: by file, whether it
 // is one of a library; `find` tells it of others.
-py::str call_site(const py::dict& known, const py::object& find) {
+std::string call_site(const py::dict& known, const py::object& find) {
     auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
     while (frame) {
         auto* running = reinterpret_cast<PyFrameObject*>(frame.ptr());
@@ -59,13 +61,61 @@ py::str call_site(const py::dict& known, const py::object& find) {
         }
         if (is_of_a_library == Py_False) {
             const std::string file = py::str(line->co_filename);
-            return py::reinterpret_steal<py::str>(owned(PyUnicode_FromFormat(
-                "%s:%d (%U)", file.c_str() + file.rfind('/') + 1, PyFrame_GetLineNumber(running), line->co_name)).release());
+            return file.substr(file.rfind('/') + 1) + ":" + std::to_string(PyFrame_GetLineNumber(running)) + " (" +
+                   std::string(py::str(line->co_name)) + ")";
         }
         frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(running)));
     }
     return "";
 }
+
+// Forwards of models and their backwards, posted to a board as vescale/checks/_steps.py does it: the same marks and texts.
+class Steps {
+  public:
+    // `known` and `find`: as of `call_site`.
+    Steps(py::object row, py::dict known, py::object find)
+        : row_(std::move(row)), board_(&row_.cast<BoardRow&>()), known_(std::move(known)), find_(std::move(find)) {}
+
+    // What it is, where other ranks have not posted the same yet, and "" where they have. None: Python has to do it (values
+    // of other kinds, modes that see ops, autocast, which is a part of the text), and nothing is posted.
+    py::object forward(std::uint64_t number, std::uint64_t count, const std::string& model, const std::string& mode,
+                       std::uint64_t model_number, const py::tuple& args, const py::dict& kwargs) {
+        if (c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+            return py::none();
+        }
+        for (const auto device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+            if (at::autocast::is_autocast_enabled(device)) {
+                return py::none();
+            }
+        }
+        const auto seen = sample(args, kwargs);
+        if (seen.is_none()) {
+            return py::none();
+        }
+        return post(number, "forward " + std::to_string(count) + " of " + model + ", " + mode, model_number, seen, true);
+    }
+
+    py::object backward(std::uint64_t number, std::uint64_t count, const std::string& model, std::uint64_t model_number) {
+        return post(number, "the backward of forward " + std::to_string(count) + " of " + model, model_number, py::none(),
+                    false);
+    }
+
+  private:
+    py::object post(std::uint64_t number, const std::string& site, std::uint64_t model_number, const py::object& seen,
+                    bool names_line) {
+        ValueDigest digest(true);
+        const auto all = py::make_tuple(site, model_number, py::tuple(), seen);
+        TORCH_INTERNAL_ASSERT(digest.add(all.ptr(), 0));
+        const std::string line = names_line ? call_site(known_, find_) : std::string();
+        const auto is_same = board_->post(number, 0, digest.value(), 0, 0, line.empty() ? site : site + " (" + line + ")");
+        return py::str(is_same ? std::string() : site);
+    }
+
+    py::object row_;
+    BoardRow* board_;  // of row_
+    py::dict known_;
+    py::object find_;
+};
 
 // Calls Python before a node of a graph runs, without making its gradients Python objects.
 class BeforeNode : public torch::autograd::FunctionPreHook {
@@ -115,4 +165,8 @@ PYBIND11_MODULE(_step_marks, module) {
         .def(py::init<const py::buffer&, std::size_t, std::vector<std::vector<std::size_t>>, std::size_t, std::size_t,
                       std::size_t>())
         .def("post", &BoardRow::post);
+    py::class_<vescale::Steps>(module, "Steps")
+        .def(py::init<py::object, py::dict, py::object>())
+        .def("forward", &vescale::Steps::forward)
+        .def("backward", &vescale::Steps::backward);
 }

@@ -24,9 +24,11 @@ class StepRecord:
     """One training step, as this rank saw it.
 
     Attributes:
-        step: its number; loss: as given to :meth:`Monitor.step`, None if it was not.
+        step: its number.
+        loss: as given to :meth:`Monitor.step`; None if it was not.
         seconds: from the end of the step before.
-        tokens: of the whole job in this step; tokens_per_second: of the whole job.
+        tokens: of the whole job in this step.
+        tokens_per_second: of the whole job.
         mfu: model FLOPs utilization: the operations that the model's parameters ask for, as a part of what the devices of
             the job can do; None if one of them is not known.
         memory_bytes: of a GPU, the peak that was allocated during the step; of a CPU, the process's resident memory,
@@ -49,6 +51,7 @@ class StepRecord:
     more: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """The record as a line of the JSONL file has it."""
         own = {name: value for name, value in vars(self).items() if name not in ("more", "comm")}
         comm = None if self.comm is None else {axis: asdict(traffic) for axis, traffic in self.comm.items()}
         return {**self.more, **own, "comm": comm}

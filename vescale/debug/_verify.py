@@ -71,12 +71,17 @@ class MeshVerification:
 
 @dataclass(frozen=True)
 class Verification:
-    """The results of one call of :func:`verify`; true if all meshes equal one device."""
+    """The results of one call of :func:`verify`; true if all meshes equal one device.
+
+    Attributes:
+        meshes: the result of each mesh.
+    """
 
     meshes: tuple[MeshVerification, ...]
 
     @property
     def is_equal(self) -> bool:
+        """Whether all meshes equal one device."""
         return all(mesh.is_equal for mesh in self.meshes)
 
     def __bool__(self) -> bool:
@@ -86,6 +91,7 @@ class Verification:
         return "\n".join(mesh.text() for mesh in self.meshes)
 
     def to_json(self) -> dict[str, Any]:
+        """The results as plain data, as ``vescale verify --json`` prints them."""
         return {
             "verdict": "equal" if self.is_equal else "different",
             "meshes": [mesh.to_json() for mesh in self.meshes],

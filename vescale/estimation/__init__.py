@@ -1,5 +1,6 @@
 """What a plan needs, before a job starts: memory of every rank by category, and seconds of a step."""
 
+from vescale.estimation._bucket_gradients import bucket_shares
 from vescale.estimation._calibrate import calibrate
 from vescale.estimation._compare import Comparison, EstimateWarning, compare
 from vescale.estimation._depth import first_and_last_of
@@ -19,6 +20,7 @@ from vescale.estimation._reference_job import on_processors, references
 from vescale.estimation._rehearsal import Rehearsal, classify, rehearse, without_collections
 from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of
 from vescale.estimation._sliders import sliders_of
+from vescale.estimation._stages import step_of_stages
 from vescale.estimation._step_time import (
     OpSeconds,
     StepTime,
@@ -26,7 +28,6 @@ from vescale.estimation._step_time import (
     names_block,
     op_seconds,
     record_seconds,
-    trained_share,
 )
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
@@ -58,6 +59,7 @@ __all__ = [
     "UnfilledTensors",
     "attention_of_gpu",
     "balanced_tokens",
+    "bucket_shares",
     "calibrate",
     "classify",
     "compare",
@@ -83,8 +85,8 @@ __all__ = [
     "routing_of",
     "skeleton_of",
     "sliders_of",
+    "step_of_stages",
     "timeline_of",
-    "trained_share",
     "unit_paths",
     "what_if",
     "without_collections",

@@ -48,7 +48,12 @@ class EstimateWarning(Coded, UserWarning):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Bytes on this rank, by category: ``(category, estimated, measured)``."""
+    """Estimated and measured memory of a rank.
+
+    Attributes:
+        rank: this rank.
+        rows: ``(category, estimated bytes, measured bytes)``.
+    """
 
     rank: int
     rows: tuple[tuple[str, int, int], ...]

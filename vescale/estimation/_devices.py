@@ -149,6 +149,7 @@ class Device:
         return self.rounding_bytes > 1
 
     def peak_flops(self, dtype: torch.dtype) -> float:
+        """Peak floating-point operations a second in ``dtype``; those of float32 if the table does not have it."""
         name = str(dtype).removeprefix("torch.")
         return float(self.flops.get(name, self.flops.get("float32", max(self.flops.values()))))
 

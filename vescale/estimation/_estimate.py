@@ -76,10 +76,12 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
+        """The most bytes that PyTorch's allocator holds on any rank, in the first step or a later one."""
         return max(self.peak.peak_bytes, self.peak.first_step_bytes)
 
     @property
     def peak_rank(self) -> int:
+        """The first of the ranks that need most."""
         return self.peak.ranks[0]
 
     @property
@@ -89,10 +91,12 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
+        """The estimated time of a step."""
         return self.time.seconds
 
     @property
     def fits(self) -> bool:
+        """Whether ``needed_bytes`` are no more than the memory of the device; True for a device without a limit."""
         return self.device.memory_bytes is None or self.needed_bytes <= self.device.memory_bytes
 
     def to_json(self) -> dict[str, Any]:

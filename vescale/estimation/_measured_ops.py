@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,10 @@ COLLECTIVE_BYTES = (1 << 8, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23
 _SAMPLES = 5
 _NOWHERE = Instant(0, "forward", None)
 _ROWS = (8, 64, 512, 4096)  # of 256 numbers
+_FOOTPRINT = (
+    32 << 20
+)  # bytes that the operands and results of an op go through: a step has more than a core's caches hold
+_MOST_SETS = 256
 _ATEN = torch.ops.aten
 _LENGTHS = (32, 128, 512)
 _SIZES = ((32, 64, 64), (128, 128, 128), (256, 256, 512), (512, 512, 1024))  # rows, inputs and outputs of a product
@@ -46,17 +52,20 @@ def measure_ops(samples: int = _SAMPLES) -> dict[str, list[list[float]]]:
     """By op, [size of a call, seconds]; sizes are floating-point operations, or bytes of ops that have none.
 
     Ops of models, their backwards and optimizers, each at several sizes; a call includes what PyTorch does in C++ and
-    what Python does to call it.
+    what Python does to call it. Operands of ops that move memory, and their results, are not in a core's caches: a step
+    has written others since.
     """
     found: dict[str, list[list[float]]] = {}
     with torch.no_grad():
         for call in _calls():
             with _Called() as mode:
-                call()
+                call.once()
             sizes = [(key[3], size_of(key)) for key in mode.costs.by_key]
             if len(sizes) != 1:
                 continue  # another version of PyTorch has no op of its own for it
             ((name, size),) = sizes
+            for _ in range(call.num_sets):  # memory that nobody has written to takes longer
+                call()
             found.setdefault(name, []).append([float(size), _seconds(call, samples)])
     return {name: _ascending(points) for name, points in sorted(found.items())}
 
@@ -92,20 +101,34 @@ def _ascending(points: list[list[float]]) -> list[list[float]]:
     return [[size, *seconds] for size, seconds in found.items()]
 
 
-def _calls() -> Iterator[Callable[[], Any]]:
+class _Alternating:
+    """A call of an op with other operands each time, and with the memory of an older result for its own."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        self.once = calls[0]
+        self._calls = itertools.cycle(calls)
+        self._results: deque[Any] = deque(maxlen=len(calls))
+        self.num_sets = len(calls)
+
+    def __call__(self) -> None:
+        self._results.append(next(self._calls)())
+
+
+def _calls() -> Iterator[_Alternating]:
     for rows in _ROWS:
-        yield from _of_memory(rows)
+        num_sets = min(max(_FOOTPRINT // (rows * 256 * 4 * 3), 1), _MOST_SETS)
+        yield from map(_Alternating, zip(*(_of_memory(rows) for _ in range(num_sets))))
     for sizes in _SIZES:
-        yield from _products(*sizes)
+        yield from (_Alternating([call]) for call in _products(*sizes))
     for length in _LENGTHS:
-        yield from _attention(length)
+        yield from (_Alternating([call]) for call in _attention(length))
 
 
 def _of_memory(rows: int) -> Iterator[Callable[[], Any]]:
     x, y, z = (torch.rand(rows, 256) for _ in range(3))
     weight, ids = torch.rand(max(rows, 64), 256), torch.randint(0, 64, (rows,))
     one, column, flag = torch.ones(256), torch.rand(rows, 1), torch.rand(rows, 256) > 0.5
-    soft, out = x.softmax(-1), torch.empty(rows, 256)
+    soft, out = x.softmax(-1), torch.rand(rows, 256)
     labels = torch.randint(0, 256, (rows,))
     mean, inverse = x.mean(-1, keepdim=True), x.var(-1, keepdim=True).rsqrt()
     yield lambda: x + y

@@ -41,12 +41,14 @@ class StepTime:
     Attributes:
         compute: of matrix products and attention; ``memory``: of ops that move memory.
         collectives: of all collectives, by axes and op; ``exposed``: what compute does not hide.
+        collective_bytes: what this rank receives, by axes and op.
         host: time of the host to launch everything; a step on a GPU takes at least this long, one on a
             host so much longer.
         bubble: idle time of a pipeline.
         flops: floating-point operations of this rank; ``peak_flops``: of the device in the dtype of most of them.
         tokens: of the global batch.
         confidence: relative error of each term, as the device's table says.
+        is_gpu: True if the host launches work that runs beside it, so that the longer of the two counts.
     """
 
     compute: float
@@ -64,10 +66,12 @@ class StepTime:
 
     @property
     def device_seconds(self) -> float:
+        """Compute, memory, exposed communication and bubble together."""
         return self.compute + self.memory + self.exposed + self.bubble
 
     @property
     def seconds(self) -> float:
+        """The time of a step: on a GPU the longer of device and host, on a CPU both together."""
         return max(self.device_seconds, self.host) if self.is_gpu else self.device_seconds + self.host
 
     @property
@@ -77,6 +81,7 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of the global batch in a second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def terms(self) -> dict[str, Any]:

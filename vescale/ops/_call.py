@@ -49,6 +49,7 @@ class OpCall:
 
     @property
     def mesh(self) -> DeviceMesh:
+        """The mesh of the first operand."""
         return self.operands[0].mesh
 
     @functools.cached_property
@@ -77,6 +78,7 @@ class OpCall:
         return output_meta(self.op, self.args, self.kwargs, self.schema_info)
 
     def argument_name(self, argument: int | str) -> str:
+        """The name of ``argument``, an index into ``args`` or a name, in the schema of the op."""
         return argument if isinstance(argument, str) else schema_arguments(self.op)[argument][0]
 
     def mesh_of_result(self, index: int) -> DeviceMesh:

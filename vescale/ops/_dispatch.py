@@ -171,7 +171,8 @@ _decide_view = functools.lru_cache(maxsize=1024)(view_rule)
 @functools.lru_cache(maxsize=1024)
 def _is_right(call: OpCall, placements: tuple[Placement, ...]) -> bool:
     spec, shape = call.operands[0], tuple(call.meta.shape)
-    return math.prod(shape) != math.prod(spec.shape) or holds_the_same(spec, shape, placements, if_too_large=True)
+    numel = math.prod(shape)
+    return not numel or numel != math.prod(spec.shape) or holds_the_same(spec, shape, placements, if_too_large=True)
 
 
 def set_item(original: Callable[..., None], dtensor: DTensor, index: Any, value: Any) -> None:

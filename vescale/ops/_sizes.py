@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -167,7 +168,7 @@ def view(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTe
     groups = _groups(given, wanted)
     if groups is None:
         return None
-    axes = [size for _, size, _ in layout.cuts]
+    axes, num_cuts = [size for _, size, _ in layout.cuts], Counter(dim for dim, _, _ in layout.cuts)
     deciding: list[Hashable] = []
     for dims, targets in groups:
         ones = tuple(given[dim] == 1 for dim in dims), tuple(wanted[dim] == 1 for dim in targets)
@@ -176,6 +177,9 @@ def view(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTe
             for dim in dims:
                 if dim in shards:
                     deciding.append(-1 if given[dim] % shards[dim] == 0 else given[dim])
+                    if num_cuts[dim] > 1:  # PyTorch looks at one axis after the other, and may be put right
+                        parts = shards[dim]
+                        deciding.append(tuple(wanted[target] % parts == 0 or wanted[target] for target in targets))
             deciding.append(tuple(wanted[dim] % size == 0 for dim in targets for size in axes))
     return tuple(deciding)
 

@@ -47,7 +47,11 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class OptimizerReport:
-    """All parameters of an optimizer, in its order; ``str()`` is a table for people."""
+    """All parameters of an optimizer, in its order; ``str()`` is a table for people.
+
+    Attributes:
+        parameters: one entry for each.
+    """
 
     parameters: tuple[ParameterReport, ...]
 
@@ -62,6 +66,7 @@ class OptimizerReport:
         return sum(one.step_bytes for one in self.parameters)
 
     def table(self) -> Table:
+        """The table, for ``rich.print``."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in ("parameter", "algorithm", "owner", "state bytes", "step bytes"):
             table.add_column(column, justify="right" if "bytes" in column else "left", no_wrap=True)

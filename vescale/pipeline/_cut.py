@@ -26,7 +26,6 @@ class Cut:
         bound: stages of each module that runs inside of one stage, outermost ones only, with at least one parameter; of a
             module with several names (the embedding of an encoder and a decoder) those of all of them.
         owners: stages of each parameter, by first name: all stages that one of its names belongs to.
-        num_stages: one more than there are splits.
     """
 
     splits: tuple[str, ...]
@@ -35,6 +34,7 @@ class Cut:
 
     @property
     def num_stages(self) -> int:
+        """The number of stages: one more than there are splits."""
         return len(self.splits) + 1
 
     @property

@@ -22,13 +22,13 @@ _STAGES = 16  # the most that a search looks at; half of it with two on each ran
 
 @dataclass(frozen=True)
 class Rejected:
-    """What is not proposed.
+    """A choice that is not proposed, or a group of them, with the reason.
 
     Attributes:
-        what: a choice as plain data, or the part of one that rules it out.
+        what: the choice as plain data, or the part of it that rules it out.
         rule: ``mesh``, ``batch``, ``plan``, ``memory``, ``slower`` or ``lint``.
-        reason: a sentence.
-        needed_bytes: where it does not fit the device's memory.
+        reason: a sentence that says why.
+        needed_bytes: what it needs on a device, if that is more than the device has; otherwise None.
     """
 
     what: dict[str, Any]

@@ -36,15 +36,20 @@ class Model:
 
 @dataclass(frozen=True)
 class Choice:
-    """Sizes of axes, and what goes with them.
+    """A mesh, and how a plan uses its axes.
 
     Attributes:
-        source: of the entries for ``tp`` and the inputs.
-        pp, replicas, dp, cp, ep, tp: ranks of pipeline stages, of replicas of sharded parameters (hybrid sharding), of data,
-            of parts of the sequence in attention, of experts, of tensors.
-        zero: stage of ZeRO over ``dp``.
-        checkpoint: ``none``, or a policy for all repeated blocks.
-        schedule, microbatches: of a pipeline; empty and 1 without.
+        source: where the entries for ``tp`` and the inputs come from: the zoo, the model, or ``vescale.new_plan``.
+        pp: the number of pipeline stages.
+        replicas: with hybrid sharding, the number of copies of the sharded parameters.
+        dp: the number of ranks that the batch, and with ZeRO the parameters, are cut over.
+        cp: the number of parts of the sequence in attention.
+        ep: the number of ranks that experts are cut over.
+        tp: the number of ranks of tensor parallelism.
+        zero: the stage of ZeRO over ``dp``.
+        checkpoint: ``none``, or the checkpointing policy of all repeated blocks.
+        schedule: of the pipeline; empty without stages.
+        microbatches: of the pipeline; 1 without stages.
     """
 
     source: PlanSource
@@ -61,12 +66,12 @@ class Choice:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh, of axes with several ranks; the axis that moves most bytes is the last."""
+        """The axes that have several ranks, with their sizes. The axis that moves most bytes is the last."""
         return {name: size for name, size in self.all_axes.items() if size > 1} or {"dp": 1}
 
     @property
     def all_axes(self) -> dict[str, int]:
-        """The same with ``dp`` and ``tp``, which sources ask for, also where they have one rank."""
+        """As ``axes``, and always with ``dp`` and ``tp``."""
         optional = {"pp": self.pp, REPLICAS: self.replicas}
         found = {name: size for name, size in optional.items() if size > 1}
         found["dp"] = self.dp
@@ -75,11 +80,12 @@ class Choice:
 
     @property
     def batch_ranks(self) -> int:
-        """Into how many parts the batch is cut."""
+        """The number of parts that the batch is cut into."""
         return self.replicas * self.dp * self.ep
 
     @property
     def stages_per_rank(self) -> int:
+        """How many pipeline stages a rank has: 2 with an interleaved schedule, otherwise 1."""
         return 2 if self.schedule.startswith("Interleaved") else 1
 
     def cell(self, rows: int) -> Choice:
@@ -90,7 +96,7 @@ class Choice:
         return replace(self, pp=1, replicas=1, dp=most, zero=0, schedule="", microbatches=1)
 
     def describe(self) -> dict[str, Any]:
-        """Plain data."""
+        """The choice as plain data, for JSON."""
         return {
             "mesh": self.axes,
             "source": self.source.name,

@@ -7,7 +7,7 @@ share them. ``tests/plan_search`` compares with :func:`vescale.estimate`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,13 +24,14 @@ __all__ = ["Figures", "Setting", "communication", "figures_of", "scaled_ops", "s
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a step, on the rank that needs most.
+    """Memory and time of a step, on the rank that needs most.
 
     Attributes:
-        peak_bytes: of PyTorch's allocator; ``needed_bytes``: with what is outside of it.
-        terms: seconds of ``compute``, ``memory``, ``exposed``, ``bubble`` and ``host``.
-        step_seconds: what they come to.
-        is_exact: they are those of :func:`vescale.estimate` for this plan.
+        peak_bytes: the peak of PyTorch's allocator.
+        needed_bytes: the same, and what a device holds outside of the allocator.
+        terms: the seconds of ``compute``, ``memory``, ``exposed`` communication, pipeline ``bubble`` and ``host``.
+        step_seconds: the estimated time of the step, from these terms.
+        is_exact: True if :func:`vescale.estimate` has run this plan; otherwise the figures are computed in closed form.
     """
 
     peak_bytes: int
@@ -91,16 +92,20 @@ def host_seconds(num_ops: float, choice: Choice, device: Device) -> float:
     return device.host_seconds(num_ops, math.prod(choice.axes.values()))
 
 
-def scaled_ops(profile: Profile, rows: int, device: Device, only: str = "") -> OpSeconds:
-    """Of all ops, those of blocks (``only="blocks"``), or the others (``"outer"``), with so many rows."""
-    key = (rows, only)
+def scaled_ops(
+    profile: Profile, rows: int, device: Device, only: str = "", phases: Collection[str] | None = None
+) -> OpSeconds:
+    """Of all ops, or those of a part of the model (``only``, as in :meth:`Profile.part_of`), with so many rows. ``phases``:
+    of a step; None: all."""
+    key = (rows, only, "" if phases is None else ",".join(phases))
     if key not in profile.ops:
         scale = rows / profile.rows
         costs = OpCosts()
         for (phase, module, stage, op, dtype, flops, moved), calls in profile.rehearsal.costs.by_key.items():
-            own = (phase, module, stage, op, dtype, int(flops * scale), int(moved * scale))
-            costs.by_key[own] = costs.by_key.get(own, 0) + calls
-        chosen = {"blocks": profile.is_of_blocks, "outer": lambda m: not profile.is_of_blocks(m)}.get(only)
+            if phases is None or phase in phases:
+                own = (phase, module, stage, op, dtype, int(flops * scale), int(moved * scale))
+                costs.by_key[own] = costs.by_key.get(own, 0) + calls
+        chosen = (lambda module: profile.part_of(module) == only) if only else None
         profile.ops[key] = op_seconds(costs, profile.repeats, device, only=chosen)
     return profile.ops[key]
 

@@ -21,6 +21,7 @@ from vescale.estimation import (
     Rehearsal,
     Repeats,
     attention_of_gpu,
+    bucket_shares,
     is_of_parameters,
     loss_of,
     make_batch,
@@ -29,7 +30,6 @@ from vescale.estimation import (
     routing_of,
     skeleton_of,
     timeline_of,
-    trained_share,
 )
 from vescale.ir import lower
 from vescale.plans import Plan
@@ -89,7 +89,7 @@ class Profile:
     message_bytes: int
     num_tensors: int
     late: frozenset[str]
-    ops: dict[tuple[int, str], OpSeconds] = field(default_factory=dict, repr=False)
+    ops: dict[tuple[int, str, str], OpSeconds] = field(default_factory=dict, repr=False)
     """Computed before."""
     _arrays: dict[int, Arrays] = field(default_factory=dict, repr=False)
 
@@ -100,10 +100,17 @@ class Profile:
     def is_of_blocks(self, module: str | None) -> bool:
         return _is_inside(module, tuple(one.path for one in self.repeats))
 
+    def part_of(self, module: str | None) -> str:
+        """``blocks``, or ``late`` or ``early``: what the last stage or the first one has beside them."""
+        if self.is_of_blocks(module):
+            return "blocks"
+        is_late = not module or any(module == path or module.startswith(f"{path}.") for path in self.late)
+        return "late" if is_late else "early"
+
     def times_of(self, record: CommRecord) -> float:
         """How often a collective happens; of a bucket of gradients, how many times as much as what was run it moves."""
         if record.requester.startswith("bucket"):
-            return trained_share(self.rehearsal.trained, self.repeats)
+            return self._shares.get(record.requester, 1.0)
         return next((one.count for one in self.repeats if names_block(record.requester, one)), 1)
 
     def repeats_with(self, num_blocks: int) -> tuple[Repeats, ...]:
@@ -162,6 +169,10 @@ class Profile:
         """Buckets stay from step to step."""
         found = timeline.categories["gradients"]
         return np.full_like(found, found.max(initial=0)) if self.gradient_records else found
+
+    @functools.cached_property
+    def _shares(self) -> dict[str, float]:
+        return bucket_shares(self.rehearsal.in_buckets, self.repeats)
 
     @functools.cached_property
     def inner_records(self) -> list[CommRecord]:
@@ -246,7 +257,9 @@ def profile_of(
     ]
     inputs = make_batch(model, batch, with_labels=loss is None)
     num_tensors = len({id(p) for p in model.parameters() if p.requires_grad})
-    per_block = [len(list(model.get_submodule(r.stand_in).parameters())) * (r.count - 1) for r in repeats]
+    per_block = [
+        sum(p.requires_grad for p in model.get_submodule(r.stand_in).parameters()) * (r.count - 1) for r in repeats
+    ]
     late = _late_modules(model, repeats)
     rehearsal = rehearse(
         model,

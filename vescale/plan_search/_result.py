@@ -20,8 +20,8 @@ class Proposal:
     """A plan that fits.
 
     Attributes:
-        choice: mesh, stage of ZeRO, checkpointing, stages.
-        figures: memory and seconds; ``figures.is_exact``: those of :func:`vescale.estimate` for this plan.
+        choice: the mesh, the stage of ZeRO, checkpointing and pipeline stages.
+        figures: memory and time of a step.
     """
 
     choice: Choice
@@ -34,7 +34,7 @@ class Proposal:
         return plan_of(self.choice, self._model, self._precision)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The choice and its figures as plain data."""
         return {
             **self.choice.describe(),
             "step_seconds": self.figures.step_seconds,
@@ -50,11 +50,13 @@ class Search:
     """What :func:`vescale.search` returns.
 
     Attributes:
-        devices: how many, of the kind ``device``.
-        rows: of the batch; ``tokens``: of all of it.
-        proposals: plans that fit, the fastest first.
+        devices: the number of devices.
+        device: their kind, as a table of memory and speeds.
+        rows: the number of rows of the global batch.
+        tokens: the number of tokens of the global batch.
+        proposals: the plans that fit, the fastest first.
         rejected: everything else that was looked at, with the reason.
-        seconds: that the search took.
+        seconds: how long the search took.
     """
 
     devices: int
@@ -72,14 +74,15 @@ class Search:
 
     @property
     def fits(self) -> bool:
+        """Whether any plan fits."""
         return bool(self.proposals)
 
     def reasons(self) -> dict[str, int]:
-        """How many were rejected for each rule, the most frequent first."""
+        """The number of rejected choices for each rule, the most frequent rule first."""
         return dict(Counter(one.rule for one in self.rejected).most_common())
 
     def advice(self) -> list[str]:
-        """Sentences for a search that has found nothing: how much is missing, and what would help."""
+        """If nothing fits, sentences that say how much memory is missing and what would help; otherwise an empty list."""
         if self.proposals:
             return []
         missing = [one for one in self.rejected if one.needed_bytes is not None]
@@ -102,7 +105,7 @@ class Search:
         return [*found, f"what would help: {', '.join(helps)}"]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; see docs/search.md."""
+        """The whole result as plain data, as ``vescale search --json`` prints it."""
         return {
             "devices": self.devices,
             "device": self.device.name,

@@ -10,7 +10,7 @@ import functools
 import math
 
 from vescale.comm import CommRecord
-from vescale.estimation import record_seconds
+from vescale.estimation import OpSeconds, record_seconds, step_of_stages
 from vescale.pipeline import Schedule, make_schedule
 from vescale.plan_search._choice import Choice
 from vescale.plan_search._figures import (
@@ -26,6 +26,8 @@ from vescale.plan_search._profile import Arrays, Profile
 from vescale.plans import MeshAxes, Plan
 
 __all__ = ["schedule_of", "staged_figures"]
+
+_PASSES = {"F": ("forward", "loss"), "B": ("backward", "recompute")}
 
 
 @functools.lru_cache(maxsize=512)
@@ -54,7 +56,11 @@ def staged_figures(profile: Profile, choice: Choice, rows: int, setting: Setting
     arrays = profile.arrays(max(per_stage, 2))
     peak = _peak(profile, arrays, choice, schedule, per_stage, own_blocks, rows, setting)
 
-    blocks, outer = scaled_ops(profile, rows, device, "blocks"), scaled_ops(profile, rows, device, "outer")
+    own = {
+        (part, kind): scaled_ops(profile, rows, device, part, phases)
+        for part in ("blocks", "early", "late")
+        for kind, phases in _PASSES.items()
+    }
     share = own_blocks / profile.num_blocks
     inner = outer_seconds = 0.0
     for record in profile.inner_records:
@@ -64,28 +70,45 @@ def staged_figures(profile: Profile, choice: Choice, rows: int, setting: Setting
             inner += seconds * share
         else:
             outer_seconds += seconds
-    # The last stage has the head and the loss; all others wait for it.
-    compute = blocks.compute * share + outer.compute
-    memory = blocks.memory * share + outer.memory
+    # The last rank has the head and the loss beside its blocks.
+    of_last = [(own[part, kind], times) for kind in _PASSES for part, times in (("blocks", share), ("late", 1.0))]
+    compute = sum(ops.compute * times for ops, times in of_last)
+    memory = sum(ops.memory * times for ops, times in of_last)
     message = CommRecord("message", 2, int(profile.message_bytes * rows / profile.rows), axes="pp")
-    messages = 2 * choice.stages_per_rank * record_seconds(message, device, axes)
-    busy = choice.microbatches * (compute + memory + inner + outer_seconds + messages)
+    passes = 2 * choice.stages_per_rank
+
+    def seconds_of(stage: int, kind: str) -> float:
+        found = _seconds(own["blocks", kind]) * share / choice.stages_per_rank + inner / passes
+        if stage == 0:
+            found += _seconds(own["early", kind])
+        if stage == num_stages - 1:
+            found += _seconds(own["late", kind])
+        return found + (outer_seconds / passes if schedule.rank_of[stage] == choice.pp - 1 else 0.0)
+
+    busy = choice.microbatches * (compute + memory + inner + outer_seconds)
+    whole = step_of_stages(schedule, seconds_of, record_seconds(message, device, axes))
     trained = arrays.trained / max(arrays.parameters, 1)
     parameters = _parameters(arrays, own_blocks, max(per_stage, 2))[1]
     updated = trained * parameters / (choice.dp if choice.zero else 1)
     update = updated * setting.optimizer.moved / (device.bandwidth * device.bandwidth_efficiency)
     hidden = parameter_seconds(profile, choice, profile.arrays(profile.num_blocks), axes, setting) * share
     # Every stage runs the forward around the blocks, and computes again what depends on the batch alone.
-    num_ops = choice.microbatches * (blocks.num_ops * share + choice.stages_per_rank * outer.num_ops)
+    around = sum(own[part, kind].num_ops for part in ("early", "late") for kind in _PASSES)
+    of_blocks = sum(own["blocks", kind].num_ops for kind in _PASSES)
+    num_ops = choice.microbatches * (of_blocks * share + choice.stages_per_rank * around)
     tensors = profile.num_tensors * share
     terms = {
         "compute": choice.microbatches * compute,
         "memory": choice.microbatches * memory + update,
-        "exposed": choice.microbatches * (inner + outer_seconds + messages) + device.exposed(hidden, busy),
-        "bubble": busy * schedule.bubble / (1 - schedule.bubble),
+        "exposed": choice.microbatches * (inner + outer_seconds) + device.exposed(hidden, busy),
+        "bubble": max(0.0, whole - busy),
         "host": host_seconds(num_ops + tensors * setting.optimizer.num_ops, choice, device),
     }
     return make_figures(peak, choice, device, terms)
+
+
+def _seconds(ops: OpSeconds) -> float:
+    return ops.compute + ops.memory
 
 
 def _parameters(arrays: Arrays, own_blocks: int, num_blocks: int) -> tuple[float, float]:

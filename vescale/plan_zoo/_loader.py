@@ -25,7 +25,13 @@ _ENTRIES = re.compile(r"^(?:vars|shard|local):", re.MULTILINE)  # a description 
 
 @dataclass(frozen=True)
 class About:
-    """The description in a plan file."""
+    """What a plan file of the zoo says about itself.
+
+    Attributes:
+        name: of the plan, for ``load``.
+        axes: the axes that its mesh must have.
+        description: one or two sentences.
+    """
 
     name: str
     axes: tuple[str, ...]

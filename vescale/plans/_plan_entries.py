@@ -53,6 +53,7 @@ class PlanEntries:
 
     @property
     def axes(self) -> MeshAxes:
+        """Names and sizes of the axes of the mesh."""
         return self._axes
 
     @property
@@ -62,6 +63,7 @@ class PlanEntries:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
+        """The entries that ``shard`` has added, in their order."""
         return tuple(self._entries)
 
     @property
@@ -79,17 +81,15 @@ class PlanEntries:
         given: Literal["global", "local"] = "global",
         source: Source | None = None,
     ) -> Self:
-        """Place the tensors that ``path`` names.
+        """Place the tensors that ``path`` names; returns the plan, so that calls can be chained.
 
         Args:
-            path: see :mod:`vescale.plans._path`.
+            path: a regular expression for modules, a dot, and a tensor (docs/plans.md, Paths).
             placement: one placement; or ``{axis: placement}`` without ``mesh``.
             mesh: the axis, or axes, of the placement; may be left out on a mesh of one axis.
             phase: when it holds; see :class:`Phase`.
             given: for inputs of the model, whether plain tensors are global or this rank's part.
             source: where the entry was written; the calling line when left out.
-
-        Returns the plan, so that calls can be chained.
         """
         source = source or calling_line()
         parsed = self._path(path, source)

@@ -7,7 +7,7 @@ arithmetic. Ops whose number of draws depends on values run whole on every rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -319,7 +319,8 @@ def _eye_out(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
     return out
 
 
-def handlers() -> dict[Any, Handler]:
+@functools.cache  # reading the tags of all ops takes as long as a step of a small model
+def handlers() -> Mapping[Any, Handler]:
     """The table of handlers by overload. It contains every random op of ATen; unknown ones are refused."""
     table: dict[Any, Handler] = {
         aten.bernoulli_.Tensor: _bernoulli_tensor_,

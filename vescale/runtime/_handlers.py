@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from vescale.checks import step_checks
+from vescale.checks import describe_graphs, step_checks
 from vescale.comm import record
 from vescale.compat import (
     DispatchListener,
@@ -189,11 +189,17 @@ class _Listener(DispatchListener):
         write_through(tensor, sees_reads=current_activation() is not None)
 
     def reads(self, tensor: DTensor, how: str, for_python: bool) -> None:
+        if step_checks(tensor.device_mesh) is None:
+            return
         if for_python or running_module() is None:  # inside of a forward, the model's own ops run on all ranks
             check_read(tensor, how)
 
-    def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
+    def begins_backward(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
         if running_module() is None:
+            describe_graphs(losses, gradients, creates_graph=creates_graph)
+
+    def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
+        if step_checks(tensor.device_mesh) is not None:
             check_move(spec_of(tensor), placements, how)
 
     def draws(self, spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:

@@ -20,6 +20,7 @@ from vescale.checks import (
     InputMismatchError,
     LocalPart,
     RandomStates,
+    ScriptGraph,
     describe,
     describe_draw,
     is_unchecked,
@@ -81,11 +82,18 @@ def check_inputs(
     activation = current_activation()
     if not checks.is_on or (activation is not None and activation.runtime is runtime) or is_compiling():
         return
+    runtime.num_forwards += 1
+    checks.begin_forward(runtime.num_forwards)
+    module = runtime.root
+    mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
+    if checks.samples and not takes_local_parts and not THREAD.generating:
+
+        def description() -> list[tuple[str, str]]:
+            return _descriptions(named(args, kwargs))
+
+        if checks.posted_forward(model, mode, args, kwargs, description, runtime.number):
+            return
     with no_torch_function():
-        runtime.num_forwards += 1
-        checks.begin_forward(runtime.num_forwards)
-        module = runtime.root
-        mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
         if torch.is_autocast_enabled(runtime.mesh.device_type):
             mode = f"{mode}, under autocast to {torch.get_autocast_dtype(runtime.mesh.device_type)}"
         is_generating = runtime in THREAD.generating  # from global tensors, whatever the plan says of training
@@ -239,18 +247,27 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
     checks = runtime.checks
     if not (checks.is_on and checks.waits and torch.is_grad_enabled()):
         return
+    graph: ScriptGraph | None = None
+    if checks.is_due and runtime.program.pipeline is None:  # whose stages begin backwards of their own
+        graph = ScriptGraph(checks)
+    else:
+        ScriptGraph.end(checks)
     for tensor in (outputs,) if type(outputs) is DTensor else tensors_in(outputs):
         if not tensor.is_leaf:
             step, reducer = checks.await_backward(model, runtime.number), runtime.gradients.reducer
-            before_backward(tensor, functools.partial(_begin_backward, runtime, reducer, model, step))
+            before_backward(tensor, functools.partial(_begin_backward, runtime, reducer, graph, model, step))
             return
 
 
-def _begin_backward(runtime: Runtime, reducer: GradientReducer | None, model: str, step: int) -> None:
+def _begin_backward(
+    runtime: Runtime, reducer: GradientReducer | None, graph: ScriptGraph | None, model: str, step: int
+) -> None:
     if reducer is None or reducer.syncs:
         state = state_of(runtime.root) if runtime.root is not None else None
         if state is not None:  # ranks that run other units are still in their forward
             state.tree.orders.meet("a backward of the model")
+        for name, text in graph.take() if graph is not None else ():
+            runtime.checks.note(name, text)
         runtime.checks.backward(model, step, runtime.number)
 
 
@@ -263,17 +280,19 @@ def check_read(tensor: DTensor, how: str) -> None:
 
 def check_move(spec: DTensorSpec, target: Sequence[Placement], how: str) -> None:
     """Before a DTensor is moved to other placements outside of models: by the ranks along the axes that communicate."""
-    if running_module() is None:
-        _check_move(spec, target, how)
+    _check_move(spec, target, how, outside=True)
 
 
-def _check_move(spec: DTensorSpec, target: Sequence[Placement], how: str) -> None:
+def _check_move(spec: DTensorSpec, target: Sequence[Placement], how: str, outside: bool = False) -> None:
+    """``outside``: unless a model's forward or backward runs."""
     mesh, placements = spec.mesh, spec.placements
-    axes = [a for a, p in enumerate(placements) if not p.is_replicate() and p != target[a] and mesh.size(a) > 1]
-    checks = step_checks(mesh) if axes else None
+    checks = step_checks(mesh)
     if checks is None or not checks.is_on or in_backward():
         return
-    checks.read(f"{how}, a DTensor of shape {tuple(spec.shape)} placed as {tuple(placements)}", axes)
+    axes = [a for a, (p, wanted) in enumerate(zip(placements, target)) if not p.is_replicate() and p != wanted]
+    axes = [axis for axis in axes if mesh.size(axis) > 1] if len(target) == len(placements) else []
+    if axes and not (outside and running_module() is not None):
+        checks.read(f"{how}, a DTensor of shape {tuple(spec.shape)} placed as {tuple(placements)}", axes)
 
 
 def note_plain_value(op: str, name: str, tensor: torch.Tensor, mesh: Any) -> None:

@@ -31,7 +31,7 @@ from vescale.checks import step_checks
 from vescale.compat import local_of, make_dtensor, make_spec, map_tensors, tensors_in
 from vescale.errors import MixedTensorsError
 from vescale.ops import bring, convert, enter_local, running_module
-from vescale.placements import shard_dim
+from vescale.placements import contiguous_stride, shard_dim
 from vescale.runtime._input_checks import check_read, note_plain_value
 
 __all__ = ["run_mixed"]
@@ -142,12 +142,14 @@ def _refuse_parts(op: Any, tensors: list[torch.Tensor]) -> None:
                 continue
             placements = tuple(p if shard_dim(p) in cut else Replicate() for p in output.placements)
             name = str(op).removeprefix("aten.").partition(".")[0]
+            shape = tuple(whole[d] if d in cut else size for d, size in enumerate(x.shape))
+            more = f"shape={shape}, stride={contiguous_stride(shape)}"
             raise MixedTensorsError(
                 f"{name} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, and a plain tensor "
                 f"of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors beside a model's outputs "
                 "are global. Make it a part, "
-                f"`DTensor.from_local(x, out.device_mesh, {placements})`, or compute with it in the model's forward, as an "
-                'input of the plan that is given="local"'
+                f"`DTensor.from_local(x, out.device_mesh, {placements}, {more})`, or compute with it in the model's "
+                'forward, as an input of the plan that is given="local"'
             )
 
 

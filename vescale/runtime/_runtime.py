@@ -113,8 +113,13 @@ class Runtime:
 
     @staticmethod
     def of(model: nn.Module) -> Runtime | None:
-        """The runtime of a parallelized model; None for other modules."""
-        return _BY_MODEL.get(model)
+        """The runtime of a parallelized model; None for other modules. A copy is adopted, if it has not run yet."""
+        found = _BY_MODEL.get(model)
+        if found is None and model in _COPIES:
+            found = _COPIES.pop(model)
+            if found.root is None:
+                found.adopt(model, "")
+        return found
 
     @staticmethod
     def around(module: nn.Module) -> Runtime | None:
@@ -168,9 +173,12 @@ class Runtime:
         return module in self._adopted
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
-        """A copied model has a runtime of its own; its modules are adopted when they are first called."""
+        """A copied model has a runtime of its own; its modules are adopted when they are first called, or asked for."""
         runtime = Runtime(self.program, self.mesh, self.gradients.of_copy(), strict=self.strict, native=self.native)
         memo[id(self)] = runtime
+        root = memo.get(id(self.root))
+        if isinstance(root, nn.Module):
+            _COPIES[root] = runtime
         runtime.saved.reads_graph = self.saved.reads_graph
         runtime.budgets = copy.deepcopy(self.budgets, memo)
         return runtime
@@ -219,3 +227,5 @@ def _timeline(native: Any) -> Any:
 
 _TIMELINES: dict[bool, Any] = {}
 _BY_MODEL: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
+_COPIES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
+"""Models that are copied, of which nobody has asked."""

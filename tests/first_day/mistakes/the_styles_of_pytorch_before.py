@@ -1,7 +1,7 @@
 """A model that `parallelize_module` has cut is given to `parallelize`.
 
 error: ForeignToolError
-says: 'up' is distributed by parallelize_module already | as it was before
+says: 'up' is distributed by parallelize_module already | as it was, and let the plan do it
 """
 
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
