@@ -25,11 +25,12 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale import csrc
+from vescale.comm._long_waits import LONG_WAIT_SECONDS, look
 from vescale.comm._observation import Operation, tell_wait
 from vescale.compat import default_store, is_alone
 from vescale.errors import Coded
 
-__all__ = ["Board", "CrossWaitError", "RankGoneError"]
+__all__ = ["Board", "CrossWaitError", "RankGoneError", "shared_memory"]
 
 NUM_MARKS = 3
 _MARKS_OF_A_POST = struct.Struct(f"{NUM_MARKS}Q")
@@ -102,34 +103,8 @@ class Board:
             alone = [[(0,)]] * max(len(channels), 1)
             return cls(ranks[own : own + 1], 0, bytearray(8 * _row_cells(alone)), alone)
         channels = channels or [[range(len(ranks))] * len(ranks)]
-        size = len(ranks) * 8 * _row_cells(channels)
-        store = default_store()
-        store.set(f"{place} host {own}", _host())
-        hosts = {bytes(store.get(f"{place} host {index}")) for index in range(len(ranks))}
-        if len(hosts) > 1:
-            return None
-        if own == 0:
-            store.set(f"{place} file", str(_new_file(size)))
-        path = Path(store.get(f"{place} file").decode())
-        try:
-            with path.open("r+b") as file:
-                memory = mmap.mmap(file.fileno(), size)
-        except OSError:  # hosts with one name and folders of their own
-            store.set(f"{place} lacks", "1")
-            memory = None
-        if store.add(f"{place} opened", 1) == len(ranks):
-            with contextlib.suppress(OSError):
-                path.unlink()
-            store.set(f"{place} all", "1")
-        store.get(f"{place} all")
-        is_lacking = memory is None or store.check([f"{place} lacks"])
-        if store.add(f"{place} left", 1) == len(ranks):
-            for key in ("file", "opened", "all", "left", *(["lacks"] if is_lacking else ()), *range(len(ranks))):
-                store.delete_key(f"{place} {key}" if isinstance(key, str) else f"{place} host {key}")
-        if is_lacking:
-            return None
-        assert memory is not None
-        return cls(ranks, own, memory, channels)
+        memory = shared_memory(ranks, place, len(ranks) * 8 * _row_cells(channels))
+        return None if memory is None else cls(ranks, own, memory, channels)
 
     def post(self, number: int, digests: tuple[int, int, int], text: str, channel: int = 0) -> bool:
         """Write this rank's marks, one for each digest, and a text about them. Whether every rank of the channel has posted
@@ -166,7 +141,7 @@ class Board:
 
         Raises RankGoneError if the process of a rank that has not posted ends; CrossWaitError if ranks wait for each other;
         TimeoutError after ``limit`` seconds (twice that under a hang report, which names the ranks and where they are), of
-        which those do not count in which ranks are stopped at a breakpoint.
+        which those do not count in which ranks are stopped at a breakpoint; and what :func:`look` raises.
         """
         for _ in range(_LOOKS):
             found = self.rows(number, channel)
@@ -198,6 +173,8 @@ class Board:
                     gone = [index for index in self.absent(number, channel) if self._has_ended(index)]
                     if gone and self.rows(number, channel) is None:
                         raise RankGoneError(self.ranks[gone[0]])
+                    if now - begin > LONG_WAIT_SECONDS:
+                        look([self.ranks[index] for index in self.absent(number, channel)], what)
                     if now - begin > limit:
                         if not _is_paused():
                             raise TimeoutError
@@ -243,6 +220,35 @@ class Board:
         row = index * self._width + _PROCESS
         process, start = self._cells[row], self._cells[row + 1]
         return process != 0 and start != 0 and _started(process) != start
+
+
+def shared_memory(ranks: Sequence[int], place: str, size: int) -> mmap.mmap | None:
+    """Bytes that all ``ranks`` map, 0 at first; None, on every rank, where they are not all on one host. A rendezvous, as
+    :meth:`Board.open`."""
+    own, store = list(ranks).index(dist.get_rank()), default_store()
+    store.set(f"{place} host {own}", _host())
+    hosts = {bytes(store.get(f"{place} host {index}")) for index in range(len(ranks))}
+    if len(hosts) > 1:
+        return None
+    if own == 0:
+        store.set(f"{place} file", str(_new_file(size)))
+    path = Path(store.get(f"{place} file").decode())
+    try:
+        with path.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), size)
+    except OSError:  # hosts with one name and folders of their own
+        store.set(f"{place} lacks", "1")
+        memory = None
+    if store.add(f"{place} opened", 1) == len(ranks):
+        with contextlib.suppress(OSError):
+            path.unlink()
+        store.set(f"{place} all", "1")
+    store.get(f"{place} all")
+    is_lacking = memory is None or store.check([f"{place} lacks"])
+    if store.add(f"{place} left", 1) == len(ranks):
+        for key in ("file", "opened", "all", "left", *(["lacks"] if is_lacking else ()), *range(len(ranks))):
+            store.delete_key(f"{place} {key}" if isinstance(key, str) else f"{place} host {key}")
+    return None if is_lacking else memory
 
 
 def _row_cells(channels: Channels) -> int:

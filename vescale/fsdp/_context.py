@@ -34,21 +34,6 @@ class RootOrders:
         for order in self._orders.values():
             order.begin(model)
 
-    def meet(self, what: str) -> None:
-        """See :meth:`CollectiveOrder.meet`."""
-        for order in self._orders.values():
-            order.meet(what)
-
-    @property
-    def are_broken_off(self) -> bool:
-        """See :attr:`CollectiveOrder.is_broken_off`."""
-        return any(order.is_broken_off for order in self._orders.values())
-
-    def resume(self) -> None:
-        """See :meth:`CollectiveOrder.resume`."""
-        for order in self._orders.values():
-            order.resume()
-
     def end_turns(self) -> None:
         """See :meth:`CollectiveOrder.end_turn`."""
         for order in self._orders.values():

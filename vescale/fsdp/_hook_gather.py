@@ -89,7 +89,6 @@ class HookGather:
     def start(self, unit: OrderedUnit, requester: str, custom: Any = None) -> PendingBuffer:
         """Ask the hooks what to gather, and gather all of it; the other hooks get it when it is there. Raises as
         :meth:`BufferGather.start` does."""
-        unit.meet_to_gather("what hooks give")
         with torch.inference_mode(False), torch.no_grad():
             inputs, metadata = self._ask(requester)
             exchange = self.exchange
@@ -98,6 +97,7 @@ class HookGather:
             piece = wide.piece((self._axes.shard,))
             for source, target in zip(_flat(inputs), exchange.places(piece.local), strict=True):
                 target.copy_(source)
+            unit.begins_gather(wide.local.nbytes)
             unit.agree_on_size(wide.local.nbytes // self._axes.shard_size)
         pending = all_gather(piece, wide, self._axes, requester, custom)
 

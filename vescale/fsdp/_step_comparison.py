@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from vescale.checks import StepChecks, StepMismatchError, describe_draw, is_unchecked, start_checks_among
 from vescale.compat import DTensorSpec
 from vescale.compat.model_hooks import DRAW_LISTENERS
-from vescale.fsdp._context import RootOrders
 from vescale.fsdp._group import ParameterGroup
 from vescale.gradients import DataParallelAxes
 from vescale.rng import default_generator
@@ -88,15 +87,10 @@ class StepComparison:
         self._meshes = set(_meshes(groups))
         self._number = self._checks.num_models
 
-    def begin_anew(self) -> None:
-        """Ranks were not together, and some have begun forwards and backwards that others have not."""
-        self._num_forwards = self._num_backwards = 0
-        self.is_repeated = False
-
-    def forward(self, module: nn.Module, groups: Sequence[ParameterGroup], orders: RootOrders) -> None:
+    def forward(self, module: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         """Before a forward of the root, or of a part of it, which has ``groups``.
 
-        Raises StepMismatchError on every rank that comes, OrderMismatchError where others still gather or reduce.
+        Raises StepMismatchError on every rank that comes.
         """
         checks = self._checks
         is_repeated, self.is_repeated = self.is_repeated, False
@@ -104,7 +98,6 @@ class StepComparison:
             return
         if torch.is_grad_enabled() and all(group.is_unsharded for group in groups):
             return
-        orders.meet("a forward")
         self._num_forwards += 1
         checks.begin_forward(self._num_forwards)
         self._note_draws(checks)
@@ -118,15 +111,14 @@ class StepComparison:
             self._num_forwards -= 1  # it does not run
             raise
 
-    def backward(self, groups: Sequence[ParameterGroup], orders: RootOrders) -> None:
+    def backward(self, groups: Sequence[ParameterGroup]) -> None:
         """When a backward begins that reduces gradients of ``groups``.
 
-        Raises StepMismatchError on every rank that comes, OrderMismatchError where others still gather or reduce.
+        Raises StepMismatchError on every rank that comes.
         """
         checks = self._checks
         if checks is None or not checks.is_on or not any(group.reduce_gradients for group in groups):
             return
-        orders.meet("a backward")
         self._num_backwards += 1
         self._note_draws(checks)
         across_replicas = any(group.options.all_reduce for group in groups)

@@ -62,7 +62,7 @@ class Tree(Generic[MemberT]):
         """
         self.orders.end_turns()  # an exception may have ended the last backward
         if self._steps is not None:
-            self._steps.forward(module, groups, self.orders)
+            self._steps.forward(module, groups)
 
     def break_off_forward(self) -> None:
         """An exception has ended the outermost forward."""
@@ -72,8 +72,8 @@ class Tree(Generic[MemberT]):
 
     @property
     def is_broken_off(self) -> bool:
-        """Whether an exception has ended a backward, or ranks were not together in a forward or backward."""
-        return (self.awaits_conclusion and self._backward.current() is None) or self.orders.are_broken_off
+        """Whether an exception has ended a backward."""
+        return self.awaits_conclusion and self._backward.current() is None
 
     def follow_backward(self) -> None:
         """Conclude the running backward at its end; called by every state that it reaches."""
@@ -83,7 +83,7 @@ class Tree(Generic[MemberT]):
             if self.on_backward is not None:
                 self.on_backward()
             if self._steps is not None:
-                self._steps.backward([group for state in self.states for group in state.groups], self.orders)
+                self._steps.backward([group for state in self.states for group in state.groups])
 
     def expect_conclusion(self) -> None:
         """Gradients are about to be reduced apart from a backward; the caller then calls :meth:`conclude`."""
@@ -111,10 +111,6 @@ class Tree(Generic[MemberT]):
 
     def abandon(self) -> None:
         """Forget the iteration after an exception."""
-        if self.orders.are_broken_off:
-            self.orders.resume()
-            if self._steps is not None:
-                self._steps.begin_anew()
         self.forward_root = None
         self.awaits_conclusion = False
         self._backward.forget()

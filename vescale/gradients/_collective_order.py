@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from vescale.comm import Consensus, Difference, all_reduce_, first_difference
-from vescale.gradients._collective_meetings import CollectiveMeetings, LateRanksError
+from vescale.comm import Consensus, all_reduce_, first_difference
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._gather_sizes import GatherSizes
-from vescale.gradients._order_mismatch import OrderMismatchError
+from vescale.gradients._order_mismatch import OrderMismatchError, different_modules
+from vescale.gradients._order_watch import COMPARISON, END_OF_BACKWARD, GATHER, REDUCTION, OrderWatch
 from vescale.gradients._reducer_turns import RootTurn
 
 __all__ = ["CollectiveOrder", "OrderedUnit", "next_unit_number"]
@@ -61,13 +61,11 @@ class _History:
     Attributes:
         sizes: of gathers; reduced: units in the order of their reductions; units: by number, as far as they are there.
         message_bytes: the longest message of a model.
-        num_breaks: how often ranks have found that they were not together, in the middle of a forward or backward.
     """
 
-    def __init__(self, axes: DataParallelAxes) -> None:
-        self.sizes, self.reduced = GatherSizes(axes.mesh.get_group(axes.shard)), _Log()
-        self.meetings = CollectiveMeetings(axes)
-        self.num_breaks = 0
+    def __init__(self, shard_group: dist.ProcessGroup) -> None:
+        self.sizes, self.reduced = GatherSizes(shard_group), _Log()
+        self.watch = OrderWatch(shard_group, lambda number: self.name_of(number)[0])
         self.units: weakref.WeakValueDictionary[int, OrderedUnit] = weakref.WeakValueDictionary()
         self.numbers = itertools.count(1)
         self.message_bytes = 0
@@ -88,7 +86,7 @@ def _history(axes: DataParallelAxes) -> _History:
     shard_group = axes.mesh.get_group(axes.shard)
     key = shard_group.group_name, axes.data_parallel_ranks
     if key not in known:
-        known[key] = _History(axes)
+        known[key] = _History(shard_group)
     return known[key]
 
 
@@ -107,10 +105,9 @@ class OrderedUnit:
     def gathers(self) -> None:
         self.order.gathered.add(self.number)
 
-    def meet_to_gather(self, what: str) -> None:
-        """Before each gather; ``what`` is gathered. Raises OrderMismatchError on every rank if another one is about to do
-        something else."""
-        self.order.meet(f"a gather of {what}")
+    def begins_gather(self, num_bytes: int) -> None:
+        """Before each gather, which has ``num_bytes``; see :class:`OrderWatch`."""
+        self.order.history.watch.post(GATHER, num_bytes, self.number)
 
     def agree_on_size(self, num_bytes: int) -> None:
         """Before each gather of pieces of ``num_bytes``.
@@ -130,17 +127,16 @@ class OrderedUnit:
     def reduces(self, across_replicas: bool, num_bytes: int) -> None:
         """Before each reduction of the unit, of ``num_bytes``; ``across_replicas``: not only along the axis that shards.
 
-        Raises OrderMismatchError on every rank if another one is about to reduce a unit of another model, or to do something
-        else.
+        Raises OrderMismatchError on every rank if another one is about to reduce a unit of another model.
         """
-        reduced = self.order.history.reduced
-        reduced.add(self.number)
-        self.order.meet(f"a reduction of {num_bytes} bytes")
+        history = self.order.history
         try:
             self.order.take_turn(across_replicas)
         except OrderMismatchError:
-            reduced.numbers.pop()
+            history.watch.begin_anew()
             raise
+        history.watch.post(REDUCTION, num_bytes, self.number)
+        history.reduced.add(self.number)
 
 
 class CollectiveOrder:
@@ -171,7 +167,6 @@ class CollectiveOrder:
         self.gathered = _Log()
         self._turns: tuple[RootTurn, ...] = ()
         self.history = _history(axes)
-        self._num_breaks = self.history.num_breaks
         self.shard_group, self.device = axes.mesh.get_group(axes.shard), axes.device
         coordinate = axes.mesh.get_coordinate() or [0] * axes.mesh.ndim
         self._replica = 0
@@ -194,41 +189,15 @@ class CollectiveOrder:
         self.model = model
         self.history.sizes.begin(self.number)
         self.history.reduced.clear()
-        self.history.meetings.open()
+        self.history.watch.open()
         if not self._turns:  # roots may share an order
             ranks = dist.get_process_group_ranks(self.shard_group), self._axes.data_parallel_ranks
             self._turns = tuple(RootTurn(each, model, self.device) for each in ranks)
-
-    def meet(self, what: str) -> None:
-        """Before ranks communicate; see :class:`CollectiveMeetings`.
-
-        Raises OrderMismatchError on every rank if some are about to do something else.
-        """
-        try:
-            if self.history.meetings.are_together(what):
-                return
-        except LateRanksError as error:
-            raise OrderMismatchError(
-                f"rank {dist.get_rank()} is before {what} of {self.model}, and ranks {error.ranks} have not come: {error}. "
-                "Run the same modules in the same order on every rank",
-                error.ranks,
-            ) from None
-        self._raise_apart(what)
 
     def take_turn(self, across_replicas: bool) -> None:
         """See :meth:`OrderedUnit.reduces`."""
         if self._turns:
             self._turns[across_replicas].take()
-
-    @property
-    def is_broken_off(self) -> bool:
-        """Whether ranks were not together since :meth:`resume`, which leaves each at another place of its step."""
-        return self._num_breaks != self.history.num_breaks
-
-    def resume(self) -> None:
-        """The iteration has been forgotten, of which some ranks may have gathered more than others."""
-        self.gathered.clear()
-        self._num_breaks = self.history.num_breaks
 
     def end_turn(self) -> None:
         """A backward has ended."""
@@ -254,6 +223,10 @@ class CollectiveOrder:
             place = self.header_bytes + first
             found[place : place + len(codes)] = bytes(codes)
         return found
+
+    def begins_to_check(self) -> None:
+        """Before the ranks send their messages; see :class:`OrderWatch`."""
+        self.history.watch.post(END_OF_BACKWARD)
 
     def check(self, maximum: Sequence[int]) -> None:
         """Begin anew if the ranks have gathered and reduced the same.
@@ -282,38 +255,12 @@ class CollectiveOrder:
         group = self.shard_group
         if group.size() == 1 or not self.gathered.numbers:
             return
+        self.history.watch.post(COMPARISON)
         own = torch.frombuffer(_slot(self.gathered.digest()), dtype=torch.uint8).to(self._axes.device)
-        self.meet("a comparison of gathers")
         if not _is_one(all_reduce_(own, "max", group, requester="which units were gathered").wait().tolist()):
             self.raise_gathers()
         self.gathered.clear()
         self.history.sizes.begin()
-
-    def _raise_apart(self, what: str) -> NoReturn:
-        """Called by all ranks, of which some are about to do something else than ``what``."""
-        history = self.history
-        own = [
-            [(place, *history.name_of(number)) for place, number in log.entries(name)]
-            for name, log in (("gather", self.gathered), ("reduction", history.reduced))
-        ]
-        consensus = Consensus(self._axes.data_parallel_ranks, "ranks that are not together")
-        messages = consensus.exchange(json.dumps([*own, what]).encode(), lambda: "comparing the order of units")
-        found = {rank: json.loads(message) for rank, message in zip(consensus.ranks, messages)}
-        self._begin_after_error()
-        with contextlib.suppress(RuntimeError):  # the rank that holds the store may exit after this: let all have read
-            consensus.exchange(b"read", lambda: "leaving the comparison of the order of units")
-        for log in (0, 1):
-            entries = _named({rank: rows[log] for rank, rows in found.items()})
-            if len({tuple(each) for each in entries.values()}) > 1:
-                raise _mismatch(first_difference("units since the last comparison", entries))
-        raise _mismatch(first_difference("what ranks do", {rank: [("next", rows[2])] for rank, rows in found.items()}))
-
-    def _begin_after_error(self) -> None:
-        self.gathered.clear()
-        self.history.reduced.clear()
-        self.history.sizes.begin_after_error()
-        if not self._axes.replicate:  # replicas may have found nothing
-            self.history.num_breaks += 1
 
     def raise_gathers(self) -> NoReturn:
         """Called by all ranks of the shard group, whose gathers differ."""
@@ -334,7 +281,10 @@ class CollectiveOrder:
             if replica in (-1, of):
                 found[rank] = rows
         log_of = _named(found)
-        self._begin_after_error()
+        self.gathered.clear()
+        self.history.reduced.clear()
+        self.history.sizes.begin_after_error()
+        self.history.watch.begin_anew()
         with contextlib.suppress(RuntimeError):  # the rank that holds the store may exit after this: let all have read
             consensus.exchange(b"read", lambda: "leaving the comparison of the order of units")
         if len({tuple(entries) for entries in log_of.values()}) == 1:
@@ -343,7 +293,8 @@ class CollectiveOrder:
                 "compared last: an error has ended a forward or backward of some of them at another place. End the program "
                 "on every rank where one rank raises"
             )
-        raise _mismatch(first_difference("units since the last comparison", log_of))
+        difference = first_difference("units since the last comparison", log_of)
+        raise different_modules(difference.text(), difference.ranks)
 
 
 def _named(found: Mapping[int, Sequence[tuple[str, str, str]]]) -> dict[int, Entries]:
@@ -356,15 +307,6 @@ def _named(found: Mapping[int, Sequence[tuple[str, str, str]]]) -> dict[int, Ent
         rank: [(place, path if len(longer[path]) == 1 else name) for place, path, name in rows]
         for rank, rows in found.items()
     }
-
-
-def _mismatch(found: Difference) -> OrderMismatchError:
-    return OrderMismatchError(
-        f"ranks have run different modules that fully_shard (or a plan's unit) was given: {found.text()}; a gather is a "
-        "collective, and gathers of different modules mix their parameters. Run the same modules in the same order on every "
-        "rank: give fully_shard the block that holds the experts, or run every expert on every rank, also with no token",
-        found.ranks,
-    )
 
 
 def _digest(earlier: bytes, numbers: Sequence[int]) -> bytes:

@@ -194,9 +194,9 @@ def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
         device = members[0].gradients.unreduced.buffer.device
         own = torch.frombuffer(order.message(flags), dtype=torch.uint8).to(device)
         group = members[0].gradients.axes.data_parallel.group
+        order.begins_to_check()
+        answer = all_reduce_(own, "max", group, requester=FLAGS_REQUESTER).wait().tolist()
         try:
-            order.meet("the end of a backward")
-            answer = all_reduce_(own, "max", group, requester=FLAGS_REQUESTER).wait().tolist()
             order.check(answer)
         except OrderMismatchError as found:
             error = found  # other ranks take part in the collectives of the other orders
