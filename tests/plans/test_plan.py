@@ -68,7 +68,10 @@ def test_entries_know_their_line() -> None:
         (lambda p: p.shard("w", "S(0)", mesh="tp"), "not a placement"),
         (lambda p: p.shard("w", {"tp": Shard(0)}, mesh="tp"), "leave mesh out"),
         (lambda p: p.shard("w", {}), "name at least one axis"),
-        (lambda p: p.shard("w", Shard(0), mesh=()), r"mesh=\(\) is not the name of an axis; give mesh='dp', or several"),
+        (
+            lambda p: p.shard("w", Shard(0), mesh=()),
+            r"mesh=\(\) is not the name of an axis; give mesh='dp', or several",
+        ),
         (lambda p: p.shard("w", [Shard(0), Shard(0)], mesh=("tp", "tp")), "repeat"),
         (lambda p: p.shard("", Shard(0), mesh="tp"), "path is empty"),
         (lambda p: p.shard("(w", Shard(0), mesh="tp"), "not a regular expression"),

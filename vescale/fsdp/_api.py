@@ -265,8 +265,8 @@ def _axes(mesh: DeviceMesh | None, named: DataParallelMeshDims | None) -> DataPa
         mesh = init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
-            f"mesh is {mesh!r}, a {type(mesh).__name__}; give fully_shard a DeviceMesh (init_device_mesh), or leave it out for "
-            "all ranks"
+            f"mesh is {mesh!r}, a {type(mesh).__name__}; give fully_shard a DeviceMesh (init_device_mesh), or leave it out "
+            "for all ranks"
         )
     if named is None:
         return DataParallelAxes.of_mesh(mesh)
