@@ -46,6 +46,9 @@ class MeshTrainer(Trainer):
     def _loader(self, data: Any, order: Any, size: int) -> DataLoader:
         return DataLoader(data, batch_size=size, sampler=order, collate_fn=self.data_collator)
 
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps  # on any number of ranks
+
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
         return vescale.optim.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 

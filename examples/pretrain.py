@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> list[float]:
             with watch.pause():
                 mean = evaluate(model, held_out_loader, device)
             if dist.get_rank() == 0:
-                print(f"step {step}  loss of text that was held out {mean:.4f}", flush=True)
+                print(f"step {step}  evaluation loss {mean:.4f}", flush=True)
         if checkpoints and (step + 1) % args.save_every == 0:
             checkpoints.save(step, **state)  # in the background
     watch.close()

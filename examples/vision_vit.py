@@ -58,7 +58,7 @@ def accuracy(model: torch.nn.Module, pictures: torch.Tensor, classes: torch.Tens
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; returns the losses, and the accuracy on images that were held out."""
+    """Train; returns the losses, and the accuracy on held-out images."""
     args = parse(argv)
     mesh = vescale.init_mesh(args.mesh)
     device = mesh.device_type
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         with watch.pause():
             found = accuracy(model, pictures[args.images :].to(device), classes[args.images :].to(device))
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}  accuracy on images that were held out {found:.3f}", flush=True)
+            print(f"epoch {epoch}  accuracy on held-out images {found:.3f}", flush=True)
     watch.close()
     return [*losses, found]
 

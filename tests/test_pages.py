@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import os
 import pkgutil
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.page_preludes import ELSEWHERE, NOT_RUN, PRELUDES, RANKS, SETUPS, WHOLE
+from tests.page_preludes import ALONE, BY_TESTS, ELSEWHERE, PRELUDES, RANKS, SETUPS, WHOLE, Alone
 from tests.ranks import RankPools
 from vescale.cli._main import COMMANDS
 from vescale.compat import uninstall
@@ -93,7 +96,7 @@ def run_reference(page: str, prelude: str, folder: str) -> int:
     found = [
         (number, block)
         for number, block in enumerate(blocks(ROOT / "docs" / f"{page}.md"))
-        if (page, number) not in NOT_RUN
+        if (page, number) not in {**ALONE, **BY_TESTS}
     ]
     for number, block in found:
         exec(compile(SETUPS.get((page, number), ""), f"{page}: before block {number}", "exec"), space)
@@ -112,24 +115,40 @@ def test_blocks_of_reference_pages_run(page: str, ranks: RankPools, tmp_path: Pa
     assert min(ranks.run(run_reference, page, PRELUDES[page], str(tmp_path), world_size=RANKS.get(page, 2))) > 0
 
 
+def run_alone(page: str, number: int, alone: Alone, folder: str) -> None:
+    os.chdir(folder)
+    space: dict[str, Any] = {"__name__": page}
+    found = [alone.before, blocks(ROOT / "docs" / f"{page}.md")[number], alone.after]
+    for part, code in zip(("before", "", "after"), found, strict=True):
+        exec(compile(code, f"{page}: {part} block {number}", "exec"), space)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "number"), ALONE)
+def test_blocks_that_run_alone(
+    page: str, number: int, ranks: RankPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = ALONE[page, number]
+    if alone.ranks:
+        ranks.run(run_alone, page, number, alone, str(tmp_path), world_size=alone.ranks)
+        return
+    monkeypatch.chdir(tmp_path)
+    run_alone(page, number, alone, str(tmp_path))
+
+
 def test_every_block_of_python_runs_somewhere() -> None:
-    """Or is listed with the reason, and then it is Python at least."""
     assert set(WHOLE) == set(PAGES)
     missing = []
     for path in sorted((ROOT / "docs").glob("*.md")):
         for number, block in enumerate(blocks(path)):
             ast.parse(block)
-            runs = path.stem in {*WHOLE, *ELSEWHERE, *PRELUDES}
-            if not runs and (path.stem, number) not in NOT_RUN:
+            if path.stem not in {*WHOLE, *ELSEWHERE, *PRELUDES} and (path.stem, number) not in {**ALONE, **BY_TESTS}:
                 missing.append(f"{path.name}, block {number}: give it a prelude in tests/page_preludes.py")
     assert not missing, "\n".join(missing)
-    pages = {page: len(blocks(ROOT / "docs" / f"{page}.md")) for page, _ in [*NOT_RUN, *SETUPS]}
-    assert all(number < pages[page] for page, number in [*NOT_RUN, *SETUPS]), (
-        "the table names blocks that are not there"
-    )
-    assert all((ROOT / file).exists() for file in ELSEWHERE.values())
-    for reason in NOT_RUN.values():
-        assert all((ROOT / file).exists() for file in re.findall(r"(?:tests|docs)/[\w/.-]+\w", reason)), reason
+    named = [*ALONE, *BY_TESTS, *SETUPS]
+    pages = {page: len(blocks(ROOT / "docs" / f"{page}.md")) for page, _ in named}
+    assert all(number < pages[page] for page, number in named), "the tables name blocks that are not there"
+    assert all((ROOT / file).exists() for file in [*ELSEWHERE.values(), *BY_TESTS.values()])
 
 
 def test_figures_are_those_of_their_pages() -> None:
@@ -220,6 +239,23 @@ def test_entries_in_tables_are_entries_of_plans(page: str) -> None:
         assert len(plan) or plan.pipeline_entry is not None, text
 
 
+def test_yaml_in_pages_is_a_plan() -> None:
+    """Or a part of one."""
+    count = 0
+    for page in (ROOT / "docs").glob("*.md"):
+        for text in re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            sections = {"version": "1", "mesh": "{pp: 2, dp: 2, cp: 2, tp: 2, ep: 2}", "shard": "{}"}
+            missing = [
+                f"{name}: {value}" for name, value in sections.items() if not re.search(rf"^{name}:", text, re.M)
+            ]
+            Plan.from_yaml(
+                "\n".join([*missing, text]),
+                None if "mesh" in "".join(missing) else {"dp": 2, "tp": 2, "fsdp": 2, "ep": 2},
+            )
+            count += 1
+    assert count >= 5
+
+
 @pytest.mark.parametrize("page", ["coming-from.md", "choose.md"])
 def test_names_in_tables_exist(page: str) -> None:
     count = 0
@@ -234,6 +270,30 @@ def test_names_in_tables_exist(page: str) -> None:
             for statement in code.split("; "):
                 ast.parse(statement + (" pass" if statement.endswith(":") else ""))
     assert count >= (0 if page == "choose.md" else 8)
+
+
+def commands(text: str) -> list[str]:
+    """Lines for a shell that call ``vescale``, in blocks for it; without comments and optional parts."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    shell = [block for language, block in fenced if language in ("", "bash")]
+    lines = "\n".join(shell).replace("\\\n", " ").splitlines()
+    calls = [re.sub(r" +#.*$| \[[^\]]*\]| > \S+$", "", line) for line in lines if line.startswith("vescale ")]
+    return [call for call in calls if not call.startswith("vescale: ")]
+
+
+def test_commands_in_pages_have_these_arguments() -> None:
+    called = set()
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*.md")]:
+        for call in commands(page.read_text()):
+            _, name, *rest = shlex.split(call)
+            parser = argparse.ArgumentParser(prog=f"{page.name}: {call}", exit_on_error=False)
+            importlib.import_module(COMMANDS[name][0]).add_arguments(parser)
+            try:
+                parser.parse_args(rest)
+            except (SystemExit, argparse.ArgumentError) as error:
+                raise AssertionError(f"{page.name}: {call}: {error}") from None
+            called.add(name)
+    assert called >= {"ckpt", "search", "plan", "lint", "explain", "verify", "estimate", "advise", "diff", "simulate"}
 
 
 def test_links_between_pages_lead_somewhere() -> None:

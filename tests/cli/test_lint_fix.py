@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 import vescale
 from vescale.cli import main
+from vescale.cli._lint import _rows
 from vescale.compat.fake_worlds import fake_world
 
 MODEL = """
@@ -155,3 +157,10 @@ def test_a_forward_that_cannot_be_followed_is_told_of(
     code, out = run(GOOD, "--model", f"net.py:{model}", "--input", "x=4x8", *fix)
     assert code == 0 and "not looked for implicit communication" in out, out
     assert Path("plan.yaml").read_text() == GOOD and not list(Path().glob("tmp*"))
+
+
+def test_every_rank_has_as_many_rows() -> None:
+    """A batch smaller than the mesh communicates where the plan's own does not."""
+    for mesh, rows in (({"dp": 2, "tp": 4}, 8), ({"dp": 3}, 9), ({"dp": 12, "tp": 2}, 12), ({"a": 4, "dp": 5}, 10)):
+        plan = vescale.Plan(mesh).shard("<in:x>", {"dp": Shard(0)})
+        assert _rows(plan) == rows, mesh

@@ -90,6 +90,7 @@ case("transpose", ((4, 8, 12),), lambda x: x.transpose(0, 2))
 case("permute", ((4, 8, 12),), lambda x: x.permute(2, 0, 1))
 case("unsqueeze", SQUARE, lambda x: x.unsqueeze(1))
 case("squeeze", ((8, 1, 12),), lambda x: x.squeeze(1))
+case("squeeze of parts", ((4, 1, 12),), lambda x: [x.squeeze(0), x.squeeze(1), x.squeeze(-1)])
 case("squeeze all", ((8, 1, 12),), lambda x: x.squeeze())
 case("expand", ((8, 1),), lambda x: x.expand(8, 12))
 case("select", SQUARE, lambda x: x[:, 3])
@@ -287,6 +288,41 @@ def test_bias_of_sharded_rows(world: dict[str, DeviceMesh], mesh_name: str, dtyp
         counts = dispatch_counts()
         assert not any(stock for _, _, _, stock in counts.values()), counts
         assert sum(hits for hits, _, _, _ in counts.values()) > 0
+
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+# Calls in which a whole operand is needed in parts: shapes, placements on two axes, the function.
+PARTS: dict[str, tuple[tuple[Any, ...], tuple[tuple[Placement, ...], ...], Callable[..., Any]]] = {
+    "positions": (((4, 8, 6), (1, 8, 6)), ((S0, S1), (R, R)), torch.add),
+    "rows of both axes": (((8, 6), (8, 6)), ((S0, S0), (R, R)), torch.mul),
+    "the inner axis": (((8, 6), (8, 6)), ((S0, S0), (S0, R)), torch.sub),
+    "the outer axis": (((8, 6), (8, 6)), ((S0, S0), (R, S0)), torch.sub),
+    "mask": (((4, 8), ("mask", (4, 8)), (4, 8)), ((S0, S1), (R, R), (S0, S1)), lambda x, m, y: torch.where(m, x, y)),
+    "matrix": (((6, 8), (8, 4)), ((R, R), (S0, R)), torch.mm),
+    "expanded": (((8, 6), (1, 1)), ((S0, S1), (R, R)), lambda x, y: x.mul(y.expand(8, 6))),
+    "transposed": (((8, 6), (6, 8)), ((S0, S1), (R, R)), lambda x, y: x.add(y.t())),
+    "a term of a pending sum": (((8, 6), (8, 6)), ((S0, Partial()), (R, R)), torch.add),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_whole_operands(world: dict[str, DeviceMesh], name: str) -> None:
+    """A rank takes its part of a whole operand without PyTorch's path, which gives the same bits; uneven parts and those of
+    an axis whose shards lie inside of others are left to that path."""
+    extend_dtensor()
+    shapes, placements, function = PARTS[name]
+    mesh, native = world["2-D"], 0
+    for grow in (0, 4, 1, -6, -3, 8):
+        operands = [
+            made(x, mesh, p, grow if len(shapes[0]) < 3 else 0, i) for i, (x, p) in enumerate(zip(shapes, placements))
+        ]
+        with without_native():
+            expected = outcome(function, operands, False)
+        for _ in range(2):
+            reset_dispatch_counts()
+            assert_same(outcome(function, operands, False), expected, name != "the outer axis")
+        native += not any(stock for _, _, _, stock in dispatch_counts().values())
+    assert (native >= 3) != (name == "the outer axis"), native
 
 
 def test_tables_that_fill_up(world: dict[str, DeviceMesh], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +100,18 @@ def failing() -> None:
         if lost == 11:
             raise ValueError(f"planted {lost}")
         dist.barrier()
+
+
+def of_the_page() -> None:
+    """The block of docs/debug.md."""
+    page = Path(__file__).parent.parent.parent / "docs" / "debug.md"
+    (block,) = re.findall(r"^```python\n(vescale\.breakpoint.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+    def program() -> None:
+        raise ValueError("planted")
+
+    loss = torch.tensor(float("nan") if dist.get_rank() == 3 else 1.0)
+    exec(compile(block, str(page), "exec"), {"vescale": vescale, "loss": loss, "main": program})
 
 
 def main(what: str) -> None:

@@ -192,6 +192,19 @@ def test_every_command(start: Callable[..., Job]) -> None:
     assert job.end() == 0
 
 
+@pytest.mark.slow
+def test_the_block_of_the_page(start: Callable[..., Job]) -> None:
+    job = start("of_the_page")
+    job.expect(r"\(rank 0\) ")
+    job.send("c\n")
+    job.expect(r"\(rank 2\) ")
+    assert "nan" in job.ask("rank 3") + job.ask("p loss")
+    job.send("c\n")
+    assert "planted" in job.expect(r"\(rank \d\) ")
+    job.send("q\n")
+    assert job.end() != 0
+
+
 LEAVING: dict[str, Callable[[Job], None]] = {
     "q": lambda job: job.send("q\n"),
     "Ctrl-C": lambda job: job.send("\x03"),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import vescale
@@ -212,6 +213,24 @@ def paused() -> None:
 
 def test_an_evaluation_is_left_out(ranks: RankPools) -> None:
     ranks.run(paused, world_size=2)
+
+
+def staged() -> set[str]:
+    """Stages on all ranks: their messages go through the default group, which has no name of its own."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    plan = vescale.Plan(mesh).pipeline(
+        split_before=["2"], microbatches=2, loss=lambda out, batch: (out.sum(), out.numel())
+    )
+    model: Any = vescale.parallelize(net(), plan)
+    with warnings.catch_warnings(action="ignore"), monitor(model, console=False, every=1) as watch:
+        loss = model.step(input=torch.ones(4, 8))
+        watch.step(loss)
+    assert watch.last is not None and watch.last.comm is not None
+    return set(watch.last.comm)
+
+
+def test_messages_between_stages_have_an_axis(ranks: RankPools) -> None:
+    assert ranks.run(staged, world_size=2) == [{"pp"}, {"pp"}]
 
 
 def test_exposed_communication(ranks: RankPools) -> None:

@@ -315,14 +315,17 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     # One change alone is an estimate: the sum of what the sliders show is that of --what-if.
     probe = (
-        "<script>const sum = (...to) => Math.round(total(whatIf(...to))); document.title = "
+        "<script>const sum = (...to) => Math.round(total(whatIf(...to))); const time = (...to) => "
+        "Math.round(1e9 * whatIf(...to).device_seconds); document.title = "
         "(document.documentElement.scrollWidth <= window.innerWidth ? 'fits' : 'wide') + ' ' + [sum(1, 1, '', ''), "
-        "sum(2, 1, '', ''), sum(1, 2, '', ''), sum(1, 0.5, '', ''), sum(1, 1, '2', ''), sum(1, 1, '', 'full')]; "
+        "sum(2, 1, '', ''), sum(1, 2, '', ''), sum(1, 0.5, '', ''), sum(1, 1, '2', ''), sum(1, 1, '', 'full'), "
+        "time(2, 1, '', ''), time(1, 2, '', ''), time(1, 0.5, '', ''), time(1, 1, '', 'full')]; "
         "at('batch').value = 1; at('batch').dispatchEvent(new Event('input'));</script>"
     )
     rows = sliders_of(found)
     wanted = [rows["base"], rows["batch"]["2"], rows["sequence"]["2"], rows["sequence"]["0.5"], rows["stage"]["2"]]
     sums = [sum(row[name] for name in CATEGORIES) for row in (*wanted, rows["checkpoint"]["full"])]
+    sums += [round(1e9 * row["device_seconds"]) for row in (*wanted[1:4], rows["checkpoint"]["full"])]
     file.write_text(page(found, "a plan", rows).replace("</body>", f"{probe}</body>"))
     for width in (400, 1400):
         done = subprocess.run(

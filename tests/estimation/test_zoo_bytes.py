@@ -7,18 +7,20 @@ The engine runs two steps of each rank on a fake group. One case runs daily, the
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.plan_zoo.models import model_of, tokens
 from tests.plan_zoo.test_zero import CALLED_ALONE
@@ -27,7 +29,7 @@ from vescale.buffer import observe_allocations
 from vescale.comm import CommRecord, record_comms
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
-from vescale.estimation import estimate, unit_paths, zero_plan
+from vescale.estimation import estimate, zero_plan, zero_units
 from vescale.fsdp import state_of
 from vescale.plans import PlanError
 from vescale.runtime import parallelize
@@ -40,7 +42,7 @@ DAILY = ("qwen3", {"dp": 3}, 3)
 def plan_of(name: str, sizes: dict[str, int], stage: int | None, model: nn.Module) -> Plan:
     plan = plan_zoo.load(name, sizes)
     if stage is not None:
-        units = (*unit_paths(model), *([CALLED_ALONE[name]] if name in CALLED_ALONE else []))
+        units = (*zero_units(model), *([CALLED_ALONE[name]] if name in CALLED_ALONE else []))
         plan = zero_plan(plan, ("dp",), stage, units)
     return plan
 
@@ -107,6 +109,28 @@ def is_of_tokens(name: str) -> bool:
     return name.endswith("all_to_all")
 
 
+def loss_of_outputs(output: Any, _: Any) -> torch.Tensor:
+    first = output if isinstance(output, torch.Tensor) else next(x for x in output.values() if x is not None)
+    return first.float().square().mean()
+
+
+@contextlib.contextmanager
+def exchanges_of_nothing() -> Iterator[None]:
+    """The fake group fills what a rank receives with what it sends, and refuses a rank that sends nothing."""
+    original = dist.all_to_all_single
+
+    def exchange(output: Any, input: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if output.numel() and not input.numel():
+            return original(
+                output, torch.zeros_like(output), output_split_sizes, output_split_sizes, *args[1:], **kwargs
+            )
+        return original(output, input, output_split_sizes, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", exchange)
+        yield
+
+
 def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]:
     """What is estimated otherwise than it is. Raises PlanError for plans that the model does not take."""
     zoo = model_of(name)
@@ -116,12 +140,10 @@ def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]
         sizes |= {"cp": 2, "tp": 1}
     inputs = zoo.inputs() if "cp" not in sizes else {"input_ids": tokens()}
 
-    def loss(output: Any, _: Any) -> torch.Tensor:
-        first = output if isinstance(output, torch.Tensor) else next(x for x in output.values() if x is not None)
-        return first.float().square().mean()
-
     model = zoo.build().double()
-    found = estimate(model, plan_of(name, sizes, stage, model), batch=inputs, loss=loss, steps=2, optimizer="adamw")
+    found = estimate(
+        model, plan_of(name, sizes, stage, model), batch=inputs, loss=loss_of_outputs, steps=2, optimizer="adamw"
+    )
     wrong = []
     for rank in range(math.prod(sizes.values())):
         (own,) = (one for one in found.ranks if rank in one.ranks)
@@ -129,11 +151,11 @@ def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]
             model, gathered = zoo.build().double(), Gathered()
             parallelize(model, plan_of(name, sizes, stage, model))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            with observe_allocations(gathered):
+            with observe_allocations(gathered), exchanges_of_nothing():
                 for _ in range(1 if rank else 2):  # every rank gathers alike; the last step is in steady state
                     optimizer.zero_grad()
                     with record_comms() as ledger:
-                        loss(model(**inputs), inputs).backward()
+                        loss_of_outputs(model(**inputs), inputs).backward()
                         grads = [p.grad for p in model.parameters() if p.grad is not None]
                         measured = {"gradients": held(grads, model, "gradients")}
                         optimizer.step()
@@ -158,6 +180,40 @@ def differences(name: str, wide: dict[str, int], stage: int | None) -> list[str]
 
 def test_bytes_of_a_plan() -> None:
     assert differences(*DAILY) == []
+
+
+class _CallsInside(nn.Module):
+    """As DiT, which calls a part of its first block once more, from outside of the unit that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.blocks[0][0](x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_beside_the_buffers_of_units() -> None:
+    """Ranks without a part of such a parameter have nothing of its gradient."""
+
+    def plan() -> Plan:
+        plan = Plan({"dp": 2}).shard("<in:x>", {"dp": Shard(0)})
+        return plan.shard(".*", {"dp": RaggedShard()}, phase="init").shard(".*", {"dp": Replicate()}, phase="run")
+
+    found = estimate(_CallsInside(), plan(), batch={"x": (4, 6)}, steps=2)
+    sizes = []
+    for rank in range(2):
+        (own,) = (one for one in found.ranks if rank in one.ranks)
+        with fake_world(2, rank):
+            model = parallelize(_CallsInside(), plan())
+            model(torch.ones(4, 6)).backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            sizes.append(held(grads, model, "gradients"))
+        assert own.maximum["gradients"] == sizes[-1], rank
+    assert sizes[0] != sizes[1]
 
 
 @pytest.mark.slow

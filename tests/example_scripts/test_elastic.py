@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.example_scripts.conftest import Host
 from tests.example_scripts.loading import FOLDER, arguments, load, losses_on_ranks
 from tests.ranks import RankPools
 
@@ -181,51 +181,16 @@ def test_a_killed_rank(tmp_path: Path, victim: int) -> None:
     assert_one_device(tmp_path, [*argv, "--steps", "33"])
 
 
-@pytest.fixture(params=["processes", "network namespaces"])
-def hosts(request: pytest.FixtureRequest) -> Iterator[list[tuple[list[str], str, dict[str, str]]]]:
-    """Two: (how to run a command there, its address, environment variables)."""
-    if request.param == "processes":
-        yield [([], "127.0.0.1", {})] * 2
-        return
-    names = [f"vescale-{os.getpid()}-{host}" for host in "ab"]
-    links = [f"vs{os.getpid()}{host}" for host in "ab"]
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("network namespaces need iproute2 and the right to make them")
-    try:
-        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for number, (name, link) in enumerate(zip(names, links)):
-            ip("link", "set", link, "netns", name)
-            ip("-n", name, "addr", "add", f"10.213.77.{number + 1}/24", "dev", link)
-            for up in ("lo", link):
-                ip("-n", name, "link", "set", up, "up")
-        yield [
-            (["ip", "netns", "exec", name], f"10.213.77.{number + 1}", {"GLOO_SOCKET_IFNAME": link})
-            for number, (name, link) in enumerate(zip(names, links))
-        ]
-    finally:
-        for name in names:
-            ip("netns", "del", name)
-
-
 @pytest.mark.slow
-def test_two_hosts_of_which_one_is_lost_and_comes_back(
-    tmp_path: Path, hosts: list[tuple[list[str], str, dict[str, str]]]
-) -> None:
+def test_two_hosts_of_which_one_is_lost_and_comes_back(tmp_path: Path, hosts: list[Host]) -> None:
     """Two agents save to one folder; one goes on alone, on another mesh; both resume when the lost one is back."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        endpoint = f"{hosts[0][1]}:{free.getsockname()[1]}"
+        endpoint = f"{hosts[0].address}:{free.getsockname()[1]}"
     argv = ["--out", str(tmp_path), "--save-every", "5", "--steps", "1000000"]
 
     def start(number: int, name: str) -> Agent:
-        enter, address, variables = hosts[number]
+        enter, _, address, variables = hosts[number]
         run = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "5", "--rdzv-backend", "c10d"]
         run += ["--rdzv-endpoint", endpoint, "--rdzv-id", "elastic", "--local-addr", address]
         run += ["--rdzv-conf", f"is_host={1 - number},last_call_timeout=3,keep_alive_interval=1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader
 
+from tests.example_scripts.conftest import Host
 from tests.example_scripts.loading import FOLDER, arguments, load, losses_on_ranks, train_plainly
 from tests.ranks import RankPools
 
@@ -214,7 +216,7 @@ def launched(command: list[str], **variables: str) -> subprocess.Popen[str]:
 
 def ended(process: subprocess.Popen[str]) -> str:
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=400)
     finally:
         process.kill()
     assert process.returncode == 0, output[-4000:]
@@ -260,15 +262,54 @@ def test_migration_gives_the_same_losses(ranks: RankPools) -> None:
 
 
 @pytest.mark.slow
-def test_two_hosts() -> None:
-    """The launcher, twice on this machine, as two hosts of two ranks each."""
+def test_two_hosts(hosts: list[Host]) -> None:
+    """The launcher, once on each of two hosts with two ranks; the first one is named as the others know it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        first = f"127.0.0.1:{free.getsockname()[1]}"
+        first = f"{hosts[0].name}:{free.getsockname()[1]}"
     command = ["bash", str(FOLDER / "multinode" / "launch.sh"), str(FOLDER / "migrate_fsdp2" / "after.py")]
     settings = {"HOSTS": "2", "RANKS": "2", "FIRST": first, "PYTHON": sys.executable}
-    outputs = [ended(process) for process in [launched(command, **settings) for _ in range(2)]]
+    jobs = [launched([*host.enter, *command], **settings, **host.variables) for host in hosts]
+    outputs = [ended(process) for process in jobs]
     assert sum(output.count("loss ") for output in outputs) == 10  # by the one rank 0 of the job
+
+
+SRUN = """#!/bin/bash
+# Runs the command once on each host, as Slurm would, and fails if one fails.
+shift
+status=0
+{starts}
+for job in $(jobs -p); do wait "$job" || status=1; done
+exit $status
+"""
+
+
+@pytest.mark.slow
+def test_the_slurm_script(hosts: list[Host], tmp_path: Path) -> None:
+    """With programs in place of Slurm's, from a copy of the script, as Slurm runs one."""
+    starts = [
+        " ".join(shlex.quote(word) for word in ["env", *(f"{k}={v}" for k, v in host.variables.items()), *host.enter])
+        for host in hosts
+    ]
+    programs = {
+        "srun": SRUN.format(starts="\n".join(f'{start} "$@" &' for start in starts)),
+        "scontrol": f"#!/bin/bash\nprintf '%s\\n' {' '.join(host.name for host in hosts)}\n",
+        "nvidia-smi": "#!/bin/bash\nprintf 'GPU 0\\nGPU 1\\n'\n",  # two ranks for each host
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    script = shutil.copy(FOLDER / "multinode" / "train.sbatch", tmp_path / "slurm_script")
+    job = launched(
+        ["bash", str(script), str(FOLDER / "migrate_fsdp2" / "after.py")],
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        SLURM_NNODES="2",
+        SLURM_JOB_NODELIST="a-and-b",
+        SLURM_JOB_ID=str(os.getpid()),
+        SLURM_SUBMIT_DIR=str(FOLDER.parent),
+        PYTHON=sys.executable,
+    )
+    assert ended(job).count("loss ") == 10
 
 
 def test_the_launchers_are_valid_shell() -> None:

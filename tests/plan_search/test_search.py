@@ -126,6 +126,22 @@ def test_closed_form_with_frozen_parts(trained: str) -> None:
     assert moved == pytest.approx(sum(known.time.collectives.values()), rel=1e-3)
 
 
+@pytest.mark.parametrize("trained", ["self_attn", "lm_head", ""])
+@pytest.mark.parametrize(("zero", "replicas"), [(3, 2), (3, 1), (1, 1)])
+def test_closed_form_of_collectives_with_zero(trained: str, zero: int, replicas: int) -> None:
+    """Units gather trained and frozen parameters apart, blocks that no gradient reaches once, and each reduces its own
+    gradients among replicas."""
+    model, batch = decoder("Llama", num_hidden_layers=4), {"input_ids": (8, 16)}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    looked = Looked(model, 4, batch, small(1e12))
+    choice = Choice(looked.sources[0], dp=4 // replicas, replicas=replicas, zero=zero)
+    known = estimate(model, plan_of(choice, looked.facts), batch=batch, device=looked.table, steps=1)
+    profile = looked._profile(choice)
+    moved = sum(communication(profile, choice, 2, profile.arrays(profile.num_blocks), looked.setting))
+    assert moved == pytest.approx(sum(known.time.collectives.values()), rel=0.01)
+
+
 def test_stages_are_checked_on_fewer_blocks() -> None:
     """A check of stages traces every block; two for each stage find what all of them do."""
     looked = Looked(decoder("Llama", num_hidden_layers=12), 4, {"input_ids": (8, 64), "labels": (8, 64)}, small(1e12))

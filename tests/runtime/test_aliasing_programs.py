@@ -1,6 +1,6 @@
 """Drawn modules in which tensors alias, against one device: values, gradients, errors, and who sees whose writes.
 
-``python -m tests.runtime.test_aliasing_programs 0 1000`` runs seeds, and prints those that fail; with ``wide=3`` of the wide
+``python -m tests.runtime.test_aliasing_programs 0 1000`` runs seeds, and prints those that fail; with ``wide 3`` of the wide
 space (see :func:`draw_model`), on three ranks. Ranks are threads, which takes a fifth of the processor time of processes.
 """
 
@@ -287,7 +287,7 @@ def test_drawn_modules_without_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def main() -> None:
-    """``FIRST END [wide] [static] [seen] [2x2]``"""
+    """``FIRST END [wide] [static] [seen] [3]``; the last is the mesh, as ``2x2``."""
     first, end, words = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     mesh = next((tuple(map(int, word.split("x"))) for word in words if word[0].isdigit()), (2,))
     space = Space("wide" in words, "static" in words, "seen" in words, mesh)

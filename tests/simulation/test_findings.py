@@ -152,3 +152,18 @@ def test_descriptions_that_ranks_compare() -> None:
     (one,) = found(blocking(0, given("dp")), blocking(1))
     assert one.kind == "never-comes" and "parallelize(Net, plan) of ranks [0, 1]" in one.text
     assert blocking(0, given("dp")).collectives == []
+
+
+def test_ranks_compare_several_times_under_one_name() -> None:
+    """A reducer compares its settings, and then its parameters: a later comparison is none of the one before."""
+
+    def given(text: str) -> Collective:
+        agreed = {"reducers": [["settings", text]]}
+        return Collective("comparison", "vescale 1", [0, 1, 2], "", 0, "train.py:8", None, agreed, "making a reducer")
+
+    records = [blocking(rank, given("op=None"), given("more parameters")) for rank in range(3)]
+    assert found(*records) == []
+    (one,) = found(*records[:2], blocking(2, given("op=None"), given("fewer parameters")))
+    assert one.kind == "mismatch" and "is more parameters on ranks [0, 1] and fewer parameters on rank 2" in one.text
+    (one,) = found(*records[:2], blocking(2, given("op=None")))
+    assert one.kind == "never-comes"

@@ -45,10 +45,11 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that :func:`inputs_of` reads."""
+def add_inputs(parser: argparse.ArgumentParser, batch: int | None = 8, default: str = "8") -> None:
+    """Add the arguments that :func:`inputs_of` reads. ``batch``: where none is given; None: the command finds it, as the
+    text ``default`` says."""
     parser.add_argument(
-        "--batch", type=_positive, default=8, help="global batch size, to size activations (default: 8)"
+        "--batch", type=_positive, default=batch, help=f"global batch size, to size activations (default: {default})"
     )
     parser.add_argument("--seq", type=_positive, default=128, help="sequence length (default: 128)")
     parser.add_argument(

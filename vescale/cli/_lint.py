@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+_ROWS = 8
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
@@ -46,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write entries for implicit communication into PLAN, a file: those after which the plan is valid and "
         "communicates less by itself",
     )
-    add_inputs(parser)
+    add_inputs(parser, None, "8, or more, so that all ranks get as many rows")
     add_json(parser)
 
 
@@ -67,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     note = ""
     try:
         plan = load_plan(args.plan, mesh)
+        if args.batch is None:
+            args.batch = _rows(plan)
         inputs = inputs_of(model, args)
         with working("tracing the forward"):
             found = check(plan, model, inputs)
@@ -93,6 +98,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(findings, fixed, note)
     return 1 if findings else 0
+
+
+def _rows(plan: Plan) -> int:
+    """At least 8, the same for each of the ranks that cut the batch: uneven rows communicate where even ones do not."""
+    ranks = 1
+    if any(_ROWS % size for size in plan.axes.sizes) or math.prod(plan.axes.sizes) > _ROWS:
+        from vescale.estimation import batch_axes
+
+        ranks = math.prod(map(plan.axes.size, batch_axes(plan)))
+    return ranks * math.ceil(_ROWS / ranks)
 
 
 def _as_dict(finding: Finding) -> dict[str, Any]:

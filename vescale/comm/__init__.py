@@ -18,8 +18,10 @@ from vescale.comm._joined_axes import join_axes
 from vescale.comm._kept_results import KeptResults, keep_tensors, keeps_result, outside_of_kept, watch_holder
 from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requester, record, record_comms, requested_by
 from vescale.comm._local_ranks import ProcessFailed, messages
+from vescale.comm._long_waits import look_while_waiting, waiting_thread
 from vescale.comm._observation import Observer, Operation, axes_of, expect_message, name_group, observe, received_bytes
 from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
+from vescale.comm._posted_order import Apart, PostedOrder
 from vescale.comm._rank_comparison import (
     Description,
     Difference,
@@ -46,6 +48,7 @@ __all__ = [
     "LISTENERS",
     "MAX_PADDING",
     "REDUCE_OPS",
+    "Apart",
     "AxisGroup",
     "Board",
     "BucketBytes",
@@ -62,6 +65,7 @@ __all__ = [
     "Observer",
     "Operation",
     "Pending",
+    "PostedOrder",
     "ProcessFailed",
     "RankGoneError",
     "ReductionCost",
@@ -88,6 +92,7 @@ __all__ = [
     "keeps_result",
     "link_of",
     "listen_to_descriptions",
+    "look_while_waiting",
     "messages",
     "name_group",
     "observe",
@@ -106,5 +111,6 @@ __all__ = [
     "ring_seconds",
     "uses_nccl",
     "wait_limit",
+    "waiting_thread",
     "watch_holder",
 ]

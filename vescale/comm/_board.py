@@ -18,18 +18,19 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from vescale import csrc
+from vescale.comm._long_waits import LONG_WAIT_SECONDS, look
 from vescale.comm._observation import Operation, tell_wait
 from vescale.compat import default_store, is_alone
 from vescale.errors import Coded
 
-__all__ = ["Board", "CrossWaitError", "RankGoneError"]
+__all__ = ["Board", "CrossWaitError", "RankGoneError", "shared_memory"]
 
 NUM_MARKS = 3
 _MARKS_OF_A_POST = struct.Struct(f"{NUM_MARKS}Q")
@@ -43,6 +44,8 @@ _DIGEST = (1 << _DIGEST_BITS) - 1
 _LOOKS = 50
 _SHORT_SLEEP, _LONG_SLEEP = 0.0002, 0.002
 _LIVENESS_SECONDS = 0.25
+# Of where a rank waits: it has found that ranks wait for each other, and raises when the others have, or after so long.
+_FOUND, _FOUND_SECONDS = 1 << 63, 4 * _LIVENESS_SECONDS
 
 
 class RankGoneError(Coded, RuntimeError):
@@ -102,34 +105,8 @@ class Board:
             alone = [[(0,)]] * max(len(channels), 1)
             return cls(ranks[own : own + 1], 0, bytearray(8 * _row_cells(alone)), alone)
         channels = channels or [[range(len(ranks))] * len(ranks)]
-        size = len(ranks) * 8 * _row_cells(channels)
-        store = default_store()
-        store.set(f"{place} host {own}", _host())
-        hosts = {bytes(store.get(f"{place} host {index}")) for index in range(len(ranks))}
-        if len(hosts) > 1:
-            return None
-        if own == 0:
-            store.set(f"{place} file", str(_new_file(size)))
-        path = Path(store.get(f"{place} file").decode())
-        try:
-            with path.open("r+b") as file:
-                memory = mmap.mmap(file.fileno(), size)
-        except OSError:  # hosts with one name and folders of their own
-            store.set(f"{place} lacks", "1")
-            memory = None
-        if store.add(f"{place} opened", 1) == len(ranks):
-            with contextlib.suppress(OSError):
-                path.unlink()
-            store.set(f"{place} all", "1")
-        store.get(f"{place} all")
-        is_lacking = memory is None or store.check([f"{place} lacks"])
-        if store.add(f"{place} left", 1) == len(ranks):
-            for key in ("file", "opened", "all", "left", *(["lacks"] if is_lacking else ()), *range(len(ranks))):
-                store.delete_key(f"{place} {key}" if isinstance(key, str) else f"{place} host {key}")
-        if is_lacking:
-            return None
-        assert memory is not None
-        return cls(ranks, own, memory, channels)
+        memory = shared_memory(ranks, place, len(ranks) * 8 * _row_cells(channels))
+        return None if memory is None else cls(ranks, own, memory, channels)
 
     def post(self, number: int, digests: tuple[int, int, int], text: str, channel: int = 0) -> bool:
         """Write this rank's marks, one for each digest, and a text about them. Whether every rank of the channel has posted
@@ -166,7 +143,7 @@ class Board:
 
         Raises RankGoneError if the process of a rank that has not posted ends; CrossWaitError if ranks wait for each other;
         TimeoutError after ``limit`` seconds (twice that under a hang report, which names the ranks and where they are), of
-        which those do not count in which ranks are stopped at a breakpoint.
+        which those do not count in which ranks are stopped at a breakpoint; and what :func:`look` raises.
         """
         for _ in range(_LOOKS):
             found = self.rows(number, channel)
@@ -175,13 +152,12 @@ class Board:
             os.sched_yield()
         told: Operation | None = None
         waits = self._own * self._width + _WAITS
-        crossed: object = None
+        crossed: list[tuple[int, int, list[int]]] | None = None
         try:
             begin = looked = now = time.monotonic()
             while True:
                 found = self.rows(number, channel)
                 if found is not None:
-                    self._cells[waits] = 0
                     return found
                 time.sleep(min(max(_SHORT_SLEEP, (now - begin) / 16), _LONG_SLEEP))
                 now = time.monotonic()
@@ -193,16 +169,19 @@ class Board:
                     looked = now
                     before, crossed = crossed, self._crossed_waits()
                     if crossed and crossed == before and self.rows(number, channel) is None:
-                        # What this rank has written stays, so that the others find the same.
+                        self._wait_until_found(index for index, *_ in crossed)
                         raise CrossWaitError([self.ranks[index] for index, *_ in crossed])
                     gone = [index for index in self.absent(number, channel) if self._has_ended(index)]
                     if gone and self.rows(number, channel) is None:
                         raise RankGoneError(self.ranks[gone[0]])
+                    if now - begin > LONG_WAIT_SECONDS:
+                        look([self.ranks[index] for index in self.absent(number, channel)], what)
                     if now - begin > limit:
                         if not _is_paused():
                             raise TimeoutError
                         begin = now
         finally:
+            self._cells[waits] = 0  # what stayed would make others believe that this rank waits there for ever
             if told is not None:
                 told.ended = time.time()
 
@@ -225,7 +204,7 @@ class Board:
         waits: dict[int, tuple[int, list[int]]] = {}
         visited = [self._own]
         for index in visited:
-            cell = self._cells[index * self._width + _WAITS]
+            cell = self._cells[index * self._width + _WAITS] & ~_FOUND
             if cell and (awaited := self._absent(index, cell & 0xFFFF, (cell >> 16) - 1)):
                 waits[index] = cell, awaited
                 visited += [other for other in awaited if other not in visited]
@@ -233,6 +212,14 @@ class Board:
             for index in ended:
                 del waits[index]
         return [(index, *found) for index, found in sorted(waits.items())]
+
+    def _wait_until_found(self, positions: Iterable[int]) -> None:
+        """Until those who wait for each other have all found out; where this rank waits stays to be seen for so long."""
+        self._cells[self._own * self._width + _WAITS] |= _FOUND
+        cells = [index * self._width + _WAITS for index in positions]
+        end = time.monotonic() + _FOUND_SECONDS
+        while time.monotonic() < end and any(self._cells[cell] and not self._cells[cell] & _FOUND for cell in cells):
+            time.sleep(_LONG_SLEEP)
 
     def text(self, index: int) -> str:
         """What a rank has posted last."""
@@ -243,6 +230,35 @@ class Board:
         row = index * self._width + _PROCESS
         process, start = self._cells[row], self._cells[row + 1]
         return process != 0 and start != 0 and _started(process) != start
+
+
+def shared_memory(ranks: Sequence[int], place: str, size: int) -> mmap.mmap | None:
+    """Bytes that all ``ranks`` map, 0 at first; None, on every rank, where they are not all on one host. A rendezvous, as
+    :meth:`Board.open`."""
+    own, store = list(ranks).index(dist.get_rank()), default_store()
+    store.set(f"{place} host {own}", _host())
+    hosts = {bytes(store.get(f"{place} host {index}")) for index in range(len(ranks))}
+    if len(hosts) > 1:
+        return None
+    if own == 0:
+        store.set(f"{place} file", str(_new_file(size)))
+    path = Path(store.get(f"{place} file").decode())
+    try:
+        with path.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), size)
+    except OSError:  # hosts with one name and folders of their own
+        store.set(f"{place} lacks", "1")
+        memory = None
+    if store.add(f"{place} opened", 1) == len(ranks):
+        with contextlib.suppress(OSError):
+            path.unlink()
+        store.set(f"{place} all", "1")
+    store.get(f"{place} all")
+    is_lacking = memory is None or store.check([f"{place} lacks"])
+    if store.add(f"{place} left", 1) == len(ranks):
+        for key in ("file", "opened", "all", "left", *(["lacks"] if is_lacking else ()), *range(len(ranks))):
+            store.delete_key(f"{place} {key}" if isinstance(key, str) else f"{place} host {key}")
+    return None if is_lacking else memory
 
 
 def _row_cells(channels: Channels) -> int:

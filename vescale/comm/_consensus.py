@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vescale.comm._long_waits import look
 from vescale.comm._waiting_ranks import WaitNotice
 from vescale.compat import default_store, default_timeout, is_alone
 from vescale.errors import Coded, EnvironmentVariableError
@@ -177,6 +178,7 @@ class Consensus:
                     if time.monotonic() >= end:
                         return [rank for rank, key in zip(self.ranks, keys) if not store.check([key])], ""
                 assert about is not None
+                look((), about())
                 late = {rank: key for rank, key in zip(self.ranks, comings or keys) if not store.check([key])}
                 if verdict is not None and store.check([verdict]):
                     return [rank for rank, key in zip(self.ranks, keys) if not store.check([key])], ""

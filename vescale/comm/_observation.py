@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vescale.comm._long_waits import waits_for_message
 from vescale.compat import OBSERVATION, group_description, install_part, on_completion, require, uninstall_part
 
 __all__ = [
@@ -199,11 +200,11 @@ def observe(observer: Observer) -> Callable[[], None]:
 
 def wait_for_message(work: Any) -> None:
     """``work.wait()`` for a message, whose end is not observable otherwise, with the observers' timeout."""
+    with waits_for_message():
+        limit = _time_limit(OBSERVERS) if OBSERVERS else None
+        work.wait(timedelta(seconds=limit)) if limit is not None else work.wait()
     if not (OBSERVERS or METERS):
-        work.wait()
         return
-    limit = _time_limit(OBSERVERS)
-    work.wait(timedelta(seconds=limit)) if limit is not None else work.wait()
     with _LOCK:
         _UNTOLD[:] = [operation for operation in _UNTOLD if not operation.has_ended()]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vescale.comm._long_waits import wait_for_work
 from vescale.comm._observation import wait_for_message
 
 __all__ = [
@@ -47,7 +48,7 @@ class Pending:
     def wait(self) -> torch.Tensor:
         for work in self._works:
             if work is not None:
-                work.wait()
+                wait_for_work(work, self.out)
         if self._finish is not None:
             self._finish()
         self._works, self._finish = (), None

@@ -3,16 +3,16 @@
 PyTorch decides a call by its op, its operands' placements and sizes, and its other arguments. Of the sizes, most decisions
 need little: which dims have size 1, whether a sharded dim is large enough or divisible. For the ops whose ``sizes`` is
 registered (:mod:`vescale.ops._sizes`), that much is looked up here together with the placements. What is found says where
-the results are placed, which of them are operands or views of them, and which operands become pending sums; shapes, strides
-and dtypes of the results come from a run on meta tensors, which also finds the errors, and local sizes of views from the
-global ones.
+the results are placed, which of them are operands or views of them, and which parts of whole operands a rank takes; shapes,
+strides and dtypes of the results come from a run on meta tensors, which also finds the errors, and local sizes of views from
+the global ones.
 
 Entries are made of PyTorch's decisions, when a call is the first of its kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -28,13 +28,14 @@ from vescale.compat.patching import HOOKS
 from vescale.compat.result_metas import result_meta, result_rule
 from vescale.compat.sharding_caches import FORMS
 
-__all__ = ["FormKey", "Result", "form_key", "known_form", "moves_operands", "remember_form"]
+__all__ = ["FormKey", "Parts", "Result", "communicates_operands", "form_key", "known_form", "remember_form"]
 
 # The specs of a result's tensors, and the positions of the arguments that are returned in its place, or whose storage it
 # shares; -1 for none.
 Result = tuple[tuple[DTensorSpec | None, ...], int, int]
-# The positions of operands that are whole on one axis and become a pending sum there, and the number of its summands.
-Divided = tuple[tuple[int, int], ...]
+# What ranks take of operands that are whole on an axis: ``(position, dim, number of parts, this rank's)`` for an equal part
+# along a dim; with a dim of -1, one of equal summands.
+Parts = tuple[tuple[int, int, int, int], ...]
 Replaced = tuple[tuple[int, tuple[int, ...]], ...]
 _OWN_RULES = "torch.distributed.tensor._ops."
 
@@ -51,21 +52,21 @@ class FormKey:
 class _Form:
     """The decision for all calls of one key: for each result the layouts of its tensors, one for a list of any length."""
 
-    __slots__ = ("divided", "dtype", "results", "rule", "sized")
+    __slots__ = ("dtype", "parts", "results", "rule", "sized")
 
     def __init__(
-        self, results: tuple[tuple[Layout | None, bool, int, int], ...], sized: int, divided: Divided = ()
+        self, results: tuple[tuple[Layout | None, bool, int, int], ...], sized: int, parts: Parts = ()
     ) -> None:
         self.results = results
         self.sized = sized  # the position of the sizes that have to be local; -1: none
-        self.divided = divided
+        self.parts = parts
         # How the sizes of the one result are found, and its dtype; None: by a run.
         self.rule: Any = None
         self.dtype: Any = None
 
 
-# Stands for a decision to move operands.
-_MOVES = _Form((), -1)
+# Stands for a decision to communicate operands.
+_COMMUNICATES = _Form((), -1)
 
 
 def form_key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FormKey | None:
@@ -135,18 +136,45 @@ def _fits(shape: Any, cut: tuple[int, int]) -> bool:
     return cut[0] < len(shape) and shape[cut[0]] >= cut[1]
 
 
-def moves_operands(call: FormKey) -> bool:
-    """Whether PyTorch is known to move operands of such calls. Where to, it decides by what that costs for the sizes;
-    whether it does follows from the rule, because it prefers to move nothing."""
-    return FORMS.get(call.key) is _MOVES
+def _form_of(call: FormKey) -> _Form | None:
+    form = FORMS.get(call.key)
+    return form.get(_divisibility(call)) if isinstance(form, dict) else form
 
 
-def known_form(call: FormKey) -> tuple[tuple[Result, ...], Replaced, Divided] | None:
-    """``(results, replaced arguments, divided arguments)`` of a call, or None if it is the first of its kind.
+def _divisibility(call: FormKey) -> tuple[tuple[bool, bool], ...]:
+    """Of each dim of each operand, whether axes of the mesh could cut it, and evenly: what decides which moves are possible,
+    beside the placements."""
+    specs = list(_specs_in((*call.args, *call.kwargs.values()) if call.kwargs else call.args))
+    if not specs:
+        return ()
+    products = {1}
+    for size in specs[0].mesh.shape:
+        products |= {size * product for product in products}
+    return tuple(
+        (n >= parts, n % parts == 0) for spec in specs for n in spec.tensor_meta.shape for parts in sorted(products)
+    )
+
+
+def _specs_in(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, DTensorSpec):
+            yield value
+        elif isinstance(value, list | tuple) and not isinstance(value, TensorMeta):
+            yield from _specs_in(value)
+
+
+def communicates_operands(call: FormKey) -> bool:
+    """Whether PyTorch is known to communicate operands of such calls. Where to, it decides by what that costs for the sizes;
+    whether it does follows from the rule, because it prefers to move nothing, and what is free."""
+    return _form_of(call) is _COMMUNICATES
+
+
+def known_form(call: FormKey) -> tuple[tuple[Result, ...], Replaced, Parts] | None:
+    """``(results, replaced arguments, parts of arguments)`` of a call, or None if it is the first of its kind.
 
     Raises what the op raises for these sizes.
     """
-    form: _Form | None = FORMS.get(call.key)
+    form = _form_of(call)
     if form is None:
         return None
     meta: Any = None if form.rule is None else result_meta(form.rule, call.args, form.dtype)
@@ -165,7 +193,7 @@ def known_form(call: FormKey) -> tuple[tuple[Result, ...], Replaced, Divided] | 
         if written >= 0 and call.args[written].tensor_meta.shape != meta.shape:
             return None
     if form.sized < 0:
-        return tuple(results), (), form.divided
+        return tuple(results), (), form.parts
     layout, (spec,) = form.results[0][0], results[0][0]
     assert layout is not None and spec is not None and spec.tensor_meta is not None
     return tuple(results), ((form.sized, local_sizes(layout, spec.tensor_meta.shape)),), ()
@@ -180,15 +208,17 @@ def _metas(call: FormKey, num_results: int) -> list[Any]:
 
 
 def remember_form(
-    call: FormKey, results: Any, replaced: Mapping[int, tuple[int, ...]] = MappingProxyType({}), divided: Divided = ()
+    call: FormKey, results: Any, replaced: Mapping[int, tuple[int, ...]] = MappingProxyType({}), parts: Parts = ()
 ) -> None:
     """Keep the decision about a call for all calls of the same kind, where that is possible. ``results``: None if operands
-    move.
+    are communicated.
 
-    To divide an operand costs nothing for any sizes, and its place follows from the other operands, which stay.
+    PyTorch takes the first placements that cost nothing, where it finds no operands that stay. To take a part of a whole
+    operand costs nothing for any sizes, and communication always something, so that the choice follows from the placements
+    and from what is divisible.
     """
     if results is None:
-        FORMS[call.key] = _MOVES
+        _keep_by_divisibility(call, _COMMUNICATES)
     if not results:
         return
     listed = [isinstance(meta, list) for meta in _metas(call, len(results))]
@@ -212,9 +242,18 @@ def remember_form(
         sized = position
     elif replaced:
         return
-    if divided and sized >= 0:
+    if parts and sized >= 0:
         return
-    form = _Form(tuple(kept), sized, divided)
+    form = _Form(tuple(kept), sized, parts)
     if len(kept) == 1 and not listed[0] and kept[0][2] < 0:
         form.rule, form.dtype = result_rule(call.op, call.kwargs), results[0][0][0].tensor_meta.dtype
-    FORMS[call.key] = form
+    if parts:
+        _keep_by_divisibility(call, form)
+    else:
+        FORMS[call.key] = form
+
+
+def _keep_by_divisibility(call: FormKey, form: _Form) -> None:
+    forms = FORMS.setdefault(call.key, {})
+    if isinstance(forms, dict):
+        forms[_divisibility(call)] = form

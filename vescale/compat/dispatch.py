@@ -317,8 +317,7 @@ def keeps_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     Raises what deciding raises: PyTorch's path raises it too.
     """
     dispatcher: Any = DTensor._op_dispatcher
-    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
-    schema = info.schema
+    schema = dispatcher.unwrap_to_op_info(op, args, kwargs).schema
     models = model_hooks()
     handler = models.handlers.get(op) if models is not None else None
     if handler is not None and handler.applies(op, schema):
@@ -340,8 +339,9 @@ def keeps_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         if not isinstance(sharding, OutputSharding):
             return schema, None
         if sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema:
-            uneven = None if models is None else models.listener.view_of_uneven_shards(None, kwargs, schema)
-            return schema, uneven if uneven is not None else sharding
+            ask = None if models is None else models.listener
+            kept = ask and (ask.view_of_uneven_shards(None, kwargs, schema) or ask.moves_nothing(op, schema, sharding))
+            return schema, kept or sharding
         right = None if models is None else models.listener.misjudged_view(None, kwargs, schema, sharding)
         if right is not None:
             return schema, None if right is NotImplemented else right

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from vescale.compat.closed_forms import Result
+from vescale.compat.closed_forms import Parts, Result
 from vescale.compat.dtensor import DTensorSpec, StridedShard, rank_in_mesh
-from vescale.compat.layouts import intern
+from vescale.compat.layouts import intern, layout_of, local_sizes
 from vescale.compat.op_info import OutputSharding, is_view
 from vescale.compat.patching import HOOKS
 
-__all__ = ["STOCK_PLACEMENTS", "divided_arguments", "intern_spec", "local_arguments", "results_of"]
+__all__ = ["STOCK_PLACEMENTS", "intern_spec", "local_arguments", "parts_of_arguments", "results_of"]
 
+_aten = torch.ops.aten
 STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
 
 
@@ -35,15 +37,17 @@ def intern_spec(spec: DTensorSpec) -> DTensorSpec | None:
     return intern(spec)
 
 
-def divided_arguments(op: Any, schema: Any, sharding: OutputSharding) -> list[tuple[int, int]] | None:
-    """Operands that PyTorch moves, where each is whole on one axis and becomes a pending sum there, of equal summands: what
-    a layer with sharded rows does to its bias. None where another one moves."""
+def parts_of_arguments(op: Any, schema: Any, sharding: OutputSharding) -> Parts | None:
+    """What this rank takes of the operands that PyTorch moves, if each is whole on the axes that change: summands, as of the
+    bias of a layer with sharded rows, or equal parts, as of embeddings of positions for a sharded sequence. None where one
+    is communicated, or cut unevenly.
+    """
     wanted = sharding.redistribute_schema
     if wanted is None or wanted.op != op or wanted.kwargs_schema != schema.kwargs_schema:
         return None
     if len(wanted.args_schema) != len(schema.args_schema):
         return None
-    divided = []
+    parts: list[tuple[int, int, int, int]] = []
     for index, (given, target) in enumerate(zip(schema.args_schema, wanted.args_schema)):
         if given == target:
             continue
@@ -51,25 +55,46 @@ def divided_arguments(op: Any, schema: Any, sharding: OutputSharding) -> list[tu
             not isinstance(given, DTensorSpec)
             or not isinstance(target, DTensorSpec)
             or op._schema.arguments[index].alias_info is not None
+            or (taken := _parts_of(index, given, target)) is None
         ):
             return None
-        changes = [axis for axis, p in enumerate(given.placements) if p != target.placements[axis]]
-        changes = [axis for axis in changes if given.mesh.size(axis) > 1]
-        if len(changes) != 1 or given.tensor_meta is None or not given.tensor_meta.dtype.is_floating_point:
+        parts += taken
+    return tuple(parts)
+
+
+def _parts_of(index: int, given: DTensorSpec, target: DTensorSpec) -> list[tuple[int, int, int, int]] | None:
+    mesh, meta, coordinate = given.mesh, given.tensor_meta, given.mesh.get_coordinate()
+    layout = layout_of(target)
+    if meta is None or coordinate is None or not (layout.is_plain and layout_of(given).is_plain):
+        return None
+    parts: list[tuple[int, int, int, int]] = []
+    for axis, (before, after) in enumerate(zip(given.placements, target.placements)):
+        size = mesh.size(axis)
+        if before == after or size == 1:
+            continue
+        if not before.is_replicate():
             return None
-        (axis,) = changes
-        if not (given.placements[axis].is_replicate() and target.placements[axis].is_partial("sum")):
+        if after.is_partial("sum") and meta.dtype.is_floating_point:
+            parts.append((index, -1, size, 0))
+        elif isinstance(after, Shard) and after not in given.placements[axis + 1 :]:
+            num_parts = dict(layout.shards)[after.dim]
+            if not meta.shape[after.dim] or meta.shape[after.dim] % num_parts:
+                return None
+            parts.append((index, after.dim, size, coordinate[axis]))
+        else:
             return None
-        divided.append((index, given.mesh.size(axis)))
-    return divided
+    return parts
 
 
 def local_arguments(op: Any, schema: Any, sharding: OutputSharding) -> list[tuple[int, tuple[int, ...]]] | None:
     """Arguments that are local sizes where the call has global ones; None where anything else differs."""
     wanted = sharding.redistribute_schema
-    if not sharding.use_val_from_redistribute_schema or wanted is None or wanted.op != op:
+    if not sharding.use_val_from_redistribute_schema or wanted is None:
         return None
-    if len(wanted.args_schema) != len(schema.args_schema):
+    if op is _aten.squeeze.dim and wanted.op is _aten.squeeze.dims:
+        spec, dim = schema.args_schema
+        return [] if _squeezes_alike(spec, dim, wanted.args_schema[1]) else None
+    if wanted.op != op or len(wanted.args_schema) != len(schema.args_schema):
         return None
     replaced = []
     for index, (given, local) in enumerate(zip(schema.args_schema, wanted.args_schema)):
@@ -81,6 +106,15 @@ def local_arguments(op: Any, schema: Any, sharding: OutputSharding) -> list[tupl
                 return None
             replaced.append((index, tuple(local)))
     return replaced
+
+
+def _squeezes_alike(spec: DTensorSpec, dim: int, dims: Any) -> bool:
+    """Whether ``squeeze(dim)`` of the local tensor removes ``dims``: PyTorch names them, because a part may have one index
+    of a dim that has more."""
+    layout = layout_of(spec)
+    if not layout.is_plain or not spec.shape:
+        return False
+    return bool(dims) == (local_sizes(layout, spec.shape)[dim] == 1)
 
 
 def results_of(

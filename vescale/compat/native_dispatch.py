@@ -8,7 +8,7 @@ the call                                  runs
 ========================================  =======================================================================
 operands stay, no handler applies         on the local tensors, by C++
 views whose sizes PyTorch makes local     the same, with the local sizes
-whole operands that become pending sums   the same, with equal summands
+parts or summands of whole operands       the same, with this rank's
 writes while gathered copies are viewed   by PyTorch's path: writes must reach the originals
 other moves, no rule, a handler           by PyTorch's path, with the patches of :mod:`vescale.compat.dispatch`
 a mode, a subclass, a trace               by PyTorch's path
@@ -32,15 +32,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from vescale import csrc
-from vescale.compat.closed_forms import form_key, known_form, moves_operands, remember_form
+from vescale.compat.closed_forms import communicates_operands, form_key, known_form, remember_form
 from vescale.compat.dispatch import handlers_of_dtensor, keeps_operands, specs_on_replicas
 from vescale.compat.hook_gate import addresses_about_hooks
 from vescale.compat.model_hooks import model_hooks
 from vescale.compat.native_decisions import (
     STOCK_PLACEMENTS,
-    divided_arguments,
     intern_spec,
     local_arguments,
+    parts_of_arguments,
     results_of,
 )
 from vescale.compat.out_arguments import is_into_empty
@@ -300,11 +300,11 @@ def _static_arguments(name: str, overload: str) -> tuple[bool, ...]:
 
 
 def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``(results, replaced arguments, divided arguments)`` of a call that runs on the local tensors, or None.
+    """``(results, replaced arguments, parts of arguments)`` of a call that runs on the local tensors, or None.
 
     A result is ``(specs, written, viewed)``: the specs of its tensors, and the positions of the arguments that are returned
-    in its place, or whose storage it shares; -1 for none. A replaced argument is ``(position, sizes)``, a divided one
-    ``(position, number of summands)``.
+    in its place, or whose storage it shares; -1 for none. A replaced argument is ``(position, sizes)``, a part of one
+    ``(position, dim, number of parts, this rank's)``, with a dim of -1 for one of equal summands.
     """
     op = _op(name, overload)
     if op in _NEVER or op in DTensor._op_dispatcher._random_ops or is_into_empty(op, kwargs):
@@ -314,7 +314,7 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
     form = form_key(op, args, kwargs)
     try:
         if form is not None:
-            if moves_operands(form):
+            if communicates_operands(form):
                 return None
             if (known := known_form(form)) is not None:
                 return known
@@ -326,18 +326,18 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
             remember_form(form, None)
         return None
     moves = sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema
-    divided = divided_arguments(op, schema, sharding) if moves else []
+    parts = parts_of_arguments(op, schema, sharding) if moves else ()
     replaced = local_arguments(op, schema, sharding) if sharding.needs_redistribute and not moves else []
-    if divided is None and form is not None:
+    if parts is None and form is not None:
         remember_form(form, None)
-    if divided is None or replaced is None:
+    if parts is None or replaced is None:
         return None
     results = results_of(op, args, kwargs, sharding)
     if results is None:
         return None
     if form is not None:
-        remember_form(form, results, dict(replaced), tuple(divided))
-    return results, tuple(replaced), tuple(divided)
+        remember_form(form, results, dict(replaced), parts)
+    return results, tuple(replaced), parts
 
 
 def _decide_on_replicas(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@
 #include "call.h"
 #include "specs.h"
 
+#include <array>
 #include <chrono>
 
 namespace vescale {
@@ -21,7 +22,7 @@ struct Entry {
     bool is_stock = true;
     std::vector<Result> results;
     std::vector<std::pair<int, c10::IValue>> replaced;  // arguments that differ on the local tensors: sizes of views
-    std::vector<std::pair<int, std::int64_t>> divided;  // arguments that become this many equal summands
+    std::vector<std::array<std::int64_t, 4>> parts;  // of arguments: position, dim (-1: summands), number, this rank's
 };
 
 inline double seconds_now() {

@@ -289,6 +289,22 @@ inline bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const c
     return true;
 }
 
+// One of equal parts of a whole tensor, in memory of its own, as PyTorch makes it. Dims along which the tensor is expanded
+// stay expanded, because strides decide about those of results.
+inline at::Tensor part_of(const at::Tensor& whole, std::int64_t dim, std::int64_t num_parts, std::int64_t ours) {
+    const auto length = whole.size(dim) / num_parts;
+    at::Tensor part = whole.narrow(dim, ours * length, length).clone();
+    auto strides = part.strides().vec();
+    bool is_expanded = false;
+    for (const auto i : c10::irange(whole.dim())) {
+        if (whole.size(i) > 1 && part.size(i) > 1 && whole.stride(i) == 0) {
+            strides[i] = 0;
+            is_expanded = true;
+        }
+    }
+    return is_expanded ? part.as_strided(part.sizes(), strides) : part;
+}
+
 inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry& known) {
     const auto& schema = op.schema();
     const auto num_arguments = schema.arguments().size();
@@ -322,9 +338,11 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
     for (const auto& [index, value] : known.replaced) {
         (*stack)[first + index] = value;
     }
-    for (const auto& [index, num_summands] : known.divided) {
+    for (const auto& [index, dim, num_parts, ours] : known.parts) {
         const c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
-        (*stack)[first + index] = (*stack)[first + index].toTensor().div(num_summands);
+        IValue& value = (*stack)[first + index];
+        const at::Tensor& whole = value.toTensor();
+        value = dim < 0 ? whole.div(num_parts) : part_of(whole, dim, num_parts, ours);
         WatchCalls::note_other();
     }
     const auto wrapper_of = [&](int index) -> const at::Tensor& {
@@ -384,7 +402,7 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
 inline Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments) {
     using Results = std::vector<std::tuple<py::tuple, int, int>>;  // specs, written, viewed
     using Replaced = std::vector<std::pair<int, std::vector<std::int64_t>>>;  // position, sizes
-    using Divided = std::vector<std::pair<int, std::int64_t>>;  // position, number of summands
+    using Parts = std::vector<std::array<std::int64_t, 4>>;  // position, dim, number of parts, this rank's
     Entry entry;
     const WatchCalls unrelated;
     struct Restore {
@@ -396,7 +414,7 @@ inline Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> 
     if (decision.is_none()) {
         return entry;
     }
-    auto [results, replaced, divided] = decision.cast<std::tuple<Results, Replaced, Divided>>();
+    auto [results, replaced, parts] = decision.cast<std::tuple<Results, Replaced, Parts>>();
     for (const auto& [specs, written, viewed] : results) {
         Result result{{}, written, viewed};
         for (const auto& spec : specs) {
@@ -407,7 +425,7 @@ inline Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> 
     for (auto& [position, sizes] : replaced) {
         entry.replaced.emplace_back(position, IValue(std::move(sizes)));
     }
-    entry.divided = std::move(divided);
+    entry.parts = std::move(parts);
     entry.is_stock = false;
     return entry;
 }

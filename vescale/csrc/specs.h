@@ -30,7 +30,7 @@ using SpecTable = ska::flat_hash_map<PyObject*, std::unique_ptr<Spec>>;
 // What Python is asked, and the tables. Read and written with the interpreter's lock held.
 struct State {
     py::object intern;  // spec -> the interned one, or None
-    py::object decide;  // (op name, overload name, args, kwargs) -> None or (results, replaced, divided arguments)
+    py::object decide;  // (op name, overload name, args, kwargs) -> None or (results, replaced arguments, parts)
     py::object static_arguments;  // (op name, overload name) -> whether each argument decides by its value
     py::object stock_placements;  // PyTorch's types of placements, a set
     py::object forget;  // () -> None; clears all tables, here and in Python

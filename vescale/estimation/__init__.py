@@ -31,7 +31,16 @@ from vescale.estimation._step_time import (
 )
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
-from vescale.estimation._variants import WHAT_IF, hybrid_plan, unit_paths, what_if, zero_plan, zero_table
+from vescale.estimation._variants import (
+    WHAT_IF,
+    batch_axes,
+    hybrid_plan,
+    unit_paths,
+    what_if,
+    zero_plan,
+    zero_table,
+    zero_units,
+)
 from vescale.ir import Repeats, repeats_of
 
 __all__ = [
@@ -59,6 +68,7 @@ __all__ = [
     "UnfilledTensors",
     "attention_of_gpu",
     "balanced_tokens",
+    "batch_axes",
     "bucket_shares",
     "calibrate",
     "classify",
@@ -92,4 +102,5 @@ __all__ = [
     "without_collections",
     "zero_plan",
     "zero_table",
+    "zero_units",
 ]

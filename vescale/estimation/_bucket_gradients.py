@@ -1,4 +1,5 @@
-"""Gradients that a reducer completes in buckets: what every rank holds of them, and what is reduced."""
+"""Gradients that a reducer completes in buckets, or that have memory of their own beside a unit's: what every rank holds of
+them, and what is reduced."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.compat import local_of
+from vescale.fsdp import state_of
 from vescale.ir import Repeats
 from vescale.placements import local_region
 from vescale.plans import MeshAxes
 from vescale.runtime import gradient_reducer
 
-__all__ = ["BucketGradient", "bucket_bytes", "bucket_gradients", "bucket_shares"]
+__all__ = ["BucketGradient", "bucket_bytes", "bucket_gradients", "bucket_shares", "gradients_beside_units"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class BucketGradient:
         itemsize: bytes of an element of the complete gradient.
         is_scattered: whether each rank along an axis gets a piece of the bucket.
         bucket: the requester of its collectives.
+        least: elements of a slot for a part without any: the mark of unused parameters.
     """
 
     name: str
@@ -40,6 +44,7 @@ class BucketGradient:
     is_scattered: bool
     numel: int
     bucket: str
+    least: int = 1
 
     @property
     def module(self) -> str:
@@ -79,11 +84,35 @@ def bucket_gradients(model: nn.Module) -> list[BucketGradient]:
     return found
 
 
+def gradients_beside_units(model: nn.Module) -> list[BucketGradient]:
+    """Of parameters of units that other modules used, while they were in parts: such gradients are in no unit's buffer. None
+    that a reducer completes.
+
+    Args:
+        model: parallelized, with the gradients of a step.
+    """
+    states = dict.fromkeys(state_of(module) for module in model.modules())
+    groups = [group for state in states if state is not None for group in state.groups]
+    sizes = {
+        p.sharded: bucket.shards.num_bytes for group in groups for bucket in group.buckets for p in bucket.parameters
+    }
+    found = []
+    reduced = {slot.name for bucket in gradient_reducer(model).buckets for slot in bucket.slots}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if parameter not in sizes or name in reduced or not isinstance(grad, DTensor):
+            continue
+        if local_of(grad).untyped_storage().nbytes() != sizes[parameter]:
+            axes, shape = tuple(grad.device_mesh.mesh_dim_names or ()), tuple(grad.shape)
+            found.append(BucketGradient(name, shape, axes, grad.placements, grad.element_size(), False, 0, "", least=0))
+    return found
+
+
 def bucket_bytes(
     gradients: Sequence[BucketGradient], repeats: Sequence[Repeats], in_units: Collection[str], axes: MeshAxes
 ) -> np.ndarray:
-    """Of every rank: what the slots of parameters ``in_units`` take, whose buffers hold nothing of these gradients, and
-    what slots without elements take for other parameters."""
+    """Of every rank: what gradients of parameters ``in_units`` take, whose buffers hold nothing of these, and what slots
+    without elements take for other parameters."""
     total = np.zeros(axes.sizes, dtype=np.int64)
     times: Counter[tuple[BucketGradient, bool]] = Counter()
     for one in gradients:
@@ -91,7 +120,7 @@ def bucket_bytes(
             times[replace(one, name="", bucket=""), one.name in in_units] += _count(one, repeats)
     for (one, is_in_unit), count in times.items():
         numels = one.numels(axes)
-        slots = np.maximum(numels, 1)  # a slot without elements has one for the mark of unused parameters
+        slots = np.maximum(numels, one.least)
         total += np.broadcast_to(slots if is_in_unit else slots - numels, axes.sizes) * one.itemsize * count
     return total
 

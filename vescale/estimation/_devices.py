@@ -112,24 +112,34 @@ class Device:
         known = dict(cls.__annotations__)
         wrong = [key for key in data if key not in known]
         if wrong:
-            raise DeviceTableError(f"{where}: unknown key {wrong[0]!r}{did_you_mean(wrong[0], tuple(known))}")
+            raise DeviceTableError(f"{where}: unknown key {wrong[0]!r}{did_you_mean(str(wrong[0]), tuple(known))}")
         missing = [key for key in known if key not in data and not hasattr(cls, key) and key not in _CURVES]
         if missing:
             raise DeviceTableError(f"{where}: no {missing[0]!r}; see vescale/estimation/devices/schema.json")
+        if not isinstance(data["name"], str):
+            raise DeviceTableError(f"{where}: name is {data['name']!r}; give a text")
         for key in ("flops", "outside_bytes", "confidence"):
-            if not isinstance(data[key], Mapping) or not all(_is_number(value) for value in data[key].values()):
+            if not isinstance(data[key], Mapping) or not all(_is_number(x) and x >= 0 for x in data[key].values()):
                 raise DeviceTableError(f"{where}: {key} is {data[key]!r}; give a mapping from names to numbers")
+        if not data["flops"] or not all(data["flops"].values()):
+            raise DeviceTableError(
+                f"{where}: flops is {data['flops']!r}; give positive numbers by dtype, as float32: 1e12"
+            )
         for key in known:
-            if known[key] not in ("float", "int") or key not in data:
+            if known[key] not in ("float", "int", "int | None") or key not in data:
                 continue
-            is_allowed = _is_number(data[key]) and (data[key] > 0 or (key == "overlap" and data[key] == 0))
-            if not is_allowed:
-                raise DeviceTableError(f"{where}: {key} is {data[key]!r}; give a positive number")
+            value = data[key]
+            if value is None and known[key] == "int | None":
+                continue
+            if not _is_number(value) or value < 0 or (value == 0 and key != "overlap"):
+                raise DeviceTableError(f"{where}: {key} is {value!r}; give a positive number")
+            if known[key] != "float" and value != int(value):
+                raise DeviceTableError(f"{where}: {key} is {value!r}; give a whole number")
         sources = data["sources"]
         if not isinstance(sources, Mapping) or not all(isinstance(x, str) for x in sources.values()):
             raise DeviceTableError(f"{where}: sources is {sources!r}; give a mapping from keys of the table to texts")
         points = data["efficiency"]
-        if not _are_points(points, 2, 2):
+        if not _are_points(points, 2, 2) or not all(number > 0 for point in points for number in point):
             raise DeviceTableError(
                 f"{where}: efficiency is {points!r}; give a list of [operations of a call, share of the peak]"
             )
@@ -196,7 +206,7 @@ def _are_points(points: Any, least: int, most: int) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def device_names() -> tuple[str, ...]:
@@ -216,8 +226,12 @@ def device_of(device: str | Device) -> Device:
             f"there is no table of a device {device!r}; give one of {', '.join(device_names())}, or a YAML file"
             f"{did_you_mean(device.lower(), device_names())}"
         )
-    with file.open(encoding="utf-8") as stream:
-        data = yaml.safe_load(stream)
+    try:
+        with file.open(encoding="utf-8") as stream:
+            data = yaml.safe_load(stream)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise DeviceTableError(f"{file}: this is no YAML that can be read: {reason}") from None
     if not isinstance(data, dict):
-        raise DeviceTableError(f"{file}: a table is a mapping")
+        raise DeviceTableError(f"{file}: a table is a mapping; see vescale/estimation/devices/schema.json")
     return Device.from_data({"name": file.stem, **data}, str(file))

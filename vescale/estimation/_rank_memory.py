@@ -81,7 +81,8 @@ def memory_of_ranks(
     for one in seen:
         own = tuple(map(int, np.unravel_index(one.rank, sizes)))
         optimizer = _optimizer_bytes(one.rehearsal, repeats, states, own)
-        gradients = states.gradients + bucket_bytes(one.rehearsal.in_buckets, repeats, states.in_units, program.axes)
+        apart = [*one.rehearsal.in_buckets, *one.rehearsal.beside_units]
+        gradients = states.gradients + bucket_bytes(apart, repeats, states.in_units, program.axes)
         more = np.stack([a - a[own] for a in (states.parameters, gradients, optimizer)], axis=-1)
         if one.timeline.host_share:  # what is offloaded differs in the host's memory
             more = (more * (1 - one.timeline.host_share)).astype(np.int64)

@@ -18,7 +18,7 @@ from vescale.checks import unchecked
 from vescale.comm import CommRecord, record_comms
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
-from vescale.estimation._bucket_gradients import BucketGradient, bucket_gradients
+from vescale.estimation._bucket_gradients import BucketGradient, bucket_gradients, gradients_beside_units
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._op_costs import OpCosts
 from vescale.estimation._received_tokens import balanced_tokens
@@ -57,7 +57,8 @@ class Rehearsal:
         collectives: of the last step.
         states: of the optimizer.
         trained: elements that the optimizer gets, by the path of their module.
-        in_buckets: gradients that the model's reducer completes.
+        in_buckets: gradients that the model's reducer completes; ``beside_units``: of parameters of units, those that are in
+            no unit's buffer.
         num_steps: how many steps have run.
         has_host: whether what is offloaded is in another memory.
     """
@@ -72,6 +73,7 @@ class Rehearsal:
     states: list[StateTensor] = field(default_factory=list)
     trained: dict[str, int] = field(default_factory=dict)
     in_buckets: list[BucketGradient] = field(default_factory=list)
+    beside_units: list[BucketGradient] = field(default_factory=list)
 
 
 @dataclass
@@ -205,6 +207,7 @@ def _step(
     place.phase = "optimizer"
     found.log.mark()
     classify(model, optimizer, found)
+    found.beside_units = gradients_beside_units(model)
     if optimizer is not None:
         optimizer.step()
         classify(model, optimizer, found)

@@ -92,15 +92,17 @@ const part = (of, c) => of ? of[c] - base[c] : 0, at = id => document.getElement
 const total = of => data.names.reduce((sum, c) => sum + of[c], 0);
 // What grows with the batch is what twice the batch has more; with the sequence it grows as a square through three points.
 const more = c => part(row("batch", "2") || row("sequence", "2"), c);
-const grown = f => { const d = total(row("sequence", "2") || base) - total(base), h = row("sequence", "0.5");
-  const all = data.names.reduce((sum, c) => sum + more(c), 0);
+const grown = (f, of) => { const d = of(row("sequence", "2") || base) - of(base), h = row("sequence", "0.5");
+  const all = of(row("batch", "2") || row("sequence", "2") || base) - of(base);
   if (!all || f === 1) return 1;
-  const low = h ? total(h) - total(base) : -d / 2, square = (d + 2 * low) / 1.5, line = d - square;
+  const low = h ? of(h) - of(base) : -d / 2, square = (d + 2 * low) / 1.5, line = d - square;
   return Math.max(0, 1 + (line * (f - 1) + square * (f - 1) * (f - 1)) / all); };
-const whatIf = (batch, length, stage, policy) => { const found = {}, f = batch * grown(length);
+const seconds = of => of.device_seconds;
+const whatIf = (batch, length, stage, policy) => { const found = {};
   const s = row("stage", stage), p = row("checkpoint", policy);
-  for (const c of [...data.names, "device_seconds"]) found[c] = Math.max(0,
-    base[c] + part(s, c) + part(p, c) * f + more(c) * (f - 1));
+  const set = (c, f) => found[c] = Math.max(0, base[c] + part(s, c) + part(p, c) * f + more(c) * (f - 1));
+  for (const c of data.names) set(c, batch * grown(length, total));
+  set("device_seconds", batch * grown(length, seconds));
   const host = base.host_seconds + part(s, "host_seconds") + part(p, "host_seconds");
   found.step_seconds = data.gpu ? Math.max(found.device_seconds, host) : found.device_seconds + host;
   return found; };

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import regex
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from vescale.errors import ArgumentTypeError, Coded, EstimateArgumentError, EstimateError, WhatIfError
+from vescale.errors import (
+    ArgumentTypeError,
+    Coded,
+    DeviceTableError,
+    EstimateArgumentError,
+    EstimateError,
+    UnitPolicyError,
+    WhatIfError,
+)
 from vescale.estimation._estimate import Estimate
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import (
@@ -23,16 +33,32 @@ from vescale.plans import (
     PrecisionEntry,
     ShardEntry,
     UnitEntry,
+    float_dtype_of,
     with_pipeline,
 )
 
-__all__ = ["WHAT_IF", "changed", "hybrid_plan", "unit_paths", "what_if", "zero_plan", "zero_table"]
+__all__ = [
+    "WHAT_IF",
+    "batch_axes",
+    "changed",
+    "hybrid_plan",
+    "unit_paths",
+    "what_if",
+    "zero_plan",
+    "zero_table",
+    "zero_units",
+]
 
 WHAT_IF = (
     "batch=16, sequence=4096, stage=2 (of ZeRO), offload=true, checkpoint=full (selective, offload, none), "
     "precision=bfloat16, mesh=dp:4 (axes joined with +), optimizer=sgd, load=1.2, device=h200-141g"
 )
 
+
+_ORDER = ("mesh", "batch", "sequence", "stage", "checkpoint", "precision", "offload", "optimizer", "load", "device")
+"""In which changes are made: stages of ZeRO are over the axes of the mesh, and what is offloaded is what they cut."""
+
+_OF_USAGE = (ArgumentTypeError, DeviceTableError, EstimateArgumentError, WhatIfError)
 
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
@@ -47,6 +73,9 @@ def what_if(estimate: Estimate, text: str) -> dict[str, Any]:
         name, equals, value = part.strip().partition("=")
         if not equals or not value:
             raise WhatIfError(f"what-if {part!r}: write NAME=VALUE, as {WHAT_IF}")
+        name = "sequence" if name == "seq" else name
+        if name in changes:
+            raise WhatIfError(f"what-if {text!r}: {name} is there twice; give each value a --what-if")
         changes[name] = value
     return changed(estimate, changes, text)
 
@@ -55,8 +84,8 @@ def changed(estimate: Estimate, changes: Mapping[str, str], label: str) -> dict[
     """The row of an estimate with other choices."""
     given = dict(estimate.given)
     try:
-        for name, value in changes.items():
-            _change(given, name, value, _unit_paths(estimate))
+        for name in sorted(changes, key=lambda name: _ORDER.index(name) if name in _ORDER else 0):
+            _change(given, name, changes[name])
         other = estimate.again(**given)
     except Exception as error:
         if not _is_refusal(error):
@@ -67,7 +96,7 @@ def changed(estimate: Estimate, changes: Mapping[str, str], label: str) -> dict[
 
 def _is_refusal(error: Exception) -> bool:
     """Whether the plan, the model or the optimizer does not take a choice that is possible."""
-    return isinstance(error, Coded) and not isinstance(error, ArgumentTypeError | EstimateArgumentError | WhatIfError)
+    return isinstance(error, Coded) and not isinstance(error, _OF_USAGE)
 
 
 def row_of(estimate: Estimate) -> dict[str, Any]:
@@ -84,21 +113,22 @@ def row_of(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]) -> None:
+def _change(given: dict[str, Any], name: str, value: str) -> None:
     plan: Plan = given["plan"]
-    if name in ("batch", "sequence", "seq"):
+    if name in ("batch", "sequence"):
         number, dim = _number(name, value), 0 if name == "batch" else 1
         given["batch"] = {key: _resized(x, dim, number) for key, x in given["batch"].items()}
     elif name == "stage":
         if value not in ("0", "1", "2", "3"):
             raise WhatIfError(f"what-if stage={value}: give 0, 1, 2 or 3")
-        given["plan"] = zero_plan(plan, _batch_axes(plan), _number(name, value), units)
+        given["plan"] = zero_plan(plan, batch_axes(plan), _number(name, value), _units_beside(plan, given["model"]))
     elif name == "checkpoint":
-        given["plan"] = _checkpointed(plan, value, units)
+        given["plan"] = _checkpointed(plan, value, unit_paths(given["model"]))
     elif name == "offload":
         if value.lower() not in (*_YES, *_NO):
             raise WhatIfError(f"what-if offload={value}: give true or false")
-        given["plan"] = _with_offload(plan, units) if value.lower() in _YES else plan
+        units = _units_beside(plan, given["model"])
+        given["plan"] = _with_offload(plan, units) if value.lower() in _YES else _without_offload(plan)
     elif name == "precision":
         given["plan"] = _with_precision(plan, value)
     elif name == "mesh":
@@ -106,6 +136,8 @@ def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]
     elif name == "load":
         try:
             given["load"] = float(value)
+            if not 0 < given["load"] < math.inf:
+                raise ValueError(value)
         except ValueError:
             raise WhatIfError(f"what-if load={value}: give how many times the mean, as 1.2") from None
     elif name in ("optimizer", "device"):
@@ -115,7 +147,7 @@ def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]
 
 
 def _number(name: str, value: str) -> int:
-    if not value.isdecimal():
+    if not value.isdecimal() or (name != "stage" and not int(value)):
         raise WhatIfError(f"what-if {name}={value}: give a whole number")
     return int(value)
 
@@ -129,8 +161,12 @@ def _resized(x: Any, dim: int, size: int) -> Any:
     return x
 
 
-def _batch_axes(plan: Plan) -> tuple[str, ...]:
-    """Axes over which inputs of the model are cut along dim 0."""
+def batch_axes(plan: Plan) -> tuple[str, ...]:
+    """Axes over which inputs of the model are cut along dim 0.
+
+    Args:
+        plan: whose inputs have shard entries.
+    """
     found = {
         axis: None
         for entry in plan.entries
@@ -143,7 +179,8 @@ def _batch_axes(plan: Plan) -> tuple[str, ...]:
 
 def zero_plan(plan: Plan, axes: tuple[str, ...], stage: int, units: tuple[str, ...] = ()) -> Plan:
     """``plan`` with parameters, gradients and optimizer state at rest in parts over ``axes``; stage 0: whole. Entries that
-    already cut parameters raggedly are left out, and those that make them whole while they run.
+    already cut parameters raggedly are left out, and those that make them whole while they run. The plan's own units stay,
+    with their mixed precision and offload; ``units`` are modules beside them, as :func:`zero_units` gives them.
 
     Raises PlanError for a stage that there is not, and where no axis has several ranks.
     """
@@ -154,6 +191,23 @@ def zero_plan(plan: Plan, axes: tuple[str, ...], stage: int, units: tuple[str, .
         raise EstimateError(
             "no axis over which the plan cuts the batch has several ranks, over which to shard parameters"
         )
+    found = _without(_without_ragged(plan), UnitEntry)
+    if stage:
+        found.shard(".*", {axis: RaggedShard() for axis in own}, phase=INIT)
+        found.shard(".*", {axis: Replicate() for axis in own}, phase=RUN)
+        forward, backward = (None, None) if stage == 3 else (False, None if stage == 2 else False)
+        own_units = [entry for entry in plan.entries if isinstance(entry, UnitEntry)]
+        for entry in own_units:
+            found.add(replace(entry, reshard_after_forward=forward, reshard_after_backward=backward))
+        named = {entry.path.text for entry in own_units}
+        for path in units if stage < 3 else ():
+            if path not in named:
+                found.unit(path, reshard_after_forward=forward, reshard_after_backward=backward)
+    return with_pipeline(found, plan.pipeline_entry)
+
+
+def _without_ragged(plan: Plan) -> Plan:
+    """Without the entries that cut parameters raggedly, and those that make them whole while they run."""
     ragged = {
         (entry.path.text, axis)
         for entry in plan.entries
@@ -163,19 +217,12 @@ def zero_plan(plan: Plan, axes: tuple[str, ...], stage: int, units: tuple[str, .
     }
     found = Plan(plan.axes)
     for entry in plan.entries:
-        if isinstance(entry, UnitEntry):
-            continue
         if isinstance(entry, ShardEntry):
             left = tuple((axis, p) for axis, p in entry.placements if (entry.path.text, axis) not in ragged)
             if not left:
                 continue
             entry = replace(entry, placements=left)
         found.add(entry)
-    if stage:
-        found.shard(".*", {axis: RaggedShard() for axis in own}, phase=INIT)
-        found.shard(".*", {axis: Replicate() for axis in own}, phase=RUN)
-        for path in (*units, "") if stage < 3 else ():
-            found.unit(path, reshard_after_forward=False, reshard_after_backward=None if stage == 2 else False)
     return with_pipeline(found, plan.pipeline_entry)
 
 
@@ -189,13 +236,13 @@ def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
     rows = []
     for stage in range(4):
         rows.append({"stage": str(stage), **changed(estimate, {"stage": str(stage)}, f"stage={stage}")})
-    data = [axis for axis in _batch_axes(plan) if plan.axes.size(axis) > 1]
+    data = [axis for axis in batch_axes(plan) if plan.axes.size(axis) > 1]
     if len(data) == 1:
         size = plan.axes.size(data[0])
         for part in (n for n in range(2, size) if size % n == 0):
             given = dict(estimate.given)
             try:
-                given["plan"] = hybrid_plan(plan, data[0], part, _unit_paths(estimate))
+                given["plan"] = hybrid_plan(plan, data[0], part)
                 row = row_of(estimate.again(**given))
             except Exception as error:
                 if not _is_refusal(error):
@@ -205,7 +252,7 @@ def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "what_if"} for row in rows]
 
 
-def hybrid_plan(plan: Plan, axis: str, part: int, units: tuple[str, ...]) -> Plan:
+def hybrid_plan(plan: Plan, axis: str, part: int) -> Plan:
     """Stage 3 of ZeRO over ``part`` neighbours on ``axis``, which becomes two axes: replicas, and those that share."""
     replicas = f"{axis}_replicas"
     names: list[str] = []
@@ -214,7 +261,7 @@ def hybrid_plan(plan: Plan, axis: str, part: int, units: tuple[str, ...]) -> Pla
         names += [replicas, name] if name == axis else [name]
         sizes += [size // part, part] if name == axis else [size]
     found = Plan(dict(zip(names, sizes)))
-    for entry in zero_plan(plan, (axis,), 0).entries:
+    for entry in _without_ragged(plan).entries:
         if isinstance(entry, ShardEntry) and any(own == axis for own, _ in entry.placements):
             placements = tuple(
                 pair
@@ -223,12 +270,7 @@ def hybrid_plan(plan: Plan, axis: str, part: int, units: tuple[str, ...]) -> Pla
             )
             entry = replace(entry, placements=placements)
         found.add(entry)
-    return zero_plan(with_pipeline(found, plan.pipeline_entry), (axis,), 3, units)
-
-
-def _unit_paths(estimate: Estimate) -> tuple[str, ...]:
-    """Expressions for the repeated blocks of the model."""
-    return unit_paths(estimate.given["model"])
+    return zero_plan(with_pipeline(found, plan.pipeline_entry), (axis,), 3)
 
 
 def unit_paths(model: nn.Module) -> tuple[str, ...]:
@@ -236,6 +278,33 @@ def unit_paths(model: nn.Module) -> tuple[str, ...]:
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     return tuple(re.escape(path) + r"\.\d+" for path in outer)
+
+
+def zero_units(model: nn.Module, held: Collection[str] = ()) -> tuple[str, ...]:
+    """Expressions for the units that the engine makes of a model without unit entries: its repeated blocks, and the model
+    itself if blocks do not hold all parameters. ``held``: modules that are units of the plan."""
+    found = unit_paths(model)
+    parameters = [name for name, _ in model.named_parameters()]
+    blocks = {
+        path: expression
+        for path, _ in model.named_modules()
+        for expression in found
+        if re.fullmatch(expression, path) and any(name.startswith(f"{path}.") for name in parameters)
+    }
+    beside = [path for path in blocks if not any(_holds(one, path) for one in held)]
+    names = dict.fromkeys(blocks[path] if len(beside) == len(blocks) else re.escape(path) for path in beside)
+    rest = [name for name in parameters if not any(_holds(one, name) for one in (*blocks, *held))]
+    return (*names, "") if rest else tuple(names)
+
+
+def _units_beside(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+    own = [entry.path.pattern for entry in plan.entries if isinstance(entry, UnitEntry) and entry.path.text]
+    paths = [path for path, _ in model.named_modules()] if own else []
+    return zero_units(model, [path for path in paths if path and any(regex.fullmatch(one, path) for one in own)])
+
+
+def _holds(path: str, name: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
 
 
 def _checkpointed(plan: Plan, policy: str, units: tuple[str, ...]) -> Plan:
@@ -252,20 +321,39 @@ def _checkpointed(plan: Plan, policy: str, units: tuple[str, ...]) -> Plan:
 
 
 def _with_precision(plan: Plan, dtype: str) -> Plan:
+    try:
+        float_dtype_of("", dtype)
+    except UnitPolicyError:
+        raise WhatIfError(f"what-if precision={dtype}: give a floating dtype, as bfloat16 or float32") from None
     found = _without(plan, PrecisionEntry)
     return found.precision("", param=dtype, reduce="float32")
 
 
 def _with_offload(plan: Plan, units: tuple[str, ...]) -> Plan:
     found = _without(plan, UnitEntry)
-    for path in (*units, ""):
-        found.unit(path, offload_policy={"pin_memory": False})
+    own = [entry for entry in plan.entries if isinstance(entry, UnitEntry)]
+    for entry in own:
+        found.add(replace(entry, offload_pinned=bool(entry.offload_pinned)))
+    named = {entry.path.text for entry in own}
+    for path in units:
+        if path not in named:
+            found.unit(path, offload_policy={"pin_memory": False})
     return found
+
+
+def _without_offload(plan: Plan) -> Plan:
+    found = Plan(plan.axes)
+    for entry in plan.entries:
+        found.add(replace(entry, offload_pinned=None) if isinstance(entry, UnitEntry) else entry)
+    return with_pipeline(found, plan.pipeline_entry)
 
 
 def _on_mesh(plan: Plan, text: str) -> Plan:
     """``dp:4+tp:2``."""
-    axes = MeshAxes.parse(text.replace(":", "=").replace("+", ","))
+    try:
+        axes = MeshAxes.parse(text.replace(":", "=").replace("+", ","))
+    except ValueError as error:
+        raise WhatIfError(f"what-if mesh={text}: write axes and sizes as dp:4+tp:2 ({error})") from None
     found = Plan(axes)
     for entry in plan.entries:
         found.add(entry)

@@ -42,6 +42,7 @@ class BufferGather:
         This, or waiting for it, raises OrderMismatchError if another rank gathers a unit of another size.
         """
         shards, layout, whole = self._shards.buffer, self._layout, self.whole
+        unit.begins_gather(self.num_bytes)
         if self._kept is not None:
             piece, neighbours = self._kept
             return PendingBuffer(whole, all_gather_into(whole.local, piece, neighbours, requester=requester))

@@ -331,7 +331,8 @@ class ParameterGroup:
                     )
                 first_flag += len(bucket.parameters)
             if reductions:
-                unit.reduces(self.options.all_reduce)
+                num_bytes = sum(reduction.gradients.unreduced.buffer.num_bytes for reduction in reductions)
+                unit.reduces(self.options.all_reduce, num_bytes)
                 comm.reduce(self.memory, reductions)
 
     def abandon(self) -> None:

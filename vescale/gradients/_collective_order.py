@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from vescale.comm import Consensus, Difference, all_reduce_, first_difference
+from vescale.comm import Consensus, all_reduce_, first_difference
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._gather_sizes import GatherSizes
-from vescale.gradients._order_mismatch import OrderMismatchError
+from vescale.gradients._order_mismatch import OrderMismatchError, different_modules
+from vescale.gradients._order_watch import COMPARISON, END_OF_BACKWARD, GATHER, REDUCTION, OrderWatch
 from vescale.gradients._reducer_turns import RootTurn
 
 __all__ = ["CollectiveOrder", "OrderedUnit", "next_unit_number"]
@@ -64,6 +65,7 @@ class _History:
 
     def __init__(self, shard_group: dist.ProcessGroup) -> None:
         self.sizes, self.reduced = GatherSizes(shard_group), _Log()
+        self.watch = OrderWatch(shard_group, lambda number: self.name_of(number)[0])
         self.units: weakref.WeakValueDictionary[int, OrderedUnit] = weakref.WeakValueDictionary()
         self.numbers = itertools.count(1)
         self.message_bytes = 0
@@ -103,6 +105,10 @@ class OrderedUnit:
     def gathers(self) -> None:
         self.order.gathered.add(self.number)
 
+    def begins_gather(self, num_bytes: int) -> None:
+        """Before each gather, which has ``num_bytes``; see :class:`OrderWatch`."""
+        self.order.history.watch.post(GATHER, num_bytes, self.number)
+
     def agree_on_size(self, num_bytes: int) -> None:
         """Before each gather of pieces of ``num_bytes``.
 
@@ -118,13 +124,19 @@ class OrderedUnit:
         if not gathered.is_cuda and group.size() > 1 and GatherSizes.has_notice(gathered, group.size()):
             self.order.raise_gathers()
 
-    def reduces(self, across_replicas: bool) -> None:
-        """Before each reduction of the unit; ``across_replicas``: not only along the axis that shards.
+    def reduces(self, across_replicas: bool, num_bytes: int) -> None:
+        """Before each reduction of the unit, of ``num_bytes``; ``across_replicas``: not only along the axis that shards.
 
         Raises OrderMismatchError on every rank if another one is about to reduce a unit of another model.
         """
-        self.order.take_turn(across_replicas)
-        self.order.history.reduced.add(self.number)
+        history = self.order.history
+        try:
+            self.order.take_turn(across_replicas)
+        except OrderMismatchError:
+            history.watch.begin_anew()
+            raise
+        history.watch.post(REDUCTION, num_bytes, self.number)
+        history.reduced.add(self.number)
 
 
 class CollectiveOrder:
@@ -177,6 +189,7 @@ class CollectiveOrder:
         self.model = model
         self.history.sizes.begin(self.number)
         self.history.reduced.clear()
+        self.history.watch.open()
         if not self._turns:  # roots may share an order
             ranks = dist.get_process_group_ranks(self.shard_group), self._axes.data_parallel_ranks
             self._turns = tuple(RootTurn(each, model, self.device) for each in ranks)
@@ -211,6 +224,10 @@ class CollectiveOrder:
             found[place : place + len(codes)] = bytes(codes)
         return found
 
+    def begins_to_check(self) -> None:
+        """Before the ranks send their messages; see :class:`OrderWatch`."""
+        self.history.watch.post(END_OF_BACKWARD)
+
     def check(self, maximum: Sequence[int]) -> None:
         """Begin anew if the ranks have gathered and reduced the same.
 
@@ -238,6 +255,7 @@ class CollectiveOrder:
         group = self.shard_group
         if group.size() == 1 or not self.gathered.numbers:
             return
+        self.history.watch.post(COMPARISON)
         own = torch.frombuffer(_slot(self.gathered.digest()), dtype=torch.uint8).to(self._axes.device)
         if not _is_one(all_reduce_(own, "max", group, requester="which units were gathered").wait().tolist()):
             self.raise_gathers()
@@ -266,6 +284,7 @@ class CollectiveOrder:
         self.gathered.clear()
         self.history.reduced.clear()
         self.history.sizes.begin_after_error()
+        self.history.watch.begin_anew()
         with contextlib.suppress(RuntimeError):  # the rank that holds the store may exit after this: let all have read
             consensus.exchange(b"read", lambda: "leaving the comparison of the order of units")
         if len({tuple(entries) for entries in log_of.values()}) == 1:
@@ -274,7 +293,8 @@ class CollectiveOrder:
                 "compared last: an error has ended a forward or backward of some of them at another place. End the program "
                 "on every rank where one rank raises"
             )
-        raise _mismatch(first_difference("units since the last comparison", log_of))
+        difference = first_difference("units since the last comparison", log_of)
+        raise different_modules(difference.text(), difference.ranks)
 
 
 def _named(found: Mapping[int, Sequence[tuple[str, str, str]]]) -> dict[int, Entries]:
@@ -287,15 +307,6 @@ def _named(found: Mapping[int, Sequence[tuple[str, str, str]]]) -> dict[int, Ent
         rank: [(place, path if len(longer[path]) == 1 else name) for place, path, name in rows]
         for rank, rows in found.items()
     }
-
-
-def _mismatch(found: Difference) -> OrderMismatchError:
-    return OrderMismatchError(
-        f"ranks have run different modules that fully_shard (or a plan's unit) was given: {found.text()}; a gather is a "
-        "collective, and gathers of different modules mix their parameters. Run the same modules in the same order on every "
-        "rank: give fully_shard the block that holds the experts, or run every expert on every rank, also with no token",
-        found.ranks,
-    )
 
 
 def _digest(earlier: bytes, numbers: Sequence[int]) -> bytes:

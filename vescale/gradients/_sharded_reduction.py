@@ -194,6 +194,7 @@ def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
         device = members[0].gradients.unreduced.buffer.device
         own = torch.frombuffer(order.message(flags), dtype=torch.uint8).to(device)
         group = members[0].gradients.axes.data_parallel.group
+        order.begins_to_check()
         answer = all_reduce_(own, "max", group, requester=FLAGS_REQUESTER).wait().tolist()
         try:
             order.check(answer)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from vescale.comm import name_group
 from vescale.errors import ParallelizeError
 from vescale.gradients import OtherStages, set_other_stages
 from vescale.ir import Program, lower
@@ -106,6 +107,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     entry, cut, schedule = staged.entry, staged.cut, staged.schedule
     inner = _stage_mesh(mesh, entry.mesh, program.axes)
     group = mesh.get_group(entry.mesh)
+    name_group(group, entry.mesh)  # the default group, where stages are on all ranks, has no name of its own
     rank = mesh.get_local_rank(entry.mesh)
     own = frozenset(schedule.stages_of(rank))
     of_stages = program_of_stages(model, program, cut, own)

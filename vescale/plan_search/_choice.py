@@ -20,7 +20,7 @@ class Model:
     """What of a model decides which entries a plan gets.
 
     Attributes:
-        blocks: expressions for the paths of its repeated blocks.
+        blocks: expressions for the paths of its repeated blocks; ``units``: of what is gathered together.
         num_blocks: of the longest list of equal blocks.
         experts: expressions for the parameters of experts; empty without regions of experts.
         expert_names: of such parameters, some of each kind.
@@ -28,6 +28,7 @@ class Model:
     """
 
     blocks: tuple[str, ...]
+    units: tuple[str, ...]
     num_blocks: int
     experts: tuple[str, ...] = ()
     expert_names: tuple[str, ...] = ()
@@ -134,7 +135,7 @@ def plan_of(choice: Choice, model: Model, precision: str | None = None) -> Plan:
         plan = with_experts_on(plan, "ep", model.experts)
     plan = without_sends(on_axes(plan, choice.axes), model.expert_names)
     if choice.zero:
-        plan = zero_plan(plan, ("dp",), choice.zero, model.blocks)
+        plan = zero_plan(plan, ("dp",), choice.zero, model.units)
     if choice.checkpoint != "none":
         for path in model.blocks:
             plan.checkpoint(path, choice.checkpoint)

@@ -115,10 +115,12 @@ def _peak(arrays: Arrays, choice: Choice, scale: float, num_blocks: int, setting
     other = arrays.other * scale
     if not choice.zero or choice.dp == 1:
         return float((states_of(arrays.parameters, arrays.trained, choice, setting) + arrays.gradients + other).max())
-    trained = arrays.trained / max(arrays.parameters, 1)
     outer = arrays.outer_parameters
     block = (arrays.parameters - outer) / num_blocks
-    here = np.where(arrays.in_blocks, 1.0, 2.0)  # the next block is gathered between two
+    of_block, of_outer = arrays.trained_shares
+    has_begun = np.cumsum(arrays.in_blocks & arrays.in_backward) > 0
+    # A block is there while it runs, and the first one, whose backward is the last, until the backward ends.
+    here = np.where(arrays.in_blocks | has_begun, 1.0, 0.0)
     if choice.zero == 1:
         here = np.full(other.shape, float(num_blocks))
     elif choice.zero == 2:
@@ -126,12 +128,12 @@ def _peak(arrays: Arrays, choice: Choice, scale: float, num_blocks: int, setting
     gathered = setting.gathered * (outer + np.minimum(here, num_blocks) * block)
     # Gradients are there whole until they are reduced, those of the outer modules until the backward ends; and each twice
     # while it is reduced.
-    has_begun = np.cumsum(arrays.in_blocks & arrays.in_backward) > 0
-    whole = np.where(arrays.in_backward, arrays.late_parameters, 0) + np.where(has_begun, block, 0.0)
-    reduced = np.where(arrays.is_late, trained * (arrays.parameters - outer) / choice.dp, 0.0)
+    whole = np.where(arrays.in_backward, of_outer * arrays.late_parameters, 0)
+    whole = whole + np.where(has_begun, of_block * block, 0.0)
+    reduced = np.where(arrays.is_late, of_block * (arrays.parameters - outer) / choice.dp, 0.0)
     rest = states_of(arrays.parameters, arrays.trained, choice, setting)
-    running = rest + gathered + reduced + trained * setting.reduced * whole + other
-    last = rest + arrays.trained / choice.dp + outer * (setting.gathered + 2 * trained * setting.reduced)
+    running = rest + gathered + reduced + setting.reduced * whole + other
+    last = rest + arrays.trained / choice.dp + outer * (setting.gathered + 2 * of_outer * setting.reduced)
     return float(max(running.max(), last))
 
 
@@ -148,32 +150,39 @@ def communication(profile: Profile, choice: Choice, rows: int, arrays: Arrays, s
 def parameter_seconds(profile: Profile, choice: Choice, arrays: Arrays, axes: MeshAxes, setting: Setting) -> float:
     """Of gathers of parameters, and reductions of gradients."""
     ranks = choice.dp if choice.zero else 1
-    trained = arrays.trained
     records = []
     for record in profile.gradient_records:
         names = record.axes.split(",")
         if "dp" not in names:
             records.append((profile.times_of(record), record))
-        elif ranks == 1 and record.num_ranks // profile.data_ranks * choice.dp * choice.replicas > 1:
-            own = record.num_ranks // profile.data_ranks * choice.dp * choice.replicas
+            continue
+        own = record.num_ranks // profile.data_ranks * choice.dp * choice.replicas
+        if own > 1 and (ranks == 1 or not record.requester.startswith("bucket")):  # units reduce what buckets would
             share = (own - 1) / own / ((record.num_ranks - 1) / record.num_ranks)
             records.append((profile.times_of(record), _record(record.op, own, record.bytes * share, record.axes)))
     if ranks > 1:
+        every = choice.dp * choice.replicas
+        marks = 2 * (every - 1) / every * profile.num_tensors  # which parameters got a gradient
+        records.append((1, _record("all_reduce", every, marks, f"{REPLICAS},dp" if choice.replicas > 1 else "dp")))
         num_blocks = max(profile.num_blocks, 1)
         outer = arrays.outer_parameters
         block = (arrays.parameters - outer) / num_blocks
         part = (ranks - 1) / ranks
-        gathers = num_blocks * (2 if choice.zero == 3 and choice.pp == 1 else 1)
-        share = trained / max(arrays.parameters, 1)
-        records += [
-            (gathers, _record("all_gather_v", ranks, block * setting.gathered * part, "dp")),
-            (1, _record("all_gather_v", ranks, outer * setting.gathered * part, "dp")),
-            (num_blocks, _record("reduce_scatter_v", ranks, block * share * setting.reduced * part, "dp")),
-            (1, _record("reduce_scatter_v", ranks, outer * share * setting.reduced * part, "dp")),
-        ]
-        if choice.replicas > 1:
-            size, part = trained * setting.reduced / ranks, (choice.replicas - 1) / choice.replicas
-            records.append((1, _record("all_reduce", choice.replicas, 2 * size * part, REPLICAS)))
+        runs_backward = bool((arrays.in_blocks & arrays.in_backward).any())  # else all before the head is frozen
+        gathers = num_blocks * (2 if choice.zero == 3 and choice.pp == 1 and runs_backward else 1)
+        replicas = (choice.replicas - 1) / choice.replicas
+        of_block, of_outer = arrays.trained_shares
+        for size, share, gathered, times in ((block, of_block, gathers, num_blocks), (outer, of_outer, 1, 1)):
+            for bucket in (size * share, size * (1 - share)):  # frozen parameters are one of their own
+                if bucket:
+                    records.append((gathered, _record("all_gather_v", ranks, bucket * setting.gathered * part, "dp")))
+            reduced = share * size * setting.reduced
+            if reduced:
+                records.append((times, _record("reduce_scatter_v", ranks, reduced * part, "dp")))
+            if reduced and choice.replicas > 1:
+                records.append(
+                    (times, _record("all_reduce", choice.replicas, 2 * reduced / ranks * replicas, REPLICAS))
+                )
     return sum(times * record_seconds(record, setting.device, axes) for times, record in records)
 
 

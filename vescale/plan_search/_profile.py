@@ -47,6 +47,7 @@ class Arrays:
         in_backward, in_blocks: where each instant is; ``is_late``: in the backward of the first block, or after it.
         parameters: at rest, without ZeRO; ``outer_parameters``: of these, those of modules that are no repeated blocks;
             ``late_parameters``: of these, those that the forward uses after the blocks.
+        trained_shares: of the parameters of blocks, and of the others, which part is trained.
         saved: activations when the forward ends; ``early``: of these, those from before the blocks, which every stage of a
             pipeline computes.
     """
@@ -61,6 +62,7 @@ class Arrays:
     late_parameters: int
     saved: int
     early: int
+    trained_shares: tuple[float, float] = (1.0, 1.0)
 
     @property
     def trained(self) -> int:
@@ -79,6 +81,7 @@ class Profile:
         message_bytes: of what the last block is given, as parts of this rank.
         num_tensors: parameters that the optimizer gets.
         late: paths of the modules with parameters that the forward uses after the blocks.
+        trained_shares: see :class:`Arrays`.
     """
 
     rehearsal: Rehearsal
@@ -89,6 +92,7 @@ class Profile:
     message_bytes: int
     num_tensors: int
     late: frozenset[str]
+    trained_shares: tuple[float, float] = (1.0, 1.0)
     ops: dict[tuple[int, str, str], OpSeconds] = field(default_factory=dict, repr=False)
     """Computed before."""
     _arrays: dict[int, Arrays] = field(default_factory=dict, repr=False)
@@ -151,6 +155,7 @@ class Profile:
             late_parameters=sum(one.block.num_bytes for one in outer if one.module in self.late),
             saved=int(timeline.categories["activations"][end]),
             early=self._early(timeline, end),
+            trained_shares=self.trained_shares,
         )
 
     def _early(self, timeline: MemoryTimeline, end: int) -> int:
@@ -224,6 +229,17 @@ def _late_modules(model: nn.Module, repeats: tuple[Repeats, ...]) -> frozenset[s
     return frozenset(own for paths in names.values() if any(order[p] > after for p in paths) for own in paths)
 
 
+def _trained_shares(model: nn.Module, lists: tuple[str, ...]) -> tuple[float, float]:
+    """Of the elements inside of ``lists``, and of the others, which part is trained."""
+    elements = {(inside, trains): 0 for inside in (True, False) for trains in (True, False)}
+    for name, parameter in model.named_parameters():
+        elements[_is_inside(name, lists), parameter.requires_grad] += parameter.numel()
+    blocks, others = (
+        elements[inside, True] / max(elements[inside, True] + elements[inside, False], 1) for inside in (True, False)
+    )
+    return blocks, others
+
+
 def profile_of(
     reduced: nn.Module,
     plan: Plan,
@@ -261,6 +277,7 @@ def profile_of(
         sum(p.requires_grad for p in model.get_submodule(r.stand_in).parameters()) * (r.count - 1) for r in repeats
     ]
     late = _late_modules(model, repeats)
+    shares = _trained_shares(model, tuple(one.path for one in repeats))
     rehearsal = rehearse(
         model,
         plan,
@@ -284,4 +301,5 @@ def profile_of(
         seen[0] if seen else 0,
         num_tensors + sum(per_block),
         late,
+        shares,
     )

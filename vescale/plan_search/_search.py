@@ -21,6 +21,7 @@ from vescale.estimation import (
     skeleton_of,
     unit_paths,
     without_collections,
+    zero_units,
 )
 from vescale.ir import Finding, check
 from vescale.plan_search._candidates import CHECKPOINTS, Family, Rejected, families
@@ -141,7 +142,9 @@ class Looked:
             for name, parameter in module.named_parameters(recurse=False)
         }
         experts = tuple(rf"{path}\.\w+" for path in paths) if sizes else ()
-        return Model(blocks, num_blocks, experts, tuple(sizes), max(sizes.values(), default=0))
+        return Model(
+            blocks, zero_units(self.skeleton), num_blocks, experts, tuple(sizes), max(sizes.values(), default=0)
+        )
 
     def _no_stages(self) -> str | None:
         if len([one for one in self.repeats if len(one.names) > 1]) != 1 or len(self.facts.blocks) != 1:

@@ -96,8 +96,10 @@ class _Replay:
             self._come(("message", key, ends, self._next((one.op, key, ends))), rank, number, {rank, one.peer})
             if one.op == "send":
                 self._serve_any(key, int(one.peer or 0))
-        elif one.op in (COMPARISON, NEW_GROUP):
+        elif one.op == NEW_GROUP:
             self._come((one.op, one.group), rank, number, set(one.ranks))
+        elif one.op == COMPARISON:  # the same ranks compare several times under one name, each time after the other
+            self._come((one.op, one.group, self._next((one.op, one.group, rank))), rank, number, set(one.ranks))
         else:
             self._come((key, self._next((key, rank))), rank, number, set(one.ranks))
 

@@ -116,18 +116,7 @@ def _imported(text: str) -> tuple[str, ...]:
 
 
 def _definition(text: str, code: types.CodeType) -> Function | None:
-    tree = _module(text)
-    if tree is None:
-        return None
-    found: list[ast.FunctionDef | ast.Lambda] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Lambda):
-            if code.co_name == "<lambda>" and node.lineno == code.co_firstlineno:
-                found.append(node)
-        elif isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            if first == code.co_firstlineno:
-                found.append(node)
+    found = _definitions(text).get((code.co_name, code.co_firstlineno), ())
     if len(found) != 1:
         return None
     definition = copy.deepcopy(found[0])
@@ -145,6 +134,19 @@ def _definition(text: str, code: types.CodeType) -> Function | None:
             if argument is not None:
                 argument.annotation = None
     return definition
+
+
+@functools.lru_cache(maxsize=64)
+def _definitions(text: str) -> dict[tuple[str, int], list[Function]]:
+    """The functions of a module, by name and first line."""
+    found: dict[tuple[str, int], list[Function]] = {}
+    for node in ast.walk(_module(text) or ast.Module(body=[], type_ignores=[])):
+        if isinstance(node, ast.Lambda):
+            found.setdefault(("<lambda>", node.lineno), []).append(node)
+        elif isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found.setdefault((node.name, first), []).append(node)
+    return found
 
 
 @functools.lru_cache(maxsize=64)

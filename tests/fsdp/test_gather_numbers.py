@@ -1,0 +1,212 @@
+"""Ranks that gather and reduce different numbers of units: on one host, all raise, and their processes end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.debug.jobs import JobResult, run_job, run_processes
+from tests.fsdp.test_gather_order import DIFFERENT, EQUAL, Mixture, X, made
+from tests.runtime.zero import sharded_at_rest
+from vescale import (
+    Plan,
+    static,  # noqa: F401  (the mode's name)
+)
+from vescale.comm import Apart, PostedOrder
+from vescale.comm import _posted_order as posted_order
+from vescale.runtime import parallelize
+
+GATHER, REDUCTION = 0, 1
+
+
+def orders(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> list[PostedOrder]:
+    """Of all ranks, in this process; what a rank sees of others it need not see for long."""
+    monkeypatch.setattr(posted_order, "_SEEN_SECONDS", 0.0)
+    memory, found = memoryview(bytearray(posted_order._ROW_BYTES * num_ranks)), []
+    for rank in range(num_ranks):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        found.append(PostedOrder(range(num_ranks), memory))
+    return found
+
+
+def looks(order: PostedOrder, awaited: tuple[int, ...] | None = None, what: str = "a collective") -> Apart | None:
+    order.apart(awaited, what)
+    return order.apart(awaited, what)
+
+
+def test_collectives_that_do_not_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = orders(monkeypatch, 3)
+    for _ in range(3):  # more than the ring holds
+        for number in range(50):
+            for order in (first, second, third):
+                assert order.post(GATHER, 100 + number, number)
+    first.post(GATHER, 64, 1)
+    second.post(GATHER, 64, 2)  # pairs: digests tell
+    second.post(GATHER, 64, 3)
+    assert looks(third) is None
+    third.post(GATHER, 64, 1)
+    assert [looks(order) for order in (first, second, third)] == [None] * 3, "they may still meet"
+    assert not first.post(REDUCTION, 64, 1), "a message of another size would end the process"
+    for order in (first, second):
+        order.apart(None, "")
+    assert third.apart(None, "") is None, "third has not come"
+    third.post(REDUCTION, 64, 1)
+    monkeypatch.setattr(posted_order, "_DOUBT_SECONDS", 0.0)
+    entries = {0: (GATHER, 64, 1), 1: (GATHER, 64, 2), 2: (GATHER, 64, 1)}
+    assert [looks(order) for order in (first, second, third)] == [Apart(entries, {})] * 3
+    for order in (first, second):
+        order.begin_anew()
+    assert looks(first) is None and looks(third) is None, "third has not begun anew"
+    third.begin_anew()
+    for order in (first, second, third):
+        order.post(REDUCTION, 64, 1)
+    assert looks(first) is None
+
+
+def test_a_rank_that_may_still_tell_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its difference may be found by other means, after which the program goes on."""
+    first, second = orders(monkeypatch, 2)
+    first.post(GATHER, 64, 1)
+    second.post(GATHER, 96, 2)
+    assert looks(first) is None
+    second.apart(None, "a collective")
+    assert first.apart(None, "") is not None
+
+
+def test_ranks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = orders(monkeypatch, 3)
+    monkeypatch.setattr(posted_order, "_DOUBT_SECONDS", 0.0)
+    for order in (first, second, third):
+        order.post(GATHER, 64, 1)
+    for order in (second, third):
+        order.post(GATHER, 64, 2)
+    assert looks(first, (1, 2), "a backward") is None, "others work"
+    assert looks(second) is None
+    third.apart(None, "a collective")
+    found = Apart(dict.fromkeys((1, 2), (GATHER, 64, 2)), {0: "a backward"})
+    assert [looks(first, (1, 2), "a backward"), looks(second), looks(third)] == [found] * 3
+    assert looks(first, (1,), "a backward") is None, "it does not wait for the third"
+    assert looks(first, (1, 2), "a backward") is not None
+    first.post(GATHER, 64, 2)
+    assert [looks(order) for order in (first, second, third)] == [None] * 3
+
+
+def different_numbers(widths: tuple[int, ...], options: dict[str, Any], what: str) -> None:
+    """Ranks would wait for each other in different collectives: a gather, a reduction, the end of a step."""
+    first = dist.get_rank() == 0
+    model, _ = made(widths, **options)
+    model(X, (0, 1)).backward()
+    few, more = (0,), (0, 1)
+    if what == "forward":
+        model(X, few if first else more).backward()
+    elif what == "later":
+        (model(X, (0, 1)) + model(X, (1, 0) if first else (2, 1))).backward()
+    elif what == "evaluation":
+        with torch.no_grad():
+            model(X, more if first else few)
+    else:
+        model.set_requires_gradient_sync(False)
+        model(X, few if first else more).backward()
+        model.set_requires_gradient_sync(True)
+        model(X, few).backward()
+
+
+def all_raise(result: JobResult, *texts: str) -> None:
+    assert result.codes == [1] * len(result.codes), result.text
+    for output in result.outputs:
+        assert "OrderMismatchError" in output and all(text in output for text in texts), result.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("widths", "check", "num_ranks", "what", "options"),
+    [
+        (EQUAL, "", 2, "forward", {}),
+        (EQUAL, "off", 2, "forward", {}),
+        (DIFFERENT, "", 3, "forward", {}),
+        (EQUAL, "off", 2, "later", {"reshard_after_forward": False}),
+        (EQUAL, "off", 3, "later", {"reshard_after_forward": False}),
+        (EQUAL, "", 2, "evaluation", {}),
+        (DIFFERENT, "", 2, "accumulation", {}),
+        (EQUAL, "off", 4, "forward", {"reshard_after_forward": 2}),
+    ],
+)
+def test_different_numbers(
+    tmp_path: Path, widths: tuple[int, ...], check: str, num_ranks: int, what: str, options: dict[str, Any]
+) -> None:
+    env = {"VESCALE_CHECK": check}
+    all_raise(run_job(different_numbers, tmp_path, widths, options, what, world_size=num_ranks, env=env), "experts.")
+
+
+def destroys_at_its_end() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    begin = time.monotonic()
+    try:
+        different_numbers(EQUAL, {}, "forward")
+    finally:
+        print(f"raised after {time.monotonic() - begin:.0f} s", file=sys.stderr)
+        dist.destroy_process_group()  # waits for what has begun
+
+
+@pytest.mark.slow
+def test_a_process_ends_that_destroys_its_group(tmp_path: Path) -> None:
+    result = run_processes(destroys_at_its_end, tmp_path, world_size=2)
+    assert result.codes == [1, 1] and "raised after" in result.text, result.text
+
+
+class Routed(Mixture):
+    """Chooses by itself, as a router does: the arguments of the ranks do not differ."""
+
+    chosen: tuple[int, ...] = (0,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, self.chosen)
+
+
+def different_numbers_of_a_plan(mode: str) -> None:
+    """One rank comes to its backward, which the ranks of a model compare, while another one gathers."""
+    torch.manual_seed(0)
+    model = Routed(EQUAL).double()
+    parallelize(model, sharded_at_rest(Plan(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))), mode=mode)
+    x = X.double()
+    for _ in range(2):
+        model(x).backward()
+    model.chosen = (0,) if dist.get_rank() == 0 else (0, 1)
+    model(x).backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_different_numbers_of_units_of_a_plan(tmp_path: Path, mode: str) -> None:
+    all_raise(run_job(different_numbers_of_a_plan, tmp_path, mode, world_size=2), "experts.1", "rank 0", "rank 1")
+
+
+def comes_late(check: str) -> None:
+    """Steps of which one rank or the other begins each part seconds later raise nothing, and are right."""
+    rank = dist.get_rank()
+    model, one = made(DIFFERENT)
+    for turn in range(2):
+        for chosen in ((0, 1), (2,)):
+            time.sleep(4 if rank == turn else 0)
+            loss = model(X, chosen)
+            time.sleep(4 if rank != turn else 0)
+            loss.backward()
+            assert torch.equal(loss, one(X, chosen))
+        with torch.no_grad():
+            time.sleep(4 if rank == turn else 0)
+            model(X, (1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["", "off"])
+def test_late_ranks_are_waited_for(tmp_path: Path, check: str) -> None:
+    result = run_job(comes_late, tmp_path, check, world_size=2, limit=60.0, env={"VESCALE_CHECK": check})
+    assert result.codes == [0, 0], result.text

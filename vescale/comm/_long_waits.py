@@ -1,0 +1,84 @@
+"""What a rank looks at while it waits for others for long: whether they will come at all."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "LONG_WAIT_SECONDS",
+    "Look",
+    "look",
+    "look_while_waiting",
+    "wait_for_work",
+    "waiting_thread",
+    "waits_for_message",
+]
+
+LONG_WAIT_SECONDS = 1.0
+_SLICE = timedelta(seconds=LONG_WAIT_SECONDS)
+
+
+class Look(Protocol):
+    def look(self, awaited: Sequence[int] | None, what: str) -> None:
+        """Called every second of a wait at least, on the thread that waits: in a collective (``awaited`` is None), or for
+        the ranks ``awaited``, at ``what``. Raises if ranks wait for each other in vain."""
+
+
+_LOOKS: weakref.WeakSet[Look] = weakref.WeakSet()
+
+
+def look_while_waiting(each: Look) -> None:
+    """From now on, as long as the object exists."""
+    _LOOKS.add(each)
+
+
+def look(awaited: Sequence[int] | None, what: str) -> None:
+    for each in list(_LOOKS):
+        each.look(awaited, what)
+
+
+# When a thread has begun to wait for a message. Such a wait cannot be given up for a moment: gloo would break its
+# connections.
+_BEGAN: dict[int, float] = {}
+
+
+@contextlib.contextmanager
+def waits_for_message() -> Iterator[None]:
+    """The thread waits for a message, and cannot look; another one may do it, see :func:`waiting_thread`."""
+    thread = threading.get_ident()
+    _BEGAN[thread] = time.monotonic()
+    try:
+        yield
+    finally:
+        del _BEGAN[thread]
+
+
+def waiting_thread() -> int | None:
+    """A thread that has waited for long for a message."""
+    now = time.monotonic()
+    return next((thread for thread, began in list(_BEGAN.items()) if now - began > LONG_WAIT_SECONDS), None)
+
+
+def wait_for_work(work: Any, out: torch.Tensor) -> None:
+    """``work.wait()``, which waits for other ranks where ``out``, its result, is in the memory of the host."""
+    if not _LOOKS or not isinstance(work, dist.Work) or out.device.type != "cpu" or work.is_completed():
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:  # not within the slice, or it has failed
+            look(None, "a collective")
+            if work.is_completed():
+                work.wait()
+                return
