@@ -87,7 +87,7 @@ def test_what_was_not_saved(tmp_path: Path) -> None:
     for arguments, message in (
         ({"optimizer": fresh}, "has no optimizer"),
         ({"scheduler": scheduler}, "nothing saved as 'scheduler'"),
-        ({"note": 3}, "note is a int without load_state_dict"),
+        ({"note": 3}, "note is an int without load_state_dict"),
     ):
         with pytest.raises(ContentMismatchError, match=message):
             load(tmp_path / "model", model=other, **arguments)  # type: ignore[arg-type]

@@ -171,9 +171,9 @@ def test_every_command(start: Callable[..., Job]) -> None:
     assert "text differs" in job.ask("diff own")
     full = job.ask("full self.up.weight")
     assert "shape (8, 6), torch.float32, tp=S(0)" in full and full.count("[") == 9, full
-    assert "own is a int, not a DTensor" in job.ask("full own")
+    assert "own is an int, not a DTensor" in job.ask("full own")
     where = job.ask("where")
-    for part in ("in forward of blocks.1", "plan: ", "pending collectives: none", "stopping.py(34)forward()"):
+    for part in ("in forward of blocks.1", "plan: ", "pending collectives: none", "stopping.py(36)forward()"):
         assert part in where, where
     assert "vescale.breakpoint()" in job.ask("l")
     assert job.ask("!mine = own + 40") == "(rank 2) " and job.ask("p mine") == "42\n(rank 2) "

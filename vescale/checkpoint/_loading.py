@@ -27,7 +27,7 @@ from vescale.checkpoint._snapshot import MODEL, RANDOM
 from vescale.checkpoint._stored import Stored, StoredTensor
 from vescale.checkpoint._torch_save import with_bytes
 from vescale.compat import unwrapped_name
-from vescale.errors import CheckpointError, CheckpointWarning, ContentMismatchError
+from vescale.errors import CheckpointError, CheckpointWarning, ContentMismatchError, kind_of
 from vescale.gradients import OtherStages, other_stages
 
 __all__ = ["load_stored"]
@@ -233,8 +233,7 @@ class _Plan:
         for key, value in more.items():
             if not isinstance(value, torch.Generator) and not hasattr(value, "load_state_dict"):
                 raise ContentMismatchError(
-                    f"{key} is a {type(value).__qualname__} without load_state_dict; take result[{key!r}] instead of "
-                    "passing it"
+                    f"{key} is {kind_of(value)} without load_state_dict; take result[{key!r}] instead of passing it"
                 )
             if key not in saved:
                 if strict:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vescale.compat import unwrapped_model, unwrapped_name
-from vescale.errors import CheckpointOptionError
+from vescale.errors import CheckpointOptionError, kind_of
 
 __all__ = ["ModelState", "check_model", "load_extra", "model_state"]
 
@@ -37,7 +37,7 @@ def check_model(model: Any) -> None:
     """Raises CheckpointOptionError for anything else than a module."""
     if not isinstance(model, nn.Module):
         raise CheckpointOptionError(
-            f"model is a {type(model).__qualname__}; expected a torch.nn.Module. Pass state dicts and other data by "
+            f"model is {kind_of(model)}; expected a torch.nn.Module. Pass state dicts and other data by "
             "names of their own"
         )
 

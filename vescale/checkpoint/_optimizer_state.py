@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from vescale.checkpoint._json_values import TensorName, decode, encode
 from vescale.checkpoint._names import nearest
 from vescale.checkpoint._stored import StoredTensor
-from vescale.errors import DamagedFileError, OptimizerNamesError
+from vescale.errors import DamagedFileError, OptimizerNamesError, kind_of
 
 __all__ = ["OptimizerLoad", "named_groups", "named_optimizers", "optimizer_state", "plan_optimizer_load"]
 
@@ -36,7 +36,7 @@ def named_optimizers(optimizer: Any) -> dict[str, Optimizer]:
     for name, each in found.items():
         if not hasattr(each, "state") or not hasattr(each, "param_groups"):
             raise OptimizerNamesError(
-                f"{name} is a {type(each).__qualname__} without state and param_groups; expected a torch.optim.Optimizer, a "
+                f"{name} is {kind_of(each)} without state and param_groups; expected a torch.optim.Optimizer, a "
                 "list or a dict of them. Pass other objects by a name of their own"
             )
     return found
@@ -81,7 +81,7 @@ def _further_values(prefix: str, optimizer: Optimizer) -> dict[str, Any]:
     ours = sum(1 for state in optimizer.state.values() if state)
     if theirs > ours:
         raise OptimizerNamesError(
-            f"{prefix} is a {type(optimizer).__qualname__}, whose state_dict() has states of {theirs} parameters, and whose "
+            f"{prefix} is {kind_of(optimizer)}, whose state_dict() has states of {theirs} parameters, and whose "
             f".state has {ours}; the others would be lost. Pass it by a name of its own, which saves its state_dict(): "
             "save(..., my_optimizer=optimizer)"
         )

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import IO, Any, ClassVar
 
-from vescale.errors import CheckpointError, UnsafePickleError
+from vescale.errors import CheckpointError, UnsafePickleError, kind_of
 
 __all__ = ["PLAIN_NAMES", "Record", "load_restricted", "record_of"]
 
@@ -137,7 +137,7 @@ class _Unpickler(pickle._Unpickler):
         if isinstance(stack[-1], Record):
             stack[-1].__setstate__(state)
         elif not isinstance(stack[-1], dict):  # attributes of an OrderedDict (_metadata of a state dict) are left out
-            raise UnsafePickleError(f"{self._about} sets attributes of a {type(stack[-1]).__name__}")
+            raise UnsafePickleError(f"{self._about} sets attributes of {kind_of(stack[-1])}")
 
     dispatch[pickle.BUILD[0]] = load_build
 
@@ -165,7 +165,7 @@ class _Unpickler(pickle._Unpickler):
     def _call(self, function: Any, args: Any) -> Any:
         """Only what the list gave is called; a pickle may put other objects into the place of a callable."""
         if not isinstance(args, tuple) or id(function) not in self._callables:
-            raise UnsafePickleError(f"{self._about} calls a {type(function).__name__}, which is not on the list")
+            raise UnsafePickleError(f"{self._about} calls {kind_of(function)}, which is not on the list")
         return function(*args)
 
 

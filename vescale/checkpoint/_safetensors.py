@@ -22,7 +22,7 @@ import torch
 from vescale.checkpoint._box_cover import cover_fault
 from vescale.checkpoint._regular_files import open_regular, read_regular
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
-from vescale.errors import CheckpointError, DamagedFileError, SafetensorsFolderError
+from vescale.errors import CheckpointError, DamagedFileError, SafetensorsFolderError, kind_of
 
 __all__ = ["DTYPES", "MAX_HEADER", "Header", "is_safetensors", "open_safetensors", "read_header", "weight_files"]
 
@@ -91,7 +91,7 @@ def read_header(path: Path) -> Header:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"has a header that is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise _damaged(path, f"has a header that is a {type(found).__name__}; expected an object")
+        raise _damaged(path, f"has a header that is {kind_of(found)}; expected an object")
     metadata = found.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _damaged(path, "has a __metadata__ that is no object of strings")

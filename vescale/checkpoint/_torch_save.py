@@ -17,7 +17,7 @@ import torch
 from vescale.checkpoint._regular_files import open_regular
 from vescale.checkpoint._restricted_pickle import PLAIN_NAMES, load_restricted
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
-from vescale.errors import DamagedFileError
+from vescale.errors import DamagedFileError, kind_of
 
 __all__ = [
     "FilePart",
@@ -297,7 +297,7 @@ def plain_value(value: Any, about: str) -> Any:
             return [convert(item, depth + 1) for item in value]
         if isinstance(value, (torch.dtype, complex)):
             return str(value)
-        raise DamagedFileError(f"{about} holds a {type(value).__name__}; expected tensors and plain data")
+        raise DamagedFileError(f"{about} holds {kind_of(value)}; expected tensors and plain data")
 
     return convert(value, 0)
 

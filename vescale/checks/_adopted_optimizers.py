@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale.checks._replaced_parameters import Replacement, replacement_of
-from vescale.errors import AdoptionError, ArgumentTypeError
+from vescale.errors import AdoptionError, ArgumentTypeError, kind_of
 from vescale.placements import distribute_tensor
 
 __all__ = ["adopt_optimizers", "listed_optimizers"]
@@ -59,7 +59,7 @@ def adopt_optimizers(optimizers: Iterable[Optimizer], by: str) -> None:
         known = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
         if not found and not known:
             raise AdoptionError(
-                f"{by} got a {type(optimizer).__name__} that holds none of the model's parameters; pass the optimizer that "
+                f"{by} got {kind_of(optimizer)} that holds none of the model's parameters; pass the optimizer that "
                 "was made of model.parameters(), or make one afterwards"
             )
         if hasattr(optimizer, "adopt_parameters"):

@@ -16,6 +16,7 @@ from vescale.cli._console import working
 from vescale.cli._hf_config import CONFIG_HELP, config_file
 from vescale.cli._late_import import late_scipy
 from vescale.cli._main import UsageError
+from vescale.errors import kind_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -197,13 +198,13 @@ def _from_factory(text: str) -> nn.Module:
             raise UsageError(f"--model {text}: {module_name} has no {name}")
         factory = getattr(factory, part)
     if not callable(factory) or isinstance(factory, nn.Module):
-        raise UsageError(f"--model {text}: {name} is a {type(factory).__name__}; name a class or a function")
+        raise UsageError(f"--model {text}: {name} is {kind_of(factory)}; name a class or a function")
     try:
         model = factory()
     except Exception as error:
         raise UsageError(f"--model {text}: calling {name}() raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise UsageError(f"--model {text}: {name}() returned a {type(model).__name__}, not a torch.nn.Module")
+        raise UsageError(f"--model {text}: {name}() returned {kind_of(model)}, not a torch.nn.Module")
     return model
 
 

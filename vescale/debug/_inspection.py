@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import local_of, no_torch_function
 from vescale.debug._hang_report import the_watch
 from vescale.debug._locations import place_of_frames
+from vescale.errors import kind_of
 
 __all__ = ["Inspector"]
 
@@ -81,7 +82,7 @@ class Inspector:
     def _specification(self, expression: str) -> Any:
         value = self._value(expression)
         if not isinstance(value, DTensor):
-            return {"error": f"{expression} is a {type(value).__name__}, not a DTensor; use p, or all"}
+            return {"error": f"{expression} is {kind_of(value)}, not a DTensor; use p, or all"}
         mesh = value.device_mesh
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         placements = ", ".join(f"{name}={p}" for name, p in zip(names, value.placements))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import map_tensors, no_torch_function, tensors_in
-from vescale.errors import ArgumentTypeError
+from vescale.errors import ArgumentTypeError, kind_of
 
 __all__ = ["Recorder", "Value", "loss_of", "run_step", "whole"]
 
@@ -191,7 +191,7 @@ def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch
     tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not tensors:
         raise ArgumentTypeError(
-            f"the model returns a {type(output).__name__} without a floating point tensor that needs a gradient; pass loss_fn="  # noqa: E501
+            f"the model returns {kind_of(output)} without a floating point tensor that needs a gradient; pass loss_fn="
         )
     if tensors[0].ndim == 0:
         return tensors[0]

@@ -78,6 +78,7 @@ from vescale.errors._installation import (
     PrivateAttributeError,
     SetDataError,
 )
+from vescale.errors._kind_of import kind_of
 from vescale.errors._models import (
     BoundaryError,
     ExampleInputsError,
@@ -315,4 +316,5 @@ __all__ = [
     "YamlSyntaxError",
     "calling_line",
     "did_you_mean",
+    "kind_of",
 ]

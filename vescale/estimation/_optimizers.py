@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.errors import ArgumentTypeError, EstimateArgumentError
+from vescale.errors import ArgumentTypeError, EstimateArgumentError, kind_of
 from vescale.plans import did_you_mean
 
 __all__ = ["OPTIMIZERS", "make_optimizer"]
@@ -43,7 +43,5 @@ def make_optimizer(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], torch.o
             )
         return OPTIMIZERS[optimizer.lower()]
     if not callable(optimizer):
-        raise ArgumentTypeError(
-            f"optimizer is a {type(optimizer).__name__}; give a name, or a function of the parameters"
-        )
+        raise ArgumentTypeError(f"optimizer is {kind_of(optimizer)}; give a name, or a function of the parameters")
     return optimizer

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.errors import ArgumentTypeError, EstimateError
+from vescale.errors import ArgumentTypeError, EstimateError, kind_of
 from vescale.ir import random_inputs
 from vescale.rng import is_deferred
 from vescale.runtime import Runtime
@@ -52,7 +52,7 @@ def make_batch(model: nn.Module, batch: Mapping[str, Any], *, with_labels: bool 
     """
     if not isinstance(batch, Mapping):
         raise ArgumentTypeError(
-            f"batch is a {type(batch).__name__}; give a mapping from names of the forward's inputs to shapes"
+            f"batch is {kind_of(batch)}; give a mapping from names of the forward's inputs to shapes"
         )
     parameters = inspect.signature(model.forward).parameters
     unknown = [name for name in batch if name not in parameters]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -134,12 +135,12 @@ def _change(given: dict[str, Any], name: str, value: str) -> None:
     elif name == "mesh":
         given["plan"] = _on_mesh(plan, value)
     elif name == "load":
-        try:
-            given["load"] = float(value)
-            if not 0 < given["load"] < math.inf:
-                raise ValueError(value)
-        except ValueError:
-            raise WhatIfError(f"what-if load={value}: give how many times the mean, as 1.2") from None
+        load = math.nan
+        with contextlib.suppress(ValueError):
+            load = float(value)
+        if not 0 < load < math.inf:
+            raise WhatIfError(f"what-if load={value}: give how many times the mean, as 1.2")
+        given["load"] = load
     elif name in ("optimizer", "device"):
         given[name] = value
     else:

@@ -25,7 +25,7 @@ from vescale.compat import (
     mark_as_managed,
     register_fsdp2_state,
 )
-from vescale.errors import ArgumentTypeError, FullyShardError
+from vescale.errors import ArgumentTypeError, FullyShardError, kind_of
 from vescale.fsdp._extensions import is_extended
 from vescale.fsdp._group import BlockPolicy, ParameterGroup
 from vescale.fsdp._module import FSDPModule
@@ -243,14 +243,14 @@ def _roots(module: Any) -> list[nn.Module]:
     for one in given:
         if isinstance(one, nn.ModuleList | nn.ModuleDict) and type(one).forward is nn.Module.forward:
             raise FullyShardError(
-                f"fully_shard got a {type(one).__name__}, which has no forward to gather parameters before; give the "
+                f"fully_shard got {kind_of(one)}, which has no forward to gather parameters before; give the "
                 "modules in it, one by one or as a list"
             )
         if state_of(one) is not None:
             raise FullyShardError(f"fully_shard was given this {type(one).__name__} before; give each module once")
         if is_replicated(one):
             raise FullyShardError(
-                f"fully_shard was given a {type(one).__name__} that replicate has; expected one of the two: shard it, or "
+                f"fully_shard was given {kind_of(one)} that replicate has; expected one of the two: shard it, or "
                 "leave it out"
             )
     inside = {id(child) for one in given for child in one.modules() if child is not one}
@@ -265,7 +265,7 @@ def _axes(mesh: DeviceMesh | None, named: DataParallelMeshDims | None) -> DataPa
         mesh = init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
-            f"mesh is {mesh!r}, a {type(mesh).__name__}; give fully_shard a DeviceMesh (init_device_mesh), or leave it out "
+            f"mesh is {mesh!r}, {kind_of(mesh)}; give fully_shard a DeviceMesh (init_device_mesh), or leave it out "
             "for all ranks"
         )
     if named is None:
@@ -283,7 +283,7 @@ def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
             return
         seen.add(id(module))
         if fsdp2_state(module) is not None:
-            where = f"{path!r}, a {type(module).__name__}" if path else f"a {type(module).__name__}"
+            where = f"{path!r}, {kind_of(module)}" if path else f"{kind_of(module)}"
             raise FullyShardError(
                 f"fully_shard was given {where} that torch.distributed.fsdp.fully_shard has sharded; give all of a model to "
                 "one of the two"
@@ -304,7 +304,7 @@ def _refuse_plans(roots: Sequence[nn.Module], axes: DataParallelAxes) -> None:
         parameters: Iterable[nn.Parameter] = module.parameters(recurse=False) if is_refusing(module) else ()
         mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
         if mesh is not None and len(group.intersection(mesh.mesh.flatten().tolist())) > 1:
-            where = f"{path!r}, a {type(module).__name__}" if path else f"a {type(module).__name__}"
+            where = f"{path!r}, {kind_of(module)}" if path else f"{kind_of(module)}"
             raise FullyShardError(
                 f"fully_shard was given {where} of a parallelized model, whose plan distributes it over the ranks of "
                 f"{mesh}, and reduces its gradients there: let the plan shard it, {{axis: {{init: Ragged, run: R}}}} "

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale.compat import AsyncCollectiveTensor, plain_parts
-from vescale.errors import ArgumentTypeError, GatherHookError, UnsupportedParameterError
+from vescale.errors import ArgumentTypeError, GatherHookError, UnsupportedParameterError, kind_of
 from vescale.placements import contiguous_stride
 from vescale.rng import is_deferred
 
@@ -46,12 +46,12 @@ def check_extended(name: str, tensor: torch.Tensor) -> None:
     if has[PRE] != has[POST]:
         (present,), (missing,) = ([hook for hook in has if has[hook] is wanted] for wanted in (True, False))
         raise GatherHookError(
-            f"parameter {name!r} of shape {tuple(tensor.shape)} is a {type(tensor).__name__} with {present} and without "
+            f"parameter {name!r} of shape {tuple(tensor.shape)} is {kind_of(tensor)} with {present} and without "
             f"{missing}; fully_shard needs both to gather it: define {missing}, or delete {present}"
         )
     if any(is_deferred(part) for part in plain_parts(tensor)):
         raise UnsupportedParameterError(
-            f"parameter {name!r} of shape {tuple(tensor.shape)} is a {type(tensor).__name__} around deferred tensors; "
+            f"parameter {name!r} of shape {tuple(tensor.shape)} is {kind_of(tensor)} around deferred tensors; "
             "fully_shard materializes plain parameters only. Build it on the meta device, or convert the parameter after "
             "vescale.materialize(model)"
         )
@@ -62,7 +62,7 @@ def require_hooks(name: str, tensor: torch.Tensor) -> None:
     check_extended(name, tensor)
     if not hasattr(tensor, PRE):
         raise UnsupportedParameterError(
-            f"parameter {name!r} is a {type(tensor).__name__} of local shape {tuple(tensor.shape)}; fully_shard gathers "
+            f"parameter {name!r} is {kind_of(tensor)} of local shape {tuple(tensor.shape)}; fully_shard gathers "
             f"plain tensors, DTensors, and tensor subclasses with {PRE} and {POST}. Define both in the class, convert the "
             "parameter before fully_shard, or pass it in ignored_params"
         )
@@ -83,7 +83,7 @@ def check_one_kind(name: str, tensor: torch.Tensor, was_extended: bool) -> None:
     if is_extended(tensor) != was_extended:
         raise GatherHookError(
             f"parameter {name!r} was {'a tensor subclass' if was_extended else 'a plain tensor'} when it was given to "
-            f"fully_shard, and was replaced by a {type(tensor.data).__name__} since; convert parameters before fully_shard"
+            f"fully_shard, and was replaced by {kind_of(tensor.data)} since; convert parameters before fully_shard"
         )
 
 
@@ -115,7 +115,7 @@ def gather_inputs(
         case (list() | tuple() as inputs, metadata) if all(isinstance(one, torch.Tensor) for one in inputs):
             return tuple(inputs), metadata
     raise ArgumentTypeError(
-        f"{PRE} of parameter {name!r}, a {type(local).__name__}, returned {_kind(answer)}; expected (a tuple of tensors, "
+        f"{PRE} of parameter {name!r}, {kind_of(local)}, returned {_kind(answer)}; expected (a tuple of tensors, "
         "metadata)"
     )
 

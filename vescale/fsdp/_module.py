@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 
 from vescale.comm import group_of_ranks
-from vescale.errors import ArgumentTypeError, FSDPSettingError, UnsupportedSettingError
+from vescale.errors import ArgumentTypeError, FSDPSettingError, UnsupportedSettingError, kind_of
 from vescale.fsdp._direct import use_direct_gradients
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._state import ModuleState, Phase, state_of
@@ -280,7 +280,7 @@ class FSDPModule:
         ``backend``: of symmetric memory, as FSDP2 takes it.
         """
         raise UnsupportedSettingError(
-            f"set_symm_mem_for_comm({backend!r}) on a {type(self).__name__}: its parameters are views of the buffer that an "
+            f"set_symm_mem_for_comm({backend!r}) on {kind_of(self)}: its parameters are views of the buffer that an "
             "all-gather writes, which is freed and allocated anew each time, and symmetric memory needs a rendezvous of all "
             "ranks for each allocation; expected ordinary memory, or the backend's own. Delete this call, or replace it by "
             "set_allocate_memory_from_process_group_for_comm(True), which registers the buffers with NCCL"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from vescale.compat import in_transform
-from vescale.errors import ReplacedInGroupError, TransformError, UnsupportedParameterError
+from vescale.errors import ReplacedInGroupError, TransformError, UnsupportedParameterError, kind_of
 from vescale.fsdp._parameter import ManagedParameter, Slot
 
 __all__ = ["check_distinct", "has_replaced", "refuse_transforms", "replacement", "warn_of_strays"]
@@ -62,7 +62,7 @@ def replacement(parameter: ManagedParameter) -> nn.Parameter | None:
         )
     if not isinstance(other[0], nn.Parameter):
         raise UnsupportedParameterError(
-            f"a {type(other[0]).__name__} is in the place of {what}, as torch.func.functional_call puts it; fully_shard "
+            f"{kind_of(other[0])} is in the place of {what}, as torch.func.functional_call puts it; fully_shard "
             "gathers nn.Parameters only. Write the values to the parameters, or call a module that is not sharded"
         )
     return other[0]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import Pending, all_reduce_
-from vescale.errors import ArgumentTypeError, CommHookError
+from vescale.errors import ArgumentTypeError, CommHookError, kind_of
 
 __all__ = ["CommHook", "GradientBucket", "call_hook"]
 
@@ -51,7 +51,7 @@ def call_hook(hook: CommHook, bucket: GradientBucket) -> Pending:
     )
     if not isinstance(pending, Pending):
         raise ArgumentTypeError(
-            f"{name} returned a {type(answer).__name__}; return the reduced tensor, or a vescale.comm.Pending of it, "
+            f"{name} returned {kind_of(answer)}; return the reduced tensor, or a vescale.comm.Pending of it, "
             "Pending(tensor, [work]) where a torch.distributed work has to be waited for"
         )
     if pending.out.numel() != bucket.buffer.numel():

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vescale.compat import HookGate, is_captured
-from vescale.errors import GradientReducerError
+from vescale.errors import GradientReducerError, kind_of
 from vescale.gradients._arrival_hooks import ArrivalHooks
 from vescale.gradients._parameter import GradientRule, ReducedParameter
 from vescale.gradients._reduction import Policy
@@ -154,7 +154,7 @@ def _refuse_reducing(module: nn.Module) -> None:
         reason = next((found for check in _checks if (found := check(part)) is not None), None)
         if reason is None and isinstance(part, _REDUCING):
             reason = (
-                f"a {type(part).__qualname__}, which reduces the gradients of its parameters; give the reducer only modules "
+                f"{kind_of(part)}, which reduces the gradients of its parameters; give the reducer only modules "
                 "without such parts"
             )
         if reason is not None:

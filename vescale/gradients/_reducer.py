@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes
 from vescale.compat import have_grads, in_backward, no_torch_function
-from vescale.errors import ArgumentTypeError, CommHookError
+from vescale.errors import ArgumentTypeError, CommHookError, kind_of
 from vescale.gradients._agreed_parameters import AgreedParameters
 from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
@@ -191,7 +191,7 @@ class GradientReducer:
         if self._backward.current() is not None:
             raise CommHookError("register_comm_hook in a backward; some of its gradients are on their way already")
         if not callable(hook):
-            raise ArgumentTypeError(f"register_comm_hook got a {type(hook).__name__}; give a function of a bucket")
+            raise ArgumentTypeError(f"register_comm_hook got {kind_of(hook)}; give a function of a bucket")
         self._hook = hook
         for bucket in self._schedule.buckets:
             bucket.hook = hook

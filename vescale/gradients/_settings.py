@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import BucketBytes, bucket_limits, link_of
-from vescale.errors import ArgumentTypeError, GradientReducerError
+from vescale.errors import ArgumentTypeError, GradientReducerError, kind_of
 
 __all__ = ["check_settings"]
 
@@ -18,8 +18,7 @@ def check_settings(
     """Raises TypeError and ValueError for invalid arguments of a reducer, before any communication."""
     if not isinstance(module, nn.Module) or not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
-            f"GradientReducer of a {type(module).__name__} over a {type(mesh).__name__}; give it an nn.Module and a "
-            "DeviceMesh"
+            f"GradientReducer of {kind_of(module)} over {kind_of(mesh)}; give it an nn.Module and a DeviceMesh"
         )
     if op not in (None, "avg", "sum"):
         raise GradientReducerError(f"GradientReducer: op={op!r}; use 'avg', 'sum', or None for what the gradients say")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 
-from vescale.errors import ArgumentTypeError
+from vescale.errors import ArgumentTypeError, kind_of
 from vescale.ir._checkpoints import find_checkpoints
 from vescale.ir._expert_sharding import ExpertCut, find_expert_cuts
 from vescale.ir._expert_warnings import lint_experts
@@ -117,9 +117,9 @@ def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None)
 
 def _index(plan: Plan, model: nn.Module) -> ModelIndex:
     if not isinstance(plan, Plan):
-        raise ArgumentTypeError(f"plan is a {type(plan).__name__}; pass a vescale.Plan (Plan.from_yaml reads a file)")
+        raise ArgumentTypeError(f"plan is {kind_of(plan)}; pass a vescale.Plan (Plan.from_yaml reads a file)")
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+        raise ArgumentTypeError(f"model is {kind_of(model)}; pass a torch.nn.Module")
     return ModelIndex(model)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.errors import kind_of
 from vescale.ir._attention_heads import is_attention
 from vescale.ir._model_index import ModelIndex, StateTensor, enclosing
 from vescale.ir._operations import Place, Wrap
@@ -49,7 +50,7 @@ def refusal_of_uneven(
     if is_linear and is_attention(parent):
         return f"attention ({type(parent).__name__}) views these features as heads"
     if not (state.is_parameter and (is_linear or (isinstance(owner, nn.Embedding) and dim == 0))):
-        kind = "a buffer" if not state.is_parameter else f"a {type(owner).__name__}"
+        kind = "a buffer" if not state.is_parameter else f"{kind_of(owner)}"
         return f"rows of nn.Embedding, and rows and columns of nn.Linear, may be uneven, not those of {kind}"
     if dim > 0 and is_gathered:
         return "what rests elsewhere is gathered in one buffer, in which dims but the first are cut evenly"

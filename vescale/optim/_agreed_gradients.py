@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.comm import all_gather_v, all_reduce_, axis_group, group_of_ranks
 from vescale.compat import AsyncCollectiveTensor, local_of, spec_of, without_modes
-from vescale.errors import MissingGradientError
+from vescale.errors import MissingGradientError, kind_of
 from vescale.gradients import reduce_pending
 from vescale.optim._holders import replica_axes
 from vescale.optim._linked_ranks import all_finite
@@ -112,7 +112,7 @@ def _status(parameter: MatrixParameter) -> tuple[int, str]:
         return _UNUSABLE, f"its gradient is {gradient.layout} {gradient.dtype}; expected a dense real one"
     if gradient.shape != tensor.shape or isinstance(gradient, DTensor) != isinstance(tensor, DTensor):
         return _UNUSABLE, (
-            f"its gradient is a {type(gradient).__name__} of shape {tuple(gradient.shape)}; expected a "
+            f"its gradient is {kind_of(gradient)} of shape {tuple(gradient.shape)}; expected a "
             f"{'DTensor' if isinstance(tensor, DTensor) else 'plain tensor'} of the parameter's shape"
         )
     if not isinstance(gradient, DTensor):

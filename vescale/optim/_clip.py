@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import AsyncCollectiveTensor, foreach_mul_, has_foreach, local_of
-from vescale.errors import ArgumentTypeError, TotalNormError
+from vescale.errors import ArgumentTypeError, TotalNormError, kind_of
 from vescale.gradients import StageShare, reduce_pending, shares_of, shares_of_gradients
 from vescale.optim._stage_norms import norm_over_stages, stages_that_wait
 from vescale.optim._total_norm import parts_of, result_dtype, total_norm
@@ -137,9 +137,7 @@ def _listed(tensors: _Tensors, caller: str) -> list[torch.Tensor]:
         )
     for found in listed:
         if not isinstance(found, torch.Tensor):
-            raise ArgumentTypeError(
-                f"{caller} got a {type(found).__name__} among its tensors; pass `model.parameters()`"
-            )
+            raise ArgumentTypeError(f"{caller} got {kind_of(found)} among its tensors; pass `model.parameters()`")
     return listed
 
 

@@ -9,7 +9,7 @@ import torch
 
 from vescale.compat import map_tensors, no_torch_function, tensors_in
 from vescale.compat.tensor_subclasses import without_modes
-from vescale.errors import PipelineLossError
+from vescale.errors import PipelineLossError, kind_of
 from vescale.pipeline._unknown_values import UnknownValueError
 from vescale.plans import PipelineEntry, PlanError
 
@@ -28,7 +28,7 @@ def output_at(out: Any, path: str, source: Any = None) -> Any:
             found = getattr(found, name)
         else:
             raise PipelineLossError(
-                f"pipeline: loss={path!r}: the model's output, a {type(found).__name__}, has no {name!r}; pass labels to "
+                f"pipeline: loss={path!r}: the model's output, {kind_of(found)}, has no {name!r}; pass labels to "
                 ".step() if the model needs them for its loss, or give another path or a callable f(out, batch)",
                 source,
             )
@@ -41,9 +41,7 @@ def check_loss(output: Any, entry: PipelineEntry) -> None:
         return
     loss = output_at(output, entry.loss, entry.source)
     if not isinstance(loss, torch.Tensor) or loss.ndim:
-        found = (
-            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        )
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{kind_of(loss)}"
         raise PipelineLossError(
             f"pipeline: loss={entry.loss!r} is {found}, and no tensor without dims; pass labels to .step() if the model "
             "needs them for its loss, or give another path or a callable f(out, batch) -> (sum, count)",
@@ -59,7 +57,7 @@ def try_loss(entry: PipelineEntry, output: Any, batch: Mapping[str, Any]) -> Non
     count.
     """
     assert callable(entry.loss)
-    given = f"the model's output, a {type(output).__name__}, and a batch of {', '.join(map(repr, batch))}"
+    given = f"the model's output, {kind_of(output)}, and a batch of {', '.join(map(repr, batch))}"
     try:
         found = entry.loss(output, dict(batch))
     except UnknownValueError:
@@ -79,7 +77,7 @@ def try_loss(entry: PipelineEntry, output: Any, batch: Mapping[str, Any]) -> Non
     are_scalars = [isinstance(v, int | float) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in pair]
     if not all(are_scalars) or not isinstance(pair[0], torch.Tensor) or pair[0].ndim:
         shown = [tuple(v.shape) if isinstance(v, torch.Tensor) else type(v).__name__ for v in pair]
-        what = f"a pair of {shown[0]} and {shown[1]}" if pair[0] is not None else f"a {type(found).__name__}"
+        what = f"a pair of {shown[0]} and {shown[1]}" if pair[0] is not None else f"{kind_of(found)}"
         raise PipelineLossError(
             f"pipeline: the callable loss returns {what}, with {given}; return the sum over the micro-batch, a tensor "
             "without dims, and the count that the sum over all micro-batches is divided by",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.errors import MeshAxesError, did_you_mean
+from vescale.errors import MeshAxesError, did_you_mean, kind_of
 
 __all__ = ["MeshAxes", "axis_sizes"]
 
@@ -47,7 +47,7 @@ class MeshAxes:
             return cls(tuple(mesh), tuple(int(size) for size in mesh.values()))
         if not isinstance(mesh, DeviceMesh):
             raise MeshAxesError(
-                f"mesh is {mesh!r}, a {type(mesh).__name__}; give a DeviceMesh with axis names, or sizes, as "
+                f"mesh is {mesh!r}, {kind_of(mesh)}; give a DeviceMesh with axis names, or sizes, as "
                 "{'dp': 2, 'tp': 4}"
             )
         if mesh.mesh_dim_names is None:

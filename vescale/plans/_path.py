@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import regex
 
-from vescale.errors import PathError
+from vescale.errors import PathError, kind_of
 from vescale.plans._path_expression import MAX_EXPRESSION, compiled
 
 __all__ = ["Path", "Target"]
@@ -64,9 +64,7 @@ class Path:
     def parse(cls, text: str) -> Path:
         """Raises ValueError for an empty path, a bad ``<...>``, or an expression that does not compile."""
         if not isinstance(text, str):
-            raise PathError(
-                f"the path is {text!r}, a {type(text).__name__}; write a parameter name, or <in> for the inputs"
-            )
+            raise PathError(f"the path is {text!r}, {kind_of(text)}; write a parameter name, or <in> for the inputs")
         if len(text) > MAX_EXPRESSION:
             raise PathError(
                 f"the path {text[:40]!r}... has {len(text)} characters; at most {MAX_EXPRESSION} are read: write several "

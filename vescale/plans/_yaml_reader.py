@@ -14,7 +14,7 @@ import regex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.errors import MissingMeshError, YamlPlanError, did_you_mean
+from vescale.errors import MissingMeshError, YamlPlanError, did_you_mean, kind_of
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._module_entries import ModuleEntries
 from vescale.plans._path_expression import MAX_EXPRESSION
@@ -59,7 +59,7 @@ def read_plan(
 ) -> _P:
     """See :meth:`Plan.from_yaml`; ``new_plan`` makes an empty plan for a mesh."""
     if not isinstance(file, str | os.PathLike):
-        raise YamlPlanError(f"file is {file!r}, a {type(file).__name__}; give the path of a YAML file, or YAML text")
+        raise YamlPlanError(f"file is {file!r}, {kind_of(file)}; give the path of a YAML file, or YAML text")
     files = read_files(file, _checked)
     if files[-1].document.data is None:
         raise YamlPlanError(

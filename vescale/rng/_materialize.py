@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, make_dtensor, make_spec
 from vescale.compat.tensor_subclasses import tree_leaves, without_modes
-from vescale.errors import ArgumentTypeError, MaterializeError, UnsupportedDeferredError
+from vescale.errors import ArgumentTypeError, MaterializeError, UnsupportedDeferredError, kind_of
 from vescale.placements import Region, local_region, normalize_placements
 from vescale.rng._deferred_graph import Constant, Record, View, needed_ops, next_time
 from vescale.rng._deferred_replay import part_values, whole_values
@@ -128,7 +128,7 @@ def materialize_part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 def _check_deferred(tensor: torch.Tensor) -> TypeGuard[DeferredTensor]:
     if not isinstance(tensor, DeferredTensor):
         raise ArgumentTypeError(
-            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has its values already; expected a tensor made "
+            f"{kind_of(tensor)} of shape {tuple(tensor.shape)} has its values already; expected a tensor made "
             "inside deferred_init(): use distribute_tensor for others"
         )
     return True
@@ -299,9 +299,7 @@ def _fingerprint(tensors: Sequence[torch.Tensor]) -> int:
     records: dict[int, Record] = {}
     for tensor in tensors:
         if not isinstance(tensor, DeferredTensor):
-            raise ArgumentTypeError(
-                f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}; expected a deferred tensor"
-            )
+            raise ArgumentTypeError(f"{kind_of(tensor)} of shape {tuple(tensor.shape)}; expected a deferred tensor")
         view = view_of(tensor)
         digest.update(repr((view.shape, view.strides, view.offset, view.dtype)).encode())
         records[id(view.record)] = view.record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from vescale.errors import ParallelizeError
+from vescale.errors import ParallelizeError, kind_of
 from vescale.ir import (
     Annotate,
     Attention,
@@ -63,7 +63,7 @@ def executor_of(instruction: Instruction) -> Executor:
     found = _TABLE.get((instruction.hook, kind), {}).get(type(instruction.op))
     if found is None:
         raise ParallelizeError(
-            f"nothing executes a {type(instruction.op).__name__} of {instruction.target!r} at {instruction.hook.value!r} "
+            f"nothing executes {kind_of(instruction.op)} of {instruction.target!r} at {instruction.hook.value!r} "
             f"(module {instruction.path!r}); programs are made by vescale.lower",
             instruction.source,
         )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vescale.compat import refuse_composable_apis
-from vescale.errors import ForeignToolError
+from vescale.errors import ForeignToolError, kind_of
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
 
@@ -89,7 +89,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def _place(path: str, module: nn.Module) -> str:
-    return f"its part {path!r}" if path else f"a {type(module).__name__}"
+    return f"its part {path!r}" if path else f"{kind_of(module)}"
 
 
 def refuse_export(tool: str, model: Any) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale.comm import Consensus, ConsensusError, compare_descriptions
-from vescale.errors import MeshAxesError, MeshSizeError, RestartedStoreError
+from vescale.errors import MeshAxesError, MeshSizeError, RestartedStoreError, kind_of
 from vescale.plans import MeshAxes, PlanMismatchError, axis_sizes
 
 __all__ = ["init_mesh"]
@@ -45,7 +45,7 @@ def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> De
     the mesh, and what making the groups of a mesh takes.
     """
     if not isinstance(axes, str | Mapping):
-        raise MeshAxesError(f'axes is {axes!r}, a {type(axes).__name__}; give sizes by name, as "dp=2,tp=2"')
+        raise MeshAxesError(f'axes is {axes!r}, {kind_of(axes)}; give sizes by name, as "dp=2,tp=2"')
     sizes = axis_sizes(axes, may_be_open=True) if isinstance(axes, str) else dict(axes)
     kind = device or _accelerator()
     if kind not in ("cpu", "meta") and not dist.is_initialized():

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from vescale.checks import RegisteredParameters, adopt_optimizers, listed_optimizers
 from vescale.comm import join_axes
 from vescale.compat import native_hooks
-from vescale.errors import NotParallelizedError, ParallelizeError
+from vescale.errors import NotParallelizedError, ParallelizeError, kind_of
 from vescale.fsdp import FSDPModule
 from vescale.gradients import GradientReducer, refuse_reducers_of
 from vescale.ir import (
@@ -360,7 +360,7 @@ def _reduced_otherwise(module: nn.Module) -> str | None:
         return "parallelized, so that its gradients are reduced already; use vescale.runtime.gradient_reducer(model)"
     if isinstance(module, FSDPModule):
         return (
-            f"a {type(module).__qualname__}, which reduces the gradients of its parameters; give the reducer only modules "
+            f"{kind_of(module)}, which reduces the gradients of its parameters; give the reducer only modules "
             "without such parts"
         )
     return None

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.checks import describe, step_checks
 from vescale.compat import map_tensors, no_torch_function
-from vescale.errors import ShardBatchError
+from vescale.errors import ShardBatchError, kind_of
 from vescale.ir import Wrap
 from vescale.ops import wrap_global
 from vescale.placements import shard_dim
@@ -71,7 +71,7 @@ def _mesh_and_axes(where: DeviceMesh | nn.Module, axes: str | Sequence[str] | No
         runtime = Runtime.of(where)
         if runtime is None:
             raise ShardBatchError(
-                f"shard_batch got a {type(where).__name__} that is not parallelized; expected the model after parallelize, "
+                f"shard_batch got {kind_of(where)} that is not parallelized; expected the model after parallelize, "
                 "or a mesh and its axes"
             )
         mesh = runtime.mesh

@@ -25,7 +25,7 @@ from vescale.compat import (
     spec_of,
     tensors_in,
 )
-from vescale.errors import StaticRecordError
+from vescale.errors import StaticRecordError, kind_of
 from vescale.ir import Precision
 from vescale.runtime import Activation, Runtime, current_activation, switch_on, write_back
 from vescale.static._early_inputs import EarlyInputs, Entered
@@ -240,7 +240,7 @@ class StaticForward:
         if self._casts:
             return "the plan casts parameters, inputs or outputs of modules"
         hidden = next((x for x in (*args, *kwargs.values()) if hides_tensors(x)), None)
-        return f"an input is a {type(hidden).__name__}, which may hold tensors" if hidden is not None else ""
+        return f"an input is {kind_of(hidden)}, which may hold tensors" if hidden is not None else ""
 
     def _eager(self, model: nn.Module, reason: str, args: Any, kwargs: Any) -> Any:
         self.fallbacks[reason] += 1
