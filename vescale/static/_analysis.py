@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.static._actions import Action, Problem, action_of, is_plain, merged_action, name_of
+from vescale.static._actions import Action, Problem, ReadSizes, TakeSizes, action_of, is_plain, merged_action, name_of
 from vescale.static._branches import untaken_branches
 from vescale.static._call_tree import FunctionCall
 from vescale.static._gradients import settle_gradients
@@ -38,6 +39,21 @@ class FunctionPlan:
     actions: dict[int, Action]
     swaps: Mapping[int, Mapping[CodeType, FunctionPlan | None]]
     has_sites: bool
+
+    @functools.cached_property
+    def runs_on_dtensors(self) -> bool:
+        """Whether a changed function may run on DTensors, here or in functions that it calls."""
+        if not all(isinstance(action, ReadSizes | TakeSizes) for action in self.actions.values()):
+            return True
+        for plans in self.swaps.values():
+            known: bool | None = getattr(
+                plans, "has_sites", None
+            )  # of functions that are looked up when they are called
+            if known is None and any(plan is not None and plan.runs_on_dtensors for plan in plans.values()):
+                return True
+            if known:
+                return True
+        return False
 
 
 @dataclass(eq=False)

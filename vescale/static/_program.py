@@ -247,6 +247,7 @@ class StaticProgram:
         code = patched_code(plan.source, plan.patch)
         if code is None or not isinstance(function, types.FunctionType) or code_of(function) is not plan.call.code:
             raise UnrecordedError(f"{function} is another function than was recorded")
+        self.needs_mode |= plan.runs_on_dtensors  # also in functions that are changed when they are called
         self.originals.update(zip(code_objects(code), code_objects(plan.call.code), strict=False))
         cells: dict[str, Any] = {REFUSE: functools.partial(_refuse, plan.call.code.co_filename), SLICE: slice}
         for node, action in plan.actions.items():
@@ -265,7 +266,6 @@ class StaticProgram:
         call = EagerCall(
             self._require_mode, module, path, action.function, action.inputs, action.outputs, callee, local
         )
-        self.needs_mode = True
         return self.compiling.aside(call)
 
     def _local(self, action: Eager, path: str) -> Any:
