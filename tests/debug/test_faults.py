@@ -32,8 +32,11 @@ def spins() -> None:
         time.sleep(0)
 
 
+_MESSAGE = torch.empty(1)  # not made in a forward: there it would be a DTensor, which recv refuses
+
+
 def waits_for_others() -> None:
-    dist.recv(torch.empty(1), 0)
+    dist.recv(_MESSAGE, 0)
 
 
 def leaves() -> None:
