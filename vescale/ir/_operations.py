@@ -70,13 +70,13 @@ class Wrap:
 
 @dataclass(frozen=True)
 class Redistribute:
-    """A tensor goes to ``dst``, and its gradient to ``grad_dst`` on the way back.
+    """A tensor is redistributed to ``dst``, and its gradient to ``grad_dst`` in backward.
 
-    ``src``: what the plan says arrives (checked at run time where it is not None). ``grad_src``: the placement that the
-    gradient of ``dst`` is brought to before it goes back; ``grad_dst``: the placement it leaves with. None, whole or on
-    one axis: the boundary rule (where the tensor arrived Partial, the gradient is brought to ``dst``, Replicate for
-    Partial; else to what arrived); on an axis where ``dst`` is None too, the gradient is left as it arrives.
-    ``dst == src == Replicate`` is no no-op: the gradient may arrive Partial, and is reduced here.
+    ``src`` is the placement that the plan expects the tensor to have on arrival (checked at run time where it is not
+    None). In backward, the gradient is first redistributed to ``grad_src``, if it is not None, and then to ``grad_dst``.
+    If ``grad_dst`` is None, as a whole or on one axis, the boundary rule applies: the gradient gets the placement with
+    which the tensor arrived, or Replicate if the tensor arrived Partial. On an axis where ``dst`` is None as well, the
+    gradient is left unchanged. ``dst == src == Replicate`` has an effect: a Partial gradient is reduced here.
 
     Of a parameter or buffer (``target`` names it): at FORWARD_PRE ``src`` is its placement at rest and ``dst`` the one that
     the module computes with until its forward ends; the gradient goes back to ``src`` by the same rule.
