@@ -68,9 +68,9 @@ def test_steps(tmp_path: Path) -> None:
                 checkpoints.restore(model=model, step=unknown)  # type: ignore[arg-type]
         with pytest.raises(NoSuchStepError, match=r"no step 5; it has \[4\]"):
             checkpoints.restore(model=model, step=5)
-        with pytest.raises(CheckpointOptionError, match="model is a OrderedDict"):
+        with pytest.raises(CheckpointOptionError, match="model is an OrderedDict"):
             checkpoints.save(5, model=model.state_dict())  # type: ignore[arg-type]
-        with pytest.raises(CheckpointOptionError, match="model is a OrderedDict"):
+        with pytest.raises(CheckpointOptionError, match="model is an OrderedDict"):
             checkpoints.restore(model=model.state_dict())  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointOptionError, match="is a file"):

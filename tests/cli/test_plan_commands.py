@@ -157,7 +157,7 @@ def test_lint_warns_and_can_be_told_not_to(run: Run) -> None:
         (("lint", "plan.yaml", "--model", "net:mak"), "has no mak"),
         (("lint", "plan.yaml", "--model", "nomodule:make"), "No module named 'nomodule'"),
         (("lint", "plan.yaml", "--model", "net:broken"), "calling broken() raised KeyError: 'no such size'"),
-        (("lint", "plan.yaml", "--model", "net:number"), "returned a int, not a torch.nn.Module"),
+        (("lint", "plan.yaml", "--model", "net:number"), "returned an int, not a torch.nn.Module"),
         (
             ("lint", "plan.yaml", "--model", "justaname"),
             "expected a config.json of transformers or diffusers, the folder",
