@@ -156,6 +156,7 @@ MESHES = {"1-D": (4,), "2-D": (2, 2), "3-D": (2, 1, 2)}
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[dict[str, DeviceMesh]]:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    extend_dtensor()  # whatever ran before
     yield {name: init_device_mesh("cpu", shape) for name, shape in MESHES.items()}
     dist.destroy_process_group()
 
