@@ -3,9 +3,7 @@ In C++ and in Python."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch.utils.flop_counter
 
 from vescale import csrc
 from vescale.checks import _call_site, _descriptions
-from vescale.comm import Board, CrossWaitError, _board
+from vescale.comm import Board
 from vescale.compat import before_backward
 
 
@@ -89,34 +87,6 @@ def test_a_row_of_a_board(helper: ModuleType | None) -> None:
     assert first.text(1) == "there" and first.text(0).startswith("here é")
     assert not first.post(2, (5, 6, 1 << 47), "x") and not second.post(2, (5, 6, 8), "y")
     assert second.rows(2) is not None and second.rows(1) is not None
-
-
-def test_ranks_that_have_waited_for_each_other_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they waited before they raised is forgotten."""
-    monkeypatch.setattr(_board, "_LIVENESS_SECONDS", 0.01)
-    monkeypatch.setattr(_board, "_LOOKS", 1)
-    monkeypatch.setattr(_board, "_FOUND_SECONDS", 10.0)
-    channels = [[(0, 1), (0, 1)]] * 2
-    memory = bytearray(2048)
-    boards = [Board([0, 1], rank, memory, channels) for rank in (0, 1)]
-
-    def crosses(rank: int) -> tuple[int, ...]:
-        boards[rank].post(1, (1, 1, 1), "here", rank)
-        with pytest.raises(CrossWaitError) as caught:
-            boards[rank].wait(1, 20.0, "here", rank)
-        return caught.value.ranks
-
-    def meets(rank: int) -> int:
-        for channel in (0, 1):
-            if rank == 1:
-                time.sleep(0.2)  # not in a wait
-            boards[rank].post(2, (2, 2, 2), "again", channel)
-            boards[rank].wait(2, 20.0, "again", channel)
-        return rank
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(crosses, (0, 1))) == [(0, 1)] * 2
-        assert list(pool.map(meets, (0, 1))) == [0, 1]
 
 
 @pytest.mark.helper("step_marks")

@@ -18,7 +18,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,6 @@ _DIGEST = (1 << _DIGEST_BITS) - 1
 _LOOKS = 50
 _SHORT_SLEEP, _LONG_SLEEP = 0.0002, 0.002
 _LIVENESS_SECONDS = 0.25
-# Of where a rank waits: it has found that ranks wait for each other, and raises when the others have, or after so long.
-_FOUND, _FOUND_SECONDS = 1 << 63, 4 * _LIVENESS_SECONDS
 
 
 class RankGoneError(Coded, RuntimeError):
@@ -152,12 +150,13 @@ class Board:
             os.sched_yield()
         told: Operation | None = None
         waits = self._own * self._width + _WAITS
-        crossed: list[tuple[int, int, list[int]]] | None = None
+        crossed: object = None
         try:
             begin = looked = now = time.monotonic()
             while True:
                 found = self.rows(number, channel)
                 if found is not None:
+                    self._cells[waits] = 0
                     return found
                 time.sleep(min(max(_SHORT_SLEEP, (now - begin) / 16), _LONG_SLEEP))
                 now = time.monotonic()
@@ -169,7 +168,7 @@ class Board:
                     looked = now
                     before, crossed = crossed, self._crossed_waits()
                     if crossed and crossed == before and self.rows(number, channel) is None:
-                        self._wait_until_found(index for index, *_ in crossed)
+                        # What this rank has written stays, so that the others find the same.
                         raise CrossWaitError([self.ranks[index] for index, *_ in crossed])
                     gone = [index for index in self.absent(number, channel) if self._has_ended(index)]
                     if gone and self.rows(number, channel) is None:
@@ -181,7 +180,6 @@ class Board:
                             raise TimeoutError
                         begin = now
         finally:
-            self._cells[waits] = 0  # what stayed would make others believe that this rank waits there for ever
             if told is not None:
                 told.ended = time.time()
 
@@ -204,7 +202,7 @@ class Board:
         waits: dict[int, tuple[int, list[int]]] = {}
         visited = [self._own]
         for index in visited:
-            cell = self._cells[index * self._width + _WAITS] & ~_FOUND
+            cell = self._cells[index * self._width + _WAITS]
             if cell and (awaited := self._absent(index, cell & 0xFFFF, (cell >> 16) - 1)):
                 waits[index] = cell, awaited
                 visited += [other for other in awaited if other not in visited]
@@ -212,14 +210,6 @@ class Board:
             for index in ended:
                 del waits[index]
         return [(index, *found) for index, found in sorted(waits.items())]
-
-    def _wait_until_found(self, positions: Iterable[int]) -> None:
-        """Until those who wait for each other have all found out; where this rank waits stays to be seen for so long."""
-        self._cells[self._own * self._width + _WAITS] |= _FOUND
-        cells = [index * self._width + _WAITS for index in positions]
-        end = time.monotonic() + _FOUND_SECONDS
-        while time.monotonic() < end and any(self._cells[cell] and not self._cells[cell] & _FOUND for cell in cells):
-            time.sleep(_LONG_SLEEP)
 
     def text(self, index: int) -> str:
         """What a rank has posted last."""
