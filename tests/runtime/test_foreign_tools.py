@@ -110,7 +110,7 @@ def distributed_before() -> None:
     mesh = make_mesh(tp=2)
     around: list[tuple[Callable[[nn.Module], nn.Module], str]] = [
         (DistributedDataParallel, "a DistributedDataParallel is distributed by DistributedDataParallel already"),
-        (torch.compile, r"a OptimizedModule is torch\.compile's.*as it was before \(model\._orig_mod\)"),
+        (torch.compile, r"an OptimizedModule is torch\.compile's.*as it was before \(model\._orig_mod\)"),
         (lambda model: fully_shard(model, mesh=mesh), "distributed by fully_shard already"),
         (lambda model: vescale.fully_shard(model, mesh=mesh), "distributed by fully_shard already"),
         (lambda model: nn.Sequential(vescale.fully_shard(model, mesh=mesh)), "of which its part '0' is distributed"),
