@@ -42,10 +42,13 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
             ip("netns", "add", name)
             made.append(name)
         subprocess.run(["unshare", "--uts", "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.CalledProcessError) as error:
         for name in made:
             ip("netns", "del", name)
-        pytest.skip("network namespaces need iproute2, util-linux and the right to make them")
+        pytest.skip(
+            f"this machine does not let the test make network namespaces, which need root, iproute2 and util-linux "
+            f"({error}); the same launchers run as processes of one host in the variant 'processes'"
+        )
     folders = [Path("/etc/netns") / name for name in names]
     try:
         ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])

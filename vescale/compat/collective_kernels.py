@@ -75,9 +75,7 @@ def _kernel(name: str, op: Any, behind: Any, handler: Handler) -> Any:
         if not isinstance(group, dist.ProcessGroup):
             group = dist.ProcessGroup.unbox(group)
         inputs, outputs = ([t for s in side for t in _tensors(args[s])] for side in sides)
-        if any(
-            isinstance(tensor, FakeTensor) for tensor in (*inputs, *outputs)
-        ):  # of which only the shapes are asked for
+        if any(isinstance(tensor, FakeTensor) for tensor in (*inputs, *outputs)):  # only shapes are asked for
             return op.redispatch(keyset & behind, *args)
 
         def call(seconds: float | None) -> tuple[Any, dist._Work | None]:
