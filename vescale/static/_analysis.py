@@ -46,11 +46,10 @@ class FunctionPlan:
         if not all(isinstance(action, ReadSizes | TakeSizes) for action in self.actions.values()):
             return True
         for plans in self.swaps.values():
-            known: bool | None = getattr(
-                plans, "has_sites", None
-            )  # of functions that are looked up when they are called
-            if known is None and any(plan is not None and plan.runs_on_dtensors for plan in plans.values()):
-                return True
+            # Functions that are looked up when they are called are known by this alone.
+            known: bool | None = getattr(plans, "has_sites", None)
+            if known is None:
+                known = any(plan is not None and plan.runs_on_dtensors for plan in plans.values())
             if known:
                 return True
         return False
