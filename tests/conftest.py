@@ -29,6 +29,8 @@ def ranks() -> Iterator[RankPools]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations(config), "durations")
+    if hasattr(config, "workerinput"):
+        os.environ.pop("COLUMNS", None)  # set for a worker, whose output is no terminal
 
 
 @pytest.hookimpl(tryfirst=True)
