@@ -7,13 +7,18 @@ TORCH := torch==2.13.0
 
 .PHONY: demo test test-all lint mutate docs clean
 
-# Two pytest processes side by side (tests/lanes.py); files and options of pytest through ARGS.
+# Two pytest processes for a core, because ranks often wait for each other.
+WORKERS ?= $(shell cores=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? 2 * cores : 8)))
+# Bytecode is kept whatever the environment says: many tests start processes that import vescale.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# The daily tests; files and options of pytest through ARGS, the number of processes through WORKERS.
 test: $(VENV)/.ready
-	$(BIN)/python -m tests.lanes $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 # With the tests marked slow, and more examples in the randomized tests: the nightly run.
 test-all: $(VENV)/.ready
-	$(BIN)/python -m tests.lanes --all $(ARGS)
+	VESCALE_NIGHTLY=1 $(PYTEST) $(ARGS)
 
 # How many planted faults the tests find, for example ARGS="--count 20 --package comm".
 mutate: $(VENV)/.ready

@@ -1,12 +1,8 @@
 """Fixtures and options shared by the whole suite."""
 
 import gc
-import json
 import os
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, TextIO
 
 # Ranks and sub-processes already fill the cores: a second thread per process only waits. Read when torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,8 +10,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests.durations import Durations
 from tests.nightly import is_nightly
-from tests.ranks import GARBAGE_THRESHOLDS, SPENT, RankPools
+from tests.ranks import GARBAGE_THRESHOLDS, RankPools
 from vescale import csrc
 
 COLLECTED = pytest.StashKey[list[str]]()
@@ -30,17 +27,10 @@ def ranks() -> Iterator[RankPools]:
     pools.close()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("vescale")
-    group.addoption(
-        "--lane", choices=["ranks", "single"], help="only tests that use the pools of ranks, or only the other ones"
-    )
-    group.addoption("--record", metavar="FILE", help="write one JSON object for each test: outcome, wall and CPU time")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--record"):
-        config.pluginmanager.register(Recorder(Path(config.getoption("--record"))), "recorder")
+    config.pluginmanager.register(Durations(config), "durations")
+    if hasattr(config, "workerinput"):
+        os.environ.pop("COLUMNS", None)  # set for a worker, whose output is no terminal
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -61,9 +51,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 )
                 item.add_marker(pytest.mark.skip(reason=reason))
     config.stash[COLLECTED] = [item.nodeid for item in items]
-    lane = config.getoption("--lane")
-    if lane:  # not reported as deselected: the other lane counts them, whether it runs or deselects them
-        items[:] = [item for item in items if ("ranks" in getattr(item, "fixturenames", ())) == (lane == "ranks")]
 
 
 def pytest_collection_finish() -> None:
@@ -72,51 +59,3 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
-
-
-class Recorder:
-    """Writes a line of JSON for each test while the run goes on, and one for the run at its end.
-
-    CPU time is that of the test process, of its finished sub-processes and of the ranks, so that it hardly depends on
-    what else the machine does. The first test that uses a module's or the session's fixtures pays for them.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w")
-        self._outcome = "passed"
-        self._counts: dict[str, int] = {}
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._write({"collected": len(session.items)})
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._outcome = "passed"
-        start, cpu = time.monotonic(), _cpu_seconds()
-        result = yield
-        seconds, cpu = time.monotonic() - start, _cpu_seconds() - cpu
-        self._write({"test": item.nodeid, "outcome": self._outcome, "seconds": round(seconds, 3), "cpu": round(cpu, 3)})
-        return result
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if hasattr(report, "wasxfail"):
-            self._outcome = "xpassed" if report.passed else "xfailed"
-        elif report.failed:
-            self._outcome = "failed" if report.when == "call" else "error"
-        elif report.skipped:
-            self._outcome = "skipped"
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        stats = terminalreporter.stats
-        self._counts = {name: len(reports) for name, reports in stats.items() if name}
-        self._write({"counts": self._counts, "rank cpu": round(SPENT.seconds, 1), "rank starts": dict(SPENT.starts)})
-
-
-def _cpu_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system + SPENT.seconds

@@ -1,7 +1,7 @@
 """Which tests `make test` leaves to `make test-all`: those of ``tests/nightly.yaml``, beside those marked ``slow``.
 
 A test is there because another test, which stays in the daily run, covers the same mechanism. An entry that matches
-nothing fails ``tests/test_lanes.py``.
+nothing fails ``tests/test_nightly.py``.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ _TIMEOUT = timedelta(seconds=60)
 GARBAGE_THRESHOLDS = 2000, 20, 20
 
 # So many cases of one test are combinations, of which a part runs daily.
-_LONG = 16
+_LONG = 10
 
 # Each group of gloo keeps two threads; groups of meshes are never freed.
 _MAX_THREADS = 300

@@ -116,7 +116,6 @@ STANDARD_USES = {
     "vescale/rng/_philox.py": {"words", "lane", "lanes"},  # positions in a block of Philox
     "vescale/rng/_cuda_kernel.py": {"words", "lanes"},
     "docs/rng.md": {"words"},
-    "docs/testing.md": {"lane", "lanes"},  # tests/lanes.py
     "vescale/cli/_env.py": {"words"},  # of textwrap
     "vescale/cli/_zoo.py": {"words"},
     "vescale/plans/_yaml_writer.py": {"words"},

@@ -40,7 +40,7 @@ from rich.table import Column, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".pytest_cache"  # not in git
-DURATIONS = CACHE / "durations.json"  # written by tests/lanes.py
+DURATIONS = CACHE / "v" / "vescale" / "durations"  # written by tests/durations.py
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",

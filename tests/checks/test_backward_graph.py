@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,16 @@ def test_a_graph_ends_with_the_output_of_its_forward(
 ) -> None:
     described = []
     describe = _backward_graph._describe
-    monkeypatch.setattr(_backward_graph, "_describe", lambda *args: described.append(args[2]) or describe(*args))
+    node = torch.ones((), requires_grad=True).exp().grad_fn
+    assert node is not None
+    start = node._sequence_nr()  # graphs of earlier tests may be alive
+
+    def record(losses: Sequence[Any], gradients: Sequence[Any], begin: int) -> list[tuple[str, str]]:
+        if begin >= start:
+            described.append(begin)
+        return describe(losses, gradients, begin)
+
+    monkeypatch.setattr(_backward_graph, "_describe", record)
     frozen, trained = models
     output = frozen(torch.ones(4, 8))
     output.sum().backward()

@@ -64,6 +64,7 @@ def test_commands_that_do_not_load_torch() -> None:
         ["--version"],
         ["zoo"],
         ["zoo", "show", "llama"],
+        ["attach", "no socket"],
         *([name, "--help"] for name in COMMANDS if name),
     ]
     code = "import sys\nfrom vescale.cli import main\n"

@@ -99,9 +99,9 @@ def test_closed_form_of_stages_is_the_estimate(seed: int) -> None:
 
 def test_closed_form_of_interleaved_stages_is_the_estimate() -> None:
     """The last rank has the head in one of its stages alone; a bubble in proportion to its work was a quarter too long."""
-    model, batch = decoder("Llama", num_hidden_layers=8), {"input_ids": (32, 128)}
+    model, batch = decoder("Llama", num_hidden_layers=8), {"input_ids": (16, 128)}
     looked = Looked(model, 4, batch, small(1e12))
-    choice = Choice(looked.sources[0], pp=4, schedule="Interleaved1F1B", microbatches=8)
+    choice = Choice(looked.sources[0], pp=4, schedule="Interleaved1F1B", microbatches=4)
     known = estimate(model, plan_of(choice, looked.facts), batch=batch, device=looked.table, steps=2).time
     own = looked.figures(choice)
     assert sum(own.terms[name] for name in ("compute", "memory", "exposed", "bubble")) == pytest.approx(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import vescale
 from vescale import Plan, PlanError
+from vescale.cli import main
 from vescale.ir import Program, check, lower
 from vescale.plans import checkpoint_policy
 from vescale.runtime import parallelize
@@ -359,12 +358,13 @@ def test_objects_that_a_checkpointed_forward_writes_to() -> None:
     model(inputs(), Notes(locked=True)).sum().backward()
 
 
-def test_explain(tmp_path: Path) -> None:
+def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text("version: 1\nmesh: {dp: 1}\ncheckpoint: {'layers\\.\\d+': {save: [aten.addmm], budget_gib: 2}}\n")
-    model = "tests.runtime.test_checkpoint_entries:Net"
-    command = [sys.executable, "-m", "vescale", "explain", str(plan), "--model", model]
-    table = subprocess.run([*command, "--only", "checkpoints"], capture_output=True, text=True, check=True).stdout
+    command = ["explain", str(plan), "--model", "tests.runtime.test_checkpoint_entries:Net"]
+    assert main([*command, "--only", "checkpoints"]) == 0
+    table = capsys.readouterr().out
     assert "layers.0-2" in table and "aten.addmm" in table and "2 GiB" in table and "results saved" in table
-    data = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    assert main([*command, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
     assert data["checkpoints"][0]["policy"] == "aten.addmm" and data["checkpoints"][0]["modules"] == 3

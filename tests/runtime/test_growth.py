@@ -19,8 +19,8 @@ from vescale import Plan, parallelize
 from vescale.compat import clear_sharding_caches, sharding_caches
 from vescale.optim import clip_grad_norm_
 
-NUM_STEPS = 1000 if NIGHTLY else 200
-NUM_LENGTHS = 200 if NIGHTLY else 120
+NUM_STEPS = 1000 if NIGHTLY else 120
+NUM_LENGTHS = 200 if NIGHTLY else 80
 LIMIT = 1.005
 
 

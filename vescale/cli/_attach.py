@@ -25,11 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0: the job resumed, or was ended from here; 2: there is no job to attach to."""
-    from vescale.debug import newest_socket
-
-    path = args.path or newest_socket()
-    if path is None:
-        raise UsageError("no job of yours has stopped on this host; run it on the host that the job names")
+    path = args.path or _newest()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(path)
@@ -55,3 +51,12 @@ def run(args: argparse.Namespace) -> int:
                 typing.clear()
     print()
     return 0
+
+
+def _newest() -> str:
+    from vescale.debug import newest_socket  # loads torch, which a given path does not need
+
+    path = newest_socket()
+    if path is None:
+        raise UsageError("no job of yours has stopped on this host; run it on the host that the job names")
+    return path

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tree_unflatten
 from vescale.errors import PipelineTraceError
@@ -22,6 +21,7 @@ from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, running
 from vescale.pipeline._hooked_calls import TensorLike, noting_hooks
 from vescale.pipeline._loss_sums import LossCalls, LossNodes
+from vescale.pipeline._math_attention import math_attention
 from vescale.pipeline._parameter_reads import SHAPE_ONLY
 from vescale.pipeline._traced import LossTerm, Origin, OuterResults, Trace, TracedCall
 from vescale.pipeline._unknown_values import refuse_reading, why_unknown
@@ -63,7 +63,7 @@ def trace(
         recorder = _Recorder(skeleton, cut, batch, entry_source, answers or {})
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(torch.set_grad_enabled(grad))
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(math_attention())
         stack.enter_context(running(recorder))
         stack.enter_context(recorder.loss_calls)
         stack.enter_context(recorder.read_calls)

@@ -1,8 +1,11 @@
-"""The two lanes of `make test`, and the list of what is left to the nightly run."""
+"""The list of what is left to the nightly run, and the times of tests that are kept."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -10,37 +13,9 @@ import pytest
 
 from tests import examples
 from tests.conftest import COLLECTED
-from tests.lanes import closing_line, exit_code
 from tests.nightly import NIGHTLY, is_nightly
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.mark.parametrize(
-    ("codes", "merged"),
-    [
-        ([0, 0], 0),
-        ([0, 5], 0),  # no test of one lane was asked for
-        ([5, 0], 0),
-        ([5, 5], 5),
-        ([1, 0], 1),
-        ([0, 1], 1),
-        ([1, 5], 1),
-        ([1, 2], 2),
-        ([4, 1], 4),
-        ([0, -9], 9),  # killed
-    ],
-)
-def test_exit_codes(codes: list[int], merged: int) -> None:
-    assert exit_code(codes) == merged
-
-
-def test_closing_line_is_that_of_pytest() -> None:
-    assert closing_line({"passed": 3, "warnings": 1}, 2.0) == "3 passed, 1 warning in 2.00s"
-    counts = {"error": 2, "passed": 30, "failed": 1, "deselected": 4, "skipped": 5, "warnings": 2}
-    line = "1 failed, 30 passed, 5 skipped, 4 deselected, 2 warnings, 2 errors in 3725.10s (1:02:05)"
-    assert closing_line(counts, 3725.1) == line
-    assert closing_line({}, 0.5) == "no tests ran in 0.50s"
 
 
 def test_the_nightly_list_is_current(pytestconfig: pytest.Config) -> None:
@@ -72,3 +47,39 @@ def test_daily_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == examples.daily_sample(cases) == sorted(set(found)) and set(found) < set(cases)
     assert [sum(case[0] == name for case in found) for name in "abcd"] == [2, 2, 2, 1]
     assert len(examples.daily_sample(range(10), 2)) == 5
+
+
+_CONFTEST = """
+from tests.durations import Durations
+
+def pytest_configure(config):
+    config.pluginmanager.register(Durations(config))
+"""
+_TESTS = """
+import time, pytest
+
+@pytest.mark.parametrize("number", range(11))
+def test_{name}(number):
+    if number == 3:
+        time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2", "--dist", "loadfile"]], ids=["alone", "workers"])
+def test_durations_are_kept(tmp_path: Path, workers: list[str]) -> None:
+    """Wall and CPU time of each test, with and without workers, beside those of tests that did not run."""
+    (tmp_path / "conftest.py").write_text(_CONFTEST)
+    for name in ("a", "b"):
+        (tmp_path / f"test_{name}.py").write_text(_TESTS.format(name=name))
+    kept = tmp_path / ".pytest_cache" / "v" / "vescale" / "durations"
+    kept.parent.mkdir(parents=True)
+    kept.write_text('{"test_old.py::test_old": {"seconds": 1.0, "cpu": 1.0}}')
+    command = [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), str(tmp_path), *workers]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    times = json.loads(kept.read_text())
+    names = {f"test_{name}.py::test_{name}[{number}]" for name in ("a", "b") for number in range(11)}
+    assert set(times) == {"test_old.py::test_old"} | names
+    assert all(time["seconds"] >= 0.2 > time["cpu"] for name, time in times.items() if name.endswith("[3]"))
+    slowest = [line for line in done.stdout.partition("slowest 10 tests")[2].splitlines() if line]
+    assert {line.split()[-1] for line in slowest[1:3]} == {"test_a.py::test_a[3]", "test_b.py::test_b[3]"}
+    assert slowest[11].startswith("22 tests, ")
