@@ -21,6 +21,7 @@ from vescale.checks import (
     LocalPart,
     RandomStates,
     ScriptGraph,
+    StepMismatchError,
     describe,
     describe_draw,
     is_unchecked,
@@ -82,6 +83,22 @@ def check_inputs(
     if not checks.is_on or (activation is not None and activation.runtime is runtime) or is_compiling():
         return
     runtime.num_forwards += 1
+    try:
+        _compare_forward(runtime, model, args, kwargs, named, takes_local_parts)
+    except StepMismatchError:
+        runtime.num_forwards -= 1  # it does not run, and those of other ranks may be elsewhere
+        raise
+
+
+def _compare_forward(
+    runtime: Runtime,
+    model: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    named: Callable[[tuple[Any, ...], dict[str, Any]], Iterable[tuple[str, Any, Placing | None]]],
+    takes_local_parts: bool,
+) -> None:
+    checks = runtime.checks
     checks.begin_forward(runtime.num_forwards)
     module = runtime.root
     mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
