@@ -40,9 +40,10 @@ from vescale.checks._call_site import call_site, native_steps
 from vescale.checks._descriptions import digest_of, hash_of
 from vescale.checks._events import LocalPart, Rows, Site, part_keys
 from vescale.checks._mismatches import (
-    NOTHING_COMPUTED,
+    COMPUTED,
     SAME_STEPS,
     SEVERAL_THREADS,
+    UNKNOWN,
     InputMismatchError,
     StepMismatchError,
     absence,
@@ -180,7 +181,7 @@ class StepChecks:
         """Of ranks that had no backward, where others may have had one."""
         if self._awaited is not None:
             if self.is_due:
-                self.note(NOTHING_COMPUTED, "")
+                self.note(COMPUTED, UNKNOWN)  # its rows may have no part in a loss
             self.backward(*self._awaited)
 
     def agree(self, what: str, rows: Rows) -> None:
@@ -208,6 +209,10 @@ class StepChecks:
 
     def note(self, name: str, text: str) -> None:
         """Something that is the same on every rank was given outside of a forward: compared with the next event."""
+        if text == UNKNOWN:
+            if (name, text) not in self._noted:
+                self._noted.append((name, text))
+            return
         if len(self._noted) >= _MAX_NOTED:  # their hash, so that one that differs is found
             earlier = self._noted.pop()
             name, text = f"{name} or one before it", hash_of("".join((*earlier, name, text)))
