@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -709,3 +710,26 @@ def reads_along_an_axis() -> None:
 
 def test_reads_along_an_axis_are_compared_by_its_ranks(ranks: RankPools) -> None:
     ranks.run(reads_along_an_axis, world_size=4)
+
+
+def the_same_model_after_an_error() -> None:
+    """Its ranks have run different numbers of events when all have raised, one of them long after the others."""
+    model, weight = on_two_axes()
+    if dist.get_rank() == 3:
+        time.sleep(1.0)
+    with pytest.raises(
+        StepMismatchError, match=r"rank 0 is before a read of full_tensor\(\).*rank 1 is before forward 1"
+    ):
+        if dist.get_rank() == 0:
+            weight.full_tensor()
+        model(batch())
+    torch.manual_seed(0)
+    alone = Net().eval()
+    model.eval()
+    for number in range(2):
+        assert step(model, batch(number)).item() == pytest.approx(step(alone, batch(number)).item(), rel=1e-5)
+        assert weight.full_tensor().shape == (8, 4)
+
+
+def test_a_script_that_goes_on_after_an_error_is_not_refused(ranks: RankPools) -> None:
+    ranks.run(the_same_model_after_an_error, world_size=4, timeout=60.0)

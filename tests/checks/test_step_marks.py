@@ -4,6 +4,7 @@ In C++ and in Python."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.utils.flop_counter
 
 from vescale import csrc
 from vescale.checks import _call_site, _descriptions
-from vescale.comm import Board
+from vescale.comm import Board, CrossWaitError, _board
 from vescale.compat import before_backward
 
 
@@ -87,6 +88,40 @@ def test_a_row_of_a_board(helper: ModuleType | None) -> None:
     assert first.text(1) == "there" and first.text(0).startswith("here é")
     assert not first.post(2, (5, 6, 1 << 47), "x") and not second.post(2, (5, 6, 8), "y")
     assert second.rows(2) is not None and second.rows(1) is not None
+
+
+def test_a_rank_that_comes_late_learns_which_ranks_have_waited_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These have raised before."""
+    monkeypatch.setattr(_board, "_LIVENESS_SECONDS", 0.01)
+    channels: list[list[tuple[int, ...]]] = [[(0, 1, 2)] * 3, [(0, 1), (0, 1), (2,)]]
+    memory = bytearray(4096)
+    boards = [Board([0, 1, 2], rank, memory, channels) for rank in range(3)]
+
+    def raises(rank: int) -> tuple[int, ...]:
+        channel = int(rank == 1)
+        boards[rank].post(1, (1, 1, 1), "here", channel)
+        with pytest.raises(CrossWaitError) as caught:
+            boards[rank].wait(1, 20.0, "here", channel)
+        return caught.value.ranks
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(raises, (0, 1))) == [(0, 1)] * 2
+    assert raises(2) == (0, 1, 2)
+
+
+def test_a_rank_that_gives_up_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would believe that it still waits for them there."""
+    monkeypatch.setattr(_board, "_LIVENESS_SECONDS", 0.01)
+    monkeypatch.setattr(_board, "_is_paused", lambda: False)
+    channels = [[(0, 1), (0, 1)]] * 2
+    memory = bytearray(4096)
+    boards = [Board([0, 1], rank, memory, channels) for rank in range(2)]
+    boards[0].post(1, (1, 1, 1), "here", 0)
+    with pytest.raises(TimeoutError):
+        boards[0].wait(1, 0.05, "here", 0)
+    boards[1].post(1, (1, 1, 1), "there", 1)
+    with pytest.raises(TimeoutError):
+        boards[1].wait(1, 0.1, "there", 1)
 
 
 @pytest.mark.helper("step_marks")

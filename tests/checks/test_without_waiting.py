@@ -64,7 +64,7 @@ def later() -> None:
             assert raised == differs_at + 1, (differs_at, raised)
             dist.barrier()
         model, checks = parallel()
-        assert steps(model, 0) == 0 and not checks._open
+        assert steps(model, 0) == 0 and not checks._put.keys
         model, _ = parallel()
         assert steps(model, 6) == 0  # between the compared ones: documented as not seen
         dist.barrier()

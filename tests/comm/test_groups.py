@@ -65,22 +65,26 @@ def test_groups_outlive_their_mesh(ranks: RankPools) -> None:
 
 
 def one_axis_of_equal_meshes() -> None:
-    """Equal meshes have groups of their own for each axis; a rank must not take another mesh's because it is still there."""
-    first = DeviceMesh("cpu", [[0, 1], [2, 3]])
-    held = axis_group(first, (0,)).group
-    second = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    """What a rank has cached of one mesh serves the equal ones, and other ranks may have cached something else: all of them
+    communicate in the groups of the first, whether it is still there or not."""
+    names = ("of equal meshes", "another")
+    first = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
+    held = first.get_group(0)
+    second = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
     assert second == first and second.get_group(0) is not held
     if dist.get_rank() % 2:
         del first
         gc.collect()
     found = axis_group(second, (0,))
-    assert found.group is second.get_group(0) and axis_group(second, (0,)) is found
+    assert found.group is held and axis_group(second, (0,)) is found
     total = torch.ones(1)
     dist.all_reduce(total, group=found.group)
     assert total.item() == 2
+    dist.destroy_process_group(held)
+    assert axis_group(second, (0,)).group is second.get_group(0)
 
 
-def test_equal_meshes_keep_their_own_groups(ranks: RankPools) -> None:
+def test_equal_meshes_communicate_in_the_same_groups(ranks: RankPools) -> None:
     ranks.run(one_axis_of_equal_meshes, world_size=4)
 
 

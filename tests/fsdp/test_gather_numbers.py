@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.debug.jobs import JobResult, run_job, run_processes
 from tests.fsdp.test_gather_order import DIFFERENT, EQUAL, Mixture, X, made
+from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import (
     Plan,
@@ -24,7 +25,7 @@ from vescale.comm import Apart, PostedOrder
 from vescale.comm import _posted_order as posted_order
 from vescale.runtime import parallelize
 
-GATHER, REDUCTION = 0, 1
+GATHER, REDUCTION, END_OF_BACKWARD = 0, 1, 3
 
 
 def orders(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> list[PostedOrder]:
@@ -119,6 +120,40 @@ def different_numbers(widths: tuple[int, ...], options: dict[str, Any], what: st
         model(X, few).backward()
 
 
+def different_numbers_of_replicas(widths: tuple[int, ...]) -> None:
+    """The ranks of each shard group run the same units, and those of the other group others."""
+    model, _ = made(widths, 2)
+    model(X, (0, 1)).backward()
+    model(X, (0,) if dist.get_rank() < 2 else (0, 1)).backward()
+
+
+def posts_of_replicas() -> None:
+    """Reductions, and the end of a backward, are posted among all ranks, gathers among those that shard."""
+    posted: dict[tuple[int, ...], list[int]] = {}
+    post = PostedOrder.post
+
+    def noted(order: PostedOrder, kind: int, num_bytes: int, unit: int) -> bool:
+        posted.setdefault(order.ranks, []).append(kind)
+        return post(order, kind, num_bytes, unit)
+
+    model, _ = made(EQUAL, 2)
+    model(X, (0,)).backward()
+    PostedOrder.post = noted  # type: ignore[method-assign]
+    try:
+        model(X, (0,)).backward()
+        model.set_requires_all_reduce(False)
+        model(X, (0,)).backward()
+    finally:
+        PostedOrder.post = post  # type: ignore[method-assign]
+    along = tuple(rank for rank in range(4) if rank // 2 == dist.get_rank() // 2)
+    assert posted[0, 1, 2, 3] == [REDUCTION, REDUCTION, END_OF_BACKWARD]
+    assert GATHER in posted[along] and posted[along].count(REDUCTION) == 4
+
+
+def test_posts_of_replicas(ranks: RankPools) -> None:
+    ranks.run(posts_of_replicas, world_size=4)
+
+
 def all_raise(result: JobResult, *texts: str) -> None:
     assert result.codes == [1] * len(result.codes), result.text
     for output in result.outputs:
@@ -144,6 +179,13 @@ def test_different_numbers(
 ) -> None:
     env = {"VESCALE_CHECK": check}
     all_raise(run_job(different_numbers, tmp_path, widths, options, what, world_size=num_ranks, env=env), "experts.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", [EQUAL, DIFFERENT], ids=["equal", "different"])
+def test_different_numbers_of_replicas(tmp_path: Path, widths: tuple[int, ...]) -> None:
+    result = run_job(different_numbers_of_replicas, tmp_path, widths, world_size=4)
+    all_raise(result, "ranks 0, 1 in a reduction of experts.0", "ranks 2, 3 in a reduction of experts.1")
 
 
 def destroys_at_its_end() -> None:

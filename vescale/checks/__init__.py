@@ -6,13 +6,14 @@ from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
 from vescale.checks._events import LocalPart
 from vescale.checks._mismatches import (
-    ACCUMULATED,
     DRAWN,
     GENERATING,
     MADE,
+    NUMBERS,
     PARTS,
     SEED,
     STATE,
+    UNKNOWN,
     WRITTEN,
     InputMismatchError,
     StepMismatchError,
@@ -33,13 +34,14 @@ from vescale.checks._start import start_checks, start_checks_among, step_checks
 from vescale.checks._steps import StepChecks
 
 __all__ = [
-    "ACCUMULATED",
     "DRAWN",
     "GENERATING",
     "MADE",
+    "NUMBERS",
     "PARTS",
     "SEED",
     "STATE",
+    "UNKNOWN",
     "WRITTEN",
     "InputMismatchError",
     "LocalPart",

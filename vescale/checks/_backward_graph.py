@@ -16,10 +16,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.checks._descriptions import tensor_text
-from vescale.checks._mismatches import COMPUTED, NOTHING_COMPUTED
+from vescale.checks._mismatches import COMPUTED, UNKNOWN
 from vescale.checks._settings import is_unchecked
 from vescale.checks._steps import StepChecks
 from vescale.compat import (
+    PACKED,
     has_dispatch_modes,
     in_backward,
     in_transform,
@@ -39,7 +40,7 @@ _LOCAL = "_ToTorchTensorBackward"
 """Of ``to_local()``, behind which each rank computes on its own."""
 _GLOBAL = "_FromTorchTensorBackward"
 """Of ``DTensor.from_local``, before which it has done so."""
-_NOTHING = [(NOTHING_COMPUTED, "")]
+_NOTHING = [(COMPUTED, UNKNOWN)]
 _THREAD = threading.local()
 
 
@@ -69,7 +70,8 @@ class ScriptGraph:
             _THREAD.graphs = None  # so that most steps have nothing to look at
 
     def describe(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
-        self._rows = _NOTHING if self._has_derivatives else _describe(losses, gradients, self._begin)
+        is_unknown = self._has_derivatives or has_dispatch_modes()  # which would see the ops
+        self._rows = _NOTHING if is_unknown else _describe(losses, gradients, self._begin)
         self._has_derivatives = self._has_derivatives or creates_graph
 
     def take(self) -> list[tuple[str, str]]:
@@ -81,7 +83,7 @@ class ScriptGraph:
 def describe_graphs(losses: Sequence[Any], gradients: Sequence[Any], *, creates_graph: bool) -> None:
     """Before a backward that this thread begins."""
     graphs = getattr(_THREAD, "graphs", None)
-    if graphs is None or in_backward() or is_unchecked() or has_dispatch_modes() or in_transform():
+    if graphs is None or in_backward() or is_unchecked() or in_transform():
         return
     with no_torch_function():
         for graph in tuple(graphs.values()):
@@ -108,21 +110,23 @@ def _describe(losses: Sequence[Any], gradients: Sequence[Any], begin: int) -> li
         if name == _LOCAL or len(seen) > _MAX_NODES:
             return _NOTHING
         op = name.removesuffix("0").removesuffix("Backward")
-        rows.append((f"{COMPUTED}op {len(seen)} before the loss", f"{op}({', '.join(_saved(node))})"))
+        rows.append((f"{COMPUTED}op {len(seen)} before the loss", _op_text(op, node)))
         if name != _GLOBAL:
             waiting += [each for each, _ in reversed(node.next_functions) if each is not None]
     return rows
 
 
-def _saved(node: Any) -> list[str]:
-    """Numbers and constants that an op keeps for its backward."""
+def _op_text(op: str, node: Any) -> str:
+    """An op, with the numbers and constants that it keeps for its backward."""
     texts = []
     for name, value in saved_values(node):
+        if value is PACKED:  # maybe on this rank only
+            return UNKNOWN
         is_list = isinstance(value, tuple) and all(isinstance(x, _NUMBERS) for x in value)
         text = repr(value) if is_list or isinstance(value, _NUMBERS) else _constant(value)
         if text:
             texts.append(f"{name}={text}")
-    return texts
+    return f"{op}({', '.join(texts)})"
 
 
 def _constant(value: Any) -> str:

@@ -11,12 +11,10 @@ from vescale.comm import Board, CrossWaitError, RankGoneError, first_difference
 from vescale.errors import Coded
 
 __all__ = [
-    "ACCUMULATED",
     "COMPUTED",
     "DRAWN",
     "GENERATING",
     "MADE",
-    "NOTHING_COMPUTED",
     "NUMBERS",
     "PARTS",
     "SAME_STEPS",
@@ -24,6 +22,7 @@ __all__ = [
     "SEVERAL_THREADS",
     "STATE",
     "STEPPED",
+    "UNKNOWN",
     "WRITTEN",
     "InputMismatchError",
     "StepMismatchError",
@@ -62,10 +61,8 @@ COMPUTED = "before backward: "
 """What names of ops begin with that a script has run between a model and a backward."""
 WRITTEN = "writes: "
 """What names of gradients and writes begin with, of tensors of which each rank may hold a part of its own."""
-ACCUMULATED = "accumulated under no_sync"
-"""What a rank says of gradients that other ranks need not have."""
-NOTHING_COMPUTED = "before backward: nothing"
-"""Of a rank whose backward reaches nothing, as it may where its rows have no part in a loss."""
+UNKNOWN = "unknown"
+"""What a rank says of what it cannot tell, as where a mode would see it look; names that begin so are not compared."""
 STEPPED = "optimizer: "
 """What names of steps of optimizers begin with."""
 PARTS = "parts of sharded tensors"
@@ -122,11 +119,9 @@ def compare_data(
     Raises InputMismatchError.
     """
     inputs = {rank: [tuple(row) for row in each["inputs"]] for rank, each in zip(ranks, found)}
-    unknown = {name for rows in inputs.values() for name, text in rows if text == ACCUMULATED}
+    unknown = tuple({name for rows in inputs.values() for name, text in rows if text == UNKNOWN})
     if unknown:
-        inputs = {rank: [row for row in rows if row[0] not in unknown] for rank, rows in inputs.items()}
-    if any(name == NOTHING_COMPUTED for rows in inputs.values() for name, _ in rows):
-        inputs = {rank: [row for row in rows if not row[0].startswith(COMPUTED)] for rank, rows in inputs.items()}
+        inputs = {rank: [row for row in rows if not row[0].startswith(unknown)] for rank, rows in inputs.items()}
     if len({tuple(rows) for rows in inputs.values()}) > 1:
         difference = first_difference("what is given", inputs)
         raise InputMismatchError(_data_text(found[0]["site"], difference), difference.ranks)
@@ -139,7 +134,8 @@ def compare_data(
         groups: dict[tuple[int, ...], dict[int, list[tuple[str, str]]]] = {}
         for rank, coordinate, each in zip(ranks, coordinates, found):
             key = tuple(coordinate[axis] for axis in axes)
-            groups.setdefault(key, {})[rank] = [(name, each["parts"][number][2])]
+            if (text := each["parts"][number][2]) != UNKNOWN:
+                groups.setdefault(key, {})[rank] = [(name, text)]
         for group in groups.values():
             if len({tuple(rows) for rows in group.values()}) > 1:
                 difference = first_difference("what is given", group)

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,9 +40,10 @@ from vescale.checks._call_site import call_site, native_steps
 from vescale.checks._descriptions import digest_of, hash_of
 from vescale.checks._events import LocalPart, Rows, Site, part_keys
 from vescale.checks._mismatches import (
-    NOTHING_COMPUTED,
+    COMPUTED,
     SAME_STEPS,
     SEVERAL_THREADS,
+    UNKNOWN,
     InputMismatchError,
     StepMismatchError,
     absence,
@@ -51,10 +51,11 @@ from vescale.checks._mismatches import (
     places_text,
     uneven_text,
 )
+from vescale.checks._put_descriptions import PutDescriptions
 from vescale.checks._repeated_parts import RepeatedParts
 from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecked
 from vescale.comm import Board, Consensus, ConsensusError, CrossWaitError, RankGoneError, wait_limit
-from vescale.compat import default_store, default_timeout, is_alone
+from vescale.compat import default_timeout, is_alone
 
 __all__ = ["StepChecks"]
 
@@ -89,7 +90,7 @@ class StepChecks:
         self.num_models = 0
         self.names_gradients = True
         self._noted: list[tuple[str, str]]
-        self._open: deque[str] = deque()
+        self._put = PutDescriptions(self.ranks)
         self._lock = threading.Lock()  # one event at a time
         self._threads: set[int] = set()  # that have run forwards
         self.begin()
@@ -159,6 +160,8 @@ class StepChecks:
     def backward(self, model: str, step: int, number: int = 0) -> None:
         """Before the backward of a forward."""
         self._awaited = None
+        if not self._is_ready:  # ranks have left where they met, since that forward
+            return
         if self._native is not None:
             with self._lock:
                 if not self._noted:
@@ -178,7 +181,7 @@ class StepChecks:
         """Of ranks that had no backward, where others may have had one."""
         if self._awaited is not None:
             if self.is_due:
-                self.note(NOTHING_COMPUTED, "")
+                self.note(COMPUTED, UNKNOWN)  # its rows may have no part in a loss
             self.backward(*self._awaited)
 
     def agree(self, what: str, rows: Rows) -> None:
@@ -206,6 +209,10 @@ class StepChecks:
 
     def note(self, name: str, text: str) -> None:
         """Something that is the same on every rank was given outside of a forward: compared with the next event."""
+        if text == UNKNOWN:
+            if (name, text) not in self._noted:
+                self._noted.append((name, text))
+            return
         if len(self._noted) >= _MAX_NOTED:  # their hash, so that one that differs is found
             earlier = self._noted.pop()
             name, text = f"{name} or one before it", hash_of("".join((*earlier, name, text)))
@@ -233,6 +240,11 @@ class StepChecks:
                 self._board = Board.open(self.ranks, self._consensus[0].place, channels)
             self._settle()
 
+    def _leave(self) -> None:
+        """Ranks are in events that do not pair, and their numbers differ from now on. All of them learn it, those that come
+        late too, because what was written where they met stays; so all meet elsewhere, from the next forward on."""
+        self._is_ready = False
+
     def _settle(self) -> None:
         self.waits = self._board is not None or self._mode == "steps"
         is_on_board = self._board is not None and self._mode != "steps"
@@ -256,9 +268,10 @@ class StepChecks:
         self._numbers[channel] += 1
         if not self.waits:
             if not channel:
-                self._look_at_open()
+                self._look_at_put()
                 if site.text.startswith("forward") and (self.is_due or self._noted):
-                    self._put(self._description(site, self._with_noted(inputs), parts))
+                    message = self._description(site, self._with_noted(inputs), parts)
+                    self._put.add(f"{self._consensus[0].place} put {self._numbers[0]}", message)
             return None
         if not channel:  # of what all ranks are given
             inputs = self._with_noted(inputs)
@@ -316,6 +329,8 @@ class StepChecks:
         try:
             rows = board.wait(number, _limit(), site.text, channel)
         except (TimeoutError, RankGoneError, CrossWaitError) as problem:
+            if isinstance(problem, CrossWaitError):
+                self._leave()
             at = f"{site.text} ({where or call_site()})"
             raise absence(board, number, channel, at, problem, _limit(), self._advice()) from None
         own = rows[self._channels[channel].index(dist.get_rank())][:2]
@@ -355,28 +370,14 @@ class StepChecks:
         try:
             messages = consensus.exchange(message, lambda: f"comparing {site}")
         except ConsensusError as error:
+            self._leave()
             raise StepMismatchError(f"{error}. {SAME_STEPS}", error.ranks) from None
         found = dict(zip(consensus.ranks, messages))
         return [json.loads(found[rank]) for rank in self._channels[channel]]
 
-    def _put(self, message: bytes) -> None:
-        key = f"{self._consensus[0].place} put {self._numbers[0]}"
-        if not is_alone():
-            default_store().set(f"{key} {self.ranks.index(dist.get_rank())}", message.hex())
-            self._open.append(key)
-
-    def _look_at_open(self) -> None:
+    def _look_at_put(self) -> None:
         """Descriptions of earlier forwards, if all ranks have put theirs. Nobody waits."""
-        while self._open:
-            store, key = default_store(), self._open[0]
-            keys = [f"{key} {index}" for index in range(len(self.ranks))]
-            if not store.check(keys):
-                return
-            found = [json.loads(bytes.fromhex(store.get(each).decode())) for each in keys]
-            self._open.popleft()
-            if store.add(f"{key} read", 1) == len(self.ranks):
-                for each in (*keys, f"{key} read"):
-                    store.delete_key(each)
+        for found in self._put.complete():
             if self._compare(found):
                 raise InputMismatchError(uneven_text(found, self.ranks), self.ranks)
 

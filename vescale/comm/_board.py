@@ -139,7 +139,8 @@ class Board:
     def wait(self, number: int, limit: float, what: str, channel: int = 0) -> list[list[int]]:
         """:meth:`rows`, when all have posted. A hang report is told of a long wait, as ``what``.
 
-        Raises RankGoneError if the process of a rank that has not posted ends; CrossWaitError if ranks wait for each other;
+        Raises RankGoneError if the process of a rank that has not posted ends; CrossWaitError if ranks wait for each other,
+        after which this rank has to leave the board: where it waited stays, for those that wait for it and come later;
         TimeoutError after ``limit`` seconds (twice that under a hang report, which names the ranks and where they are), of
         which those do not count in which ranks are stopped at a breakpoint; and what :func:`look` raises.
         """
@@ -151,12 +152,12 @@ class Board:
         told: Operation | None = None
         waits = self._own * self._width + _WAITS
         crossed: object = None
+        stays = False
         try:
             begin = looked = now = time.monotonic()
             while True:
                 found = self.rows(number, channel)
                 if found is not None:
-                    self._cells[waits] = 0
                     return found
                 time.sleep(min(max(_SHORT_SLEEP, (now - begin) / 16), _LONG_SLEEP))
                 now = time.monotonic()
@@ -168,7 +169,7 @@ class Board:
                     looked = now
                     before, crossed = crossed, self._crossed_waits()
                     if crossed and crossed == before and self.rows(number, channel) is None:
-                        # What this rank has written stays, so that the others find the same.
+                        stays = True
                         raise CrossWaitError([self.ranks[index] for index, *_ in crossed])
                     gone = [index for index in self.absent(number, channel) if self._has_ended(index)]
                     if gone and self.rows(number, channel) is None:
@@ -180,6 +181,8 @@ class Board:
                             raise TimeoutError
                         begin = now
         finally:
+            if not stays:
+                self._cells[waits] = 0
             if told is not None:
                 told.ended = time.time()
 

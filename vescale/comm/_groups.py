@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm._observation import name_group
-from vescale.compat import make_group, without_modes
+from vescale.compat import exists, first_alike, make_group, without_modes
 from vescale.errors import NotInMeshError
 
 __all__ = ["AxisGroup", "axis_group", "group_of_ranks", "label_axes"]
@@ -51,8 +51,9 @@ class AxisGroup:
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
-# Equal meshes are the same key, but each has its own process groups. The one that a rank gets must not depend on its garbage
-# collector either, so that groups of one axis are distinguished by name.
+# Equal meshes are the same key, but each has its own process groups. Which of them an op's results are on depends on what a
+# rank has cached, which other ranks need not have, so that the first group serves all of them. It must not depend on the
+# garbage collector either, so that groups of one axis are distinguished by name.
 _AXIS_GROUPS: weakref.WeakKeyDictionary[
     dist.ProcessGroup, weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], str], AxisGroup]]
 ] = weakref.WeakKeyDictionary()
@@ -64,8 +65,9 @@ _LOCK = threading.Lock()
 def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
     """The group over ``axes`` of ``mesh`` that this rank belongs to.
 
-    One axis is the mesh's own group. Several axes are the default group when they span the world, else a group made on
-    first use (a rendezvous of its members only) and shared by all meshes with the same ranks.
+    One axis is the group of the first mesh that has such an axis of these ranks. Several axes are the default group when
+    they span the world, else a group made on first use (a rendezvous of its members only) and shared by all meshes with the
+    same ranks.
 
     Raises ValueError on a rank outside the mesh.
     """
@@ -81,7 +83,7 @@ def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
     with _LOCK:
         known = _AXIS_GROUPS.setdefault(_world(), weakref.WeakKeyDictionary()).setdefault(mesh, {})
         found = known.get(key)
-    if found is None:
+    if found is None or not exists(found.group):
         with without_modes():  # the mesh is a tensor, and a program may be traced
             found = known[key] = _build(mesh, axes, own, group)
     # Meshes share groups (the world is one axis of a mesh and several of another): the last request names the group.
@@ -99,7 +101,7 @@ def _build(mesh: DeviceMesh, axes: tuple[int, ...], own: Sequence[int], group: d
     choices = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
     ranks = mesh.mesh.numpy()
     by_rank = {int(ranks[coordinate]): coordinate for coordinate in itertools.product(*choices)}
-    group = group if group is not None else group_of_ranks(tuple(sorted(by_rank)))
+    group = first_alike(group) if group is not None else group_of_ranks(tuple(sorted(by_rank)))
     names = _LABELS.get(mesh) or mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     order = dist.get_process_group_ranks(group)
     label = ",".join(names[axis] for axis in axes)

@@ -16,6 +16,7 @@ from torch.utils import checkpoint as checkpointing
 from vescale import csrc
 
 __all__ = [
+    "PACKED",
     "TELLS_HOLDERS",
     "EarlyStop",
     "are_dtensors_unheld",
@@ -169,17 +170,22 @@ def current_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+PACKED: Any = object()
+"""What :func:`saved_values` gives for what hooks have packed."""
+
+
 def saved_values(node: Node) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a node of PyTorch's keeps for its backward. What hooks have packed is left out: unpacking may
-    compute it anew. So is what has been released, or written to since, of which its backward tells."""
+    """(name, value) of what a node of PyTorch's keeps for its backward; ``PACKED`` for what hooks have packed: unpacking may
+    compute it anew. What has been released, or written to since, is left out: its backward tells of it."""
     for name in dir(node):
         if not name.startswith("_saved_"):
             continue
         try:
             raw = getattr(node, f"_raw{name}", ())
             if any(each.unpack_hook is not None for each in (raw if isinstance(raw, tuple | list) else (raw,))):
-                continue
-            value = getattr(node, name)
+                value = PACKED
+            else:
+                value = getattr(node, name)
         except RuntimeError:
             continue
         yield name.removeprefix("_saved_"), value

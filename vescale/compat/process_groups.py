@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["default_store", "default_timeout", "is_alone", "make_group", "own_connection"]
+__all__ = ["default_store", "default_timeout", "exists", "first_alike", "is_alone", "make_group", "own_connection"]
 
 
 def make_group(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
@@ -35,6 +35,25 @@ def make_group(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def first_alike(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Of the groups of this rank that have the ranks, the description and the backend of ``group``: the one made first, on
+    each of its ranks, because making a group is a rendezvous."""
+    ranks, world = dist.get_process_group_ranks(group), c10d._world
+    own = world.pg_map[group][0]
+    for other, (backend, _) in world.pg_map.items():
+        if other is group:
+            break
+        is_alike = other is not None and backend == own and other.group_desc == group.group_desc
+        if is_alike and dist.get_process_group_ranks(other) == ranks:
+            return other
+    return group
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether a group has not been destroyed."""
+    return group in c10d._world.pg_map
 
 
 def _timeout_of(group: dist.ProcessGroup, backend: str) -> timedelta:

@@ -123,7 +123,11 @@ class StepComparison:
         self._note_draws(checks)
         across_replicas = any(group.options.all_reduce for group in groups)
         axes = self._everywhere if across_replicas else self._along_shard
-        checks.step(f"the backward of step {self._num_backwards} of {self._model}", axes, self._number)
+        try:
+            checks.step(f"the backward of step {self._num_backwards} of {self._model}", axes, self._number)
+        except StepMismatchError:
+            self._num_backwards -= 1
+            raise
 
     def _note_draws(self, checks: StepChecks) -> None:
         for mesh in self._meshes:

@@ -59,16 +59,26 @@ class _History:
     """What ranks have in common that communicate along the same axes, whichever models they run.
 
     Attributes:
+        watch: of the ranks along the axis that shards; watch_across: of all data-parallel ranks, where these are more.
         sizes: of gathers; reduced: units in the order of their reductions; units: by number, as far as they are there.
         message_bytes: the longest message of a model.
     """
 
-    def __init__(self, shard_group: dist.ProcessGroup) -> None:
+    def __init__(self, axes: DataParallelAxes) -> None:
+        shard_group = axes.mesh.get_group(axes.shard)
         self.sizes, self.reduced = GatherSizes(shard_group), _Log()
-        self.watch = OrderWatch(shard_group, lambda number: self.name_of(number)[0])
+        self.watch = OrderWatch(shard_group, self._path_of)
+        self.watch_across = OrderWatch(axes.data_parallel.group, self._path_of) if axes.num_replicas > 1 else None
         self.units: weakref.WeakValueDictionary[int, OrderedUnit] = weakref.WeakValueDictionary()
         self.numbers = itertools.count(1)
         self.message_bytes = 0
+
+    @property
+    def watches(self) -> list[OrderWatch]:
+        return [watch for watch in (self.watch, self.watch_across) if watch is not None]
+
+    def _path_of(self, number: int) -> str:
+        return self.name_of(number)[0]
 
     def name_of(self, number: int) -> tuple[str, str]:
         """Its path, and a longer name for where other units have this path, too."""
@@ -86,7 +96,7 @@ def _history(axes: DataParallelAxes) -> _History:
     shard_group = axes.mesh.get_group(axes.shard)
     key = shard_group.group_name, axes.data_parallel_ranks
     if key not in known:
-        known[key] = _History(shard_group)
+        known[key] = _History(axes)
     return known[key]
 
 
@@ -130,12 +140,15 @@ class OrderedUnit:
         Raises OrderMismatchError on every rank if another one is about to reduce a unit of another model.
         """
         history = self.order.history
+        watches = history.watches if across_replicas else [history.watch]
         try:
             self.order.take_turn(across_replicas)
         except OrderMismatchError:
-            history.watch.begin_anew()
+            for watch in watches:
+                watch.begin_anew()
             raise
-        history.watch.post(REDUCTION, num_bytes, self.number)
+        for watch in watches:
+            watch.post(REDUCTION, num_bytes, self.number)
         history.reduced.add(self.number)
 
 
@@ -189,7 +202,8 @@ class CollectiveOrder:
         self.model = model
         self.history.sizes.begin(self.number)
         self.history.reduced.clear()
-        self.history.watch.open()
+        for watch in self.history.watches:
+            watch.open()
         if not self._turns:  # roots may share an order
             ranks = dist.get_process_group_ranks(self.shard_group), self._axes.data_parallel_ranks
             self._turns = tuple(RootTurn(each, model, self.device) for each in ranks)
@@ -226,7 +240,8 @@ class CollectiveOrder:
 
     def begins_to_check(self) -> None:
         """Before the ranks send their messages; see :class:`OrderWatch`."""
-        self.history.watch.post(END_OF_BACKWARD)
+        for watch in self.history.watches:
+            watch.post(END_OF_BACKWARD)
 
     def check(self, maximum: Sequence[int]) -> None:
         """Begin anew if the ranks have gathered and reduced the same.
@@ -284,7 +299,8 @@ class CollectiveOrder:
         self.gathered.clear()
         self.history.reduced.clear()
         self.history.sizes.begin_after_error()
-        self.history.watch.begin_anew()
+        for watch in [self.history.watch] if group is self.shard_group else self.history.watches:
+            watch.begin_anew()
         with contextlib.suppress(RuntimeError):  # the rank that holds the store may exit after this: let all have read
             consensus.exchange(b"read", lambda: "leaving the comparison of the order of units")
         if len({tuple(entries) for entries in log_of.values()}) == 1:

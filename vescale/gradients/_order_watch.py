@@ -28,7 +28,7 @@ _APART: list[bool] = []
 
 
 class OrderWatch:
-    """Of the ranks of a shard group, on one host with gloo; elsewhere it does nothing.
+    """Of the ranks of a group, on one host with gloo; elsewhere it does nothing.
 
     Units of equal size are compared later, by digests. But where ranks gather or reduce different *numbers* of units, a
     gather of some meets a reduction, or the end of the step, of others. Each rank posts what it begins, which takes

@@ -195,8 +195,9 @@ class _Among:
             rows = board.wait(number, limit, what)
         except (TimeoutError, RankGoneError, CrossWaitError) as error:
             absent = [board.ranks[position] for position in board.absent(number)]
+            why = str(error) or f"not within {limit:g} s"
             raise OrderMismatchError(
-                f"rank {dist.get_rank()} is before {what}, and ranks {absent} have not come: {error or f'{limit:g} s'}. "
+                f"rank {dist.get_rank()} is before {what}, and ranks {absent} have not come: {why}. "
                 f"Run the same backwards in the same order on every rank, or {self._remedy}",
                 absent,
             ) from None

@@ -16,11 +16,15 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.checks import (
     GENERATING,
     MADE,
+    NUMBERS,
     PARTS,
+    SEED,
+    UNKNOWN,
     InputMismatchError,
     LocalPart,
     RandomStates,
     ScriptGraph,
+    StepMismatchError,
     describe,
     describe_draw,
     is_unchecked,
@@ -82,6 +86,22 @@ def check_inputs(
     if not checks.is_on or (activation is not None and activation.runtime is runtime) or is_compiling():
         return
     runtime.num_forwards += 1
+    try:
+        _compare_forward(runtime, model, args, kwargs, named, takes_local_parts)
+    except StepMismatchError:
+        runtime.num_forwards -= 1  # it does not run, and those of other ranks may be elsewhere
+        raise
+
+
+def _compare_forward(
+    runtime: Runtime,
+    model: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    named: Callable[[tuple[Any, ...], dict[str, Any]], Iterable[tuple[str, Any, Placing | None]]],
+    takes_local_parts: bool,
+) -> None:
+    checks = runtime.checks
     checks.begin_forward(runtime.num_forwards)
     module = runtime.root
     mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
@@ -107,21 +127,22 @@ def check_inputs(
         parts: list[LocalPart] = []
         tensors: list[tuple[torch.Tensor, tuple[Placement, ...]]] = []
         replicas: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+        watched = has_dispatch_modes()  # by a mode, which would see the ops; maybe on this rank only
         if checks.compares_data:
             fully = checks.is_due
-            watched = has_dispatch_modes()  # which would see the ops
             if fully:
                 _refuse_other_meshes(runtime, named(args, kwargs))
-            if fully and not watched:
-                runtime.compares_made = True
-                runtime.random_states = RandomStates(names_state=not runtime.has_local_regions)
-                replicas = find_replicas(runtime)
+                if not watched:
+                    _look_at_what_is_made(runtime)
+                replicas = find_replicas(runtime, looks=not watched)
                 inputs += replicas.pop(long_axes(runtime), [])
+            if watched:
+                inputs.append(("", UNKNOWN))
             for name, value, placing in named(args, kwargs):
-                if fully and not watched:
+                if fully:
                     for index, tensor in enumerate(tensors_in(value)):
                         if isinstance(tensor, DTensor):
-                            add_replica(runtime, replicas, f"input {name!r}, tensor {index}", tensor)
+                            add_replica(runtime, replicas, f"input {name!r}, tensor {index}", tensor, looks=not watched)
                 if is_generating or placing is None or not placing.takes_local_parts:
                     if not watched:
                         inputs += describe(name, value, fully=fully)
@@ -131,10 +152,13 @@ def check_inputs(
                         continue
                     placements = placing.planned(tensor)
                     axes = [a for a, p in enumerate(placements) if not p.is_replicate()]
-                    text = tensor_text(tensor, fully=fully and not watched) if not watched else ""
+                    text = tensor_text(tensor, fully=fully) if not watched else UNKNOWN
                     parts.append(LocalPart(f"{name}, tensor {index}" if index else name, tensor.shape, text, axes))
                     tensors.append((tensor, placements))
         shapes = checks.forward(model, mode, inputs, parts, runtime.number)
+        if watched:
+            for name in (MADE, SEED, *NUMBERS):
+                checks.note(name, UNKNOWN)
         for alike, rows in sorted(replicas.items()):
             checks.replicas(model, rows, alike)
         if shapes is not None:
@@ -213,8 +237,9 @@ def _global_shape(
 def note_random_state(runtime: Runtime) -> None:
     """After a forward whose values are compared, or a part of it: generators that it has drawn from are compared, too."""
     before, runtime.random_states, runtime.compares_made = runtime.random_states, None, False
-    if before is not None and not has_dispatch_modes():
-        for name, text in before.drawn_since():
+    if before is not None:
+        unknown = [(name, UNKNOWN) for name in (SEED, *NUMBERS)]
+        for name, text in unknown if has_dispatch_modes() else before.drawn_since():
             runtime.checks.note(name, text)
 
 
@@ -226,13 +251,19 @@ def draws_of_this_rank(runtime: Runtime) -> Iterator[None]:
         note_random_state(runtime)
     yield
     if is_compared:
-        runtime.random_states = RandomStates(names_state=not runtime.has_local_regions)
-        runtime.compares_made = True
+        _look_at_what_is_made(runtime)
+
+
+def _look_at_what_is_made(runtime: Runtime) -> None:
+    runtime.random_states = RandomStates(names_state=not runtime.has_local_regions)
+    runtime.compares_made = runtime.runs_alike
 
 
 def note_made(runtime: Runtime, what: str, path: str, tensor: torch.Tensor) -> None:
     """Of a forward whose values are compared: a tensor that it has made of numbers, arrays or texts."""
-    if not in_backward() and not has_dispatch_modes() and not in_transform():
+    if has_dispatch_modes():
+        runtime.checks.note(MADE, UNKNOWN)
+    elif not in_backward() and not in_transform():
         where = f"{what} in {path!r}" if path else f"{what} in the model's forward"
         runtime.checks.note(f"{MADE}{where}", tensor_text(tensor, fully=True))
 
@@ -303,8 +334,8 @@ def note_plain_value(op: str, name: str, tensor: torch.Tensor, mesh: Any) -> Non
     checks = step_checks(mesh)
     if checks is None or not checks.compares_data or in_backward() or running_module() is not None:
         return
-    fully = checks.is_due and not has_dispatch_modes()
-    checks.note(f"{name} of {op.removeprefix('aten.').partition('.')[0]}", tensor_text(tensor, fully=fully))
+    text = UNKNOWN if has_dispatch_modes() else tensor_text(tensor, fully=checks.is_due)
+    checks.note(f"{name} of {op.removeprefix('aten.').partition('.')[0]}", text)
 
 
 def check_loaded(module: Any, state: Mapping[str, Any], prefix: str) -> None:

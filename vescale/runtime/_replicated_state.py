@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale.checks import ACCUMULATED, STATE, WRITTEN, hash_of, tensor_text
+from vescale.checks import STATE, UNKNOWN, WRITTEN, hash_of, tensor_text
 from vescale.compat import local_of, spec_of
 from vescale.runtime._runtime import Runtime
 
@@ -20,9 +20,10 @@ def long_axes(runtime: Runtime) -> tuple[int, ...]:
     return tuple(axis for axis, size in enumerate(runtime.mesh.shape) if size > 1)
 
 
-def find_replicas(runtime: Runtime) -> dict[tuple[int, ...], list[tuple[str, str]]]:
+def find_replicas(runtime: Runtime, *, looks: bool) -> dict[tuple[int, ...], list[tuple[str, str]]]:
     """By axes along which ranks have the same part: parameters, and what tells their values. On devices whose
-    kernels do not repeat their bits, before the first forward only."""
+    kernels do not repeat their bits, before the first forward only. ``looks``: False: their values are unknown, as a mode
+    would see the ops."""
     module, long = runtime.root, long_axes(runtime)
     found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     frozen: list[str] = []
@@ -32,11 +33,11 @@ def find_replicas(runtime: Runtime) -> dict[tuple[int, ...], list[tuple[str, str
         if isinstance(tensor, DTensor) and tensor.device_mesh == runtime.mesh:
             if not tensor.requires_grad:
                 frozen.append(name)
-            add_replica(runtime, found, f"parameter {name!r}", tensor)
+            add_replica(runtime, found, f"parameter {name!r}", tensor, looks=looks)
     for name, buffer in module.named_buffers():
         # In a region, they may count what the rank has seen.
         if not runtime.is_in_local_region(name) and id(buffer) not in runtime.differ_on_purpose:
-            add_replica(runtime, found, f"buffer {name!r}", buffer)
+            add_replica(runtime, found, f"buffer {name!r}", buffer, looks=looks)
     if frozen:
         names = ", ".join(frozen)
         text = names if len(names) < _MAX_NAMES else f"{names[:_MAX_NAMES]}... ({len(frozen)}, {hash_of(names)})"
@@ -79,12 +80,17 @@ def _gradients_and_writes(runtime: Runtime, module: torch.nn.Module) -> Iterator
     )
     yield (
         f"{WRITTEN}which parameters have a gradient from before",
-        ACCUMULATED if runtime.gradients.has_accumulated else text or ("none" if names else "all"),
+        UNKNOWN if runtime.gradients.has_accumulated else text or ("none" if names else "all"),
     )
 
 
 def add_replica(
-    runtime: Runtime, found: dict[tuple[int, ...], list[tuple[str, str]]], name: str, tensor: torch.Tensor
+    runtime: Runtime,
+    found: dict[tuple[int, ...], list[tuple[str, str]]],
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    looks: bool,
 ) -> None:
     axes, local = long_axes(runtime), tensor
     if isinstance(tensor, DTensor):
@@ -92,7 +98,8 @@ def add_replica(
             return
         axes, local = tuple(axis for axis in axes if tensor.placements[axis].is_replicate()), local_of(tensor)
     if axes and (local.is_cpu or runtime.num_forwards == 1):
-        found.setdefault(axes, []).append((f"{STATE}{name}", tensor_text(local.detach(), fully=True)))
+        text = tensor_text(local.detach(), fully=True) if looks else UNKNOWN
+        found.setdefault(axes, []).append((f"{STATE}{name}", text))
 
 
 def _hyperparameters(path: str, module: torch.nn.Module) -> list[tuple[str, str]]:

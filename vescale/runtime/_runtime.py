@@ -56,6 +56,8 @@ class Runtime:
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
         checks: what its ranks compare before they communicate; num_forwards: how many of the model have begun;
             number: of the model among those that were compared there.
+        compares_made: whether ranks compare the tensors that the running forward makes; runs_alike: False: some ranks may
+            run a part on local tensors that others do not, and see none of those it makes.
         switches_on_later: whether the forward of the model itself switches the function mode on, where it needs it.
         early_inputs: ``(args, kwargs)`` of the model to what its forward gets in their place, and None; or to None, where
             the entries of the plan place them. None: there is no such function.
@@ -96,6 +98,7 @@ class Runtime:
         self.warned_of_state = False
         self.random_states: RandomStates | None = None
         self.compares_made = False
+        self.runs_alike = True
         self.differ_on_purpose: set[int] = set()
         self._local_regions = [f"{i.path}." if i.path else "" for i in program if isinstance(i.op, Local)]
         self.strays: list[tuple[weakref.ref[nn.Module], str]] = []

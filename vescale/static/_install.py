@@ -33,6 +33,7 @@ class StaticMode:
             check_program(self._record, program, mesh)
 
     def install(self, runtime: Runtime, model: nn.Module) -> None:
+        runtime.runs_alike = False
         steps = self._record.steps if self._record is not None else ()
         model.__dict__["forward"] = StaticForward(runtime, model, model.__dict__.get("forward"), steps)
 
