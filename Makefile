@@ -10,7 +10,7 @@ TORCH := torch==2.13.0
 # Two pytest processes for a core, because ranks often wait for each other.
 WORKERS ?= $(shell cores=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? 2 * cores : 8)))
 # Bytecode is kept whatever the environment says: many tests start processes that import vescale.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The daily tests; files and options of pytest through ARGS, the number of processes through WORKERS.
 test: $(VENV)/.ready
