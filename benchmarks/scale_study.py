@@ -59,7 +59,7 @@ def zero3(plan: Plan, rows: int | None) -> Plan:
 
 
 def hsdp(plan: Plan, part: int) -> Plan:
-    return hybrid_plan(plan, "dp", part, ()).unit(r"model.layers.\d+").unit("").checkpoint(r"model.layers.\d+", "full")
+    return hybrid_plan(plan, "dp", part).unit(r"model.layers.\d+").unit("").checkpoint(r"model.layers.\d+", "full")
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Plan]]] = {

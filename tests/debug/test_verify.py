@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.examples import NIGHTLY
+from tests.plan_zoo.models import labels, model_of
 from tests.ranks import RankPools
-from vescale import Plan
+from vescale import Plan, plan_zoo
 from vescale.debug import Divergence, verify
 from vescale.debug._verify_job import Job, run_mesh, run_one_device
 from vescale.placements import RaggedShard
@@ -338,6 +339,24 @@ def test_parameters_sharded_over_two_axes(ranks: RankPools, tmp_path: Path) -> N
         assert {"parameter", "parameter gradient", "optimizer", "loss"} <= found.counts.keys(), found.counts
 
 
+def mixture() -> nn.Module:
+    return model_of("mixtral").build()
+
+
+def plan_of_mixture(mesh: Any) -> Plan:
+    return plan_zoo.load("mixtral", mesh)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}])
+def test_values_inside_of_experts_are_a_rank_s(axes: dict[str, int], ranks: RankPools, tmp_path: Path) -> None:
+    """An activation in a module of experts has the tokens of this rank, or for its experts; what they return is compared."""
+    batch = {**model_of("mixtral").inputs(), "labels": labels()}
+    job = Job(mixture, plan_of_mixture, batch, MeshAxes.of(axes), None, None, 1, 0, 60.0, str(tmp_path / "mixture"))
+    run_one_device(job)
+    for found in ranks.run(compare, job, world_size=2):
+        assert found.divergence is None, found.divergence[1].text()
+
+
 def test_a_defect_through_processes() -> None:
     """The whole way, with all that a person is told."""
     found = verify(gradient_lost_on_one_rank, plan_of, IDS, ["tp=2"], steps=1)
@@ -353,6 +372,13 @@ def test_a_defect_through_processes() -> None:
         assert part in text, text
     divergence = found.to_json()["meshes"][0]["divergence"]
     assert divergence["module"] == "head" and divergence["rank"] == 1 and divergence["index"] == [0, 0, 0]
+
+
+def test_stages_are_said_not_to_run() -> None:
+    plan = Plan({"pp": 1}).pipeline(split_before=["head"], microbatches=1)
+    found = verify(Net, plan, IDS, steps=1)
+    assert found and "pipeline was not run" in str(found)
+    assert "'pp'" in found.to_json()["meshes"][0]["note"]
 
 
 def ranks_that_differ() -> nn.Module:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from benchmarks import scale_study
 from vescale import Plan, RaggedShard, plan_zoo
 from vescale.estimation import estimate
 
@@ -72,3 +73,9 @@ def test_ten_thousand_ranks() -> None:
         assert sorted(rank for one in found[dp].ranks for rank in one.ranks) == list(range(8 * dp))
     for name in ("parameters", "gradients", "optimizer", "activations"):
         assert found[1280].peak.maximum[name] == found[2].peak.maximum[name], name
+
+
+def test_a_row_of_the_scale_study() -> None:
+    """Of `docs/scale.md`, whose table is the benchmark's."""
+    cells = scale_study.row("Llama-3-405B, HSDP over 64 (x tp 8)", 1024)
+    assert cells[1:3] == ("1,024", "45.4") and cells[6] == "2.6"

@@ -126,6 +126,18 @@ def test_closed_form_with_frozen_parts(trained: str) -> None:
     assert moved == pytest.approx(sum(known.time.collectives.values()), rel=1e-3)
 
 
+@pytest.mark.parametrize(("layers", "zero", "precision"), [(6, 3, None), (2, 1, None), (4, 3, "bfloat16")])
+def test_closed_form_of_much_more_parameters_than_activations(layers: int, zero: int, precision: str | None) -> None:
+    """Gradients that wait for their bucket, and copies in another dtype, are not there with ZeRO; few blocks are units as
+    many are."""
+    model, batch = decoder("Llama", num_hidden_layers=layers, hidden_size=512), {"input_ids": (8, 16)}
+    looked = Looked(model, 8, batch, small(1e12), precision=precision)
+    choice = Choice(looked.sources[0], dp=8, zero=zero, checkpoint="full" if layers == 6 else "none")
+    plan = plan_of(choice, looked.facts, precision)
+    known = estimate(model, plan, batch=batch, device=looked.table, steps=2)
+    assert looked.figures(choice).peak_bytes == pytest.approx(known.peak_bytes, rel=0.06)
+
+
 @pytest.mark.parametrize("trained", ["self_attn", "lm_head", ""])
 @pytest.mark.parametrize(("zero", "replicas"), [(3, 2), (3, 1), (1, 1)])
 def test_closed_form_of_collectives_with_zero(trained: str, zero: int, replicas: int) -> None:

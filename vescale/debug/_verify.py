@@ -35,6 +35,7 @@ class MeshVerification:
         worst: for each kind, the largest difference in units of its bound.
         divergence: the first value that differs from one device's.
         error: why the ranks did not finish, if they did not.
+        note: what of the plan was not run.
     """
 
     axes: MeshAxes
@@ -42,19 +43,22 @@ class MeshVerification:
     worst: Mapping[str, float]
     divergence: Divergence | None = None
     error: str = ""
+    note: str = ""
 
     @property
     def is_equal(self) -> bool:
         return self.divergence is None and not self.error
 
     def text(self) -> str:
+        note = f". {self.note}" if self.note else ""
         if self.error:
-            return f"{self.axes}: FAILED: {self.error}"
+            return f"{self.axes}: FAILED: {self.error}{note}"
         if self.divergence is not None:
-            return f"{self.axes}: DIFFERENT: the first difference is {self.divergence.text()}"
+            return f"{self.axes}: DIFFERENT: the first difference is {self.divergence.text()}{note}"
         counts = ", ".join(f"{count} {_plural(kind)}" for kind, count in self.compared.items())
         worst = max(self.worst.values(), default=0.0)
-        return f"{self.axes}: EQUAL: {counts}; the largest difference is {worst:.2f} of what the order of additions explains"
+        explained = f"the largest difference is {worst:.2f} of what the order of additions explains"
+        return f"{self.axes}: EQUAL: {counts}; {explained}{note}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -66,6 +70,7 @@ class MeshVerification:
             },
             "divergence": _finite(self.divergence.to_json()) if self.divergence is not None else None,
             "error": self.error or None,
+            "note": self.note or None,
         }
 
 
@@ -157,7 +162,12 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="vescale-verify-") as folder:
         job = Job(model_fn, entries, given, chosen[0], loss_fn, optimizer_fn, steps, seed, timeout)
         job = replace(job, reference=os.path.join(folder, "one device.pt"))
-        return Verification(tuple(_run(replace(job, axes=axes), folder) for axes in chosen))
+        runs = [_run(replace(job, axes=axes), folder) for axes in chosen]
+    entry = plan.pipeline_entry if isinstance(plan, Plan) else None
+    if entry is None:
+        return Verification(tuple(runs))
+    note = f"The plan's pipeline was not run: every rank of {entry.mesh!r} trained all layers, with one batch"
+    return Verification(tuple(replace(one, note=note) for one in runs))
 
 
 def _run(job: Job, folder: str) -> MeshVerification:

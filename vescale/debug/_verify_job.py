@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from vescale.checks import unchecked
 from vescale.compat import map_tensors, tensors_in
 from vescale.debug._recorder import Recorder, Value, run_step
-from vescale.ir import Program, lower
+from vescale.ir import Local, Program, lower
 from vescale.plans import Entry, MeshAxes, Plan
 from vescale.runtime import parallelize
 
@@ -180,6 +180,7 @@ def run_mesh(job: Job, rank: int) -> Comparison:
     model, batch = _start(job)
     program = lower(plan, model)
     parallelize(model, plan)
+    regions = tuple(f"{i.path}." for i in program if isinstance(i.op, Local))
     counts: Counter[str] = Counter()
     worst: dict[str, float] = {}
     first: list[tuple[int, Divergence]] = []
@@ -187,7 +188,7 @@ def run_mesh(job: Job, rank: int) -> Comparison:
 
     def compare(value: Value, tensor: torch.Tensor) -> None:
         place = places.get(value.key)
-        if place is None:
+        if place is None or _is_of_rank(value.kind, value.module, regions):
             return  # one device has nothing of that name: a gradient that nobody needs
         taken.add(value.key)
         counts[value.kind] += 1
@@ -206,7 +207,7 @@ def run_mesh(job: Job, rank: int) -> Comparison:
     recorder.remove()
     for key, (number, (step, kind, module, what, op)) in places.items():
         must = kind in ("parameter gradient", "optimizer", "output", "loss")
-        if must and key not in taken and (not first or number < first[0][0]):
+        if must and key not in taken and not _is_of_rank(kind, module, regions) and (not first or number < first[0][0]):
             missing = Divergence(step, kind, module, what, op, rank, (), "nothing", "a tensor", math.inf, 0.0)
             first[:] = [(number, missing)]
     divergence = None
@@ -214,6 +215,12 @@ def run_mesh(job: Job, rank: int) -> Comparison:
         number, found = first[0]
         divergence = number, Divergence(**{**found.__dict__, "entries": _governing(program, found)})
     return Comparison(divergence, dict(counts), worst)
+
+
+def _is_of_rank(kind: str, module: str, regions: tuple[str, ...]) -> bool:
+    """Whether a value is computed inside of a region with local tensors (of experts, for example): it is this rank's part,
+    of whatever tokens came there. What the region returns, and gradients of its parameters, are whole."""
+    return kind in ("output", "gradient", "dropout") and bool(regions) and module.startswith(regions)
 
 
 def _difference(

@@ -10,7 +10,7 @@ from vescale.estimation._estimate import Estimate, estimate, routing_of
 from vescale.estimation._extrapolate import Extrapolation, ScaledTerm, extrapolate
 from vescale.estimation._html import page
 from vescale.estimation._implicit import implicit_reports
-from vescale.estimation._memory_log import Instant, MemoryLog
+from vescale.estimation._memory_log import Block, Instant, MemoryLog
 from vescale.estimation._memory_timeline import CATEGORIES, MemoryTimeline, timeline_of
 from vescale.estimation._op_costs import OpCosts
 from vescale.estimation._optimizers import OPTIMIZERS, make_optimizer
@@ -47,6 +47,7 @@ __all__ = [
     "CATEGORIES",
     "OPTIMIZERS",
     "WHAT_IF",
+    "Block",
     "Comparison",
     "Curve",
     "Device",

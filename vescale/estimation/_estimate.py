@@ -14,7 +14,7 @@ from torch import nn
 
 from vescale.errors import EstimateArgumentError
 from vescale.estimation._compare import Comparison, compare
-from vescale.estimation._depth import first_and_last_of
+from vescale.estimation._depth import first_and_last_of, typical_runs
 from vescale.estimation._device_attention import attention_of_gpu
 from vescale.estimation._devices import Device, device_of
 from vescale.estimation._memory_timeline import timeline_of
@@ -242,6 +242,10 @@ def estimate(
         if not repeats:
             raise
         repeats, headers = (), {}  # the model's forward, or the plan, names modules by number
+        rehearsal = run(repeats, inner, 0, headers)
+    typical = typical_runs(repeats, rehearsal)
+    if typical != repeats:
+        repeats, headers = typical, {}
         rehearsal = run(repeats, inner, 0, headers)
     notes = []
     if repeats:

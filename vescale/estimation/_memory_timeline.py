@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vescale.estimation._bucket_gradients import BucketGradient
 from vescale.estimation._memory_log import Block, Instant
 from vescale.estimation._rehearsal import Rehearsal
 from vescale.ir import Repeats
@@ -27,8 +28,8 @@ CATEGORIES = (
     "rounding",
 )
 _AT_REST = ("parameters", "gradients", "optimizer", "unsharded")
-_FORWARD = ("forward", "loss")
-_HOST = "host"
+_FORWARD, _BACKWARD = ("forward", "loss"), ("backward", "recompute")
+_HOST, _WAITING = "host", "waiting"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class MemoryTimeline:
         categories: by name, an array over the instants.
         total: their sum.
         blocks: what they consist of.
+        waiting: of these bytes, gradients of the first step that wait for the buckets which are made at its end.
         on_host: bytes in the host's memory, which are in no category; ``host_share``: of the parameters.
     """
 
@@ -67,6 +69,7 @@ class MemoryTimeline:
     categories: dict[str, np.ndarray]
     total: np.ndarray
     blocks: list[OpenBlock] = field(repr=False, default_factory=list)
+    waiting: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(1, dtype=np.int64))
     on_host: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(1, dtype=np.int64))
     host_share: float = 0.0
 
@@ -139,15 +142,23 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
     number = len(log.instants)
     ends = _ends_of_forwards(log.instants)
     inside = [_ranges_inside(r, log.instants) for r in repeats]
-    changes = {name: np.zeros(number + 1, dtype=np.int64) for name in (*CATEGORIES, _HOST)}
-    slots = {one.name: one.itemsize for one in rehearsal.in_buckets if not one.is_scattered}
+    changes = {name: np.zeros(number + 1, dtype=np.int64) for name in (*CATEGORIES, _HOST, _WAITING)}
+    slots = {one.name: one for one in rehearsal.in_buckets if not one.is_scattered}
     parameters = {False: 0, True: 0}  # by whether they are on the host
     found = []
+    first_bucket = min(
+        (b.begin for b in log.blocks if b.end is None and _kind_of(b, rehearsal) == "gradients"), default=-1
+    )
     for block in log.blocks:
         category, module = _category(block, rehearsal, ends)
+        waits = category == "temporary" and _is_there(block, first_bucket) and block.begin != first_bucket
+        category = "gradients" if waits and log.instants[block.begin].phase in _BACKWARD else category
         is_message = category == "communication" and log.instants[block.begin].phase == "backward"
         stays = category in _AT_REST[:3] or (_is_there_at_any(block, ends) and not is_message)
-        # A gradient that is sent to the stage before is of the first module alone, whatever forwards run until it has left.
+        # A gradient that is sent to the stage before is of the first module alone, whatever forwards run until it has left;
+        # units use the memory of gradients that are not reduced yet one after another, unless later backwards add to them.
+        if category == "gradients" and block.storage not in rehearsal.holders and not waits:
+            stays = _outlives_run(block, log.instants)
         held = _held_bytes(block, category, module, rehearsal, repeats, slots) if stays else []
         runs = [(n, sum(size for path, size in held if r.holds(path))) for n, r in enumerate(repeats)]
         own = next((repeats[n] for n, size in runs if size), None)
@@ -156,26 +167,24 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
             parameters[is_on_host] += block.num_bytes + sum(size * (repeats[n].count - 1) for n, size in runs)
         end = block.end if block.end is not None else number
         padding = -block.num_bytes % rounding if not is_on_host else 0
-        is_at_rest = category in _AT_REST
-        category = _HOST if is_on_host else category
+        kind, category = category, _HOST if is_on_host else category
         found.append(OpenBlock(block, category, module, own))
-        for name, size in ((category, block.num_bytes), ("rounding", padding)):
+        waiting = block.num_bytes if waits and kind == "gradients" else 0
+        for name, size in ((category, block.num_bytes), ("rounding", padding), (_WAITING, waiting)):
             changes[name][block.begin] += size
             changes[name][end] -= size
         for n, held_bytes in runs:
             if held_bytes:
-                # While the module runs that stands for others, the same forward and backward has nothing in the others.
-                own_runs = () if is_at_rest else inside[n].get(log.instants[block.begin].run, ())
-                without = [(max(a, block.begin), min(b, end)) for a, b in own_runs if a < end and b > block.begin]
-                for name, size in ((category, held_bytes), ("rounding", padding)):
-                    for sign, ranges in ((1, [(block.begin, end)]), (-1, without)):
-                        for first, last in ranges:
-                            changes[name][first] += sign * size * (repeats[n].count - 1)
-                            changes[name][last] -= sign * size * (repeats[n].count - 1)
+                ranges = _ranges_of_others(block, end, kind, inside[n], log.instants)
+                for name, size in ((category, held_bytes), ("rounding", padding), (_WAITING, waiting)):
+                    for first, last in ranges:
+                        changes[name][first] += size * (repeats[n].count - 1)
+                        changes[name][last] -= size * (repeats[n].count - 1)
     categories = {name: np.cumsum(changes[name])[:-1] for name in CATEGORIES}
     total: Any = sum(categories.values())
     share = parameters[True] / max(sum(parameters.values()), 1)
-    return MemoryTimeline(log.instants, categories, total, found, np.cumsum(changes[_HOST])[:-1], share)
+    waiting_bytes, on_host = (np.cumsum(changes[name])[:-1] for name in (_WAITING, _HOST))
+    return MemoryTimeline(log.instants, categories, total, found, waiting_bytes, on_host, share)
 
 
 def _held_bytes(
@@ -184,17 +193,25 @@ def _held_bytes(
     module: str | None,
     rehearsal: Rehearsal,
     repeats: Sequence[Repeats],
-    slots: Mapping[str, int],
-) -> list[tuple[str | None, int]]:
-    """Whose memory a block is: (module, bytes). Gradients of several modules may be in one block. ``slots``: the least bytes
-    of gradients in buckets, by name."""
+    slots: Mapping[str, BucketGradient],
+) -> Sequence[tuple[str | None, int]]:
+    """Whose memory a block is: (module, bytes). Gradients of several modules may be in one block. ``slots``: those that
+    buckets have room for, by name; some are elsewhere when they have been reduced."""
     holders = rehearsal.holders.get(block.storage) if category == "gradients" else None
     if holders is None:
         return [(module, block.num_bytes)]
     paths = {path for path, _ in holders.values()}
     if len(paths) == 1 or any(all(r.holds(path) for path in paths) for r in repeats):
         return [(min(paths), block.num_bytes)]  # padding and what buckets have taken over belong to it
-    return [(path, max(size, slots.get(name, 0))) for name, (path, size) in holders.items()]
+    found = [(path, max(size, slots[name].itemsize if name in slots else 0)) for name, (path, size) in holders.items()]
+    buckets = {slots[name].bucket for name in holders if name in slots}
+    elsewhere = [one for name, one in slots.items() if one.bucket in buckets and name not in holders]
+    return found + [(one.module, one.numel * one.itemsize) for one in elsewhere]
+
+
+def _kind_of(block: Block, rehearsal: Rehearsal) -> str | None:
+    known = rehearsal.kinds.get(block.storage)
+    return known[0] if known is not None else None
 
 
 def _category(block: Block, rehearsal: Rehearsal, ends: Sequence[int]) -> tuple[str, str | None]:
@@ -218,6 +235,12 @@ def _outlives_module(block: Block, instants: Sequence[Instant]) -> bool:
     return instants[block.end].phase != "recompute"
 
 
+def _outlives_run(block: Block, instants: Sequence[Instant]) -> bool:
+    """Whether the block is there in another forward or backward of the same step."""
+    begin, end = instants[block.begin], instants[min(block.end or len(instants), len(instants)) - 1]
+    return begin.step == end.step and begin.run != end.run
+
+
 def _ends_of_forwards(instants: Sequence[Instant]) -> list[int]:
     """The last instant of each forward, in ascending order."""
     return sorted({i.run: n for n, i in enumerate(instants) if i.phase in _FORWARD}.values())
@@ -234,6 +257,43 @@ def _ranges_inside(repeats: Repeats, instants: Sequence[Instant]) -> dict[Any, l
             else:
                 ranges.append((n, n + 1))
     return found
+
+
+def _ranges_of_others(
+    block: Block, end: int, category: str, inside: Mapping[Any, list[tuple[int, int]]], instants: Sequence[Instant]
+) -> list[tuple[int, int]]:
+    """The instants at which each of the modules that were left out has what a block is of the one that ran.
+
+    Their forwards come after its own, and their backwards before. While it runs, nothing of the same forward and backward is
+    in the others, but what they keep: gradients, and units that stay gathered until a backward reduces.
+
+    Args:
+        block: of the module that ran; ``end``: where it is freed.
+        category: of the block.
+        inside: see :func:`_ranges_inside`.
+    """
+    begin = block.begin
+    own = inside.get(instants[begin].run, [])
+    if category in ("parameters", "optimizer") or (category == "gradients" and block.end is None):
+        return [(begin, end)]  # buckets are made for all at once, and stay
+    if category == "gradients":
+        return [(min([begin, *_backwards(own, instants)]), end)]
+    if category == "unsharded":
+        forwards = [b for a, b in own if instants[a].phase in _FORWARD]
+        last = inside.get(instants[end].run, []) if end < len(instants) else []
+        begin, end = max([begin, *forwards]), min([end, *_backwards(last, instants)])
+        return [(begin, end)] if begin < end else []
+    found = []
+    for a, b in own:
+        if a < end and b > begin:
+            found.append((begin, max(a, begin)))
+            begin = min(b, end)
+    return [*found, (begin, end)]
+
+
+def _backwards(ranges: Sequence[tuple[int, int]], instants: Sequence[Instant]) -> list[int]:
+    """Where those of the ranges begin that are in a backward."""
+    return [a for a, _ in ranges if instants[a].phase not in _FORWARD]
 
 
 def _is_there_at_any(block: Block, instants: Sequence[int]) -> bool:

@@ -53,6 +53,8 @@ class Rehearsal:
         log: all memory.
         kinds: by number of the storage, the category and the path of the module it belongs to.
         holders: of gradients, by number of the storage and name of the parameter, the module and the bytes in it.
+        copies: of tensors in other dtypes: by number of the storage, that of what was copied.
+        calls: paths of modules that ran, each with that of the module which called it.
         costs: of the ops of the last step.
         collectives: of the last step.
         states: of the optimizer.
@@ -68,6 +70,8 @@ class Rehearsal:
     has_host: bool = False
     kinds: dict[int, tuple[str, str | None]] = field(default_factory=dict)
     holders: dict[int, dict[str, tuple[str, int]]] = field(default_factory=dict)
+    copies: dict[int, int] = field(default_factory=dict)
+    calls: set[tuple[str, str]] = field(default_factory=set)
     costs: OpCosts = field(default_factory=OpCosts)
     collectives: list[CommRecord] = field(default_factory=list)
     states: list[StateTensor] = field(default_factory=list)
@@ -78,12 +82,13 @@ class Rehearsal:
 
 @dataclass
 class _Place:
-    """Where the run is."""
+    """Where the run is. ``calls``: as of a rehearsal."""
 
     step: int = -1
     phase: str = "start"
     stage: int | None = None
     microbatch: int | None = None
+    calls: set[tuple[str, str]] = field(default_factory=set)
 
     def __call__(self) -> Instant:
         phase, path = self.phase, None
@@ -97,6 +102,8 @@ class _Place:
         elif phase == "forward":
             activation = current_activation()
             phase, path = ("forward", _path(activation)) if activation is not None else ("loss", None)
+            if activation is not None and len(activation.frames) > 1:
+                self.calls.add((str(path), str(activation.frames[-2].path)))
         elif phase == "communication":  # before the first step of a pipeline, a trace of all modules
             from vescale.pipeline import current_run  # `vescale lint` does not wait for it
 
@@ -131,7 +138,7 @@ def rehearse(
     """
     place = _Place()
     log = MemoryLog(place)
-    found = Rehearsal(log, num_steps, has_host=has_host)
+    found = Rehearsal(log, num_steps, has_host=has_host, calls=place.calls)
 
     def offloaded(storage: torch.UntypedStorage) -> None:
         log.on_host.add(log.see(storage))
@@ -139,11 +146,13 @@ def rehearse(
     watched: Any = observe_offloaded(offloaded) if has_host else contextlib.nullcontext()
     routing = routing or Routing()
 
-    def note_cost(*call: Any) -> None:
+    def note(op: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if op.overloadpacket.__name__ == "_to_copy":
+            found.copies[log.see(result.untyped_storage())] = log.see(args[0].untyped_storage())
         if place.step == num_steps - 1:
-            found.costs.add(place(), *call)
+            found.costs.add(place(), op, args, kwargs, result)
 
-    mode = UnfilledTensors(log, routing, note_cost)
+    mode = UnfilledTensors(log, routing, note)
     size = 1
     for n in axes.sizes:
         size *= n
@@ -287,7 +296,7 @@ def classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: R
         note_storage(group.memory.gathered, "unsharded", path)
         for bucket in group.buckets:
             with contextlib.suppress(AttributeError):  # before the first backward
-                note_storage(bucket.unreduced.apart, "gradients", None)  # units use this memory one after another
+                note_storage(bucket.unreduced.apart, "gradients", path)
 
 
 def _number(tensor: torch.Tensor, found: Rehearsal) -> int:

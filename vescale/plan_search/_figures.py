@@ -14,9 +14,10 @@ import numpy as np
 
 from vescale.comm import CommRecord
 from vescale.estimation import Device, OpCosts, OpSeconds, op_seconds, record_seconds
+from vescale.plan_search._arrays import Arrays, Unit
 from vescale.plan_search._choice import REPLICAS, Choice
 from vescale.plan_search._optimizer_cost import OptimizerCost
-from vescale.plan_search._profile import Arrays, Profile
+from vescale.plan_search._profile import Profile
 from vescale.plans import MeshAxes
 
 __all__ = ["Figures", "Setting", "communication", "figures_of", "scaled_ops", "states_of"]
@@ -65,7 +66,7 @@ def figures_of(profile: Profile, choice: Choice, rows: int, setting: Setting) ->
         setting: device and optimizer.
     """
     arrays = profile.arrays(profile.num_blocks)
-    peak = _peak(arrays, choice, rows / profile.rows, max(profile.num_blocks, 1), setting)
+    peak = _peak(arrays, choice, rows / profile.rows, setting)
     ops = scaled_ops(profile, rows, setting.device)
     waited, hidden = communication(profile, choice, rows, arrays, setting)
     trained = arrays.trained / (choice.dp if choice.zero else 1)
@@ -110,31 +111,23 @@ def scaled_ops(
     return profile.ops[key]
 
 
-def _peak(arrays: Arrays, choice: Choice, scale: float, num_blocks: int, setting: Setting) -> float:
+def _peak(arrays: Arrays, choice: Choice, scale: float, setting: Setting) -> float:
     """The most at any instant of a step."""
     other = arrays.other * scale
-    if not choice.zero or choice.dp == 1:
-        return float((states_of(arrays.parameters, arrays.trained, choice, setting) + arrays.gradients + other).max())
-    outer = arrays.outer_parameters
-    block = (arrays.parameters - outer) / num_blocks
-    of_block, of_outer = arrays.trained_shares
-    has_begun = np.cumsum(arrays.in_blocks & arrays.in_backward) > 0
-    # A block is there while it runs, and the first one, whose backward is the last, until the backward ends.
-    here = np.where(arrays.in_blocks | has_begun, 1.0, 0.0)
-    if choice.zero == 1:
-        here = np.full(other.shape, float(num_blocks))
-    elif choice.zero == 2:
-        here = np.where(arrays.in_backward & arrays.is_late, here, num_blocks)
-    gathered = setting.gathered * (outer + np.minimum(here, num_blocks) * block)
-    # Gradients are there whole until they are reduced, those of the outer modules until the backward ends; and each twice
-    # while it is reduced.
-    whole = np.where(arrays.in_backward, of_outer * arrays.late_parameters, 0)
-    whole = whole + np.where(has_begun, of_block * block, 0.0)
-    reduced = np.where(arrays.is_late, of_block * (arrays.parameters - outer) / choice.dp, 0.0)
     rest = states_of(arrays.parameters, arrays.trained, choice, setting)
-    running = rest + gathered + reduced + setting.reduced * whole + other
-    last = rest + arrays.trained / choice.dp + outer * (setting.gathered + 2 * of_outer * setting.reduced)
-    return float(max(running.max(), last))
+    updated = setting.optimizer.temporary * arrays.largest
+    if not choice.zero or choice.dp == 1:
+        running = rest + arrays.gradients + arrays.casts + other
+        return float(max(running.max(), rest + arrays.trained + updated))
+    outer, share = arrays.outer_parameters, arrays.outer_share
+    gathered = setting.gathered * (outer + (arrays.running if choice.zero == 3 else arrays.waiting))
+    # Gradients are there whole until they are reduced, those of the outer modules until the backward ends; then where the
+    # gathered parameters were.
+    whole = arrays.of_unit + np.where(arrays.in_backward, share * arrays.late_parameters, 0)
+    running = rest + gathered + arrays.reduced / choice.dp + setting.reduced * whole + other
+    last = outer * (setting.gathered + 2 * share * setting.reduced)
+    updated = min(updated, setting.optimizer.temporary * arrays.parameters / choice.dp)
+    return float(max(running.max(), rest + arrays.trained / choice.dp + max(last, updated)))
 
 
 def communication(profile: Profile, choice: Choice, rows: int, arrays: Arrays, setting: Setting) -> tuple[float, float]:
@@ -164,24 +157,21 @@ def parameter_seconds(profile: Profile, choice: Choice, arrays: Arrays, axes: Me
         every = choice.dp * choice.replicas
         marks = 2 * (every - 1) / every * profile.num_tensors  # which parameters got a gradient
         records.append((1, _record("all_reduce", every, marks, f"{REPLICAS},dp" if choice.replicas > 1 else "dp")))
-        num_blocks = max(profile.num_blocks, 1)
-        outer = arrays.outer_parameters
-        block = (arrays.parameters - outer) / num_blocks
         part = (ranks - 1) / ranks
-        runs_backward = bool((arrays.in_blocks & arrays.in_backward).any())  # else all before the head is frozen
-        gathers = num_blocks * (2 if choice.zero == 3 and choice.pp == 1 and runs_backward else 1)
+        gathers_twice = choice.zero == 3 and choice.pp == 1
         replicas = (choice.replicas - 1) / choice.replicas
-        of_block, of_outer = arrays.trained_shares
-        for size, share, gathered, times in ((block, of_block, gathers, num_blocks), (outer, of_outer, 1, 1)):
-            for bucket in (size * share, size * (1 - share)):  # frozen parameters are one of their own
+        own_units = [(one, one.times * (2 if gathers_twice and one.runs_backward else 1)) for one in arrays.units]
+        outer = Unit(arrays.outer_parameters, arrays.outer_parameters * arrays.outer_share, 1, True)
+        for unit, gathered in (*own_units, (outer, 1)):
+            for bucket in (unit.trained, unit.num_bytes - unit.trained):  # frozen parameters are one of their own
                 if bucket:
                     records.append((gathered, _record("all_gather_v", ranks, bucket * setting.gathered * part, "dp")))
-            reduced = share * size * setting.reduced
+            reduced = unit.trained * setting.reduced
             if reduced:
-                records.append((times, _record("reduce_scatter_v", ranks, reduced * part, "dp")))
+                records.append((unit.times, _record("reduce_scatter_v", ranks, reduced * part, "dp")))
             if reduced and choice.replicas > 1:
                 records.append(
-                    (times, _record("all_reduce", choice.replicas, 2 * reduced / ranks * replicas, REPLICAS))
+                    (unit.times, _record("all_reduce", choice.replicas, 2 * reduced / ranks * replicas, REPLICAS))
                 )
     return sum(times * record_seconds(record, setting.device, axes) for times, record in records)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.estimation import OpCosts, loss_of, make_batch, make_optimizer, rehearse
+from vescale.estimation import OpCosts, loss_of, make_batch, make_optimizer, rehearse, timeline_of
 from vescale.plans import MeshAxes, Plan
 
 __all__ = ["OptimizerCost", "optimizer_cost"]
@@ -18,11 +18,13 @@ _WIDTH = 512  # of a square matrix: states for each element, not those of a fixe
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """For each byte of a parameter: bytes of states, and bytes that a step reads and writes; ``num_ops`` for each tensor."""
+    """For each byte of a parameter: bytes of states, bytes that a step reads and writes, and bytes that it holds while it
+    updates this parameter; ``num_ops`` for each tensor."""
 
     state: float = 0.0
     moved: float = 0.0
     num_ops: float = 0.0
+    temporary: float = 0.0
 
 
 def optimizer_cost(optimizer: Any, dtype: torch.dtype) -> OptimizerCost:
@@ -43,6 +45,11 @@ def optimizer_cost(optimizer: Any, dtype: torch.dtype) -> OptimizerCost:
     costs = OpCosts({key: calls for key, calls in seen.costs.by_key.items() if key[0] == "optimizer"})
     size = _WIDTH * _WIDTH * dtype.itemsize
     moved = sum(cost.num_bytes * cost.num_calls for _, cost in costs)
+    timeline = timeline_of(seen, ())
+    here = [n for n, instant in enumerate(timeline.instants) if (instant.step, instant.phase) == (1, "optimizer")]
     return OptimizerCost(
-        sum(state.num_bytes for state in seen.states) / size, moved / size, sum(cost.num_calls for _, cost in costs)
+        sum(state.num_bytes for state in seen.states) / size,
+        moved / size,
+        sum(cost.num_calls for _, cost in costs),
+        float(timeline.categories["temporary"][here].max()) / size,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,42 +33,17 @@ from vescale.estimation import (
     timeline_of,
 )
 from vescale.ir import lower
+from vescale.plan_search._arrays import (
+    BACKWARD,
+    Arrays,
+    Unit,
+    extended,
+    gradients_of_unit,
+    later_gradients,
+)
 from vescale.plans import Plan
 
-__all__ = ["Arrays", "Profile", "profile_of"]
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """Bytes at the instants of a forward and backward, with a number of blocks.
-
-    Attributes:
-        other: all but parameters, gradients and optimizer states.
-        gradients: whole ones.
-        in_backward, in_blocks: where each instant is; ``is_late``: in the backward of the first block, or after it.
-        parameters: at rest, without ZeRO; ``outer_parameters``: of these, those of modules that are no repeated blocks;
-            ``late_parameters``: of these, those that the forward uses after the blocks.
-        trained_shares: of the parameters of blocks, and of the others, which part is trained.
-        saved: activations when the forward ends; ``early``: of these, those from before the blocks, which every stage of a
-            pipeline computes.
-    """
-
-    other: np.ndarray
-    gradients: np.ndarray
-    in_backward: np.ndarray
-    in_blocks: np.ndarray
-    is_late: np.ndarray
-    parameters: int
-    outer_parameters: int
-    late_parameters: int
-    saved: int
-    early: int
-    trained_shares: tuple[float, float] = (1.0, 1.0)
-
-    @property
-    def trained(self) -> int:
-        """Bytes of all gradients."""
-        return int(self.gradients.max(initial=0))
+__all__ = ["Profile", "profile_of"]
 
 
 @dataclass
@@ -81,7 +57,7 @@ class Profile:
         message_bytes: of what the last block is given, as parts of this rank.
         num_tensors: parameters that the optimizer gets.
         late: paths of the modules with parameters that the forward uses after the blocks.
-        trained_shares: see :class:`Arrays`.
+        trained_shares: which part of a unit's parameters is trained, by path of its module; of no unit by "".
     """
 
     rehearsal: Rehearsal
@@ -92,9 +68,10 @@ class Profile:
     message_bytes: int
     num_tensors: int
     late: frozenset[str]
-    trained_shares: tuple[float, float] = (1.0, 1.0)
+    trained_shares: Mapping[str, float] = field(default_factory=dict)
     ops: dict[tuple[int, str, str], OpSeconds] = field(default_factory=dict, repr=False)
     """Computed before."""
+    _units_of_modules: dict[str | None, str] = field(default_factory=dict, repr=False)
     _arrays: dict[int, Arrays] = field(default_factory=dict, repr=False)
 
     @property
@@ -102,7 +79,7 @@ class Profile:
         return max((len(one.names) for one in self.repeats), default=0)
 
     def is_of_blocks(self, module: str | None) -> bool:
-        return _is_inside(module, tuple(one.path for one in self.repeats))
+        return module is not None and any(module.startswith(f"{one.path}.") for one in self.repeats)
 
     def part_of(self, module: str | None) -> str:
         """``blocks``, or ``late`` or ``early``: what the last stage or the first one has beside them."""
@@ -132,31 +109,85 @@ class Profile:
             if num_blocks <= 3 or self.num_blocks < 3:
                 self._arrays[num_blocks] = self._arrays_of(self.repeats_with(num_blocks))
             else:
-                self._arrays[num_blocks] = _extended(self.arrays(2), self.arrays(3), num_blocks)
+                self._arrays[num_blocks] = extended(self.arrays(2), self.arrays(3), num_blocks)
         return self._arrays[num_blocks]
 
     def _arrays_of(self, repeats: tuple[Repeats, ...]) -> Arrays:
-        timeline = timeline_of(self.rehearsal, repeats, self.rounding)
+        timeline = timeline_of(self._with_casts, repeats, self.rounding)
         own = np.array([n for n, i in enumerate(timeline.instants) if i.phase != "start"])
         end = timeline.end_of_forward(0)
-        rest = sum(timeline.categories[name] for name in ("parameters", "gradients", "optimizer"))
-        outer = [b for b in timeline.blocks if b.category == "parameters" and not self.is_of_blocks(b.module)]
+        casts = timeline.categories["unsharded"]
+        rest = casts + sum(timeline.categories[name] for name in ("parameters", "gradients", "optimizer"))
+        unit_at = [self._unit_of(i.module) for i in timeline.instants]
+        units, running, waiting, reduced = self._units(timeline, repeats, unit_at)
+        parameters = [one for one in timeline.blocks if one.category == "parameters"]
+        outer = [one for one in parameters if not self._unit_of(one.module)]
         places = [timeline.instants[n] for n in own]
-        in_backward = np.array([i.phase in ("backward", "recompute", "optimizer") for i in places], dtype=bool)
-        in_first = np.array([any(one.holds(i.module) for one in repeats) for i in places], dtype=bool)
         return Arrays(
-            other=(timeline.total - rest - _first_gradients(timeline))[own],
-            gradients=self._gradients(timeline)[own],
-            in_backward=in_backward,
+            other=(timeline.total - rest)[own],
+            casts=casts[own],
+            gradients=later_gradients(timeline)[own],
+            of_unit=gradients_of_unit(timeline, unit_at)[own],
+            running=running[own],
+            waiting=waiting[own],
+            reduced=reduced[own],
+            in_backward=np.array([i.phase in (*BACKWARD, "optimizer") for i in places], dtype=bool),
             in_blocks=np.array([self.is_of_blocks(i.module) for i in places], dtype=bool),
-            is_late=np.cumsum(in_first & in_backward) > 0,
             parameters=int(timeline.categories["parameters"][own[-1]]),
+            largest=max((one.block.num_bytes for one in parameters), default=0),
             outer_parameters=sum(one.block.num_bytes for one in outer),
             late_parameters=sum(one.block.num_bytes for one in outer if one.module in self.late),
             saved=int(timeline.categories["activations"][end]),
             early=self._early(timeline, end),
-            trained_shares=self.trained_shares,
+            units=units,
+            outer_share=self.trained_shares.get("", 1.0),
         )
+
+    @functools.cached_property
+    def _with_casts(self) -> Rehearsal:
+        """With copies of parameters in the category of what units gather, which nothing else is in."""
+        log, kinds = self.rehearsal.log, dict(self.rehearsal.kinds)
+        for one in log.blocks:
+            source = self.rehearsal.copies.get(one.storage)
+            if source is not None and one.storage not in kinds and kinds.get(source, ("",))[0] == "parameters":
+                kinds[one.storage] = "unsharded", log.instants[one.begin].module
+        return replace(self.rehearsal, kinds=kinds)
+
+    def _unit_of(self, module: str | None) -> str:
+        """The path of the unit that a module is in; "" for none."""
+        if module not in self._units_of_modules:
+            parts = (module or "").split(".")
+            paths = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+            self._units_of_modules[module] = next((path for path in paths if path in self.trained_shares), "")
+        return self._units_of_modules[module]
+
+    def _units(
+        self, timeline: MemoryTimeline, repeats: tuple[Repeats, ...], unit_at: list[str]
+    ) -> tuple[tuple[Unit, ...], np.ndarray, np.ndarray, np.ndarray]:
+        """The units, and ``running``, ``waiting`` and ``reduced`` of :class:`Arrays`. Backwards of units that were left out
+        come before that of the one that stands for them."""
+        number = len(timeline.instants)
+        at = np.arange(number)
+        where = np.array(unit_at)
+        is_backward = np.array([i.phase in BACKWARD for i in timeline.instants], dtype=bool)
+        sizes: dict[str, int] = {path: 0 for path in self.trained_shares if path}
+        for one in timeline.blocks:
+            if one.category == "parameters" and self._unit_of(one.module):
+                sizes[self._unit_of(one.module)] += one.block.num_bytes
+        backwards = {path: np.flatnonzero(is_backward & (where == path)) for path in sizes}
+        last = max(sizes, key=lambda path: backwards[path].max(initial=-1), default="")
+        running, waiting, reduced = (np.zeros(number) for _ in range(3))
+        units = []
+        for path, size in sizes.items():
+            times = next((r.count for r in repeats if r.holds(path)), 1)
+            own = backwards[path]
+            begin, end = (own[0], own[-1] + 1) if len(own) else (number, number)
+            trained = size * self.trained_shares[path]
+            units.append(Unit(size, trained, times, len(own) > 0))
+            running += size * ((where == path) | ((path == last) & (at >= end)))
+            waiting += size * ((at < end) | (path == last)) + size * (times - 1) * (at < begin)
+            reduced += trained * (at >= end) + trained * (times - 1) * (at >= begin)
+        return tuple(units), running, waiting, reduced
 
     def _early(self, timeline: MemoryTimeline, end: int) -> int:
         """Activations that are there at the instant ``end`` and were before the first block ran."""
@@ -169,11 +200,6 @@ class Profile:
             and one.block.begin < first
             and (one.block.end is None or one.block.end > end)
         )
-
-    def _gradients(self, timeline: MemoryTimeline) -> np.ndarray:
-        """Buckets stay from step to step."""
-        found = timeline.categories["gradients"]
-        return np.full_like(found, found.max(initial=0)) if self.gradient_records else found
 
     @functools.cached_property
     def _shares(self) -> dict[str, float]:
@@ -190,54 +216,29 @@ class Profile:
         return [r for r in self.rehearsal.collectives if is_of_parameters(r.requester)]
 
 
-def _extended(two: Arrays, three: Arrays, num_blocks: int) -> Arrays:
-    """The arrays of ``num_blocks`` blocks from those of two and of three."""
-
-    def of(name: str) -> Any:
-        first = getattr(two, name)
-        return first + (num_blocks - 2) * (getattr(three, name) - first)
-
-    grown = ("other", "gradients", "parameters", "outer_parameters", "late_parameters", "saved")
-    return replace(three, **{name: of(name) for name in grown})
-
-
-def _first_gradients(timeline: MemoryTimeline) -> np.ndarray:
-    """Bytes of gradients beside their buckets, which are not there in the first backward; later ones write to them."""
-    instants = timeline.instants
-    first = min((one.block.begin for one in timeline.blocks if one.category == "gradients"), default=len(instants))
-    found = np.zeros(len(instants) + 1, dtype=np.int64)
-    for one in timeline.blocks:
-        end = one.block.end if one.block.end is not None else len(instants)
-        is_of_backward = instants[one.block.begin].phase in ("backward", "recompute")
-        if one.category == "temporary" and is_of_backward and one.block.begin < first < end:
-            found[one.block.begin] += one.block.num_bytes
-            found[end] -= one.block.num_bytes
-    return np.asarray(np.cumsum(found)[:-1])
-
-
-def _is_inside(module: str | None, lists: tuple[str, ...]) -> bool:
-    return module is not None and any(module.startswith(f"{path}.") for path in lists)
-
-
-def _late_modules(model: nn.Module, repeats: tuple[Repeats, ...]) -> frozenset[str]:
-    """By the order of the model's modules. A parameter with several names belongs to all of their modules."""
+def _late_modules(model: nn.Module, units: Collection[str]) -> frozenset[str]:
+    """Those after the last of ``units``, by the order of the model's modules. A parameter with several names belongs to all
+    of their modules."""
     order = {name: number for number, (name, _) in enumerate(model.named_modules())}
-    after = max((order[f"{one.path}.{one.names[-1]}"] for one in repeats), default=-1)
+    after = max((order[one] for one in units), default=-1)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name.rpartition(".")[0])
     return frozenset(own for paths in names.values() if any(order[p] > after for p in paths) for own in paths)
 
 
-def _trained_shares(model: nn.Module, lists: tuple[str, ...]) -> tuple[float, float]:
-    """Of the elements inside of ``lists``, and of the others, which part is trained."""
-    elements = {(inside, trains): 0 for inside in (True, False) for trains in (True, False)}
+def _trained_shares(model: nn.Module, units: Collection[str]) -> dict[str, float]:
+    """Which part of the elements is trained, by path of the modules that ``units`` are expressions for, and of the rest by
+    ""."""
+    paths = [path for path, _ in model.named_modules() if any(re.fullmatch(one, path) for one in units if one)]
+    elements: dict[tuple[str, bool], int] = {}
     for name, parameter in model.named_parameters():
-        elements[_is_inside(name, lists), parameter.requires_grad] += parameter.numel()
-    blocks, others = (
-        elements[inside, True] / max(elements[inside, True] + elements[inside, False], 1) for inside in (True, False)
-    )
-    return blocks, others
+        path = next((one for one in paths if name.startswith(f"{one}.")), "")
+        elements[path, parameter.requires_grad] = elements.get((path, parameter.requires_grad), 0) + parameter.numel()
+    return {
+        path: elements.get((path, True), 0) / max(elements.get((path, True), 0) + elements.get((path, False), 0), 1)
+        for path in dict.fromkeys(["", *(path for path, _ in elements)])
+    }
 
 
 def profile_of(
@@ -246,6 +247,7 @@ def profile_of(
     batch: Mapping[str, Any],
     rows: int,
     repeats: tuple[Repeats, ...],
+    units: Collection[str],
     *,
     device: Device,
     load: Any = 1.0,
@@ -257,6 +259,7 @@ def profile_of(
         reduced: on the meta device, with the first and the last of the blocks in ``repeats``.
         plan: without ZeRO and pipeline.
         batch: global, of as many rows as the plan's ranks take with ``rows`` each.
+        units: expressions for the modules that ZeRO gathers together.
     """
     program = lower(plan, reduced)
     model = skeleton_of(reduced)
@@ -276,8 +279,8 @@ def profile_of(
     per_block = [
         sum(p.requires_grad for p in model.get_submodule(r.stand_in).parameters()) * (r.count - 1) for r in repeats
     ]
-    late = _late_modules(model, repeats)
-    shares = _trained_shares(model, tuple(one.path for one in repeats))
+    shares = _trained_shares(model, units)
+    late = _late_modules(model, shares)
     rehearsal = rehearse(
         model,
         plan,

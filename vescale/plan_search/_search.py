@@ -240,6 +240,7 @@ class Looked:
                 self._resized(rows * cell.dp * cell.ep),
                 rows,
                 self.repeats,
+                self.facts.units,
                 device=self.table,
                 load=self.load,
                 loss=self.loss,

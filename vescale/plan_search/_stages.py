@@ -12,6 +12,7 @@ import math
 from vescale.comm import CommRecord
 from vescale.estimation import OpSeconds, record_seconds, step_of_stages
 from vescale.pipeline import Schedule, make_schedule
+from vescale.plan_search._arrays import Arrays
 from vescale.plan_search._choice import Choice
 from vescale.plan_search._figures import (
     Figures,
@@ -22,7 +23,7 @@ from vescale.plan_search._figures import (
     scaled_ops,
     states_of,
 )
-from vescale.plan_search._profile import Arrays, Profile
+from vescale.plan_search._profile import Profile
 from vescale.plans import MeshAxes, Plan
 
 __all__ = ["schedule_of", "staged_figures"]
@@ -130,17 +131,23 @@ def _peak(
 ) -> float:
     scale = rows / profile.rows
     trained = arrays.trained / max(arrays.parameters, 1)
+    gathers = choice.zero and choice.dp > 1
+    other = arrays.other * scale + (0 if gathers else arrays.casts)
+
+    def saved(of: Arrays) -> float:
+        return of.saved * scale + (0.0 if gathers else float(of.casts.max(initial=0)))
+
     more = profile.arrays(max(per_stage, 2) + 1) if profile.num_blocks > max(per_stage, 2) else profile.arrays(2)
-    blocks = abs(more.saved - arrays.saved) or arrays.saved / max(per_stage, 2)  # activations that a block keeps
+    blocks = abs(saved(more) - saved(arrays)) or saved(arrays) / max(per_stage, 2)  # what a block keeps
     first, last = (
         states_of(parameters, trained * parameters, choice, setting)
-        + (setting.gathered * parameters if choice.zero and choice.dp > 1 else 0.0)
+        + (setting.gathered * parameters if gathers else 0.0)
         + trained * parameters * (setting.reduced if choice.zero else 1.0)
         for parameters in _parameters(arrays, own_blocks, max(per_stage, 2))
     )
     # Beside what its blocks keep: what every stage computes of the batch, and what it has sent on.
-    each = per_stage * blocks + arrays.early + profile.message_bytes
-    kept = [max(count - 1, 0) * each * scale for count in (schedule.peak[0], schedule.peak[-1])]
-    less = max(2 - per_stage, 0) * blocks * scale  # arrays have two blocks at least
-    inside = arrays.other[arrays.in_blocks].max(initial=0) * scale - less
-    return float(max(first + kept[0] + inside, last + kept[1] + arrays.other.max(initial=0) * scale - less))
+    each = per_stage * blocks + (arrays.early + profile.message_bytes) * scale
+    kept = [max(count - 1, 0) * each for count in (schedule.peak[0], schedule.peak[-1])]
+    less = max(2 - per_stage, 0) * blocks  # arrays have two blocks at least
+    inside = other[arrays.in_blocks].max(initial=0) - less
+    return float(max(first + kept[0] + inside, last + kept[1] + other.max(initial=0) - less))
