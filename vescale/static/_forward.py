@@ -30,7 +30,7 @@ from vescale.ir import Precision
 from vescale.runtime import Activation, Runtime, current_activation, switch_on, write_back
 from vescale.static._early_inputs import EarlyInputs, Entered
 from vescale.static._first_step import only_recorded_functions
-from vescale.static._guards import Guards, settings
+from vescale.static._guards import Guards
 from vescale.static._held_values import HeldValues
 from vescale.static._observed_ops import random_state, set_random_state
 from vescale.static._program import StaticProgram
@@ -90,7 +90,6 @@ class StaticForward:
         self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
         self._early = EarlyInputs()
-        self._writes: weakref.WeakKeyDictionary[StaticProgram, Any] = weakref.WeakKeyDictionary()
         runtime.compiles = runtime.switches_on_later = True
         runtime.early_inputs = self.enter
         functools.update_wrapper(self, type(model).forward)
@@ -99,7 +98,7 @@ class StaticForward:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], None] | None:
         """Before the inputs of the model are placed: what its forward gets in their place; None: they are placed."""
-        found = self._early.find(settings(), args, kwargs)
+        found = self._early.find(args, kwargs)
         if found is None or current_activation() is not None:
             return None
         program, model = self.programs.get(found[0]), self.model()
@@ -177,11 +176,14 @@ class StaticForward:
         mark = program.units.mark()
         frame = activation.frames[0]
         given = (args, kwargs) if entered is None else (entered.args, entered.kwargs)
-        written = WrittenTensors(model, given, self._writes.get(program), bool(program.units.parameters))
+        written = WrittenTensors(model, given, program.writes, bool(program.units.parameters))
         activation.static = program
         try:
-            with self._checked(program):
+            if program.is_proven:
                 result = program.run(args, kwargs, frame.compiler, entered)
+            else:
+                with self._checked(program):
+                    result = program.run(args, kwargs, frame.compiler, entered)
         except Exception as problem:
             if program.is_proven and not isinstance(problem, UnrecordedError):
                 raise  # of the model's own code, as in eager mode
@@ -204,9 +206,9 @@ class StaticForward:
         finally:
             activation.static = None
         if entered is None and not program.has_compiled_parts:
-            self._early.remember(key, settings(), args, kwargs, frame)
-        if program not in self._writes:
-            self._writes[program] = written.written()
+            self._early.remember(key, args, kwargs, frame)
+        if program.writes is None:
+            program.writes = written.written()
         program.is_proven = True
         self.static_steps += 1
         return result
@@ -254,7 +256,8 @@ class StaticForward:
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What distinguishes calls that are recorded separately."""
         specs: list[Any] = []
-        quick = settings(), _quick_shape(args, specs), tuple(kwargs), _quick_shape(tuple(kwargs.values()), specs)
+        settings, given = native_static().thread_settings(), tuple(kwargs.values())
+        quick = settings, _quick_shape(args, specs), tuple(kwargs), _quick_shape(given, specs)
         known = self._keys.get(quick)
         if known is None:
             if len(self._keys) >= _MAX_KEYS:
