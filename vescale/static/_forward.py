@@ -38,6 +38,7 @@ from vescale.static._record import Recorder
 from vescale.static._record_loading import load_step
 from vescale.static._record_values import RecordedStep
 from vescale.static._recorded import recorded
+from vescale.static._repeated_layers import RepeatedLayers
 from vescale.static._state import ModuleStates, problems_of_modules, regions_of
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
@@ -90,6 +91,7 @@ class StaticForward:
         self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
         self._early = EarlyInputs()
+        self._layers_differ = False  # though they were taken for repeated ones
         runtime.compiles = runtime.switches_on_later = True
         runtime.early_inputs = self.enter
         functools.update_wrapper(self, type(model).forward)
@@ -283,7 +285,8 @@ class StaticForward:
         switch_on(activation)
         units = ModelUnits(model)
 
-        recorder = Recorder(running, functools.partial(units.names_in, model))
+        layers = RepeatedLayers(model, self.runtime, is_on=not self._layers_differ)
+        recorder = Recorder(running, functools.partial(units.names_in, model), layers)
         self._recorders[key] = recorder
         self.recordings += 1
         overridden = []
@@ -320,6 +323,9 @@ class StaticForward:
             return None
         del self._recorders[key]
         if recorder.tree.has_exchanged_code:
+            return None
+        if recorder.layers.differs(recorder):
+            self._layers_differ = True  # each is recorded in the next step
             return None
         program = self.programs[key] = StaticProgram(
             self.runtime, model, recorded(recorder, self.runtime.mesh), recorder.guards
