@@ -64,6 +64,36 @@ class Twice(Stack):
         return super().forward(super().forward(x))
 
 
+class UsesParameters(Stack):
+    """Of one layer, beside the layer itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer: Any = self.layers[3]
+        return super().forward(x).sum() + (layer.norm.weight * layer.up.weight).sum()
+
+
+DIMS: dict[int, int] = {}
+
+
+class LayerOfATable(Layer):
+    """What it does depends on which layer it is, though it reads no attribute."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(self.norm(x))
+        return x + self.down(torch.softmax(h, DIMS.get(id(self), 1)) * h)
+
+
+class OfATable(Stack):
+    def __init__(self) -> None:
+        super().__init__((1,) * 7)
+        for layer in self.layers:
+            layer.__class__ = LayerOfATable
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        DIMS[id(self.layers[4])] = 2
+        return super().forward(x)
+
+
 def batch(seed: int) -> torch.Tensor:
     return torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -102,12 +132,29 @@ def a_layer_with_another_gradient() -> None:
     assert found.recordings == 2 and found.static_steps == 2, found
 
 
+def a_layer_with_other_arguments() -> None:
+    found, _ = run(OfATable)
+    assert found.recordings == 2 and found.static_steps == 2 and str(found).count("softmax:") == 1, found
+
+
+def parameters_that_are_used_outside() -> None:
+    found, _ = run(functools.partial(UsesParameters, (1,) * 7), exact=False)
+    assert found.recordings == 2 and found.static_steps == 2, found
+
+
 def layers_that_run_twice() -> None:
     found, _ = run(functools.partial(Twice, (1,) * 6))
     assert found.static_steps >= 2, found
 
 
-CASES = (layers_that_do_the_same, attributes_that_are_read, a_layer_with_another_gradient, layers_that_run_twice)
+CASES = (
+    layers_that_do_the_same,
+    attributes_that_are_read,
+    a_layer_with_another_gradient,
+    a_layer_with_other_arguments,
+    parameters_that_are_used_outside,
+    layers_that_run_twice,
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

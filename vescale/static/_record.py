@@ -200,13 +200,13 @@ class Recorder(TorchFunctionMode):
         found: Value | None = getattr(x, "_vescale_value", None)
         if found is not None:
             return found
-        name = self._name(x)
+        name = self.name_of(x)
         if not name:  # made around the recorded functions: an input of a unit, which is a view of the module's
             return self._value_of_result(x)
         found = self.values_by_id[id(x)] = self.named.setdefault(name, Value(name, True))
         return found
 
-    def _name(self, x: torch.Tensor) -> str:
+    def name_of(self, x: torch.Tensor) -> str:
         """Of a parameter or a buffer; "" for others."""
         if id(x) not in self._names and isinstance(x, nn.Parameter):
             self._names = self._read_names()  # a unit has gathered it for the first time
@@ -249,7 +249,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._is_unrecorded or ("" in self.problems and not self.recomputes):
-            return func(*args, **kwargs)
+            return self.layers.note(func, args, kwargs, func(*args, **kwargs))
         with no_torch_function():
             found = self.tree.site(sys._getframe(1))
             tensors = list(tensors_in((args, kwargs)))
@@ -288,10 +288,10 @@ class Recorder(TorchFunctionMode):
                 self._watch([*made, *written], edges, call)
             given = set(map(id, tensors)) - set(map(id, written))
             for x in {id(x): x for x in (*made, *written)}.values():
-                if isinstance(x, DTensor) and id(x) not in given and not self._name(x):
+                if isinstance(x, DTensor) and id(x) not in given and not self.name_of(x):
                     self._value_of_result(x)
             call.outputs = [self._record(x) for x in made]
-            return result
+        return self.layers.note(func, args, kwargs, result)
 
     def take_over(self, what: str) -> None:
         """The runtime runs something in place of the current call."""

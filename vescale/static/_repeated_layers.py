@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dis
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from vescale.compat import CALL_OVERRIDE, HOOKS_OF_MODULES, local_of, native_sta
 from vescale.fsdp import state_of
 from vescale.runtime import Runtime
 from vescale.static._call_tree import CallTree, FunctionCall
-from vescale.static._held_values import SCALARS
+from vescale.static._function_trace import FunctionTrace, structure
 from vescale.static._source import source_of
 from vescale.static._state import is_inside
 
@@ -42,9 +42,10 @@ class _Template:
 class RepeatedLayers:
     """In a list of modules, the layers after the second and before the last that are like the second one, the template.
 
-    Their functions run as in eager mode; which instructions ran is recorded, and the tensors at the boundaries of modules in
-    them with their gradients. What the template's torch functions did then holds for them, if all of this is the same in
-    both, and they differ in no attribute that it may have read. The first and the last layer have other neighbors.
+    Their functions run as in eager mode. Which instructions ran is noted, what torch functions were given and returned, and
+    the tensors at the boundaries of modules in them, with gradients. What was recorded of the template then holds for them,
+    if all of this is the same in both. A layer with another value of an attribute that the template may have read is
+    recorded. The first and the last layer have other neighbors.
 
     Methods get the :class:`Recorder` of the step, and its records of tensors.
 
@@ -59,6 +60,8 @@ class RepeatedLayers:
         self.repeats: dict[str, str] = {}
         self._templates: dict[str, _Template | None] = {}
         self._alike: dict[str, tuple[str, frozenset[str]]] = {}  # by path: the template, and attributes that differ
+        self._traces: dict[str, FunctionTrace] = {}
+        self._running: list[FunctionTrace] = []
         if not is_on or any(state_of(module) is not None for module in model.modules()):
             return
         entries: dict[str, list[Any]] = {}
@@ -80,6 +83,7 @@ class RepeatedLayers:
             self._templates[path] = _Template(_form(given, inputs))
             if is_second:
                 del self._templates[path]
+            self._trace(recorder, path)
             return False
         first, differing = self._alike.get(path, ("", frozenset[str]()))
         template = self._templates.get(first)
@@ -94,10 +98,23 @@ class RepeatedLayers:
         if differing and (_ALL in template.read or differing & template.read):
             return False
         self.repeats[path] = first
+        self._trace(recorder, path)
         return True
+
+    def _trace(self, recorder: Any, path: str) -> None:
+        self._traces[path] = trace = FunctionTrace(path, recorder.name_of)
+        self._running.append(trace)
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """After each torch function: returns its result."""
+        for trace in self._running:
+            trace.note(func, args, kwargs, result)
+        return result
 
     def end(self, path: str) -> None:
         """After the call."""
+        if self._running and self._running[-1].layer == path:
+            self._running.pop().end()
         template = self._templates.get(path)
         if template is not None:
             template.is_done = True
@@ -110,10 +127,15 @@ class RepeatedLayers:
             for layer, parts in calls.items()
         }
         for path, first in self.repeats.items():
+            if any(is_inside(name, path) for name in recorder.named):
+                return path  # functions outside of the layer use its parameters, too
             own, others = forwards[first], forwards[path]
             if own.keys() != others.keys() or not all(_ran_alike(own[name], others[name]) for name in own):
                 return path
-            if boundaries[first] != boundaries[path]:
+            trace, template = self._traces[path], self._traces[first]
+            if boundaries[first] != boundaries[path] or trace.calls != template.calls:
+                return path
+            if trace.gradients != template.gradients:
                 return path
         return ""
 
@@ -174,7 +196,7 @@ def _differing_names(
                 return None
         for attribute in (held.keys() | held_there.keys()) - _LEFT_OUT:
             value, value_there = held.get(attribute, _MISSING), held_there.get(attribute, _MISSING)
-            if value is not value_there and _structure(value, _Same) != _structure(value_there, _Same):
+            if value is not value_there and structure(value, id) != structure(value_there, id):
                 differing.add(attribute)
     return frozenset(differing)
 
@@ -192,28 +214,7 @@ def _are_alike(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
 
 def _form(given: Any, inputs: Sequence[Any]) -> Any:
     """What decides about a call: arguments without tensors, forms of tensors, and the settings of the thread."""
-    return native_static().thread_settings(), _structure(given, type), [_kind(x) for x in inputs]
-
-
-def _structure(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
-    """Containers, numbers, flags and texts by what they are, objects by identity; tensors as ``of_tensor`` says."""
-    if isinstance(value, torch.Tensor):
-        return of_tensor(value)
-    if isinstance(value, list | tuple):
-        return type(value), tuple(_structure(item, of_tensor) for item in value)
-    if isinstance(value, dict):
-        return type(value), tuple((key, _structure(item, of_tensor)) for key, item in value.items())
-    return (type(value), value) if type(value) in SCALARS else _Same(value)
-
-
-@dataclass(frozen=True, eq=False)
-class _Same:
-    """An object, equal to itself only."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+    return native_static().thread_settings(), structure(given, type), [_kind(x) for x in inputs]
 
 
 def _kind(record: Any) -> Any:
