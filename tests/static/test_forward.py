@@ -50,6 +50,18 @@ def other_sizes() -> Any:
     return report(models[1])
 
 
+class ReadsLast(Wrapped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x) * x[:, -1, 0].sum()
+
+
+def one_row() -> Any:
+    models = both(ReadsLast)
+    for step in range(3):
+        compare(models, batch(rows=1, seed=step))  # what is read has one element, and the strides of the batch
+    return report(models[1])
+
+
 class BranchOnSize(Wrapped):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[1] > 6:
@@ -365,7 +377,15 @@ def other_divisions() -> Any:
     return reports[0]
 
 
-STATIC = (other_sizes, functions_of_one_decorator, random_numbers, accumulation, copies, named_parameters_are_dtensors)
+STATIC = (
+    other_sizes,
+    one_row,
+    functions_of_one_decorator,
+    random_numbers,
+    accumulation,
+    copies,
+    named_parameters_are_dtensors,
+)
 FALLBACKS = {
     other_divisions: "not divisible by 2",
     sizes_as_numbers: "linear is called in several ways",

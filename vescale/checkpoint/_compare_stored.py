@@ -13,6 +13,7 @@ from vescale.checkpoint._convert import plain_values
 from vescale.checkpoint._json_values import encode
 from vescale.checkpoint._stored import Stored, StoredTensor
 from vescale.checkpoint._stored_blocks import BLOCK_BYTES, block_shapes, block_values
+from vescale.compat import bytes_of
 
 __all__ = ["StoredDifference", "ValueDifference", "compare_stored"]
 
@@ -95,7 +96,7 @@ def _compare(a: Stored, name_a: str, b: Stored, name_b: str, progress: Callable[
     for offset, sizes in block_shapes(tensor.shape, BLOCK_BYTES // tensor.dtype.itemsize):
         one, two = block_values(a, name_a, offset, sizes), block_values(b, name_b, offset, sizes)
         progress(one.nbytes)
-        bits = [values.reshape(-1).view(torch.uint8).view(-1, values.element_size()) for values in (one, two)]
+        bits = [bytes_of(values).view(-1, values.element_size()) for values in (one, two)]
         if torch.equal(*bits):
             continue
         differs = (bits[0] != bits[1]).any(1)

@@ -28,6 +28,7 @@ from vescale.checkpoint._step_folder import commit, pack_part
 from vescale.checkpoint._stored import Stored, StoredTensor
 from vescale.checkpoint._stored_blocks import BLOCK_BYTES, block_shapes, block_values, blocks_of
 from vescale.checkpoint._torch_save import with_bytes
+from vescale.compat import bytes_of
 from vescale.errors import ConvertError
 
 __all__ = ["TARGETS", "convert", "num_bytes", "plain_values"]
@@ -186,7 +187,7 @@ def _to_vescale(stored: Stored, temporary: Path, progress: Progress, max_shard_s
     def chunks(name: str) -> Iterator[Any]:
         for _, values in blocks_of(stored, name):
             progress(values.nbytes)
-            yield values.reshape(-1).view(torch.uint8).numpy().data
+            yield bytes_of(values).numpy().data
 
     boxes = ((start, num_bytes(tensors[name]), chunks(name)) for name, start in layout)
     written = write_data_file(str(temporary / "data-00000.bin"), boxes)

@@ -13,6 +13,7 @@ from vescale.checkpoint import _disk
 from vescale.checkpoint._data_file import align, write_data_file
 from vescale.checkpoint._local_blocks import LocalBlocks
 from vescale.checkpoint._writer import Writer
+from vescale.compat import bytes_of
 from vescale.placements import Box
 
 __all__ = ["Piece", "RankFile", "fill_image", "layout_of"]
@@ -94,7 +95,7 @@ def fill_image(writer: Writer, layout: Sequence[Piece], blocks: Mapping[str, Loc
         source = blocks[piece.name].view(piece.box)
         place = image[piece.start : piece.start + piece.nbytes]
         if source.is_contiguous():  # as bytes: not every dtype has a kernel for copies
-            place.copy_(source.view(-1).view(torch.uint8), non_blocking=source.is_cuda)
+            place.copy_(bytes_of(source), non_blocking=source.is_cuda)
         else:
             place.view(source.dtype).view(source.shape).copy_(source, non_blocking=source.is_cuda)
         if source.is_cuda:
@@ -107,11 +108,11 @@ def fill_image(writer: Writer, layout: Sequence[Piece], blocks: Mapping[str, Loc
 def _chunks(view: torch.Tensor) -> Iterator[Any]:
     """The bytes of a block in row-major order; without a copy where they are so in memory."""
     if view.device.type == "cpu" and view.is_contiguous():
-        yield view.reshape(-1).view(torch.uint8).numpy()
+        yield bytes_of(view).numpy()
         return
     if view.ndim == 0:
-        yield view.cpu().reshape(-1).view(torch.uint8).numpy()
+        yield bytes_of(view.cpu()).numpy()
         return
     rows = max(1, _ROWS_BYTES // max(1, view[0].numel() * view.element_size()))
     for start in range(0, len(view), rows):
-        yield view[start : start + rows].cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        yield bytes_of(view[start : start + rows].cpu()).numpy()

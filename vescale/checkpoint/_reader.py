@@ -19,7 +19,7 @@ from vescale.checkpoint._regular_files import open_regular
 from vescale.checkpoint._replicas import Shares, broadcast_shares, plan_shares
 from vescale.checkpoint._scratch import scratch
 from vescale.checkpoint._stored import Stored
-from vescale.compat import note_writes
+from vescale.compat import bytes_of, note_writes
 from vescale.errors import CheckpointError, DamagedFileError, UnsavableTensorError
 
 __all__ = ["read_tensors", "read_whole"]
@@ -272,6 +272,5 @@ def _fetch(files: _Files, batch: list[ByteRead]) -> None:
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
     """The memory of a contiguous CPU tensor, writable."""
-    flat = tensor if tensor.ndim else tensor.view(1)
-    memory: Any = flat.view(torch.uint8).numpy()
+    memory: Any = bytes_of(tensor).numpy()
     return memoryview(memory)

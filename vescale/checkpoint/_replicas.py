@@ -19,7 +19,7 @@ from vescale.checkpoint._error_text import as_text, from_text
 from vescale.checkpoint._local_blocks import LocalBlocks
 from vescale.checkpoint._scratch import scratch
 from vescale.comm import Consensus, requested_by
-from vescale.compat import is_alone
+from vescale.compat import bytes_of, is_alone
 from vescale.errors import CheckpointError
 
 __all__ = ["Shares", "assign", "broadcast_shares", "has_other_ranks", "plan_shares", "repeated_position"]
@@ -201,7 +201,7 @@ def _broadcast(pieces: Sequence[torch.Tensor], hops: Sequence[Hop]) -> None:
     has_own_bits = one.is_contiguous() and not one.is_conj() and not one.is_neg()
     in_place = len(pieces) == 1 and has_own_bits and one.device == device
     if in_place:
-        buffer = one.view(-1).view(torch.uint8)
+        buffer = bytes_of(one)
     else:
         total = sum(piece.nbytes for piece in pieces)
         buffer = scratch(total) if device.type == "cpu" else torch.empty(total, dtype=torch.uint8, device=device)
@@ -225,7 +225,7 @@ def _pack(pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
     for piece in pieces:
         values = buffer[start : start + piece.nbytes]
         if values.storage_offset() % piece.dtype.itemsize:
-            values.copy_(piece.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
+            values.copy_(bytes_of(piece.resolve_conj().resolve_neg()))
         else:
             values.view(piece.dtype).view(piece.shape).copy_(piece)
         start += piece.nbytes

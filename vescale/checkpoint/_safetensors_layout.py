@@ -17,6 +17,7 @@ import torch
 
 from vescale.checkpoint._index_map import row_major
 from vescale.checkpoint._safetensors import DTYPES, MAX_HEADER
+from vescale.compat import bytes_of
 from vescale.errors import CheckpointOptionError, HfExportError
 
 __all__ = ["FileLayout", "create_file", "index_of", "parse_size", "plan_files", "write_block"]
@@ -143,7 +144,7 @@ def write_block(
     dtype, shape, start = entry
     written = 0
     for begin, piece in _pieces(tuple(offset), values, dtype.itemsize):
-        found: Any = piece.to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+        found: Any = bytes_of(piece.to("cpu", dtype)).numpy()
         data = memoryview(found)
         strides = row_major(shape)
         inner = len(shape)  # dims from here on are one run of bytes

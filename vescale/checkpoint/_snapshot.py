@@ -17,6 +17,7 @@ from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
 from vescale.checkpoint._model_state import check_model, model_state
 from vescale.checkpoint._optimizer_state import named_optimizers, optimizer_state
 from vescale.checkpoint._random_state import get_random_state
+from vescale.compat import bytes_of
 from vescale.errors import UnsavableValueError
 from vescale.runtime import Runtime
 
@@ -132,10 +133,10 @@ def samples(snapshot: Snapshot) -> dict[str, str]:
 def _ends(local: torch.Tensor) -> torch.Tensor:
     """Bytes of the first and last elements."""
     if local.numel() <= 2 * _SAMPLE:
-        return local.contiguous().view(-1).view(torch.uint8)
+        return bytes_of(local)
     if local.is_contiguous():
         flat = local.view(-1)
-        return torch.cat([flat[:_SAMPLE], flat[-_SAMPLE:]]).view(torch.uint8)
+        return bytes_of(torch.cat([flat[:_SAMPLE], flat[-_SAMPLE:]]))
     first = local[(0,) * (local.ndim - 1)][:_SAMPLE]
     last = local[(-1,) * (local.ndim - 1)][-_SAMPLE:]
-    return torch.cat([first, last]).view(torch.uint8)
+    return bytes_of(torch.cat([first, last]))

@@ -1,7 +1,7 @@
 """Mistakes of the script around a model that would end in wrong numbers or a hang: found, and told with the edit."""
 
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
-from vescale.checks._backward_graph import ScriptGraph, describe_graphs
+from vescale.checks._backward_graph import ScriptGraph, describe_graphs, follows_graphs
 from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
 from vescale.checks._events import LocalPart
@@ -60,6 +60,7 @@ __all__ = [
     "describe",
     "describe_draw",
     "describe_graphs",
+    "follows_graphs",
     "hash_of",
     "is_unchecked",
     "known_names",

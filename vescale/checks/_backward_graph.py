@@ -32,7 +32,7 @@ from vescale.compat import (
     spec_of,
 )
 
-__all__ = ["ScriptGraph", "describe_graphs"]
+__all__ = ["ScriptGraph", "describe_graphs", "follows_graphs"]
 
 _MAX_NODES = 1000
 _NUMBERS = (bool, int, float, complex)
@@ -78,6 +78,11 @@ class ScriptGraph:
         """(name, text) of what the backward that runs has begun from. A second hook of it finds nothing."""
         rows, self._rows = self._rows, []
         return rows
+
+
+def follows_graphs() -> bool:
+    """Whether what this thread computes is described when a backward begins."""
+    return getattr(_THREAD, "graphs", None) is not None
 
 
 def describe_graphs(losses: Sequence[Any], gradients: Sequence[Any], *, creates_graph: bool) -> None:

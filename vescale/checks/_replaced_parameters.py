@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.checks._parameter_names import note_name
-from vescale.compat import has_hooks, local_of, no_torch_function
+from vescale.compat import bytes_of, has_hooks, local_of, no_torch_function
 from vescale.errors import Coded, ParameterHookError
 
 __all__ = ["RegisteredParameters", "ReplacedParameterError", "Replacement", "replacement_of"]
@@ -215,8 +215,8 @@ def _state(parameter: torch.Tensor | None) -> tuple[int, torch.Tensor]:
         return 0, torch.empty(0)
     with torch.no_grad():
         local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
-        some = local.detach().reshape(-1)[:: local.numel() // _SAMPLES or 1].clone().view(torch.uint8)
-        return (0 if local.is_inference() else local._version), some
+        some = local.detach().reshape(-1)[:: local.numel() // _SAMPLES or 1].clone()
+        return (0 if local.is_inference() else local._version), bytes_of(some)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

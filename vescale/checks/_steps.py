@@ -141,7 +141,9 @@ class StepChecks:
             if self._noted:
                 return False
             site = self._native.forward(self._numbers[0] + 1, self._forwards, model, mode, number, args, kwargs)
-            return site is not None and self._has_posted(Site(site, number), describe)
+            if site is not None:
+                self._settle_posted(site, number, describe)
+            return site is not None
 
     def sampled_forward(
         self, model: str, mode: str, seen: object, describe: Callable[[], Rows], number: int = 0
@@ -166,7 +168,7 @@ class StepChecks:
             with self._lock:
                 if not self._noted:
                     site = self._native.backward(self._numbers[0] + 1, step, model, number)
-                    self._has_posted(Site(site, number), None)
+                    self._settle_posted(site, number, None)
                     return
         self._meet(f"the backward of forward {step} of {model}", (), (), model=number)
 
@@ -305,14 +307,13 @@ class StepChecks:
             return None
         return self._wait_on_board(board, site, where, inputs, parts, channel, describe)
 
-    def _has_posted(self, site: Site, describe: Callable[[], Rows] | None) -> bool:
-        """C++ has, what all ranks post; the site is empty if they have done so by now."""
+    def _settle_posted(self, site: str, model: int, describe: Callable[[], Rows] | None) -> None:
+        """C++ has posted what all ranks post; ``site`` is empty if they have done so by now."""
         self._numbers[0] += 1
-        if site.text:
+        if site:
             assert self._board is not None
             where = "" if describe is None else call_site()
-            self._wait_on_board(self._board, site, where, (), (), 0, describe)
-        return True
+            self._wait_on_board(self._board, Site(site, model), where, (), (), 0, describe)
 
     def _wait_on_board(
         self,

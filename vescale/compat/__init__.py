@@ -19,6 +19,7 @@ try:
         op_info,
         patches,
         process_groups,
+        tensor_bytes,
         wrapper_names,
     )
     from vescale.compat.arrival_count import *
@@ -69,6 +70,7 @@ try:
     from vescale.compat.patches import *
     from vescale.compat.process_groups import *
     from vescale.compat.sharding_caches import begin_world, clear_sharding_caches
+    from vescale.compat.tensor_bytes import *
     from vescale.compat.tensor_subclasses import (
         FakeTensor,
         TorchDispatchMode,
@@ -146,4 +148,5 @@ __all__ += module_calls.__all__
 __all__ += op_info.__all__
 __all__ += patches.__all__
 __all__ += process_groups.__all__
+__all__ += tensor_bytes.__all__
 __all__ += wrapper_names.__all__

@@ -19,7 +19,6 @@ __all__ = [
     "PACKED",
     "TELLS_HOLDERS",
     "EarlyStop",
-    "are_dtensors_unheld",
     "are_unheld",
     "at_end_of_backward",
     "before_backward",
@@ -125,9 +124,6 @@ def are_dtensors_unheld(dtensors: list[Any], parts: list[torch.Tensor], specs: l
     """Whether each DTensor has its local tensor and spec, and nothing holds it, or its local tensor, but these lists."""
     if not dtensors:
         return True
-    module: Any = csrc.load_module("dispatch")
-    if module is not None:
-        return bool(module.are_dtensors_unheld(dtensors, parts, specs))
     if _use_count is None or any(
         x._local_tensor is not part or x._spec is not spec or x.requires_grad
         for x, part, spec in zip(dtensors, parts, specs, strict=True)

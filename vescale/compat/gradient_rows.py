@@ -13,15 +13,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale import csrc
+from vescale.compat.autograd import are_dtensors_unheld
 from vescale.compat.dtensor import local_of, spec_of
 from vescale.compat.foreach import foreach_copy_
 
 __all__ = [
     "ParameterRow",
     "TensorRow",
-    "are_complete",
     "dense_part",
-    "have_grads",
     "is_dense",
     "plain_parts",
     "share_memory",
@@ -35,6 +34,7 @@ class TensorRow:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
+        self._module: Any = csrc.load_module("dispatch")
         self._known: list[int] = []
         self._array: Any = None
 
@@ -44,6 +44,13 @@ class TensorRow:
         if now != self._known:
             self._known, self._array = now, (ctypes.c_void_p * len(now))(*now)
         return self._array
+
+    def are_dtensors_unheld(self, parts: list[torch.Tensor], specs: list[Any]) -> bool:
+        """Whether each is a DTensor with this local tensor and spec, and nothing holds it, or its local tensor, but this
+        row and ``parts``."""
+        if self._module is not None:
+            return bool(self._module.are_dtensors_unheld(self.tensors, parts, specs))
+        return are_dtensors_unheld(self.tensors, parts, specs)
 
 
 class ParameterRow(TensorRow):
@@ -58,7 +65,7 @@ class ParameterRow(TensorRow):
         super().__init__(parameters)
         self._library = _library()
         self._specs = list(specs)
-        self._take_locals = _take_locals() if any(spec is not None for spec in specs) else None
+        self._has_dtensors = any(spec is not None for spec in specs)
 
     def take_grads(self, targets: TensorRow, dtype: torch.dtype) -> bool:
         """Copy each ``grad`` to its target and leave None. Returns False, and changes nothing, unless each is there, dense
@@ -83,11 +90,33 @@ class ParameterRow(TensorRow):
         return True
 
     def _take_natively(self, targets: TensorRow) -> bool:
-        if self._take_locals is not None:
-            return bool(self._take_locals(self.tensors, self._specs, targets.tensors))
-        library = None if any(spec is not None for spec in self._specs) else self._library
+        if self._has_dtensors:
+            return self._module is not None and bool(
+                self._module.take_local_grads(self.tensors, self._specs, targets.tensors)
+            )
+        library = self._library
         return library is not None and bool(
             library.take_grads(len(self.tensors), self.addresses(), targets.addresses())
+        )
+
+    def have_grads(self) -> bool:
+        """Whether any of them has a ``grad``."""
+        if self._module is not None:
+            return bool(self._module.gradients_of(self.tensors, []) != _NO_GRADIENTS)
+        return any(parameter.grad is not None for parameter in self.tensors)
+
+    def are_complete(self, specs: list[Any]) -> bool:
+        """Whether each has a ``grad`` that is a DTensor with this very spec and an ordinary local tensor, and without a
+        graph."""
+        if self._module is not None:
+            return bool(self._module.gradients_of(self.tensors, specs) == _COMPLETE_GRADIENTS)
+        grads = [parameter.grad for parameter in self.tensors]
+        return all(
+            type(grad) is DTensor
+            and spec_of(grad) is spec
+            and type(local_of(grad)) is torch.Tensor
+            and not grad.requires_grad
+            for grad, spec in zip(grads, specs, strict=True)
         )
 
     def give_grads(self, gradients: TensorRow) -> bool:
@@ -99,29 +128,6 @@ class ParameterRow(TensorRow):
         for parameter, gradient in zip(self.tensors, gradients.tensors):
             parameter.grad = gradient
         return True
-
-
-def have_grads(parameters: list[Any]) -> bool:
-    """Whether any of them has a ``grad``."""
-    module: Any = csrc.load_module("dispatch")
-    if module is not None:
-        return bool(module.gradients_of(parameters, []) != _NO_GRADIENTS)
-    return any(parameter.grad is not None for parameter in parameters)
-
-
-def are_complete(parameters: list[Any], specs: list[Any]) -> bool:
-    """Whether each has a ``grad`` that is a DTensor with its very spec and an ordinary local tensor, and without a graph."""
-    module: Any = csrc.load_module("dispatch")
-    if module is not None:
-        return bool(module.gradients_of(parameters, specs) == _COMPLETE_GRADIENTS)
-    grads = [parameter.grad for parameter in parameters]
-    return all(
-        type(grad) is DTensor
-        and spec_of(grad) is spec
-        and type(local_of(grad)) is torch.Tensor
-        and not grad.requires_grad
-        for grad, spec in zip(grads, specs, strict=True)
-    )
 
 
 _NO_GRADIENTS, _COMPLETE_GRADIENTS = 0, 1  # of csrc/leaf_gradients.h
@@ -166,11 +172,6 @@ def _typed(library: ctypes.CDLL) -> Any:
     """Its functions, called without letting go of the interpreter's lock: they may count references of Python objects."""
     prototype = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     return SimpleNamespace(**{name: prototype((name, library)) for name in ("take_grads", "give_grads")})
-
-
-def _take_locals() -> Any:
-    module: Any = csrc.load_module("dispatch")
-    return None if module is None else module.take_local_grads
 
 
 def _library() -> Any:

@@ -41,6 +41,13 @@ class NativeStatic(Protocol):
             accept: called with the spec of the result where it is another one than before; may raise.
         """
 
+    def kept(self, placements: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The one of all equal tuples of placements that is found without comparing."""
+
+    def thread_settings(self) -> tuple[Any, ...]:
+        """Of the process and of this thread: whether there are gradients, whether inference mode is on, the default dtype,
+        whether autocast caches, and of autocast on CPUs and on GPUs, whether it is on, and its dtype."""
+
     def is_installed(self) -> bool:
         """Whether the C++ dispatcher is."""
 
@@ -55,6 +62,9 @@ class NativeStatic(Protocol):
         Args:
             by_identity: another object is another value; otherwise, values are the same if they are equal and of one type.
         """
+
+    def first_other_flag(self, tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> int:
+        """The first tensor of which ``requires_grad`` is another one; -1: there is none."""
 
     def set_entries(self, dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence[Any]) -> None: ...
 

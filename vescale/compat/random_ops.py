@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -71,9 +72,15 @@ def wrap_random_ops(changes: Changes, hooks: RandomHooks) -> None:
 
 def count_forward(change: int) -> None:
     """This thread has begun (1) or ended (-1) a forward of a model: what draws there is not told one by one."""
-    kernels = csrc.load_module("random_fills")
+    kernels = _kernels()
     if kernels is not None:
         kernels.count_forward(change)
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """Decided once in a process: every forward of a model asks for it."""
+    return csrc.load_module("random_fills")
 
 
 def without_native_fills() -> None:

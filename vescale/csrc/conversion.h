@@ -18,6 +18,7 @@
 
 #include <map>
 #include <string>
+#include <unordered_set>
 
 namespace vescale {
 
@@ -38,6 +39,7 @@ struct Conversions {
     py::tuple listeners;  // lists: somebody observes collectives while one of them has members
     MoveTable moves;
     py::dict tuples;  // of equal tuples of placements, the one that is kept
+    std::unordered_set<PyObject*> kept;  // these: hashing placements is Python's
     std::uint64_t epoch = 0;
 };
 
@@ -62,6 +64,7 @@ inline Conversions& fresh_conversions() {
     if (our.epoch != self().epoch || our.moves.size() >= self().max_entries || our.tuples.size() >= self().max_entries) {
         const auto moves = std::exchange(our.moves, {});
         const auto tuples = std::exchange(our.tuples, py::dict());
+        our.kept.clear();
         our.epoch = self().epoch;
     }
     return our;
@@ -69,11 +72,18 @@ inline Conversions& fresh_conversions() {
 
 // The tuple of placements that stands for all equal ones.
 inline py::object kept(py::handle placements) {
+    auto& our = fresh_conversions();
+    if (our.kept.count(placements.ptr()) != 0) {
+        return py::reinterpret_borrow<py::object>(placements);
+    }
     const auto given = owned(PySequence_Tuple(placements.ptr()));  // a tuple itself, if it is one
-    const py::dict tuples = fresh_conversions().tuples;  // comparing may run Python, and clear the tables
+    const py::dict tuples = our.tuples;  // comparing may run Python, and clear the tables
     PyObject* found = PyDict_SetDefault(tuples.ptr(), given.ptr(), given.ptr());
     if (found == nullptr) {
         throw python_error();
+    }
+    if (our.tuples.is(tuples)) {
+        our.kept.insert(found);
     }
     return py::reinterpret_borrow<py::object>(found);
 }

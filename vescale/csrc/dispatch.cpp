@@ -22,6 +22,7 @@
 #include "module_entries.h"
 #include "plain_labels.h"
 #include "rms_norm.h"
+#include "thread_settings.h"
 
 #include <algorithm>
 #include <string>
@@ -229,6 +230,8 @@ PYBIND11_MODULE(_dispatch, module) {
         "set_local_regions", &vescale::set_local_regions, py::arg("gradient_spec"), py::arg("leaving"), py::arg("wrapping"),
         py::arg("enter_gradient"), py::arg("leave_gradient"), py::arg("wrap_gradient"));
     module.def("set_conversions", &vescale::set_conversions);
+    module.def("kept", &vescale::kept);
+    module.def("thread_settings", &vescale::thread_settings);
     module.attr("boundary_functions") =
         py::capsule(const_cast<vescale::BoundaryFunctions*>(vescale::own_boundary_functions()), vescale::kBoundaryFunctions);
     py::class_<vescale::LocalConversion>(module, "LocalConversion")
@@ -240,6 +243,7 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("first_changed", torch::wrap_pybind_function(&vescale::first_changed));
     module.def("set_entries", torch::wrap_pybind_function(&vescale::set_entries));
     module.def("delete_entries", torch::wrap_pybind_function(&vescale::delete_entries));
+    module.def("first_other_flag", torch::wrap_pybind_function(&vescale::first_other_flag));
     module.def("have_locals", torch::wrap_pybind_function(&vescale::have_locals));
     module.def("set_hook_gate", &vescale::set_hook_gate);
     module.def("take_local_grads", torch::wrap_pybind_function(&vescale::take_local_grads));

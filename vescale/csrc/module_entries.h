@@ -81,6 +81,18 @@ inline void delete_entries(const py::list& dicts, const py::list& keys) {
     }
 }
 
+// The first tensor of which `requires_grad` is another one than this; -1: there is none.
+inline Py_ssize_t first_other_flag(const py::list& tensors, const py::list& requires_grad) {
+    for (Py_ssize_t i = 0; i < length_of(tensors); ++i) {
+        PyObject* tensor = at(tensors, i);
+        TORCH_CHECK_TYPE(THPVariable_Check(tensor), "expected a tensor");
+        if (THPVariable_Unpack(tensor).requires_grad() != (at(requires_grad, i) == Py_True)) {
+            return i;
+        }
+    }
+    return -1;
+}
+
 // Whether each DTensor has the local tensor that it had, at the address where its memory was.
 inline bool have_locals(const py::list& dtensors, const py::list& locals, const py::list& addresses) {
     if (dtensor_class().type == nullptr) {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, no_torch_function
+from vescale.compat import bytes_of, local_of, no_torch_function
 from vescale.debug._hang_report import the_watch
 from vescale.debug._locations import place_of_frames
 from vescale.errors import kind_of
@@ -121,5 +121,4 @@ class Inspector:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return bytes(bytes_of(tensor.detach().cpu()).numpy().tobytes())

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import Consensus
+from vescale.compat import ParameterRow
 from vescale.gradients._agreement import ObservedArrival, agree_on_arrivals, agree_on_parameters
 from vescale.gradients._axis_sets import unite
 from vescale.gradients._hooked_parameters import HookedParameters
@@ -33,6 +34,7 @@ class AgreedParameters:
         self._hooked = hooked
         self.agreed: list[ReducedParameter] = []
         self.is_outdated = False
+        self._row: ParameterRow | None = None  # of these and the new ones
         self._new: list[ReducedParameter] = []  # watched, but not agreed on by the ranks yet
         self._removed: list[ReducedParameter] = []  # no longer in the module, but not agreed on yet
         self._unoffered: list[ReducedParameter] = []  # of the agreed ones; may have got slots since
@@ -47,8 +49,12 @@ class AgreedParameters:
         yield from self.agreed
         yield from self._new
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [reduced.parameter for reduced in (*self.agreed, *self._new)]
+    @property
+    def row(self) -> ParameterRow:
+        """All watched parameters."""
+        if self._row is None:
+            self._row = ParameterRow([reduced.parameter for reduced in self])
+        return self._row
 
     def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
         """Agree on more parameters, and watch them."""
@@ -60,6 +66,7 @@ class AgreedParameters:
         """Compare new parameters with those of other ranks, and number them."""
         agree_on_parameters([(reduced.name, reduced.describe()) for reduced in new], what, self._consensus)
         self.agreed += new
+        self._row = None
         self._unoffered = [reduced for reduced in self.agreed if not reduced.is_offered]
         for index, reduced in enumerate(self.agreed):
             reduced.index = index
@@ -72,6 +79,7 @@ class AgreedParameters:
         self._hooked.watch(new)
         self._hooked.release(removed)
         self._new = [reduced for reduced in self._new if reduced not in removed] + new
+        self._row = None
         self._removed += [reduced for reduced in self.agreed if reduced in removed]
 
     def agree_on_changes(self) -> set[ReducedParameter]:
@@ -83,11 +91,13 @@ class AgreedParameters:
         names = sorted(reduced.name for reduced in removed)
         self._agree(sorted(self._new, key=lambda reduced: reduced.name), f"no longer there: {names}")
         self.is_outdated |= bool(removed)
-        self._new, self._removed = [], []
+        self._new, self._removed, self._row = [], [], None
         return removed
 
     def has_unoffered(self) -> bool:
         """Whether the ranks have not agreed on slots for all trained parameters."""
+        if not self._unoffered:  # as in most steps
+            return False
         self._unoffered = [reduced for reduced in self._unoffered if not reduced.is_offered]
         return any(reduced.parameter.requires_grad for reduced in self._unoffered)
 
@@ -140,6 +150,7 @@ class AgreedParameters:
         self._hooked.release(list(self))
         for listed in (self.agreed, self._new, self._removed):
             listed.clear()
+        self._row = None
 
 
 def _ranks(parameters: Sequence[ReducedParameter], mesh: DeviceMesh) -> tuple[int, ...]:

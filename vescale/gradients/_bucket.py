@@ -75,6 +75,7 @@ class Bucket:
         requester: str | None = None,
     ) -> None:
         self.index, self.reduction, self.slots = index, reduction, tuple(slots)
+        self.op = reduction.stages[0].op
         self.hook = hook
         for place, slot in enumerate(self.slots):
             slot.bucket, slot.index = self, place
@@ -108,10 +109,6 @@ class Bucket:
         self.requester = requester or f"bucket {index}: {self.slots[0].name}.grad: reduced{others}"
         self._running = BufferReduction(reduction, self._all_reduce, self.requester)
         self._reset()
-
-    @property
-    def op(self) -> str:
-        return self.reduction.stages[0].op
 
     @property
     def _casts(self) -> bool:
@@ -181,18 +178,13 @@ class Bucket:
         self._last = slot
         self.arrivals.add(slot.index)
 
-    @property
-    def num_missing(self) -> int:
-        """How many contributions have not been announced yet."""
-        return self.arrivals.num_missing
-
     def has_arrivals(self) -> bool:
         """Whether a contribution has been announced, if the bucket has not been launched."""
         return self.arrivals.num_missing < self.muting.num_expected
 
     def is_ready(self, versions: Versions) -> bool:
         """Whether all expected contributions have arrived; if so, collects those of the collected slots."""
-        if self.num_missing > 0:
+        if self.arrivals.num_missing > 0:
             return False
         if not self._has_all:
             self._has_all = self._collect(versions)

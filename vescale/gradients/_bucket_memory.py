@@ -13,7 +13,6 @@ from vescale.buffer import DBuffer, TensorGroup
 from vescale.compat import (
     TELLS_HOLDERS,
     TensorRow,
-    are_dtensors_unheld,
     are_unheld,
     foreach_copy_,
     make_dtensor,
@@ -129,7 +128,7 @@ class BucketMemory:
             return False
         if self._gradients is None:
             return are_unheld(results)
-        return are_dtensors_unheld(self._gradients.tensors, results, self._specs)
+        return self._gradients.are_dtensors_unheld(results, self._specs)
 
     def _new_views(self) -> list[list[torch.Tensor]]:
         views: list[list[torch.Tensor]] = [[] for _ in self._slots]

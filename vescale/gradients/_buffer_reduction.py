@@ -40,7 +40,7 @@ class BufferReduction:
         requester: str,
     ) -> None:
         self.reduction, self._all_reduce, self._requester = reduction, all_reduce, requester
-        self._groups: dict[Stage, dist.ProcessGroup] = {}  # created on first use
+        self._groups: dict[int, dist.ProcessGroup] = {}  # by id of the stage, created on first use
         self._pending: Pending | None = None
         self._following: tuple[Stage, ...] = ()
         first = reduction.stages[0]
@@ -74,9 +74,9 @@ class BufferReduction:
         self._following = self.reduction.stages[1:]
 
     def _reduce(self, tensor: torch.Tensor, stage: Stage) -> None:
-        group = self._groups.get(stage)
+        group = self._groups.get(id(stage))
         if group is None:
-            group = self._groups[stage] = stage.axes.group().group
+            group = self._groups[id(stage)] = stage.axes.group().group
         self._pending = self._all_reduce(tensor, stage.op, group)
 
     def advance(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vescale.compat import are_complete, have_grads
+from vescale.compat import ParameterRow
 from vescale.gradients._parameter import ReducedParameter
 
 __all__ = ["CompleteArrivals"]
@@ -31,14 +31,14 @@ class CompleteArrivals:
     def __init__(self) -> None:
         self._found: list[ReducedParameter] = []
         self._muted: list[ReducedParameter] = []
-        self._parameters: list[Any] = []  # of the muted ones
+        self._row: ParameterRow | None = None  # of the muted ones
         self._num_mutings = 0
 
-    def begin(self, syncs: bool, has_previous: bool) -> None:
-        """Called before the first gradient of a backward, when gradients of earlier ones have been set aside;
-        ``has_previous``: there are some."""
+    def begin(self, syncs: bool, may_have: bool) -> None:
+        """Called before the first gradient of a backward, when complete gradients have been set aside; ``may_have``: some
+        parameters may have gradients, there or aside."""
         self._found.clear()
-        if syncs and not has_previous and not have_grads(self._parameters):
+        if syncs and not may_have:
             return
         others = [r for r in self._muted if not syncs or r.previous is not None or r.parameter.grad is not None]
         for reduced in others:
@@ -55,8 +55,8 @@ class CompleteArrivals:
         complete."""
         muted, others = self._muted, []
         arrived = bool(muted)
-        if muted and not are_complete(self._parameters, [reduced.complete_spec for reduced in muted]):
-            arrived = have_grads(self._parameters)
+        if muted and not self._row_of_muted().are_complete([reduced.complete_spec for reduced in muted]):
+            arrived = self._row_of_muted().have_grads()
             others = [r for r in muted if r.parameter.grad is not None and not r.is_complete_as_before()]
         for reduced in others:
             self._remove(reduced)
@@ -68,10 +68,15 @@ class CompleteArrivals:
             for reduced in self._found:
                 reduced.notify(False)
             self._muted += self._found
-            self._parameters += [reduced.parameter for reduced in self._found]
+            self._row = None
         self._found.clear()
         return arrived
 
     def _remove(self, reduced: ReducedParameter) -> None:
-        index = self._muted.index(reduced)
-        del self._muted[index], self._parameters[index]
+        self._muted.remove(reduced)
+        self._row = None
+
+    def _row_of_muted(self) -> ParameterRow:
+        if self._row is None:
+            self._row = ParameterRow([reduced.parameter for reduced in self._muted])
+        return self._row

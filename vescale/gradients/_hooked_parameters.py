@@ -131,13 +131,10 @@ class _ModuleTree:
         modules = list(module.modules())
         self._parameters = [part._parameters.values() for part in modules]
         self._contents = [*self._parameters, *(part._modules.values() for part in modules)]
-        self._known = self._found()
-
-    def _found(self) -> list[object]:
-        return list(itertools.chain.from_iterable(self._contents))
+        self._known: list[object] = list(itertools.chain.from_iterable(self._contents))
 
     def has_changed(self) -> bool:
-        found, known = self._found(), self._known
+        found, known = list(itertools.chain.from_iterable(self._contents)), self._known
         return len(found) != len(known) or not all(map(operator.is_, found, known))
 
     def parameters(self) -> list[nn.Parameter | None]:

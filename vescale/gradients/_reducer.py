@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes
-from vescale.compat import have_grads, in_backward, no_torch_function
+from vescale.compat import in_backward, no_torch_function
 from vescale.errors import ArgumentTypeError, CommHookError, kind_of
 from vescale.gradients._agreed_parameters import AgreedParameters
 from vescale.gradients._backward_tracker import BackwardTracker
@@ -218,8 +218,13 @@ class GradientReducer:
         """Called for each gradient before it is accumulated; only the first one of a backward matters."""
         if self._backward.current() is not None:
             return
-        with torch.no_grad(), no_torch_function():
-            self._break_off()
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                self._begin(gradient)
+            return
+        with no_torch_function():
+            if self._is_begun:
+                self._break_off()
             self._backward.follow()
             self._is_begun, self._is_synced = True, self._syncs
             self._parameters.turn.begin(self._backward.current, self._give_up)
@@ -233,7 +238,8 @@ class GradientReducer:
             self._check_changes()
         self._has_checked = self._has_older = self._has_previous = False
         self._schedule.versions = versions = {}
-        if self._may_hide or have_grads(self._parameters.tensors()):
+        may_have = self._may_hide or self._parameters.row.have_grads()
+        if may_have:
             for reduced in self._parameters:
                 if reduced.parameter.grad is None:
                     reduced.previous = None  # zero_grad() applies to the hidden gradient, too
@@ -243,7 +249,7 @@ class GradientReducer:
                 self._has_previous |= reduced.previous is not None
             self._may_hide = self._has_previous
         self._has_older = bool(versions)
-        self._complete.begin(self._syncs, self._has_previous)
+        self._complete.begin(self._syncs, may_have)
 
     def _check_changes(self) -> None:
         self._schedule.release_works()
@@ -265,7 +271,7 @@ class GradientReducer:
         if slot is None or not slot.bucket.accept(slot):
             with no_torch_function():
                 self._hand_over(reduced)
-        elif slot.bucket.num_missing <= 0:
+        elif slot.bucket.arrivals.num_missing <= 0:
             self._schedule.launch_full()
 
     def _hand_over(self, reduced: ReducedParameter) -> None:
@@ -278,7 +284,7 @@ class GradientReducer:
             if (slot.arrival is arrival or slot.arrival == arrival) and not slot.bucket.is_launched:
                 slot.note_spec_of(gradient)
                 slot.bucket.arrive(slot, reduced.staged(arrival, slot.contribution.staged, local))
-                if slot.bucket.num_missing <= 0:
+                if slot.bucket.arrivals.num_missing <= 0:
                     self._schedule.launch_full()
                 return
         contribution = reduced.contribution(arrival)
@@ -295,8 +301,13 @@ class GradientReducer:
 
     def _end(self) -> None:
         """The outermost backward has ended."""
-        with torch.no_grad(), no_torch_function():
-            self._arrived |= self._complete.end(self._take) or self._schedule.has_untaken()
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                self._end()
+            return
+        with no_torch_function():
+            has_complete = self._complete.end(self._take)
+            self._arrived = self._arrived or has_complete or self._schedule.has_untaken()
             if self._arrived and self._syncs:
                 self._reduce()
                 self._has_reduced = True
@@ -349,26 +360,17 @@ class GradientReducer:
                 gradient = reduced.parameter.grad
                 if gradient is not None and not reduced.is_complete(gradient):
                     self._hand_over(reduced)
-        self._schedule.launch_all()
-        for slot in self._schedule.latecomers():
-            self._hand_over(slot.owner)
+        if self._schedule.buckets:
+            self._schedule.launch_all()
+            for slot in self._schedule.latecomers():
+                self._hand_over(slot.owner)
         if self._unplaced or self._parameters.has_unoffered():
             self._add_slots()
             self._schedule.launch_all()
-        self._schedule.finish()
-        self._deliver()
+        if self._schedule.buckets:
+            self._schedule.finish()
+            self._schedule.deliver(has_previous=self._has_previous)
         self._finish_step()
-
-    def _deliver(self) -> None:
-        """Make the results of all buckets the parameters' gradients."""
-        unused = self._schedule.unused()
-        is_regular = not unused and not self._has_previous
-        for bucket in self._schedule.buckets:
-            if is_regular and bucket.give_results():  # the results are marked as complete
-                continue
-            for slot, result in zip(bucket.slots, bucket.results().tensors):
-                if slot not in unused:
-                    slot.owner.deliver(slot.contribution, result)
 
     def _finish_step(self) -> None:
         self._schedule.close()

@@ -54,6 +54,7 @@ class ReducerTurn:
         self._current: Callable[[], object | None] = lambda: None
         self._give_up: Callable[[], None] = lambda: None
         self._is_removed = False
+        self._reference = weakref.ref(self)
         self._among.add()
 
     @property
@@ -64,13 +65,15 @@ class ReducerTurn:
         """The gradients of a backward have begun to arrive. ``current`` returns None when it has ended; ``give_up`` forgets
         them."""
         self._current, self._give_up = current, give_up
-        if self not in self._among.open:
-            self._among.references.append(weakref.ref(self))
+        if self._reference not in self._among.references:
+            self._among.references.append(self._reference)
 
     @property
     def may_launch(self) -> bool:
         """Whether buckets may be launched before the end of backward."""
-        return self._is_taken or self._among.running[:1] in ([], [self])
+        if self._is_taken or self._among.references == [self._reference]:
+            return True
+        return self._among.running[:1] in ([], [self])
 
     def take(self) -> None:
         """Before the first bucket of a backward is launched.
@@ -92,7 +95,10 @@ class ReducerTurn:
     def end(self) -> None:
         """All buckets have been reduced, or none will be."""
         self._is_taken = False
-        self._among.references = [weakref.ref(turn) for turn in self._among.open if turn is not self]
+        if self._among.references == [self._reference]:
+            self._among.references = []
+        else:
+            self._among.references = [turn._reference for turn in self._among.open if turn is not self]
 
     def remove(self) -> None:
         """The reducer does nothing any more, on every rank."""

@@ -49,17 +49,17 @@ class Schedule:
         if not self.turn.may_launch:
             return
         while self.num_launched < len(self.buckets) and self.buckets[self.num_launched].is_ready(self.versions):
-            self._launch_next()
+            self._launch_next(is_ready=True)
 
     def launch_all(self, missing: float | None = None) -> None:
         """Launch the remaining buckets; ``missing`` as in :meth:`Bucket.launch`."""
         while self.num_launched < len(self.buckets):
             self._launch_next(missing)
 
-    def _launch_next(self, missing: float | None = None) -> None:
+    def _launch_next(self, missing: float | None = None, is_ready: bool = False) -> None:
         if not self.num_launched:
             self.turn.take()
-        if missing is None:
+        if missing is None and not is_ready:
             self.buckets[self.num_launched].is_ready(self.versions)
         self.buckets[self.num_launched].launch(self.versions, missing)
         if self.num_launched:
@@ -105,6 +105,17 @@ class Schedule:
             return set()
         flags = torch.cat([bucket.is_unused for bucket in incomplete]).tolist()
         return {slot for slot, flag in zip((slot for bucket in incomplete for slot in bucket.absent), flags) if flag}
+
+    def deliver(self, *, has_previous: bool) -> None:
+        """Make the results of all buckets the parameters' gradients; ``has_previous``: some have complete ones aside."""
+        unused = self.unused()
+        is_regular = not unused and not has_previous
+        for bucket in self.buckets:
+            if is_regular and bucket.give_results():  # the results are marked as complete
+                continue
+            for slot, result in zip(bucket.slots, bucket.results().tensors):
+                if slot not in unused:
+                    slot.owner.deliver(slot.contribution, result)
 
     def close(self) -> None:
         """Prepare for the next step."""

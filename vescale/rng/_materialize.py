@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, make_dtensor, make_spec
+from vescale.compat import DTensorSpec, bytes_of, make_dtensor, make_spec
 from vescale.compat.tensor_subclasses import tree_leaves, without_modes
 from vescale.errors import ArgumentTypeError, MaterializeError, UnsupportedDeferredError, kind_of
 from vescale.placements import Region, local_region, normalize_placements
@@ -320,7 +320,7 @@ def _sum_of_bits(values: torch.Tensor) -> int:
     """A sum that changes if one element changes."""
     if values.is_meta or values.numel() == 0:
         return 0
-    return int(values.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
+    return int(bytes_of(values).sum(dtype=torch.int64))
 
 
 def check_recorded_alike(mesh: DeviceMesh, tensors: Sequence[torch.Tensor]) -> None:

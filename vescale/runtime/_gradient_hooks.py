@@ -83,9 +83,9 @@ class GradientHooks:
     def attach(self) -> None:
         """Give new parameters to the reducer; called alike on every rank."""
         new = self._search() if self._have_changed() else []
-        if self._mesh.get_coordinate() is None:
-            return
         if self.reducer is None:
+            if self._mesh.get_coordinate() is None:
+                return
             self.reducer = GradientReducer(nn.Module(), self._mesh)
             self.reducer.around_no_sync = self._accumulating
             self.reducer.before_finish = self.before_finish
@@ -95,7 +95,7 @@ class GradientHooks:
 
     def _have_changed(self) -> bool:
         """Whether there may be parameters to give to the reducer: others than before, or unfrozen ones."""
-        if self._managed or any(parameter.requires_grad for parameter in self._frozen):
+        if self._managed or (self._frozen and any(parameter.requires_grad for parameter in self._frozen)):
             return True
         found = [owner._parameters.get(attribute) for owner, attribute, _ in self._slots]
         return len(found) != len(self._known) or not all(map(operator.is_, found, self._known))

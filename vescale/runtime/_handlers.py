@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from vescale.checks import describe_graphs, step_checks
+from vescale.checks import describe_graphs, follows_graphs, step_checks
 from vescale.comm import record
 from vescale.compat import (
     DispatchListener,
@@ -199,7 +199,7 @@ class _Listener(DispatchListener):
         refuse_export(tool, model)
 
     def begins_backward(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
-        if running_module() is None:
+        if follows_graphs() and running_module() is None:
             describe_graphs(losses, gradients, creates_graph=creates_graph)
 
     def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:

@@ -48,7 +48,7 @@ from vescale.gradients import GradientReducer
 from vescale.ops import running_module
 from vescale.placements import local_region, shard_dim
 from vescale.rng import default_generator
-from vescale.runtime._activation import THREAD, current_activation
+from vescale.runtime._activation import THREAD
 from vescale.runtime._placing import Placing
 from vescale.runtime._replicated_state import add_replica, find_replicas, long_axes
 from vescale.runtime._runtime import Runtime
@@ -81,9 +81,8 @@ def check_inputs(
 
     Raises StepMismatchError, and InputMismatchError, on every rank that comes.
     """
-    checks = runtime.checks
-    activation = current_activation()
-    if not checks.is_on or (activation is not None and activation.runtime is runtime) or is_compiling():
+    checks, stack = runtime.checks, THREAD.stack
+    if not checks.is_on or (stack and stack[-1].runtime is runtime) or is_compiling():
         return
     runtime.num_forwards += 1
     try:

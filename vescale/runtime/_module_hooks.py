@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import map_tensors, no_torch_function, tensors_in
+from vescale.compat import in_dual_level, in_transform, map_tensors, no_torch_function, spec_of, tensors_in
 from vescale.errors import NotParallelizedError
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert, refuse_transforms
@@ -96,9 +96,11 @@ class _Instructions:
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Placed] | None]:
         """Of the model: ranks compare what it is given, which is placed then."""
         refuse_tracing()
-        refuse_transforms(tensors_in((args, kwargs)), f"{self._model}, a parallelized model")
-        if self.runtime.missing_values is not None:
-            self.runtime.missing_values.check((args, kwargs))
+        if in_transform() or in_dual_level():
+            refuse_transforms(tensors_in((args, kwargs)), f"{self._model}, a parallelized model")
+        missing = self.runtime.missing_values
+        if missing is not None and missing.places:
+            missing.check((args, kwargs))
         if self.runtime.strays:
             check_strays(self.runtime)
         parts = self._takes_local_parts
@@ -222,7 +224,8 @@ class _Instructions:
                 key = index if isinstance(index, str) else list(output)[index]
                 if output.get(key) is not None:
                     output = _with_item(output, key, placing(output[key]))
-        output = self.casts.outputs(output)
+        if self.casts.output is not None:
+            output = self.casts.outputs(output)
         if self.hands_out and is_generating(self.runtime):
             output = whole_output(self.runtime, output)
         elif self.is_root:
@@ -237,9 +240,11 @@ class _Instructions:
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:
         """An output of the model: reduced if it is a Partial scalar (a loss), so that it is printed correctly."""
-        if not isinstance(x, DTensor) or x.ndim or not any(p.is_partial() for p in x.placements):
-            return x
-        return convert(x, self.runtime.replicated, requester="scalar output")
+        if isinstance(x, DTensor) and not x.ndim:
+            for placement in spec_of(x).placements:
+                if placement.is_partial():
+                    return convert(x, self.runtime.replicated, requester="scalar output")
+        return x
 
     # Parameters
 

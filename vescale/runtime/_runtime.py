@@ -152,7 +152,8 @@ class Runtime:
         return any(name.startswith(path) for path in self._local_regions)
 
     def where(self, path: str) -> Where:
-        return self._wheres.setdefault(path, Where(self, path))
+        known = self._wheres.get(path)
+        return self._wheres.setdefault(path, Where(self, path)) if known is None else known
 
     def pattern(self, path: str) -> str:
         """An expression for a module and those at its place in the other layers of lists."""
@@ -173,7 +174,7 @@ class Runtime:
         self.gradients.attach()
 
     def has_adopted(self, module: Any) -> bool:
-        return module in self._adopted
+        return (self._root is not None and self._root() is module) or module in self._adopted
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """A copied model has a runtime of its own; its modules are adopted when they are first called, or asked for."""

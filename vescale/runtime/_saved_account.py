@@ -71,12 +71,12 @@ class SavedAccount:
         """The outermost module has ended with ``output``."""
         if not torch.is_grad_enabled():
             return
-        tensors = [output] if type(output) is DTensor else list(tensors_in(output))
+        tensors = (output,) if type(output) is DTensor else tuple(tensors_in(output))
         self._roots = [weak_node(x) for x in tensors if x.requires_grad]
         self._signature = (
             model.training,
-            tuple((tuple(x.shape), x.dtype) for x in tensors),
-            tuple(sorted((held.module, held.op, held.num_bytes) for held in self.noted.values())),
+            tuple([(x.shape, x.dtype) for x in tensors]),
+            tuple(sorted((held.module, held.op, held.num_bytes) for held in self.noted.values())) if self.noted else (),
         )
         if self.reads_graph and self._signature not in self._known:
             self._read(model, module_of)

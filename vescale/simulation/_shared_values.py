@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vescale.compat import tree_leaves
+from vescale.compat import bytes_of, tree_leaves
 from vescale.compat.simulated_ranks import work_of
 from vescale.estimation import MemoryLog, Routing, UnfilledTensors
 from vescale.simulation._link import Link
@@ -197,7 +197,7 @@ def _reduced(parts: list[Any], call: Call) -> torch.Tensor:
 
 
 def _pack(x: torch.Tensor) -> str:
-    return base64.b64encode(x.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()).decode()
+    return base64.b64encode(bytes_of(x).numpy().tobytes()).decode()
 
 
 def _unpack(text: str, like: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,9 @@ def analyze(recorder: Recorder, mesh: DeviceMesh, unreached: list[FunctionCall])
             continue
         function, part, offset = call.site
         by_call.setdefault(function, {}).setdefault((part, offset), []).append(call)
+    for one, other in recorder.layers.functions(recorder.tree):
+        if one in by_call:
+            by_call[other] = by_call[one]
     for placing, placed in recorder.boundaries.items():
         path = placing.instruction.path
         if path not in recorder.regions and placed_tensors(placed, mesh) is None:

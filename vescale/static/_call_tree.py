@@ -21,7 +21,7 @@ from vescale.runtime import CheckpointedForward
 from vescale.static._exchanged_code import is_exchanged
 from vescale.static._source import code_objects
 
-__all__ = ["CallTree", "FunctionCall", "Site", "is_recorded"]
+__all__ = ["CallTree", "FunctionCall", "Site", "is_recorded", "makes_context_of_another"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
@@ -108,6 +108,8 @@ class CallTree:
     def _called(self, frame: types.FrameType, event: str, _: Any) -> Any:
         if not is_recorded(frame.f_code.co_filename) or self._is_of_the_runtime(frame.f_back):
             return None
+        if makes_context_of_another(frame):
+            return None
         if frame.f_code not in self.functions:
             self.has_exchanged_code |= is_exchanged(frame.f_code)
             self.functions[frame.f_code] = frame.f_globals
@@ -170,6 +172,13 @@ class CallTree:
                 back = back.f_back  # a module that the function has made for itself
             call.called[key] = FunctionCall(call.module, code, (call, *position), back is top)
         return call.called[key]
+
+
+def makes_context_of_another(frame: types.FrameType) -> bool:
+    """Whether ``torch.no_grad()`` or the like is called by others than the model: by what runs beside its functions."""
+    if frame.f_code.co_filename != _DECORATORS or frame.f_code.co_name != "__new__":
+        return False
+    return frame.f_back is None or not is_recorded(frame.f_back.f_code.co_filename)
 
 
 def _is_same_function(frame: types.FrameType, other: types.FrameType) -> bool:

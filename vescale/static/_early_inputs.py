@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import local_of
+from vescale.compat import local_of, native_static
 from vescale.ir import Wrap
 from vescale.ops import wrap_global
 from vescale.runtime import Frame
@@ -51,14 +51,14 @@ class EarlyInputs:
         self._entries: dict[Any, tuple[str, list[Cut | None]]] = {}
         self._thread = threading.local()
 
-    def find(self, settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, list[Cut | None]] | None:
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, list[Cut | None]] | None:
         """The key of the program, and what happens to each input; None: inputs like these have not been seen."""
         if not self._entries:
             return None
-        described = _description(settings, args, kwargs)
+        described = _description(args, kwargs)
         return None if described is None else self._entries.get(described)
 
-    def remember(self, key: str, settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame) -> None:
+    def remember(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame) -> None:
         """After a static step: ``args`` and ``kwargs`` are what the entries of the plan have made of the inputs."""
         placed = {id(one.result): one for one in frame.placed or ()}
         given, cuts = [], list[Cut | None]()
@@ -72,9 +72,9 @@ class EarlyInputs:
             if not isinstance(op, Wrap) or op.given != "global":
                 return
             given.append(one.given)
-            cuts.append((one.result.device_mesh, tuple(one.result.placements)))
+            cuts.append((one.result.device_mesh, native_static().kept(tuple(one.result.placements))))
         names = dict(zip(kwargs, given[len(args) :], strict=True))
-        described = _description(settings, tuple(given[: len(args)]), names)
+        described = _description(tuple(given[: len(args)]), names)
         if described is not None:
             if len(self._entries) >= _MAX_ENTRIES:
                 self._entries.clear()
@@ -84,11 +84,10 @@ class EarlyInputs:
         self, key: str, program: Any, cuts: Sequence[Cut | None], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The local tensors, which :meth:`take` recognizes."""
-        values = tuple(
-            value if cut is None else local_of(wrap_global(value, *cut))
-            for value, cut in zip((*args, *kwargs.values()), cuts, strict=True)
-        )
-        local_args, local_kwargs = values[: len(args)], dict(zip(kwargs, values[len(args) :]))
+        values = []
+        for value, cut in zip((*args, *kwargs.values()), cuts, strict=True):
+            values.append(value if cut is None else local_of(wrap_global(value, *cut)))
+        local_args, local_kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :]))
         self._thread.entered = Entered(key, program, args, kwargs, local_args, local_kwargs)
         return local_args, local_kwargs
 
@@ -100,13 +99,14 @@ class EarlyInputs:
         self._thread.entered = None
         if len(args) != len(entered.local_args) or kwargs.keys() != entered.local_kwargs.keys():
             return None
-        others = (*entered.local_args, *(entered.local_kwargs[name] for name in kwargs))
-        return entered if all(map(operator.is_, (*args, *kwargs.values()), others)) else None
+        others = map(entered.local_kwargs.__getitem__, kwargs)
+        is_same = all(map(operator.is_, args, entered.local_args)) and all(map(operator.is_, kwargs.values(), others))
+        return entered if is_same else None
 
 
-def _description(settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _description(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What decides about plain inputs; None: some are of other kinds."""
-    found: list[Any] = [settings, len(args), *kwargs]
+    found: list[Any] = [native_static().thread_settings(), len(args), *kwargs]
     for value in (*args, *kwargs.values()):
         kind = type(value)
         if kind is torch.Tensor:

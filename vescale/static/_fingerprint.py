@@ -136,7 +136,17 @@ def _text(value: Any, depth: int = 0, seen: Collection[int] = ()) -> str:
     if isinstance(value, list | tuple):
         return f"{_name(type(value))} {list(map(inner, value))}"
     attributes = getattr(value, "__dict__", None)
-    return f"{_name(type(value))} {inner(attributes) if isinstance(attributes, dict) else ''}"
+    return f"{_name(type(value))} {inner(_alike_in_processes(attributes)) if isinstance(attributes, dict) else ''}"
+
+
+def _alike_in_processes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an object: in one order, since a constructor may set them in that of a set, and without hashes of the others.
+    Both differ between processes."""
+    return {
+        name: value
+        for name, value in sorted(attributes.items())
+        if not (name.endswith("hash") and isinstance(value, int))
+    }
 
 
 def _is_empty(cell: types.CellType) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from vescale.compat import containers
 from vescale.errors import StaticRecordError
 from vescale.static import _hidden_tensors
-from vescale.static._call_tree import is_recorded
+from vescale.static._call_tree import is_recorded, makes_context_of_another
 from vescale.static._fingerprint import code_digest, globals_digest
 from vescale.static._record_values import RecordedFunction
 
@@ -51,7 +51,7 @@ def only_recorded_functions(
 
     def called(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if id(code) in fitting or not is_recorded(code.co_filename):
+        if id(code) in fitting or not is_recorded(code.co_filename) or makes_context_of_another(frame):
             return
         original = originals.get(code, code)
         if (code_digest(original), globals_digest(original, frame.f_globals)) in known:

@@ -30,7 +30,7 @@ from vescale.ir import Precision
 from vescale.runtime import Activation, Runtime, current_activation, switch_on, write_back
 from vescale.static._early_inputs import EarlyInputs, Entered
 from vescale.static._first_step import only_recorded_functions
-from vescale.static._guards import Guards, settings
+from vescale.static._guards import Guards
 from vescale.static._held_values import HeldValues
 from vescale.static._observed_ops import random_state, set_random_state
 from vescale.static._program import StaticProgram
@@ -38,6 +38,7 @@ from vescale.static._record import Recorder
 from vescale.static._record_loading import load_step
 from vescale.static._record_values import RecordedStep
 from vescale.static._recorded import recorded
+from vescale.static._repeated_layers import RepeatedLayers
 from vescale.static._state import ModuleStates, problems_of_modules, regions_of
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
@@ -90,7 +91,7 @@ class StaticForward:
         self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
         self._early = EarlyInputs()
-        self._writes: weakref.WeakKeyDictionary[StaticProgram, Any] = weakref.WeakKeyDictionary()
+        self._layers_differ = False  # though they were taken for repeated ones
         runtime.compiles = runtime.switches_on_later = True
         runtime.early_inputs = self.enter
         functools.update_wrapper(self, type(model).forward)
@@ -99,7 +100,7 @@ class StaticForward:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], None] | None:
         """Before the inputs of the model are placed: what its forward gets in their place; None: they are placed."""
-        found = self._early.find(settings(), args, kwargs)
+        found = self._early.find(args, kwargs)
         if found is None or current_activation() is not None:
             return None
         program, model = self.programs.get(found[0]), self.model()
@@ -177,11 +178,14 @@ class StaticForward:
         mark = program.units.mark()
         frame = activation.frames[0]
         given = (args, kwargs) if entered is None else (entered.args, entered.kwargs)
-        written = WrittenTensors(model, given, self._writes.get(program), bool(program.units.parameters))
+        written = WrittenTensors(model, given, program.writes, bool(program.units.parameters))
         activation.static = program
         try:
-            with self._checked(program):
+            if program.is_proven:
                 result = program.run(args, kwargs, frame.compiler, entered)
+            else:
+                with self._checked(program):
+                    result = program.run(args, kwargs, frame.compiler, entered)
         except Exception as problem:
             if program.is_proven and not isinstance(problem, UnrecordedError):
                 raise  # of the model's own code, as in eager mode
@@ -204,9 +208,9 @@ class StaticForward:
         finally:
             activation.static = None
         if entered is None and not program.has_compiled_parts:
-            self._early.remember(key, settings(), args, kwargs, frame)
-        if program not in self._writes:
-            self._writes[program] = written.written()
+            self._early.remember(key, args, kwargs, frame)
+        if program.writes is None:
+            program.writes = written.written()
         program.is_proven = True
         self.static_steps += 1
         return result
@@ -254,7 +258,8 @@ class StaticForward:
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What distinguishes calls that are recorded separately."""
         specs: list[Any] = []
-        quick = settings(), _quick_shape(args, specs), tuple(kwargs), _quick_shape(tuple(kwargs.values()), specs)
+        settings, given = native_static().thread_settings(), tuple(kwargs.values())
+        quick = settings, _quick_shape(args, specs), tuple(kwargs), _quick_shape(given, specs)
         known = self._keys.get(quick)
         if known is None:
             if len(self._keys) >= _MAX_KEYS:
@@ -280,7 +285,8 @@ class StaticForward:
         switch_on(activation)
         units = ModelUnits(model)
 
-        recorder = Recorder(running, functools.partial(units.names_in, model))
+        layers = RepeatedLayers(model, self.runtime, is_on=not self._layers_differ)
+        recorder = Recorder(running, functools.partial(units.names_in, model), layers)
         self._recorders[key] = recorder
         self.recordings += 1
         overridden = []
@@ -317,6 +323,9 @@ class StaticForward:
             return None
         del self._recorders[key]
         if recorder.tree.has_exchanged_code:
+            return None
+        if recorder.layers.differs(recorder):
+            self._layers_differ = True  # each is recorded in the next step
             return None
         program = self.programs[key] = StaticProgram(
             self.runtime, model, recorded(recorder, self.runtime.mesh), recorder.guards

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,21 +12,9 @@ from vescale.compat import GLOBAL_HOOKS, HOOKS_OF_MODULES, native_static
 from vescale.fsdp import ManagedParameter
 from vescale.static._held_values import SCALARS, HeldValues, is_same_list
 
-__all__ = ["Guards", "settings"]
+__all__ = ["Guards"]
 
-_requires_grad = operator.attrgetter("requires_grad")
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
-
-
-def settings() -> tuple[Any, ...]:
-    """Settings of the process and thread that decide what a forward does."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.is_autocast_cache_enabled(),
-        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-    )
 
 
 class Guards:
@@ -92,7 +79,7 @@ class Guards:
         for kind, name, value in self._classes:
             if not is_same_list([getattr(kind, name, None)], [value]):
                 return f"the attribute {name} of the class {kind.__name__} has changed"
-        if list(map(_requires_grad, self._tensors)) != self._requires_grad:
+        if native.first_other_flag(self._tensors, self._requires_grad) >= 0:
             return "requires_grad of parameters has changed"
         if self.have_replaced():
             return "parameters, buffers or parts of modules were replaced"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import in_transform, local_of, map_tensors, no_torch_function, without_transforms
+from vescale.compat import bytes_of, in_transform, local_of, map_tensors, no_torch_function, without_transforms
 from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS, VALUES_ARE_UNDEFINED
 
 __all__ = ["LocalRun", "run_on_locals"]
@@ -76,8 +76,8 @@ def _has_same_form(expected: Any, found: Any) -> bool:
 
 
 def _is_same(expected: Any, found: Any) -> bool:
-    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        return _has_same_form(expected, found) and bool(torch.equal(_bits(expected), _bits(found)))
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):  # bytes, so that NaN equals NaN
+        return _has_same_form(expected, found) and bool(torch.equal(bytes_of(expected), bytes_of(found)))
     if type(expected) is not type(found):
         return False
     if isinstance(expected, list | tuple):
@@ -90,8 +90,3 @@ def _is_same(expected: Any, found: Any) -> bool:
 def _strides(x: torch.Tensor) -> list[int]:
     """Strides that decide where elements are."""
     return [stride for stride, size in zip(x.stride(), x.shape) if size > 1]
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, so that NaN equals NaN."""
-    return x.contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)

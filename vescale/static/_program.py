@@ -13,12 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import (
-    CALL_OVERRIDE,
-    call_module,
-    no_torch_function,
-    with_torch_function,
-)
+from vescale.compat import CALL_OVERRIDE, call_module, no_torch_function, with_torch_function
 from vescale.fsdp import ManagedParameter, state_of
 from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
@@ -58,6 +53,7 @@ class StaticProgram:
         needs_mode: whether something runs on DTensors, in the model's function mode.
         steps: how many forwards ran.
         is_proven: whether a static step has come to its end.
+        writes: what a forward writes to (:meth:`WrittenTensors.written`); None: it is not known.
         originals: the code of functions that were changed, by that which runs.
     """
 
@@ -77,11 +73,13 @@ class StaticProgram:
         self.draws = recorded.draws
         self.needs_mode = self._used_mode = False
         self.is_proven = False
+        self.writes: frozenset[Any] | None = None
         self.steps = 0
         self.shared: dict[Any, Any] = {}
         self.has_compiled_parts = has_compiled_parts(model)
         self.originals: dict[types.CodeType, types.CodeType] = {}
-        self._inputs, self._outputs, self._hidden = recorded.inputs, recorded.outputs, recorded.hidden
+        self._inputs, self._hidden = recorded.inputs, recorded.hidden
+        self._outputs = [kind.with_kept_placements() for kind in recorded.outputs]
         self._shown = ShownEntries()
         self._guarded = GuardedFunctions(UnreachedFunctions() if compiles else recorded.unreached)
         self._parameters: list[LocalParameter] = []  # of the model's own unit
@@ -282,9 +280,8 @@ class StaticProgram:
         self, path: str, module: nn.Module, forward: Callable[..., Any], unit: UnitForward | None
     ) -> Callable[..., Any]:
         """``forward`` between the entries of the plan at the module's boundary, and the hooks of its unit."""
-        instructions = self.runtime.instructions.get(
-            path
-        )  # None: of a copy of the model, which copies what there is to do
+        # None: of a copy of the model, which copies what there is to do.
+        instructions = self.runtime.instructions.get(path)
         placed_at = self.recorded.boundaries
         inputs = [LocalPlacing.of(p, placed_at.get(p.name, ()), self) for p in getattr(instructions, "inputs", ())]
         outputs = [LocalPlacing.of(p, placed_at.get(p.name, ()), self) for p in getattr(instructions, "outputs", ())]

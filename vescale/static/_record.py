@@ -16,20 +16,14 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from vescale.comm import Ledger, record_comms
-from vescale.compat import (
-    call_module,
-    local_of,
-    no_torch_function,
-    take_moves,
-    tensors_in,
-    versions,
-)
+from vescale.compat import call_module, local_of, no_torch_function, spec_of, take_moves, tensors_in, versions
 from vescale.ops import entries
 from vescale.runtime import Placing, Stages
 from vescale.static._call_tree import CallTree, Site
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_run import LocalRun, run_on_locals
 from vescale.static._observed_ops import ObservedOps, WithObservedOps, random_state
+from vescale.static._repeated_layers import RepeatedLayers
 
 __all__ = [
     "Boundary",
@@ -68,7 +62,7 @@ class TensorRecord:
 
     Attributes:
         placements: None for a plain tensor, which is the same on every rank.
-        shape, local_shape: global and of this rank.
+        shape, local_shape: global and of this rank; ``strides``: of the local tensor.
         value: None for a plain tensor.
         grads: placements of the gradients that this use of the value sent back.
     """
@@ -76,6 +70,7 @@ class TensorRecord:
     placements: Placements | None
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     value: Value | None
@@ -135,6 +130,7 @@ class Recorder(TorchFunctionMode):
     Args:
         current_module: the running module and its path.
         names: gives the names of parameters and buffers by ``id``.
+        layers: those of which functions are not recorded.
 
     Attributes:
         tree: the functions that ran.
@@ -149,9 +145,13 @@ class Recorder(TorchFunctionMode):
     """
 
     def __init__(
-        self, current_module: Callable[[], tuple[nn.Module, str] | None], names: Callable[[], dict[int, str]]
+        self,
+        current_module: Callable[[], tuple[nn.Module, str] | None],
+        names: Callable[[], dict[int, str]],
+        layers: RepeatedLayers,
     ) -> None:
         super().__init__()
+        self.layers = layers
         self.tree = CallTree(current_module)
         self.calls: list[Call] = []
         self.boundaries: dict[Any, list[list[Boundary]]] = {}
@@ -200,15 +200,13 @@ class Recorder(TorchFunctionMode):
         found: Value | None = getattr(x, "_vescale_value", None)
         if found is not None:
             return found
-        name = self._name(x)
-        if (
-            not name
-        ):  # made by what is around the recorded functions: an input of a unit, which is a view of the module's
+        name = self.name_of(x)
+        if not name:  # made around the recorded functions: an input of a unit, which is a view of the module's
             return self._value_of_result(x)
         found = self.values_by_id[id(x)] = self.named.setdefault(name, Value(name, True))
         return found
 
-    def _name(self, x: torch.Tensor) -> str:
+    def name_of(self, x: torch.Tensor) -> str:
         """Of a parameter or a buffer; "" for others."""
         if id(x) not in self._names and isinstance(x, nn.Parameter):
             self._names = self._read_names()  # a unit has gathered it for the first time
@@ -216,10 +214,11 @@ class Recorder(TorchFunctionMode):
 
     def _record(self, x: torch.Tensor) -> TensorRecord:
         if not isinstance(x, DTensor):
-            return TensorRecord(None, tuple(x.shape), tuple(x.shape), x.dtype, x.requires_grad, None)
-        return TensorRecord(
-            tuple(x.placements), tuple(x.shape), tuple(local_of(x).shape), x.dtype, x.requires_grad, self._value(x)
-        )
+            strides = x.stride() if x.layout is torch.strided else ()
+            return TensorRecord(None, tuple(x.shape), tuple(x.shape), strides, x.dtype, x.requires_grad, None)
+        spec, local = spec_of(x), local_of(x)
+        shapes = tuple(spec.shape), tuple(local.shape), local.stride()
+        return TensorRecord(spec.placements, *shapes, x.dtype, x.requires_grad, self._value(x))
 
     def _watch(self, made: list[torch.Tensor], before: dict[Any, TensorRecord], call: Call | None) -> None:
         """Learn the gradients of results, and those that the nodes that made them send to the tensors given.
@@ -250,7 +249,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._is_unrecorded or ("" in self.problems and not self.recomputes):
-            return func(*args, **kwargs)
+            return self.layers.note(func, args, kwargs, func(*args, **kwargs))
         with no_torch_function():
             found = self.tree.site(sys._getframe(1))
             tensors = list(tensors_in((args, kwargs)))
@@ -289,10 +288,10 @@ class Recorder(TorchFunctionMode):
                 self._watch([*made, *written], edges, call)
             given = set(map(id, tensors)) - set(map(id, written))
             for x in {id(x): x for x in (*made, *written)}.values():
-                if isinstance(x, DTensor) and id(x) not in given and not self._name(x):
+                if isinstance(x, DTensor) and id(x) not in given and not self.name_of(x):
                     self._value_of_result(x)
             call.outputs = [self._record(x) for x in made]
-            return result
+        return self.layers.note(func, args, kwargs, result)
 
     def take_over(self, what: str) -> None:
         """The runtime runs something in place of the current call."""
@@ -345,12 +344,15 @@ class Recorder(TorchFunctionMode):
         """The call of a part of the model."""
         with no_torch_function():
             inputs = [self._record(x) for x in tensors_in((args, kwargs))]
+            is_unrecorded = self._is_unrecorded
+            is_repeated = not is_unrecorded and self.layers.begin(self, path, (args, kwargs), inputs)
         num_placed = len(self._placed)
-        is_unrecorded, self._is_unrecorded = self._is_unrecorded, self._is_unrecorded or path in self.problems
+        self._is_unrecorded = is_unrecorded or is_repeated or path in self.problems
         try:
             result = call_module(module, args, kwargs)
         finally:
             self._is_unrecorded = is_unrecorded
+        self.layers.end(path)
         with no_torch_function():
             outputs = [self._record(x) for x in tensors_in(result)]
             is_written = any(versions(x) != before for x, before in self._placed[num_placed:])

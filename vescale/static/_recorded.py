@@ -65,6 +65,8 @@ def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
         found = module_types(recorder.module_calls[path], mesh) if is_outside else None
         if found is not None:
             types[path] = (found[0], found[1])
+    grads = {name: next(iter(value.grads)) for name, value in recorder.named.items() if value.grads}
+    recorder.layers.add_gradients(grads)
     boundaries = {}
     for placing, calls in recorder.boundaries.items():
         boundaries[placing.name] = placed_tensors(calls, mesh) or ()
@@ -74,7 +76,7 @@ def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
         types_of(recorder.inputs, mesh),
         types_of(recorder.outputs, mesh),
         types_of(recorder.hidden, mesh),
-        {name: next(iter(value.grads)) for name, value in recorder.named.items() if value.grads},
+        grads,
         boundaries,
         any(call.is_random for call in recorder.calls),
         recorder.recomputes,

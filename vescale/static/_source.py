@@ -4,12 +4,12 @@ from __future__ import annotations
 import __future__
 
 import ast
-import copy
 import functools
 import linecache
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["FunctionSource", "code_objects", "compile_function", "source_of"]
 
@@ -38,7 +38,8 @@ class FunctionSource:
     node_of: tuple[dict[int, int], ...]
 
     def copy_tree(self) -> Function:
-        return copy.deepcopy(self.tree)
+        copied: Function = _copied(self.tree)
+        return copied
 
 
 def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -56,7 +57,7 @@ def source_of(code: types.CodeType) -> FunctionSource | None:
     if tree is None or _is_mangled(code):
         return None
     nodes = tuple(ast.walk(tree))
-    marked = copy.deepcopy(tree)
+    marked = _copied(tree)
     for number, node in enumerate(ast.walk(marked)):
         if hasattr(node, "lineno"):
             node.end_lineno = node.lineno  # type: ignore[attr-defined]
@@ -116,10 +117,11 @@ def _imported(text: str) -> tuple[str, ...]:
 
 
 def _definition(text: str, code: types.CodeType) -> Function | None:
-    found = _definitions(text).get((code.co_name, code.co_firstlineno), ())
+    of_text = _lambdas(text) if code.co_name == "<lambda>" else _definitions(text)
+    found = of_text.get((code.co_name, code.co_firstlineno), ())
     if len(found) != 1:
         return None
-    definition = copy.deepcopy(found[0])
+    definition: Function = _copied(found[0])
     if isinstance(definition, ast.FunctionDef):
         definition.decorator_list = []  # evaluated already, as are default values and annotations
         definition.returns = None
@@ -138,15 +140,41 @@ def _definition(text: str, code: types.CodeType) -> Function | None:
 
 @functools.lru_cache(maxsize=64)
 def _definitions(text: str) -> dict[tuple[str, int], list[Function]]:
-    """The functions of a module, by name and first line."""
+    """The functions of a module that have names, by name and first line. Only statements can hold them."""
+    found: dict[tuple[str, int], list[Function]] = {}
+    waiting: list[ast.AST] = [_module(text) or ast.Module(body=[], type_ignores=[])]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found.setdefault((node.name, first), []).append(node)
+        for part in _BLOCKS:
+            waiting.extend(getattr(node, part, ()))
+    return found
+
+
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+
+
+@functools.lru_cache(maxsize=64)
+def _lambdas(text: str) -> dict[tuple[str, int], list[Function]]:
     found: dict[tuple[str, int], list[Function]] = {}
     for node in ast.walk(_module(text) or ast.Module(body=[], type_ignores=[])):
         if isinstance(node, ast.Lambda):
             found.setdefault(("<lambda>", node.lineno), []).append(node)
-        elif isinstance(node, ast.FunctionDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            found.setdefault((node.name, first), []).append(node)
     return found
+
+
+def _copied(value: Any) -> Any:
+    """A syntax tree, or a list of them, copied."""
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if not isinstance(value, ast.AST):
+        return value
+    made = type(value)()
+    for name, item in vars(value).items():
+        setattr(made, name, _copied(item))
+    return made
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, spec_of
+from vescale.compat import DTensorSpec, native_static, spec_of
 from vescale.ops import enter_local, leave_local
 from vescale.static._record import TensorRecord
 
@@ -51,6 +51,12 @@ class TensorType:
     def is_same_shape(self) -> bool:
         """Whether the local tensor has the global shape."""
         return all(factor == 1 for factor in self.factors)
+
+    def with_kept_placements(self) -> TensorType:
+        """An equal one, of which C++ finds the placements without comparing."""
+        kept = native_static().kept
+        placements, grad = (p if p is None else kept(p) for p in (self.placements, self.grad))
+        return replace(self, placements=placements, grad=grad)
 
     def global_shape(self, local: torch.Tensor) -> tuple[int, ...]:
         if local.ndim != len(self.factors):

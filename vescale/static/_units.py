@@ -51,7 +51,9 @@ class ModelUnits:
 
     def mark(self) -> tuple[int, list[int]]:
         """What of the order of forwards is known so far, for :meth:`return_to`."""
-        comm = self._states[0].tree.comm if self._states else None
+        if not self._states:
+            return 0, []
+        comm = self._states[0].tree.comm
         return 0 if comm is None else len(comm.prefetches), [len(group.forward_places) for group in self._groups]
 
     def return_to(self, mark: tuple[int, list[int]]) -> None:
