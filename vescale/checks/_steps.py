@@ -211,11 +211,9 @@ class StepChecks:
 
     def note(self, name: str, text: str) -> None:
         """Something that is the same on every rank was given outside of a forward: compared with the next event."""
-        if text == UNKNOWN:
-            if (name, text) not in self._noted:
-                self._noted.append((name, text))
+        if text == UNKNOWN and (name, text) in self._noted:
             return
-        if len(self._noted) >= _MAX_NOTED:  # their hash, so that one that differs is found
+        if text != UNKNOWN and len(self._noted) >= _MAX_NOTED:  # their hash, so that one that differs is found
             earlier = self._noted.pop()
             name, text = f"{name} or one before it", hash_of("".join((*earlier, name, text)))
         self._noted.append((name, text))
