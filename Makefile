@@ -7,8 +7,8 @@ TORCH := torch==2.13.0
 
 .PHONY: demo test test-all lint mutate docs clean
 
-# Two pytest processes for a core, because ranks often wait for each other.
-WORKERS ?= $(shell cores=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? 2 * cores : 8)))
+# One more pytest process than there are cores, because ranks often wait for each other.
+WORKERS ?= $(shell cores=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores + 1 : 8)))
 # Bytecode is kept whatever the environment says: many tests start processes that import vescale.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

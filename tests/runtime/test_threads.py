@@ -28,7 +28,7 @@ from vescale.ops import OpCall, register_rule
 from vescale.plans import Plan
 from vescale.runtime import parallelize
 
-SECONDS = 4.0
+SECONDS = 2.0
 aten = torch.ops.aten
 
 

@@ -140,12 +140,12 @@ def _text(value: Any, depth: int = 0, seen: Collection[int] = ()) -> str:
 
 
 def _alike_in_processes(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an object: in one order, since a constructor may set them in that of a set, and without hashes of the others.
-    Both differ between processes."""
+    """Of an object: in one order, since a constructor may set them in that of a set, and without private hashes of the
+    others. Both differ between processes."""
     return {
         name: value
         for name, value in sorted(attributes.items())
-        if not (name.endswith("hash") and isinstance(value, int))
+        if not (name.startswith("_") and name.endswith("_hash") and isinstance(value, int))
     }
 
 
