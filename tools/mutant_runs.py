@@ -105,8 +105,17 @@ class Copies:
                 if (self._root / file).is_file():
                     (copy / file).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(self._root / file, copy / file)
+            self._warm(copy)
             self._local.copy = copy
         return self._local.copy
+
+    def _warm(self, copy: Path) -> None:
+        """Write the bytecode of the package and the tests, which runs read: compiling takes longer than most tests."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+        subprocess.run(
+            collect, cwd=copy, env=environment | {"PYTHONPATH": str(copy)}, stdout=subprocess.DEVNULL, check=False
+        )
 
     def run_tests(self, tests: Sequence[str], limit: float, left_out: Collection[str] = ()) -> tuple[int | None, str]:
         """Exit code of pytest, which stops at the first failure, and its output; None after ``limit`` seconds of CPU time
