@@ -61,8 +61,10 @@ def test_demo_with_parameters_in_parts(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_demo_says_when_losses_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    """And prints both tables."""
     assert main(["demo", "--steps", "1", "--mesh", "dp=2,tp=1", "--tolerance=-1"]) == 1
-    assert "DIFFERENT" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "DIFFERENT" in out and "Loss of each step" in out and "parameters' gradients" in out
 
 
 @pytest.mark.parametrize(
