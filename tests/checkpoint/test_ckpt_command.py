@@ -311,8 +311,9 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = saved("mixtral", tmp_path / "hf")
     save(tmp_path / "a", model=model)
     config = f"hf:{tmp_path / 'hf' / 'config.json'}"
-    code, _, err = command(capsys, "export", tmp_path / "a", tmp_path / "b", "--model", config, "--json")
+    code, out, err = command(capsys, "export", tmp_path / "a", tmp_path / "b", "--model", config, "--json")
     assert code == 0, err
+    assert out["bytes"] == sum(p.nbytes for p in model.state_dict().values())
     assert same_values(reference("mixtral", tmp_path / "b"), model) == []
     other = MODELS["mixtral"].build()
     load_hf(other, tmp_path / "b")

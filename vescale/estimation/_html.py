@@ -6,6 +6,7 @@ import json
 from html import escape
 from typing import Any
 
+from vescale.comm import bytes_text
 from vescale.estimation._estimate import Estimate
 from vescale.estimation._memory_timeline import CATEGORIES
 from vescale.estimation._sliders import SLIDERS_SCRIPT, sliders_text
@@ -63,17 +64,21 @@ def page(estimate: Estimate, title: str, sliders: dict[str, Any] | None = None) 
     key = "".join(f"<span><i style='background:{c}'></i>{n}</span>" for n, c in zip(CATEGORIES, _COLORS))
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f"<p>{verdict}: {_size(estimate.needed_bytes)} on rank {estimate.peak_rank} of {escape(str(estimate.axes))} "
+        f"<p>{verdict}: {bytes_text(estimate.needed_bytes)} on rank {estimate.peak_rank} of {escape(str(estimate.axes))} "
         f"({escape(estimate.device.name)}); the peak is at <b>{escape(peak.peak_at)}</b>. A step takes "
         f"{estimate.step_seconds:.4g} s: {estimate.time.mfu:.1%} of the device's peak.</p>",
         f"<h2>Memory during a step</h2><div class=key>{key}</div>{_areas(peak.timeline)}",
-        "<h2>At the peak</h2>" + _table(("category", "bytes", ""), [(n, f"{v:,}", _size(v)) for n, v in sums.items()]),
+        "<h2>At the peak</h2>"
+        + _table(("category", "bytes", ""), [(n, f"{v:,}", bytes_text(v)) for n, v in sums.items()]),
         "<h2>Activations by module</h2>" + _bars(peak.categories["activations"]),
         "<h2>Ranks</h2>" + _bars({_ranks(r.ranks): r.peak_bytes for r in estimate.ranks}),
         "<h2>Collectives</h2>"
         + _table(
             ("axes and op", "bytes", "seconds"),
-            [(n, _size(t["bytes"]), f"{t['seconds']:.4g}") for n, t in estimate.time.terms()["collectives"].items()],
+            [
+                (n, bytes_text(t["bytes"]), f"{t['seconds']:.4g}")
+                for n, t in estimate.time.terms()["collectives"].items()
+            ],
         ),
         sliders_text(sliders) if sliders else "",
     ]
@@ -93,7 +98,12 @@ def page(estimate: Estimate, title: str, sliders: dict[str, Any] | None = None) 
 def _row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
     if "error" in row:
         return row[name], "", "", row["error"]
-    return row[name], _size(row["peak_bytes"]), f"{row['step_seconds']:.4g}", "fits" if row["fits"] else "does not fit"
+    return (
+        row[name],
+        bytes_text(row["peak_bytes"]),
+        f"{row['step_seconds']:.4g}",
+        "fits" if row["fits"] else "does not fit",
+    )
 
 
 def _areas(moments: tuple[dict[str, Any], ...]) -> str:
@@ -109,7 +119,7 @@ def _areas(moments: tuple[dict[str, Any], ...]) -> str:
                 top -= height
                 found.append(
                     f"<rect x='{number * width:.1f}' y='{top:.1f}' width='{width:.2f}' height='{height:.1f}' fill='{color}'>"
-                    f"<title>{escape(moment['at'])}: {name} {_size(moment[name])}</title></rect>"
+                    f"<title>{escape(moment['at'])}: {name} {bytes_text(moment[name])}</title></rect>"
                 )
     return f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='memory by moment'>{''.join(found)}</svg>"
 
@@ -118,13 +128,13 @@ def _bars(sizes: dict[str, int], most: int = 30) -> str:
     chosen = sorted(sizes.items(), key=lambda item: -item[1])
     largest = max((size for _, size in chosen), default=1) or 1
     rows = "".join(
-        f"<tr><td>{escape(name or '(the model)')}</td><td>{_size(size)}</td><td>"
+        f"<tr><td>{escape(name or '(the model)')}</td><td>{bytes_text(size)}</td><td>"
         f"<div style='background:{_COLORS[0]};height:.8rem;width:{100 * size / largest:.1f}%'></div></td></tr>"
         for name, size in chosen[:most]
     )
     rest = sum(size for _, size in chosen[most:])
     if rest:
-        rows += f"<tr><td>{len(chosen) - most} more</td><td>{_size(rest)}</td><td></td></tr>"
+        rows += f"<tr><td>{len(chosen) - most} more</td><td>{bytes_text(rest)}</td><td></td></tr>"
     return f"<table class=bars><tbody>{rows}</tbody></table>"
 
 
@@ -140,12 +150,3 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 def _sum(size: Any) -> int:
     return sum(size.values()) if isinstance(size, dict) else int(size)
-
-
-def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
