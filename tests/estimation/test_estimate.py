@@ -211,7 +211,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = (Path(vescale.__file__).parent / "estimation" / "devices" / "cpu.yaml").read_text()
     small.write_text(table.replace("memory_bytes: null", "memory_bytes: 1000"))
     assert main([*call, "--device", str(small), "--steps", "1"]) == 1
-    assert "does not fit" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "does not fit" in out and re.search(r"^parameters +[\d,]+ ", out, re.MULTILINE)
     assert main([*call, "--device", "h1000"]) == 2 and main(call[:4]) == 2
     wrong = (["--optimizer", "adamv"], ["--rank", "4"], ["--calibrate", "/no/such/folder/x.yaml"])
     wrong += tuple(["--what-if", text] for text in ("x", "load=x", "checkpoint=most", "stage=9"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,8 @@ def test_stages_have_as_much_as_their_blocks() -> None:
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = search(decoder("Llama"), devices=1, batch={"input_ids": (4, 24)}, device=small(1e6))
     assert not found.fits and found.best is None
-    assert "GiB more than small has" in found.advice()[0] and "more devices" in found.advice()[1]
+    nearest, other = found.advice()[:2]
+    assert re.search(r"GiB more than small has: .*ZeRO-\d, checkpointing \w+", nearest) and "more devices" in other
     table = tmp_path / "tiny.yaml"
     data = yaml.safe_load((Path(vescale.__file__).parent / "estimation/devices/h100-80g.yaml").read_text())
     table.write_text(yaml.safe_dump({**data, "memory_bytes": 1_000_000}))
