@@ -46,8 +46,8 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
         for name in made:
             ip("netns", "del", name)
         pytest.skip(
-            f"this machine does not let the test make network namespaces, which need root, iproute2 and util-linux "
-            f"({error}); the same launchers run as processes of one host in the variant 'processes'"
+            f"hosts are network namespaces, which only root with iproute2 and util-linux can make; here: {error}. The same "
+            f"launchers run as processes of one host in the variant 'processes'"
         )
     folders = [Path("/etc/netns") / name for name in names]
     try:

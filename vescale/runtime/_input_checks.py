@@ -66,13 +66,15 @@ __all__ = [
     "watch_backward",
 ]
 
+_Named = Callable[[tuple[Any, ...], dict[str, Any]], Iterable[tuple[str, Any, Placing | None]]]
+
 
 def check_inputs(
     runtime: Runtime,
     model: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    named: Callable[[tuple[Any, ...], dict[str, Any]], Iterable[tuple[str, Any, Placing | None]]],
+    named: _Named,
     *,
     takes_local_parts: bool,
 ) -> None:
@@ -93,12 +95,7 @@ def check_inputs(
 
 
 def _compare_forward(
-    runtime: Runtime,
-    model: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    named: Callable[[tuple[Any, ...], dict[str, Any]], Iterable[tuple[str, Any, Placing | None]]],
-    takes_local_parts: bool,
+    runtime: Runtime, model: str, args: Any, kwargs: dict[str, Any], named: _Named, takes_local_parts: bool
 ) -> None:
     checks = runtime.checks
     checks.begin_forward(runtime.num_forwards)
