@@ -113,7 +113,7 @@ class _ReusedGroups:
         self._lent.clear()
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.device_mesh as device_mesh
@@ -130,7 +130,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(os.path.join(folder, "store"), world_size),
+        store=dist.TCPStore("localhost", port, world_size),
         rank=rank,
         world_size=world_size,
         timeout=_TIMEOUT,
@@ -207,6 +207,8 @@ class RankPool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="vescale-ranks-")
+        # Ranks that wait at a store in a file look at it every 10 ms.
+        self._store = dist.TCPStore("localhost", 0, world_size, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
         used += [name for module, name in _PRELOAD_WITH.items() if module in sys.modules]
@@ -215,7 +217,7 @@ class RankPool:
         self._processes = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, self._folder.name, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, self._store.port, self._folder.name, there), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
