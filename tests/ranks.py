@@ -33,7 +33,8 @@ __all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", 
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
-_PRELOAD += ["vescale.runtime", "vescale.fsdp", "vescale.optim", "vescale.pipeline", "vescale.debug", "pytest"]
+_PRELOAD += ["vescale.runtime", "vescale.fsdp", "vescale.optim", "vescale.pipeline", "vescale.debug", "vescale.static"]
+_PRELOAD += ["jsonschema", "pytest"]
 # Slow to import as well, but only some runs need them: the server loads those that the test process has loaded by the
 # time that the first pool starts, which is after the collection of all tests.
 _PRELOAD_IF_USED = ["transformers.modeling_utils", "transformers.models.llama.modeling_llama", "diffusers.models"]
@@ -205,6 +206,8 @@ class RankPool:
     """``world_size`` gloo processes that stay alive between cases."""
 
     def __init__(self, world_size: int) -> None:
+        import torch.distributed as dist
+
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="vescale-ranks-")
         # Ranks that wait at a store in a file look at it every 10 ms.
