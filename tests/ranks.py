@@ -29,7 +29,7 @@ from typing import Any
 
 from tests.examples import daily_sample
 
-__all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", "Spent", "run_cases"]
+__all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", "Spent", "fork_context", "run_cases"]
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
@@ -166,6 +166,15 @@ def _serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection)
         dist.destroy_process_group()
 
 
+def fork_context() -> multiprocessing.context.ForkServerContext:
+    """Of processes that are forked from a server with torch and vescale loaded."""
+    context = multiprocessing.get_context("forkserver")
+    used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
+    used += [name for module, name in _PRELOAD_WITH.items() if module in sys.modules]
+    context.set_forkserver_preload([*_PRELOAD, *used])  # before the server starts
+    return context
+
+
 def _share_gloo_device() -> None:
     """All groups of this process use one gloo device, whose thread wakes up a hundred times a second; by default each has
     a device of its own."""
@@ -212,15 +221,13 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="vescale-ranks-")
         # Ranks that wait at a store in a file look at it every 10 ms.
         self._store = dist.TCPStore("localhost", 0, world_size, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
-        used += [name for module, name in _PRELOAD_WITH.items() if module in sys.modules]
-        context.set_forkserver_preload([*_PRELOAD, *used])
+        context = fork_context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, self._store.port, self._folder.name, there), daemon=True)
+            given = rank, world_size, self._store.port, self._folder.name, there
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)

@@ -85,7 +85,7 @@ def forget_sizes() -> None:
     LAYOUT_OF_SPEC.clear()
     MADE_SPECS.clear()
     REPLICAS.clear()
-    dispatcher = csrc.load_module("dispatch")
+    dispatcher = csrc.dispatcher()
     if dispatcher is not None:
         dispatcher.clear()
 
