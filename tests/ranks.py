@@ -29,11 +29,12 @@ from typing import Any
 
 from tests.examples import daily_sample
 
-__all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", "Spent", "run_cases"]
+__all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", "Spent", "fork_context", "run_cases"]
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
-_PRELOAD += ["vescale.runtime", "vescale.fsdp", "vescale.optim", "vescale.pipeline", "vescale.debug", "pytest"]
+_PRELOAD += ["vescale.runtime", "vescale.fsdp", "vescale.optim", "vescale.pipeline", "vescale.debug", "vescale.static"]
+_PRELOAD += ["jsonschema", "pytest"]
 # Slow to import as well, but only some runs need them: the server loads those that the test process has loaded by the
 # time that the first pool starts, which is after the collection of all tests.
 _PRELOAD_IF_USED = ["transformers.modeling_utils", "transformers.models.llama.modeling_llama", "diffusers.models"]
@@ -113,7 +114,7 @@ class _ReusedGroups:
         self._lent.clear()
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.device_mesh as device_mesh
@@ -130,7 +131,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(os.path.join(folder, "store"), world_size),
+        store=dist.TCPStore("localhost", port, world_size),
         rank=rank,
         world_size=world_size,
         timeout=_TIMEOUT,
@@ -163,6 +164,15 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         charged = used
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def fork_context() -> multiprocessing.context.ForkServerContext:
+    """Of processes that are forked from a server with torch and vescale loaded."""
+    context = multiprocessing.get_context("forkserver")
+    used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
+    used += [name for module, name in _PRELOAD_WITH.items() if module in sys.modules]
+    context.set_forkserver_preload([*_PRELOAD, *used])  # before the server starts
+    return context
 
 
 def _share_gloo_device() -> None:
@@ -205,17 +215,19 @@ class RankPool:
     """``world_size`` gloo processes that stay alive between cases."""
 
     def __init__(self, world_size: int) -> None:
+        import torch.distributed as dist
+
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="vescale-ranks-")
-        context = multiprocessing.get_context("forkserver")
-        used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
-        used += [name for module, name in _PRELOAD_WITH.items() if module in sys.modules]
-        context.set_forkserver_preload([*_PRELOAD, *used])
+        # Ranks that wait at a store in a file look at it every 10 ms.
+        self._store = dist.TCPStore("localhost", 0, world_size, is_master=True, wait_for_workers=False)
+        context = fork_context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, self._folder.name, there), daemon=True)
+            given = rank, world_size, self._store.port, self._folder.name, there
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.compat.test_exact_matches import DTYPES, OPS
 from vescale import ops
+from vescale.compat.meta_shapes import meta_of_result
 
 aten = torch.ops.aten
 
@@ -81,3 +82,22 @@ def test_shapes_strides_and_dtypes_are_those_of_fake_tensors(mesh: DeviceMesh) -
             assert found(propagator, schema) == expected, schema
             compared += 1
     assert compared > 4 * len(OPS + MORE)
+
+
+def test_what_tells_calls_apart() -> None:
+    """Results are kept: equal numbers of another type, and another default dtype, are other calls."""
+    x = torch.empty(2, 3, dtype=torch.int32, device="meta")
+    of_x = TensorMeta(x.shape, x.stride(), x.dtype)
+    before = torch.get_default_dtype()
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            for number in (1, True, 1.0, 1, 1 + 0j):
+                found = meta_of_result(aten.add.Tensor, (of_x, number), {})
+                assert found.dtype == (x + number).dtype, (dtype, number)
+            assert meta_of_result(aten.mean.default, (of_x,), {"dtype": torch.float64}).dtype is torch.float64
+        finally:
+            torch.set_default_dtype(before)
+    pieces = meta_of_result(aten.split.Tensor, (of_x, 2, 1), {})
+    pieces.clear()  # the caller's own
+    assert len(meta_of_result(aten.split.Tensor, (of_x, 2, 1), {})) == 2

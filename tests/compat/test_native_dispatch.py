@@ -28,7 +28,8 @@ from vescale.compat import (
     reset_dispatch_counts,
     sharding_caches,
 )
-from vescale.compat.native_dispatch import num_entries, without_native
+from vescale.compat.native_dispatch import is_native, native_boundaries, num_entries, without_native
+from vescale.compat.patches import install, uninstall
 from vescale.compat.sharding_caches import INTERNED_SPECS
 from vescale.placements import RaggedShard, contiguous_stride, own_region
 
@@ -379,3 +380,14 @@ def test_no_specs_are_kept_for_equal_calls(world: dict[str, DeviceMesh]) -> None
     for _ in range(200):
         step()
     assert (len(INTERNED_SPECS), num_entries()) == before
+
+
+@pytest.mark.helper("dispatch")
+@pytest.mark.parametrize("variable", [("VESCALE_DISPATCH", "stock"), ("VESCALE_NO_NATIVE", "1")])
+def test_what_runs_ops_is_decided_once(variable: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that came late switched a part of the helpers off: views of gathered tensors missed writes."""
+    install()
+    monkeypatch.setenv(*variable)
+    uninstall()
+    install()
+    assert is_native() and native_boundaries() is not None

@@ -4,7 +4,6 @@ torch loaded."""
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from tests.ranks import _PRELOAD, SPENT
+from tests.ranks import SPENT, fork_context
 
 __all__ = ["JobResult", "run_job", "run_processes"]
 
@@ -62,8 +61,7 @@ def run_processes(
     """Run ``fn(*args)`` in processes with the environment of ``torchrun``'s ranks. The store is kept by this process, as
     torchrun's agent does. Ranks that have not ended after ``limit`` seconds are killed, and have None as exit code."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = fork_context()
     loaded = context.Process(target=int)  # the server answers when it has loaded torch, which the limit does not count
     loaded.start()
     loaded.join()

@@ -28,7 +28,7 @@ from tests.rng import cases
 from vescale import csrc, rng
 from vescale.compat import clear_sharding_caches, local_of, make_dtensor, make_spec
 from vescale.compat.native_dispatch import write_through_python
-from vescale.compat.patching import HOOKS, Changes
+from vescale.compat.patching import HOOKS, Changes, undo
 from vescale.compat.random_ops import count_forward
 from vescale.placements import RaggedShard, local_region
 from vescale.rng import _native_parts, _op_handlers
@@ -319,7 +319,7 @@ def test_writes_are_told_while_copies_are_viewed(
         assert handled == ["uniform_", "told"]
         copies.add(2)
     finally:
-        changes.undo()
+        undo(changes)
     dtensor.uniform_()
     assert handled == ["uniform_", "told"]
 

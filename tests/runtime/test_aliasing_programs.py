@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import random
 import sys
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.examples import NIGHTLY
+from tests.ranks import SPENT, fork_context
 from tests.runtime.drawn_modules import ROWS, WIDTH, Block, UndefinedOnOneDeviceError, draw_model, draw_plan
 from tests.simulate import on_other_thread, simulate
 from tests.whole import whole
@@ -230,11 +232,21 @@ def run(seeds: list[int], space: Space = Space()) -> tuple[Counter[str], list[st
     return found
 
 
+def run_apart(seeds: list[int], space: Space = Space()) -> tuple[Counter[str], list[str]]:
+    """In a process of its own: how many programs are refused has been seen to depend on what ran before."""
+    with ProcessPoolExecutor(1, fork_context()) as pool:
+        outcomes, failures, seconds = pool.submit(_timed_run, seeds, space).result()
+    SPENT.seconds += seconds
+    return outcomes, failures
+
+
+def _timed_run(seeds: list[int], space: Space) -> tuple[Counter[str], list[str], float]:
+    return *run(seeds, space), time.process_time()
+
+
 def test_drawn_modules() -> None:
     seeds = range(10_000) if NIGHTLY else (*range(198), *FAILED_ONCE)
-    # In a process of its own: how many programs are refused has been seen to depend on what ran before.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        outcomes, failures = pool.submit(run, list(seeds)).result()
+    outcomes, failures = run_apart(list(seeds))
     assert not failures, "\n\n".join(failures[:5])
     assert outcomes["equal"] > len(seeds) * 0.5, outcomes
 
@@ -243,8 +255,7 @@ def test_drawn_modules() -> None:
 def test_drawn_modules_of_the_wide_space(num_ranks: int) -> None:
     """Three ranks cut unevenly."""
     seeds = range(5_000) if NIGHTLY else (*range(40 if num_ranks == 2 else 0), *FAILED_WIDE[num_ranks])
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        outcomes, failures = pool.submit(run, list(seeds), Space(is_wide=True, mesh=(num_ranks,))).result()
+    outcomes, failures = run_apart(list(seeds), Space(is_wide=True, mesh=(num_ranks,)))
     assert not failures, "\n\n".join(failures[:5])
     assert outcomes["equal"] > len(seeds) * 0.5, outcomes
 
@@ -253,8 +264,7 @@ def test_drawn_modules_of_the_wide_space(num_ranks: int) -> None:
 @pytest.mark.parametrize("mesh", [(2, 2), (3, 2)])
 def test_drawn_modules_on_two_axes(mesh: tuple[int, ...]) -> None:
     """A batch may be cut by both axes, unevenly."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        outcomes, failures = pool.submit(run, list(range(100)), Space(is_wide=True, mesh=mesh)).result()
+    outcomes, failures = run_apart(list(range(100)), Space(is_wide=True, mesh=mesh))
     assert not failures, "\n\n".join(failures[:5])
     assert outcomes["equal"] > 30, outcomes
 
@@ -262,8 +272,7 @@ def test_drawn_modules_on_two_axes(mesh: tuple[int, ...]) -> None:
 @pytest.mark.slow
 def test_drawn_modules_in_static_mode() -> None:
     """Ranks are threads, which share the functions whose code static forwards exchange: program 26 hung."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        outcomes, failures = pool.submit(run, list(range(20, 32)), Space(is_wide=True, is_static=True)).result()
+    outcomes, failures = run_apart(list(range(20, 32)), Space(is_wide=True, is_static=True))
     assert not failures, "\n\n".join(failures[:5])
     assert outcomes["equal"] > 3, outcomes
 
@@ -271,8 +280,7 @@ def test_drawn_modules_in_static_mode() -> None:
 def test_drawn_modules_under_a_dispatch_mode() -> None:
     """Under a mode, conversions run in Python; of the first 120 programs, 30 read old values, or had other gradients."""
     seeds = range(2_000) if NIGHTLY else FAILED_UNDER_A_MODE
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        outcomes, failures = pool.submit(run, list(seeds), Space(is_seen=True)).result()
+    outcomes, failures = run_apart(list(seeds), Space(is_seen=True))
     assert not failures, "\n\n".join(failures[:5])
     assert NIGHTLY is False or outcomes["equal"] > len(seeds) * 0.4, outcomes
 
@@ -280,7 +288,7 @@ def test_drawn_modules_under_a_dispatch_mode() -> None:
 def test_drawn_modules_without_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VESCALE_DISPATCH", "stock")
     seeds = range(2_000) if NIGHTLY else FAILED_IN_PYTHON
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # which reads the environment anew
         outcomes, failures = pool.submit(run, list(seeds)).result()
     assert not failures, "\n\n".join(failures[:5])
     assert outcomes["equal"] > len(seeds) * 0.3, outcomes

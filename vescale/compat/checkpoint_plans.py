@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed.tensor import DTensor
 
-from vescale.compat.needs import CHECKPOINTS, require
+from vescale.compat.needs import CHECKPOINTS, lacking, require
 from vescale.compat.patching import Changes
 from vescale.errors import ShardedStateError
 
@@ -58,12 +58,13 @@ def _is_custom(hooks: Any) -> Callable[[Any], bool]:
 
 def wrap_protocol(changes: Changes, dtensor_hooks: Any) -> None:
     """DTensor's side of DCP's ``_Checkpointable`` protocol."""
-    hooks = dtensor_hooks.checkpoint
+    hooks, is_complete = dtensor_hooks.checkpoint, not lacking(CHECKPOINTS)
 
     def is_custom(value: Any) -> bool:
         if not dtensor_hooks.has_custom(value._spec.placements):
             return False
-        require(CHECKPOINTS)  # PyTorch's own plans would leave blocks out
+        if not is_complete:  # PyTorch's own plans would leave blocks out
+            require(CHECKPOINTS)
         return True
 
     write_items = DTensor.__create_write_items__

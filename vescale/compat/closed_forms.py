@@ -221,7 +221,7 @@ def remember_form(
         _keep_by_divisibility(call, _COMMUNICATES)
     if not results:
         return
-    listed = [isinstance(meta, list) for meta in _metas(call, len(results))]
+    listed = [isinstance(one.type, torch.ListType) for one in call.op._schema.returns]
     kept: list[tuple[Layout | None, bool, int, int]] = []
     for (specs, written, viewed), is_list in zip(results, listed, strict=True):
         layouts = {None if spec is None else layout_of(spec) for spec in specs}

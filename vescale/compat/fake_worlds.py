@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from vescale.compat.needs import ESTIMATES, require
-from vescale.compat.patching import Changes
+from vescale.compat.patching import Changes, undo
 from vescale.compat.sharding_caches import clear_sharding_caches
 
 require(ESTIMATES)  # this module is no part of what vescale imports at first
@@ -73,5 +73,5 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
             for name in set(world.pg_names.values()):
                 with contextlib.suppress(RuntimeError):
                     _unregister_process_group(name)
-            changes.undo()
+            undo(changes)
             clear_sharding_caches()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import _meta_registrations
 
-from vescale.compat.patching import Changes
+from vescale.compat.patching import Changes, undo
 
 __all__ = ["take_more_dtypes", "taking_more_dtypes"]
 
@@ -51,7 +51,7 @@ def _end_use() -> None:
     with _LOCK:
         changes = _USES.pop()
         if not _USES:
-            changes.undo()
+            undo(changes)
 
 
 def _change(changes: Changes) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ __all__ = ["held_tensors", "weak_node"]
 def weak_node(tensor: torch.Tensor) -> Callable[[], Any]:
     """A function that returns the node that made the tensor, while the graph exists; without a compiler, while the tensor
     exists. It returns None for a view whose base was written to where autograd does not allow it: using it raises."""
-    module: Any = _module()
+    module: Any = csrc.dispatcher()
     if module is not None:
         try:
             found: Callable[[], Any] = module.WeakNode(tensor)
@@ -34,16 +32,10 @@ def weak_node(tensor: torch.Tensor) -> Callable[[], Any]:
     return node
 
 
-@functools.cache
-def _module() -> ModuleType | None:
-    """Decided once in a process: every forward of a model asks for it."""
-    return csrc.load_module("dispatch")
-
-
 def held_tensors(roots: Iterable[Any], stop: Iterable[Any] = ()) -> Iterator[tuple[Any, torch.Tensor]]:
     """(node, tensor) for all that the graph from the nodes ``roots`` to those of ``stop`` has saved. What hooks have packed
     into something else than a tensor is left out, and so is what a backward has released."""
-    module: Any = _module()
+    module: Any = csrc.dispatcher()
     stack, seen = [node for node in roots if node is not None], {node for node in stop if node is not None}
     while stack:
         node = stack.pop()

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from vescale.compat.grouped_products import take_more_dtypes
 from vescale.compat.patching import Changes
 
-__all__ = ["has_meta_kernel", "meta_of_result", "run_on_meta"]
+__all__ = ["forget_metas", "has_meta_kernel", "meta_of_result", "run_on_meta"]
 
 _aten = torch.ops.aten
 
@@ -105,21 +105,47 @@ def _has_meta_kernel(op: Any) -> bool:
 
 def meta_of_result(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """One ``TensorMeta`` or several, with None for what is no tensor; ``args`` and ``kwargs`` have specs, or what is known
-    of a tensor, for tensors."""
-    result = op(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
+    of a tensor, for tensors. The op runs once for the same sizes, however they are placed."""
+    call = op, _known(args), _known(tuple(kwargs.items())), torch.get_default_dtype()
+    try:
+        hash(call)
+    except TypeError:  # sizes that are symbols, for example
+        return _run(*call)
+    found = _run_once(*call)
+    return list(found) if isinstance(found, list) else found
+
+
+def forget_metas() -> None:
+    """The next calls run."""
+    _run_once.cache_clear()
+
+
+def _run(op: Any, args: Any, kwargs: Any, _: torch.dtype) -> Any:
+    result = op(*_given(args), **dict(_given(kwargs)))
     if isinstance(result, tuple | list):
         return type(result)(_meta_of(one) for one in result)
     return _meta_of(result)
 
 
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, DTensorSpec | TensorMeta):
-        meta = value if isinstance(value, TensorMeta) else value.tensor_meta
-        assert meta is not None  # of an operand
-        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-    if isinstance(value, list | tuple) and any(isinstance(one, DTensorSpec | TensorMeta) for one in value):
-        return [_on_meta(one) for one in value]
-    return value
+_run_once = functools.lru_cache(maxsize=4096)(_run)
+
+
+def _known(value: Any) -> Any:
+    """What is known of a tensor; other values with their types, by which equal numbers differ."""
+    if isinstance(value, DTensorSpec):
+        assert value.tensor_meta is not None  # of an operand
+        return value.tensor_meta
+    if isinstance(value, TensorMeta):
+        return value
+    return type(value), tuple(map(_known, value)) if isinstance(value, list | tuple) else value
+
+
+def _given(known: Any) -> Any:
+    """What :func:`_known` was given, with tensors on the meta device."""
+    if isinstance(known, TensorMeta):
+        return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+    kind, value = known
+    return kind(map(_given, value)) if issubclass(kind, list | tuple) else value
 
 
 def _meta_of(result: Any) -> TensorMeta | None:

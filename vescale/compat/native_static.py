@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -77,6 +76,5 @@ class NativeStatic(Protocol):
         """Whether each DTensor still has its local tensor, with the memory at its address."""
 
 
-@functools.cache
 def native_static() -> NativeStatic:
-    return cast(NativeStatic, csrc.load_module("dispatch"))
+    return cast(NativeStatic, csrc.dispatcher())

@@ -35,7 +35,7 @@ from vescale.compat.meta_shapes import run_on_meta
 from vescale.compat.moved_local_tensors import wrap_redistribute_local
 from vescale.compat.native_dispatch import install_native_dispatch
 from vescale.compat.needs import CHECKPOINTS, EXACT_MATCHES, OBSERVATION, lacking, self_check
-from vescale.compat.patching import HOOKS, Changes
+from vescale.compat.patching import HOOKS, Changes, rebind, undo
 from vescale.compat.sharding_caches import clear_sharding_caches
 
 __all__ = [
@@ -247,6 +247,7 @@ def _install(parts: dict[str, Any]) -> None:
             if patch.part in new and not (patch.feature and lacking(patch.feature)):
                 _APPLIED.append((patch, Changes()))
                 patch.apply(_APPLIED[-1][1], new[patch.part])
+        rebind(*[changes for _, changes in _APPLIED[num_before:]])
         if not new.keys() <= _WITHOUT_DECISIONS:
             clear_sharding_caches()  # of decisions that were made without these parts
     except BaseException:
@@ -277,9 +278,9 @@ def uninstall_part(part: str) -> None:
 
 
 def _take_back(applied: list[tuple[Patch, Changes]]) -> None:
-    for patch, changes in reversed(applied):
-        changes.undo()
-        _APPLIED.remove((patch, changes))
+    undo(*[changes for _, changes in applied])
+    for each in applied:
+        _APPLIED.remove(each)
     if not {patch.part for patch, _ in applied} <= _WITHOUT_DECISIONS:
         clear_sharding_caches()
 

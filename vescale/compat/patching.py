@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-__all__ = ["HOOKS", "Changes"]
+__all__ = ["HOOKS", "Changes", "rebind", "undo"]
 
 # What runs in the places that are patched, by part ("placements", "models", "random"), of the parts that are installed.
 HOOKS: dict[str, Any] = {}
@@ -17,9 +17,14 @@ _ABSENT = object()
 
 
 class Changes:
-    """Changes in the order in which they were made. :meth:`undo` takes them back in the opposite order."""
+    """Changes in the order in which they were made. :func:`undo` takes them back in the opposite order.
+
+    Attributes:
+        functions: those that :func:`rebind` replaces, with what comes in their place.
+    """
 
     def __init__(self) -> None:
+        self.functions: list[tuple[Any, Any]] = []
         self._undo: list[Callable[[], None]] = []
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
@@ -33,17 +38,31 @@ class Changes:
         table()[key] = value
 
     def function(self, original: Any, replacement: Any) -> None:
-        """Replace a function in every module that holds it, under whatever name: its own, PyTorch's others, and those of
-        programs that imported it before. Modules that are loaded later import the replacement."""
-        self._undo.append(partial(_rebind, replacement, original))
-        _rebind(original, replacement)
+        """Replace a function, when :func:`rebind` is called, in every module that holds it, under whatever name: its own,
+        PyTorch's others, and those of programs that imported it before. Modules that are loaded later import the
+        replacement."""
+        self.functions.append((original, replacement))
 
     def on_undo(self, function: Callable[[], None]) -> None:
         self._undo.append(function)
 
-    def undo(self) -> None:
+    def restore(self) -> None:
+        """Take back all but the functions."""
         while self._undo:
             self._undo.pop()()
+
+
+def rebind(*made: Changes) -> None:
+    """Replace the functions of all these changes: all modules of the program are gone through once."""
+    _rebind([pair for changes in made for pair in changes.functions])
+
+
+def undo(*made: Changes) -> None:
+    """Take these changes back, the last ones first."""
+    _rebind([(replacement, original) for changes in made for original, replacement in changes.functions])
+    for changes in reversed(made):
+        changes.functions.clear()
+        changes.restore()
 
 
 def _restore_attribute(owner: Any, name: str, before: Any) -> None:
@@ -60,9 +79,15 @@ def _restore_entry(table: Callable[[], dict[Any, Any]], key: Any, before: Any) -
         table()[key] = before
 
 
-def _rebind(old: Any, new: Any) -> None:
-    for module in list(sys.modules.values()):
+def _rebind(pairs: Sequence[tuple[Any, Any]]) -> None:
+    new = {id(old): replacement for old, replacement in pairs}
+    assert len(new) == len(pairs), "two changes replace the same function"
+    for old, replacement in pairs:
+        while id(replacement) in new:  # what was put in place last goes back to what was there first
+            replacement = new[id(replacement)]
+        new[id(old)] = replacement
+    for module in list(sys.modules.values()) if pairs else ():
         if isinstance(module, ModuleType):
             names = vars(module)
-            for name in [name for name, value in list(names.items()) if value is old]:
-                names[name] = new
+            for name in [name for name, value in list(names.items()) if id(value) in new]:
+                names[name] = new[id(names[name])]

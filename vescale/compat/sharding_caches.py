@@ -17,6 +17,7 @@ from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from vescale import csrc
+from vescale.compat.meta_shapes import forget_metas
 
 __all__ = [
     "FORMS",
@@ -70,6 +71,7 @@ def begin_world() -> None:
 def clear_sharding_caches() -> None:
     """Decide every call anew. PyTorch's caches belong to the calling thread: those of other threads stay."""
     forget_sizes()
+    forget_metas()
     FORMS.clear()
     LAYOUTS.clear()
 
@@ -85,7 +87,7 @@ def forget_sizes() -> None:
     LAYOUT_OF_SPEC.clear()
     MADE_SPECS.clear()
     REPLICAS.clear()
-    dispatcher = csrc.load_module("dispatch")
+    dispatcher = csrc.dispatcher()
     if dispatcher is not None:
         dispatcher.clear()
 

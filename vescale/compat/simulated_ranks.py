@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat.needs import ESTIMATES, require
-from vescale.compat.patching import Changes
+from vescale.compat.patching import Changes, rebind
 
 require(ESTIMATES)  # this module is no part of what vescale imports at first
 from torch._C._distributed_c10d import FakeWork  # noqa: E402
@@ -74,6 +74,7 @@ def become_rank(
     _with_gradients_of_buckets(changes)
     _without_devices(changes)
     _without_files(changes)
+    rebind(changes)
 
 
 def _with_gradients_of_buckets(changes: Changes) -> None:

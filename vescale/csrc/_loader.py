@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["load", "load_module", "step_marks"]
+__all__ = ["dispatcher", "load", "load_module", "step_marks"]
 
 _FOLDER = Path(__file__).parent
 
@@ -61,6 +61,12 @@ def load_module(name: str) -> ModuleType | None:
     if os.environ.get("VESCALE_NO_NATIVE", "") not in ("", "0"):
         return None
     return _import(name)
+
+
+@functools.cache
+def dispatcher() -> ModuleType | None:
+    """``load_module("dispatch")``, decided once in a process: others rely on what it does."""
+    return load_module("dispatch")
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,35 +40,25 @@ Block = npt.NDArray[np.uint32]
 @functools.cache
 def characteristic_exponents() -> tuple[int, ...]:
     """The exponents of phi below the leading 19937, descending, from the closed form of the authors' appendix A."""
-    full = (1 << BLOCK_WORDS) ^ (1 << _MIDDLE_WORD)  # t^n + t^m
-    short = (1 << (BLOCK_WORDS - 1)) ^ (1 << (_MIDDLE_WORD - 1))  # t^(n-1) + t^(m-1)
-    high_bits = 32 - _LOW_BITS
-    phi = _product(_power(full, high_bits), _power(short, _LOW_BITS))
-    for bit in range(32):
-        if _MATRIX >> bit & 1:
-            if bit < _LOW_BITS:
-                phi ^= _product(_power(full, high_bits), _power(short, _LOW_BITS - 1 - bit))
-            else:
-                phi ^= _power(full, 31 - bit)
-    exponents = tuple(e for e in range(phi.bit_length() - 1, -1, -1) if phi >> e & 1)
+    terms = [(1, _LOW_BITS)] + [
+        (1, _LOW_BITS - 1 - bit) if bit < _LOW_BITS else (31 - bit, 0) for bit in range(32) if _MATRIX >> bit & 1
+    ]
+    counts = Counter(
+        one + other
+        for full, short in terms
+        for one in _power(BLOCK_WORDS, _MIDDLE_WORD, full)
+        for other in _power(BLOCK_WORDS - 1, _MIDDLE_WORD - 1, short)
+    )
+    exponents = tuple(sorted((e for e, count in counts.items() if count % 2), reverse=True))
     if len(exponents) != 135 or exponents[0] != _DEGREE or exponents[1] != 19314:
         raise AssertionError("the characteristic polynomial of mt19937 came out wrong")
     return exponents[1:]
 
 
-def _product(a: int, sparse: int) -> int:
-    total = 0
-    for exponent in range(sparse.bit_length()):
-        if sparse >> exponent & 1:
-            total ^= a << exponent
-    return total
-
-
-def _power(base: int, exponent: int) -> int:
-    result = 1
-    for _ in range(exponent):
-        result = _product(result, base)
-    return result
+def _power(high: int, low: int, exponent: int) -> Iterator[int]:
+    """The exponents of ``(t^high + t^low)^exponent``. A binomial coefficient is odd if the bits of the lower number are
+    among those of the upper one (Lucas)."""
+    return (high * i + low * (exponent - i) for i in range(exponent + 1) if i & ~exponent == 0)
 
 
 @functools.cache
