@@ -25,7 +25,9 @@ from vescale.cli import main
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
 from vescale.estimation import CATEGORIES, device_names, device_of, estimate, page, sliders_of, what_if, zero_plan
-from vescale.estimation._memory_log import Instant, MemoryLog
+from vescale.estimation._memory_log import Block, Instant, MemoryLog
+from vescale.estimation._memory_timeline import timeline_of
+from vescale.estimation._rehearsal import Rehearsal
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
 from vescale.ir import lower
@@ -494,3 +496,13 @@ def test_what_is_offloaded_is_in_the_memory_of_the_host() -> None:
 def changed_plan(found: Any, policy: str) -> Any:
     plan = plan_zoo.load("llama_zero3", {"dp": 2, "tp": 1}).checkpoint(r"model.layers.\d+", policy)
     return found.again(plan=plan)
+
+
+def test_what_waits_for_a_bucket_is_freed_when_it_is_there() -> None:
+    """Memory of the engine that was made in the first backward and stays is no gradient that waits."""
+    here = Instant(0, "backward", None)
+    log = MemoryLog(lambda: here, instants=[here] * 5)
+    log.blocks += [Block(64, 0, 0), Block(32, 1, 1, 3), Block(256, 2, 2)]  # kept, waiting, the bucket
+    timeline = timeline_of(Rehearsal(log, 1, kinds={2: ("gradients", None)}), ())
+    assert timeline.categories["gradients"].tolist() == [0, 32, 288, 256, 256]
+    assert timeline.categories["temporary"].tolist() == [64] * 5

@@ -5,7 +5,7 @@ from vescale.estimation._calibrate import calibrate
 from vescale.estimation._compare import Comparison, EstimateWarning, compare
 from vescale.estimation._depth import first_and_last_of
 from vescale.estimation._device_attention import attention_of_gpu
-from vescale.estimation._devices import Curve, Device, Efficiency, device_names, device_of
+from vescale.estimation._devices import HOST_KINDS, Curve, Device, Efficiency, device_names, device_of
 from vescale.estimation._estimate import Estimate, estimate, routing_of
 from vescale.estimation._extrapolate import Extrapolation, ScaledTerm, extrapolate
 from vescale.estimation._html import page
@@ -24,6 +24,7 @@ from vescale.estimation._stages import step_of_stages
 from vescale.estimation._step_time import (
     OpSeconds,
     StepTime,
+    host_seconds,
     is_of_parameters,
     names_block,
     op_seconds,
@@ -45,6 +46,7 @@ from vescale.ir import Repeats, repeats_of
 
 __all__ = [
     "CATEGORIES",
+    "HOST_KINDS",
     "OPTIMIZERS",
     "WHAT_IF",
     "Block",
@@ -79,6 +81,7 @@ __all__ = [
     "estimate",
     "extrapolate",
     "first_and_last_of",
+    "host_seconds",
     "hybrid_plan",
     "implicit_reports",
     "is_of_parameters",

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vescale.errors import EstimateArgumentError
 from vescale.estimation._devices import Device
 from vescale.estimation._estimate import estimate
 from vescale.estimation._reference_job import measure_rank, on_processors, references
+from vescale.estimation._step_time import StepTime
 
 __all__ = ["calibrate"]
 
@@ -29,10 +31,11 @@ def calibrate(file: str | os.PathLike[str], device: str | None = None, *, ranks:
     """Measure this machine, and write a table to ``file``: matrix products of several sizes, copies, ops on small tensors.
 
     Of a host, ``ranks`` processes with one thread each are started, as a job on it has. All of them measure the ops of
-    models at once, then collectives over gloo, then steps of two parallelized models, from which follow how much slower
-    ops are in a step than in a loop, and what the host takes for an op beside. Seconds of ops are processor time, the
-    median of several series, and those of collectives the least by the clock: whatever else runs on the host makes them
-    longer. Of a GPU, collectives stay typical ones.
+    models at once, then collectives over gloo, then steps of small parallelized models, from which follow how much slower
+    ops are in a step than in a loop, and what the host takes beside: for ops on DTensors in forwards, backwards,
+    recomputations and the optimizer, and for units. Seconds of ops are processor time, the median of several series, and
+    those of collectives the least: whatever else runs on the host makes them longer. Of a GPU, collectives stay typical
+    ones.
 
     Some ten seconds. Raises OSError where the file cannot be written, ValueError for fewer than two ranks.
 
@@ -109,19 +112,52 @@ def _of_ranks(data: dict[str, Any], ranks: int, samples: int, where: str) -> dic
     rows = []
     for number, reference in enumerate(references(ranks)):
         planned = estimate(reference.model(), reference.plan(), batch={"x": reference.shape}, device=table).time
-        step = max(found[rank]["steps"][number] for rank in found)
-        rows.append((planned.compute + planned.memory, planned.host, step - planned.exposed))
+        measured = [max(part) for part in zip(*(found[rank]["steps"][number] for rank in found))]
+        rows.append(_Measured(planned, *measured))
     slower, own["dtensor_seconds"] = _fit(*rows)
     own["ops"] = {name: [[size, seconds * slower] for size, seconds in points] for name, points in ops.items()}
     return own
 
 
-def _fit(small: tuple[float, float, float], large: tuple[float, float, float]) -> tuple[float, float]:
-    """How many times as long ops take in a step as in a loop, where caches are warm, and the host's seconds for an op."""
-    (ops, calls, step), (more_ops, more_calls, more_step) = small, large
-    slower = (more_step * calls - step * more_calls) / (more_ops * calls - ops * more_calls)
+@dataclass(frozen=True)
+class _Measured:
+    """Seconds of the parts of a reference's step, beside what is estimated of its ops."""
+
+    planned: StepTime
+    forward: float
+    backward: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, without collectives."""
+        return self.forward + self.backward + self.optimizer - self.planned.exposed
+
+    def busy(self, *phases: str) -> float:
+        """Seconds of ops in a loop, of some phases or of all."""
+        return sum(seconds for phase, seconds in self.planned.phases.items() if not phases or phase in phases)
+
+
+def _fit(
+    small: _Measured, large: _Measured, again: _Measured, saving: _Measured, units: _Measured
+) -> tuple[float, dict[str, float]]:
+    """How many times as long ops take in a step as in a loop, where caches are warm, and the host's seconds for an op on
+    DTensors by what it is for. The small and the large model have the same ops, so that the host takes the same for them."""
+    slower = (large.seconds - small.seconds) / (large.busy() - small.busy())
     slower = min(max(slower, 1.0), 2.0)
-    return slower, max((step - slower * ops) / calls, 1e-7)
+    found: dict[str, float] = {}
+
+    def learn(kind: str, seconds: float, count: float) -> None:
+        found[kind] = max(seconds / count, 1e-7)
+
+    counts = small.planned.on_dtensors
+    learn("forward", small.forward - slower * small.busy("forward", "loss"), counts["forward"])
+    learn("backward", small.backward - small.planned.exposed - slower * small.busy("backward"), counts["backward"])
+    learn("optimizer", small.optimizer - slower * small.busy("optimizer"), counts["optimizer"])
+    for kind, one in (("recompute", again), ("saving", saving), ("unit", units)):
+        known = sum(found[name] * count for name, count in one.planned.on_dtensors.items() if name in found)
+        learn(kind, one.seconds - slower * one.busy() - known, one.planned.on_dtensors[kind])
+    return slower, found
 
 
 def _slowest(of_ranks: list[list[list[float]]]) -> list[list[float]]:

@@ -16,10 +16,15 @@ import yaml
 from vescale.errors import DeviceTableError
 from vescale.plans import MeshAxes, did_you_mean
 
-__all__ = ["Curve", "Device", "Efficiency", "device_names", "device_of"]
+__all__ = ["HOST_KINDS", "Curve", "Device", "Efficiency", "device_names", "device_of"]
 
 _FOLDER = Path(__file__).parent / "devices"
 _CURVES = ("ops", "collectives")
+
+HOST_KINDS = ("forward", "backward", "recompute", "saving", "optimizer", "unit")
+"""For what the host of a parallelized model takes time beside its ops: ops on DTensors in a forward, in a backward, in a
+recomputation, in a forward or a recomputation whose policy saves results of ops, and in the optimizer; and gathers and
+reductions of units."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ class Device:
         efficiency: of matrix products; ``bandwidth_efficiency``: of ops that move memory.
         ranks_per_node: devices that ``node_bandwidth`` connects.
         node_bandwidth, node_latency, network_bandwidth, network_latency: of a rank, one way.
-        op_seconds: host time of an op on a plain tensor; ``dtensor_seconds``: what one of a parallelized model takes beside.
+        op_seconds: host time of an op on a plain tensor; ``dtensor_seconds``: what one on DTensors takes beside, or by
+            what it is for (:data:`vescale.estimation.HOST_KINDS`), then with what a gather or reduction of a unit takes.
         outside_bytes: memory that PyTorch's allocator does not know: by name; ``communicator``: for each group.
         confidence: of the terms, a relative error.
         sources: where each number is from, by its key here; what says "assumption" is neither published nor measured.
@@ -92,7 +98,7 @@ class Device:
     network_bandwidth: float
     network_latency: float
     op_seconds: float
-    dtensor_seconds: float
+    dtensor_seconds: float | Mapping[str, float]
     outside_bytes: Mapping[str, int]
     confidence: Mapping[str, float]
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -131,10 +137,21 @@ class Device:
             value = data[key]
             if value is None and known[key] == "int | None":
                 continue
-            if not _is_number(value) or value < 0 or (value == 0 and key != "overlap"):
+            if not _is_positive(value) and not (key == "overlap" and _is_number(value) and value == 0):
                 raise DeviceTableError(f"{where}: {key} is {value!r}; give a positive number")
             if known[key] != "float" and value != int(value):
                 raise DeviceTableError(f"{where}: {key} is {value!r}; give a whole number")
+        host = data["dtensor_seconds"]
+        by_kind = host if isinstance(host, Mapping) else {"forward": host}
+        if (
+            "forward" not in by_kind
+            or not set(by_kind) <= set(HOST_KINDS)
+            or not all(map(_is_positive, by_kind.values()))
+        ):
+            raise DeviceTableError(
+                f"{where}: dtensor_seconds is {host!r}; give a positive number, or one for 'forward' and others by name: "
+                f"{', '.join(HOST_KINDS)}"
+            )
         sources = data["sources"]
         if not isinstance(sources, Mapping) or not all(isinstance(x, str) for x in sources.values()):
             raise DeviceTableError(f"{where}: sources is {sources!r}; give a mapping from keys of the table to texts")
@@ -170,10 +187,19 @@ class Device:
             return self.node_bandwidth, self.node_latency
         return self.network_bandwidth, self.network_latency
 
-    def host_seconds(self, num_ops: float, num_ranks: int) -> float:
-        """What the host takes for ``num_ops`` ops of one of ``num_ranks`` ranks; measured ops have it in their seconds."""
-        own = 0.0 if self.ops else self.op_seconds
-        return num_ops * (own + (self.dtensor_seconds if num_ranks > 1 else 0.0))
+    def launch_seconds(self, num_ops: float) -> float:
+        """What the host takes to launch ``num_ops`` ops on plain tensors; measured ops have it in their seconds."""
+        return 0.0 if self.ops else num_ops * self.op_seconds
+
+    def dtensor_op_seconds(self, kind: str) -> float:
+        """What the host of a parallelized model takes for an op on DTensors, by what it is for, or for a unit's collective.
+
+        Args:
+            kind: of :data:`vescale.estimation.HOST_KINDS`.
+        """
+        if isinstance(self.dtensor_seconds, Mapping):
+            return float(self.dtensor_seconds.get(kind, self.dtensor_seconds["forward"]))
+        return 0.0 if kind == "unit" else self.dtensor_seconds
 
     def exposed(self, parameters: float, busy: float) -> float:
         """Of ``parameters`` seconds of collectives of parameters, those that ``busy`` seconds of ops do not hide."""
@@ -207,6 +233,10 @@ def _are_points(points: Any, least: int, most: int) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
 
 
 def device_names() -> tuple[str, ...]:

@@ -246,12 +246,12 @@ def _message(message: torch.Tensor, rank: int) -> None:
 
 
 def _least_of_all(call: Callable[[], Any], samples: int) -> tuple[float, float]:
-    """Of one call, which all ranks make, on the slowest rank: the least series by the clock, and the median of processor
-    seconds."""
+    """Of one call, which all ranks make, on the slowest rank: the least series by the clock, and the least in processor
+    seconds, which waiting for ranks that other work keeps from their processors makes more of."""
     call()
     number = torch.tensor([min(_number_of_calls(call), 32)])
     dist.broadcast(number, 0)
     dist.barrier()
     series = torch.tensor([_series(call, int(number)) for _ in range(samples)], dtype=torch.float64)
     dist.all_reduce(series, op=dist.ReduceOp.MAX)
-    return float(series[:, 0].min()), float(series[:, 1].median())
+    return float(series[:, 0].min()), float(series[:, 1].min())

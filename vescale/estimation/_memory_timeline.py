@@ -151,7 +151,10 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
     )
     for block in log.blocks:
         category, module = _category(block, rehearsal, ends)
-        waits = category == "temporary" and _is_there(block, first_bucket) and block.begin != first_bucket
+        is_kept = block.end is None  # what waits for a bucket is freed when it is there
+        waits = (
+            category == "temporary" and not is_kept and _is_there(block, first_bucket) and block.begin != first_bucket
+        )
         category = "gradients" if waits and log.instants[block.begin].phase in _BACKWARD else category
         is_message = category == "communication" and log.instants[block.begin].phase == "backward"
         stays = category in _AT_REST[:3] or (_is_there_at_any(block, ends) and not is_message)

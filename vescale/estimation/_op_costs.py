@@ -18,7 +18,6 @@ __all__ = ["OpCost", "OpCosts", "OpKey", "size_of"]
 OpKey = tuple[str, str | None, int | None, str, torch.dtype, int, int]
 """(phase, module, stage, op, dtype, flops, bytes)."""
 
-
 # Memory is reserved, or given to a tensor: nothing is read or written.
 _MOVES_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_")
 
@@ -47,9 +46,15 @@ class OpCost:
 
 @dataclass
 class OpCosts:
-    """By (phase, module, stage, op, dtype, flops, bytes)."""
+    """By (phase, module, stage, op, dtype, flops, bytes).
+
+    Attributes:
+        by_key: how often.
+        on_dtensors: how many ops on DTensors, by kind (:data:`vescale.estimation.HOST_KINDS`), phase, module and stage.
+    """
 
     by_key: dict[OpKey, int] = field(default_factory=dict)
+    on_dtensors: dict[tuple[str, str, str | None, int | None], int] = field(default_factory=dict)
 
     def add(self, place: Instant, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         if op.namespace != "aten" or op.overloadpacket.__name__ in _MOVES_NOTHING:
@@ -65,6 +70,14 @@ class OpCosts:
         )
         key = (place.phase, place.module, place.stage, op.overloadpacket.__name__, largest.dtype, flops, moved)
         self.by_key[key] = self.by_key.get(key, 0) + 1
+
+    def add_on_dtensors(self, place: Instant, is_saving: bool) -> None:
+        """An op on DTensors; ``is_saving``: of a module whose checkpointing policy saves results of ops."""
+        kind = {"loss": "forward", "weights": "backward"}.get(place.phase, place.phase)
+        if is_saving and kind in ("forward", "recompute"):
+            kind = "saving"
+        key = kind, place.phase, place.module, place.stage
+        self.on_dtensors[key] = self.on_dtensors.get(key, 0) + 1
 
     def __iter__(self) -> Iterator[tuple[tuple[str, str | None, int | None, torch.dtype], OpCost]]:
         for (phase, module, stage, name, dtype, flops, moved), calls in self.by_key.items():

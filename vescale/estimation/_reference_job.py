@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -13,11 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from vescale.estimation._devices import Curve, Device
 from vescale.estimation._measured_ops import measure_collectives, measure_ops
-from vescale.plans import Plan
+from vescale.placements import RaggedShard
+from vescale.plans import INIT, RUN, Plan
 from vescale.runtime import parallelize
 
 __all__ = ["Reference", "measure_rank", "on_processors", "references"]
@@ -54,51 +56,79 @@ class _Model(nn.Module):
 
 @dataclass(frozen=True)
 class Reference:
-    """Data parallel over all ranks."""
+    """Data parallel over all ranks. ``policy``: of checkpointing; ``has_units``: parameters are in parts between uses."""
 
     ranks: int
     width: int
     length: int
+    policy: str | None = None
+    has_units: bool = False
 
     def model(self) -> nn.Module:
         return _Model(self.width)
 
     def plan(self, mesh: Any = None) -> Plan:
         plan = Plan(mesh if mesh is not None else {"dp": self.ranks})
-        return plan.shard("<in:x>", {"dp": Shard(0)})
+        plan.shard("<in:x>", {"dp": Shard(0)})
+        if self.has_units:
+            plan.shard(".*", {"dp": RaggedShard()}, phase=INIT).shard(".*", {"dp": Replicate()}, phase=RUN)
+            plan.unit(r"blocks\.\d+")
+        return plan if self.policy is None else plan.checkpoint(r"blocks\.\d+", self.policy)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return _ROWS * self.ranks, self.length, self.width
 
-    def step(self) -> Callable[[], None]:
-        """A training step of this rank, to be called again and again."""
+    def parts(self) -> tuple[Callable[[], None], ...]:
+        """Forward, backward and optimizer of this rank, to be called again and again."""
         torch.manual_seed(0)  # ops before have drawn numbers, not equally many on all ranks
         model = parallelize(self.model(), self.plan(init_device_mesh("cpu", (self.ranks,), mesh_dim_names=("dp",))))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         x = torch.ones(self.shape)
 
-        def step() -> None:
-            model(x).backward()
+        losses = []
+
+        def forward() -> None:
+            losses.append(model(x))
+
+        def backward() -> None:
+            losses.pop().backward()
+
+        def update() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
+        return forward, backward, update
+
+    def step(self) -> Callable[[], None]:
+        """A training step of this rank, to be called again and again."""
+        parts = self.parts()
+
+        def step() -> None:
+            for part in parts:
+                part()
+
         return step
 
-    def step_seconds(self) -> float:
-        """Processor seconds of this rank for a step: the median of several."""
-        step = self.step()
+    def step_seconds(self) -> list[float]:
+        """Processor seconds of this rank for a forward, backward and update: medians of several steps."""
+        parts = self.parts()
         found = []
         for _ in range(_STEPS):
-            begin = time.process_time()
-            step()
-            found.append(time.process_time() - begin)
-        return statistics.median(found[2:])
+            times = [time.process_time()]
+            for part in parts:
+                part()
+                times.append(time.process_time())
+            found.append([end - begin for begin, end in itertools.pairwise(times)])
+        return [statistics.median(part) for part in zip(*found[2:])]
 
 
-def references(ranks: int) -> tuple[Reference, Reference]:
-    """A small model, whose step is mostly the host's, and a larger one, whose step is mostly ops."""
-    return Reference(ranks, 64, 16), Reference(ranks, 256, 128)
+def references(ranks: int) -> tuple[Reference, ...]:
+    """A small model, whose step is mostly the host's, and a larger one, whose step is mostly ops; then the small one with
+    blocks that are computed again, that save results of some ops, and whose parameters are in parts between uses."""
+    small = Reference(ranks, 64, 16)
+    changed = ({"policy": "full"}, {"policy": "selective"}, {"has_units": True})
+    return small, Reference(ranks, 256, 128), *(replace(small, **change) for change in changed)
 
 
 def on_processors(device: Device) -> Device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +27,7 @@ from vescale.estimation._stages import follow_stages
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
 from vescale.fsdp import state_of
-from vescale.plans import MeshAxes, Plan
+from vescale.plans import CheckpointEntry, MeshAxes, Plan
 from vescale.runtime import current_activation, locate, observe_offloaded, parallelize
 
 __all__ = ["Rehearsal", "StateTensor", "apart", "classify", "given", "rehearse"]
@@ -152,7 +153,19 @@ def rehearse(
         if place.step == num_steps - 1:
             found.costs.add(place(), op, args, kwargs, result)
 
-    mode = UnfilledTensors(log, routing, note)
+    saving = [e.path for e in plan.entries if isinstance(e, CheckpointEntry) and e.policy.kind in ("selective", "save")]
+
+    @functools.cache
+    def is_saving(module: str | None) -> bool:
+        parts = (module or "").split(".")
+        return any(path.matches(".".join(parts[:n])) for path in saving for n in range(len(parts) + 1))
+
+    def note_on_dtensors() -> None:
+        if place.step == num_steps - 1:
+            here = place()
+            found.costs.add_on_dtensors(here, is_saving(here.module))
+
+    mode = UnfilledTensors(log, routing, note, note_on_dtensors)
     size = 1
     for n in axes.sizes:
         size *= n

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "OpSeconds",
     "StepTime",
     "collective_seconds",
+    "host_seconds",
     "is_of_parameters",
     "names_block",
     "op_seconds",
@@ -48,6 +49,8 @@ class StepTime:
         flops: floating-point operations of this rank; ``peak_flops``: of the device in the dtype of most of them.
         tokens: of the global batch.
         confidence: relative error of each term, as the device's table says.
+        phases: by phase of a step, seconds of its ops; ``on_dtensors``: how many ops on DTensors by what they are for, and
+            collectives of units.
         is_gpu: True if the host launches work that runs beside it, so that the longer of the two counts.
     """
 
@@ -63,6 +66,8 @@ class StepTime:
     tokens: int
     confidence: Mapping[str, float]
     is_gpu: bool = True
+    phases: Mapping[str, float] = field(default_factory=dict)
+    on_dtensors: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def device_seconds(self) -> float:
@@ -124,7 +129,8 @@ def step_time(
     total = sum(seconds.values())
     # Gathers and reductions of parameters run beside the compute of other units; those of activations are waited for.
     exposed = total - hidden + device.exposed(hidden, compute + memory)
-    host = device.host_seconds(ops.num_ops, math.prod(axes.sizes))
+    on_dtensors = {**ops.on_dtensors, "unit": _num_of_units(rehearsal.collectives, repeats)}
+    host = host_seconds(device, ops.num_ops, on_dtensors, math.prod(axes.sizes))
     return StepTime(
         compute,
         memory,
@@ -138,18 +144,30 @@ def step_time(
         _tokens(batch),
         device.confidence,
         device.is_gpu,
+        ops.phases,
+        on_dtensors,
     )
+
+
+def host_seconds(device: Device, num_ops: float, on_dtensors: Mapping[str, float], num_ranks: int) -> float:
+    """What the host of one of ``num_ranks`` ranks takes to launch ``num_ops`` ops on plain tensors, and for ops on DTensors
+    beside, and collectives of units."""
+    beside = sum(count * device.dtensor_op_seconds(kind) for kind, count in on_dtensors.items())
+    return device.launch_seconds(num_ops) + (beside if num_ranks > 1 else 0.0)
 
 
 @dataclass(frozen=True)
 class OpSeconds:
-    """Of ops: seconds, how many, floating-point operations, and the dtype of most of these."""
+    """Of ops: seconds, how many, floating-point operations, and the dtype of most of these; seconds by phase, and how many
+    ops on DTensors there were by what they are for."""
 
     compute: float
     memory: float
     num_ops: float
     flops: int
     dtype: torch.dtype
+    phases: Mapping[str, float]
+    on_dtensors: Mapping[str, float]
 
 
 def op_seconds(
@@ -172,13 +190,22 @@ def op_seconds(
     flops = 0
     optimizer = trained_share(trained or {}, repeats)
     by_dtype: dict[torch.dtype, int] = {}
+    phases: dict[str, float] = {}
+    on_dtensors: dict[str, float] = {}
+
+    def times_of(phase: str, module: str | None) -> float:
+        return optimizer if phase == "optimizer" else next((r.count for r in repeats if r.holds(module)), 1)
+
+    for (kind, phase, module, _), count in costs.on_dtensors.items():
+        if only is None or only(module):
+            on_dtensors[kind] = on_dtensors.get(kind, 0.0) + count * times_of(phase, module)
     for (phase, module, _, dtype), cost in costs:
         if only is not None and not only(module):
             continue
-        repeated: float = next((r.count for r in repeats if r.holds(module)), 1)
-        times = cost.num_calls * (optimizer if phase == "optimizer" else repeated)
+        times = cost.num_calls * times_of(phase, module)
         seconds = call_seconds(cost, dtype, device)
         num_ops += times
+        phases[phase] = phases.get(phase, 0.0) + times * seconds
         if cost.flops:
             compute += times * seconds
             flops += int(times * cost.flops)
@@ -186,7 +213,7 @@ def op_seconds(
         else:
             memory += times * seconds
     most = max(by_dtype, key=lambda dtype: by_dtype[dtype]) if by_dtype else torch.float32
-    return OpSeconds(compute, memory, num_ops, flops, most)
+    return OpSeconds(compute, memory, num_ops, flops, most, phases, on_dtensors)
 
 
 def call_seconds(cost: OpCost, dtype: torch.dtype, device: Device) -> float:
@@ -275,6 +302,12 @@ def collective_seconds(
         if record.op in ("send", "recv") or is_of_parameters(record.requester):
             hidden += own
     return dict(sorted(seconds.items())), dict(sorted(num_bytes.items())), hidden
+
+
+def _num_of_units(records: Sequence[CommRecord], repeats: Sequence[Repeats]) -> float:
+    """How many gathers and reductions of units there are."""
+    own = (r for r in records if is_of_parameters(r.requester) and not r.requester.startswith("bucket"))
+    return sum(next((one.count for one in repeats if names_block(r.requester, one)), 1) for r in own)
 
 
 def names_block(requester: str, repeats: Repeats) -> bool:

@@ -77,20 +77,31 @@ class UnfilledTensors(TorchDispatchMode):
         log: learns of all memory.
         routing: how tokens choose experts.
         listener: called with each op on plain tensors, its arguments and result.
+        on_dtensor: called for each op on DTensors, whose ops on plain tensors come afterwards.
     """
 
     leaves_meta_alone = True  # so that shapes of DTensors' results are found without fake tensors
 
-    def __init__(self, log: MemoryLog, routing: Routing, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        log: MemoryLog,
+        routing: Routing,
+        listener: Listener | None = None,
+        on_dtensor: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
-        self.log, self.routing, self._listener = log, routing, listener
+        self.log, self.routing, self._listener, self._on_dtensor = log, routing, listener, on_dtensor
         self._unknown: set[int] = set()  # numbers of storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(t not in _PLAIN for t in types):
             # Shapes are propagated on fake tensors; other subclasses run ops on tensors that they hold, which come here.
-            return func(*args, **kwargs) if any(issubclass(t, FakeTensor) for t in types) else NotImplemented
+            if any(issubclass(t, FakeTensor) for t in types):
+                return func(*args, **kwargs)
+            if self._on_dtensor is not None:
+                self._on_dtensor()
+            return NotImplemented
         tensors = tensors_in(args, kwargs)
         if any(x.is_meta for x in tensors) or str(kwargs.get("device", "")) == "meta":
             result = self._of_meta(func, args, kwargs)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from vescale.comm import CommRecord
-from vescale.estimation import Device, OpCosts, OpSeconds, op_seconds, record_seconds
+from vescale.estimation import Device, OpCosts, OpSeconds, host_seconds, op_seconds, record_seconds
 from vescale.plan_search._arrays import Arrays, Unit
 from vescale.plan_search._choice import REPLICAS, Choice
 from vescale.plan_search._optimizer_cost import OptimizerCost
 from vescale.plan_search._profile import Profile
 from vescale.plans import MeshAxes
 
-__all__ = ["Figures", "Setting", "communication", "figures_of", "scaled_ops", "states_of"]
+__all__ = ["Figures", "Setting", "communication", "figures_of", "host_of", "scaled_ops", "states_of"]
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,12 @@ def figures_of(profile: Profile, choice: Choice, rows: int, setting: Setting) ->
     trained = arrays.trained / (choice.dp if choice.zero else 1)
     device = setting.device
     memory = ops.memory + trained * setting.optimizer.moved / (device.bandwidth * device.bandwidth_efficiency)
-    num_ops = ops.num_ops + profile.num_tensors * setting.optimizer.num_ops
     terms = {
         "compute": ops.compute,
         "memory": memory,
         "exposed": waited + device.exposed(hidden, ops.compute + memory),
         "bubble": 0.0,
-        "host": host_seconds(num_ops, choice, device),
+        "host": host_of(profile, choice, setting, ops.num_ops, ops.on_dtensors),
     }
     return make_figures(peak, choice, device, terms)
 
@@ -89,8 +88,32 @@ def make_figures(peak: float, choice: Choice, device: Device, terms: Mapping[str
     return Figures(math.ceil(peak), math.ceil(peak) + outside, terms, seconds)
 
 
-def host_seconds(num_ops: float, choice: Choice, device: Device) -> float:
-    return device.host_seconds(num_ops, math.prod(choice.axes.values()))
+def host_of(
+    profile: Profile,
+    choice: Choice,
+    setting: Setting,
+    num_ops: float,
+    on_dtensors: Mapping[str, float],
+    share: float = 1.0,
+) -> float:
+    """Seconds of the host, with those of the optimizer and of the units.
+
+    Args:
+        num_ops: of a step without the optimizer; ``on_dtensors``: of them, by what they are for.
+        share: of the parameters and units that a rank has.
+    """
+    optimizer, tensors = setting.optimizer, share * profile.num_tensors
+    every = {**on_dtensors, "optimizer": on_dtensors.get("optimizer", 0.0) + tensors * optimizer.on_dtensors}
+    if choice.zero and choice.dp > 1:
+        every["unit"] = share * num_of_units(profile, choice)
+    return host_seconds(setting.device, num_ops + tensors * optimizer.num_ops, every, math.prod(choice.axes.values()))
+
+
+def num_of_units(profile: Profile, choice: Choice) -> float:
+    """Gathers and reductions of units in a step."""
+    arrays = profile.arrays(profile.num_blocks)
+    twice = choice.zero == 3 and choice.pp == 1
+    return 2 + sum(one.times * (3 if twice and one.runs_backward else 2) for one in arrays.units)
 
 
 def scaled_ops(
@@ -106,6 +129,9 @@ def scaled_ops(
             if phases is None or phase in phases:
                 own = (phase, module, stage, op, dtype, int(flops * scale), int(moved * scale))
                 costs.by_key[own] = costs.by_key.get(own, 0) + calls
+        costs.on_dtensors = {
+            key: n for key, n in profile.rehearsal.costs.on_dtensors.items() if phases is None or key[1] in phases
+        }
         chosen = (lambda module: profile.part_of(module) == only) if only else None
         profile.ops[key] = op_seconds(costs, profile.repeats, device, only=chosen)
     return profile.ops[key]

@@ -19,12 +19,13 @@ _WIDTH = 512  # of a square matrix: states for each element, not those of a fixe
 @dataclass(frozen=True)
 class OptimizerCost:
     """For each byte of a parameter: bytes of states, bytes that a step reads and writes, and bytes that it holds while it
-    updates this parameter; ``num_ops`` for each tensor."""
+    updates this parameter; ``num_ops``, and ``on_dtensors`` of them on DTensors, for each tensor."""
 
     state: float = 0.0
     moved: float = 0.0
     num_ops: float = 0.0
     temporary: float = 0.0
+    on_dtensors: float = 0.0
 
 
 def optimizer_cost(optimizer: Any, dtype: torch.dtype) -> OptimizerCost:
@@ -52,4 +53,5 @@ def optimizer_cost(optimizer: Any, dtype: torch.dtype) -> OptimizerCost:
         moved / size,
         sum(cost.num_calls for _, cost in costs),
         float(timeline.categories["temporary"][here].max()) / size,
+        sum(n for key, n in seen.costs.on_dtensors.items() if key[0] == "optimizer"),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 
 from vescale.comm import CommRecord
 from vescale.estimation import OpSeconds, record_seconds, step_of_stages
@@ -17,7 +18,7 @@ from vescale.plan_search._choice import Choice
 from vescale.plan_search._figures import (
     Figures,
     Setting,
-    host_seconds,
+    host_of,
     make_figures,
     parameter_seconds,
     scaled_ops,
@@ -94,16 +95,19 @@ def staged_figures(profile: Profile, choice: Choice, rows: int, setting: Setting
     update = updated * setting.optimizer.moved / (device.bandwidth * device.bandwidth_efficiency)
     hidden = parameter_seconds(profile, choice, profile.arrays(profile.num_blocks), axes, setting) * share
     # Every stage runs the forward around the blocks, and computes again what depends on the batch alone.
-    around = sum(own[part, kind].num_ops for part in ("early", "late") for kind in _PASSES)
-    of_blocks = sum(own["blocks", kind].num_ops for kind in _PASSES)
-    num_ops = choice.microbatches * (of_blocks * share + choice.stages_per_rank * around)
-    tensors = profile.num_tensors * share
+    times = {"blocks": share, "early": choice.stages_per_rank, "late": choice.stages_per_rank}
+    num_ops = 0.0
+    on_dtensors: defaultdict[str, float] = defaultdict(float)
+    for (part, _), ops in own.items():
+        num_ops += choice.microbatches * times[part] * ops.num_ops
+        for name, count in ops.on_dtensors.items():
+            on_dtensors[name] += choice.microbatches * times[part] * count
     terms = {
         "compute": choice.microbatches * compute,
         "memory": choice.microbatches * memory + update,
         "exposed": choice.microbatches * (inner + outer_seconds) + device.exposed(hidden, busy),
         "bubble": max(0.0, whole - busy),
-        "host": host_seconds(num_ops + tensors * setting.optimizer.num_ops, choice, device),
+        "host": host_of(profile, choice, setting, num_ops, on_dtensors, share),
     }
     return make_figures(peak, choice, device, terms)
 
