@@ -113,6 +113,15 @@ class Counts(Base):
         return super().forward(x) * self.count
 
 
+class Normalizes(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x.flatten(0, 1)).view(x.shape))
+
+
 class LeavesOut(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.up(x)
@@ -142,6 +151,8 @@ def steps(
             assert (p.grad is None) == (q.grad is None), step
             if p.grad is not None:
                 assert torch.allclose(p.grad.to_local(), q.grad.to_local(), rtol=1e-9, atol=1e-15), step
+        for a, b in zip(*(model.buffers() for model in models), strict=True):
+            assert torch.equal(a.to_local(), b.to_local()), step
     return models[1]
 
 
@@ -176,6 +187,7 @@ def other_ways() -> None:
 def buffers_that_count() -> None:
     model = steps(Counts)
     assert report(model).static_steps == 4 and isinstance(model.count, DTensor), report(model)
+    assert report(steps(Normalizes)).static_steps == 4
 
 
 CASES = other_arguments, values_that_are_replaced, other_ways, buffers_that_count

@@ -95,18 +95,20 @@ class _SeesArguments(TorchFunctionMode):
             raise UnrecordedError(f"{site.where}: {_name(func)} in place of {_name(site.function)}")
         self.is_checked = True
         with no_torch_function():
-            local_args, local_kwargs = map_in_order((args, kwargs or {}), [torch.Tensor.detach] * len(site.inputs))
+            copies = [torch.Tensor.clone] * len(site.inputs)  # the function may write to them
             whole = [lambda x, kind=kind: kind.to_global(x, "check") for kind in site.inputs]
-            given, given_by_name = map_in_order((local_args, local_kwargs), whole)
+            (given, given_by_name), (again, again_by_name) = (
+                map_in_order(map_in_order((args, kwargs or {}), copies), whole) for _ in range(2)
+            )
             where = f"{site.where}: {_name(func)}"
             entry = entries().get(func)
             if entry is not None and entry.is_local is not None:
                 if not entry.is_local(*given, **given_by_name):
                     raise UnrecordedError(f"{where} gets other arguments than in the recorded step")
-                return func(*local_args, **local_kwargs)
+                return func(*args, **(kwargs or {}))
             with _OnlyLocalOps(where):
                 result = func(*given, **given_by_name)
-            local = run_on_locals(func, given, given_by_name, result, False)
+            local = run_on_locals(func, again, again_by_name, result, False)
             map_in_order(result, [kind.to_local for kind in site.outputs])
         if local is not LocalRun.SAME:
             raise UnrecordedError(f"{where} returns {local.value}, given other arguments")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import math
 import types
@@ -48,7 +49,9 @@ class CallArguments:
             parts = list(_parts(node.slice))
             cuts = any(isinstance(part, ast.Slice) and (part.lower or part.upper) for part in parts)
             bounds = (b for part in parts for b in (_bounds(part) if isinstance(part, ast.Slice) else (part,)))
-            return (cuts and _is_cut(first)) or self._num_open(bounds) > len(first.inputs) - 1
+            return (cuts and _is_cut(first)) or self._num_open(bounds) > len(first.inputs) - (
+                2 if isinstance(node.ctx, ast.Store) else 1
+            )
         if not isinstance(node, ast.Call):
             return False
         if not self.has_fixed_function(node, getattr(first.function, "__name__", "")):
@@ -121,7 +124,7 @@ class CallArguments:
             case None | ast.Constant():
                 return True
             case ast.Name(id=name):
-                return name not in self._locals and _is_compared(self._held.get(name, self))
+                return name not in self._locals and _is_compared(self._held.get(name, getattr(builtins, name, None)))
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in self._locals:
                 is_self = self._call.owner is not None and name == self._own
                 return is_self and attribute not in self._ran and not self._computes_attributes
