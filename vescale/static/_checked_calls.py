@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import enum
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat import no_torch_function, with_torch_function
@@ -48,18 +47,17 @@ class CheckedCall:
 
     def __call__(self, f: Any, *args: Any, **kwargs: Any) -> Any:
         called = f if self.callee is None else self.callee
-        key: list[Any] = [_function_key(f)]
-        for value in args:
-            _add_to_key(key, value)
-        for name, value in kwargs.items():
-            key.append(name)
-            _add_to_key(key, value)
-        described = tuple(key)
-        if described not in self._known:
+        name = (f.__name__, type(f.__self__)) if type(f) is types.BuiltinMethodType else f
+        key = (
+            name,
+            *[v if type(v) is int else v.shape if type(v) is torch.Tensor else _described(v) for v in args],
+            *[(name, _described(v)) for name, v in kwargs.items()],
+        )
+        if key not in self._known:
             self._check(called, args, kwargs)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known.add(described)
+            self._known.add(key)
         return called(*args, **kwargs)
 
     def _check(self, called: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -144,30 +142,19 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", str(function))
 
 
-def _function_key(f: Any) -> Any:
-    """A function; methods of tensors by name."""
-    owner = getattr(f, "__self__", None)
-    return f.__name__ if isinstance(owner, torch.Tensor) else f
-
-
-def _add_to_key(key: list[Any], value: Any) -> None:
-    """Add what decides about an argument: shapes of tensors, and fractions only as such."""
+def _described(value: Any) -> Any:
+    """What decides about an argument: shapes of tensors, and fractions only as such."""
     kind = type(value)
-    if kind is torch.Tensor or kind is nn.Parameter:
-        key.append(value.shape)
-    elif kind is int or kind is str or value is None:
-        key.append(value)
-    elif kind is float:
-        key.append(value if value in (0.0, 1.0) else float)
-    elif kind is tuple or kind is list or kind is torch.Size:
-        key.append(len(value))
-        for item in value:
-            _add_to_key(key, item)
-    elif kind is slice:
-        key += (slice, value.start, value.stop, value.step)
-    elif isinstance(value, torch.Tensor):
-        key.append(value.shape)
-    elif kind is dict:
-        _add_to_key(key, list(value.items()))
-    else:
-        key.append((kind, value) if isinstance(value, bool | enum.Enum) else value)
+    if kind is int or kind is str or value is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    if kind is float:
+        return (float, value if value in (0.0, 1.0) else None)
+    if isinstance(value, list | tuple):
+        return kind, *map(_described, value)
+    if kind is slice:
+        return slice, _described(value.start), _described(value.stop), _described(value.step)
+    if kind is dict:
+        return dict, *((name, _described(item)) for name, item in value.items())
+    return kind, value if kind.__hash__ is not None else object()  # which is checked each time
