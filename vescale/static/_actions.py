@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,19 @@ from vescale.static._record import Call
 from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS
 from vescale.static._tensor_type import TensorType, merged_types, types_of
 
-__all__ = ["Action", "Eager", "Problem", "ReadSizes", "TakeSizes", "action_of", "is_plain", "merged_action", "name_of"]
+__all__ = [
+    "Action",
+    "Checked",
+    "Eager",
+    "Problem",
+    "ReadSizes",
+    "TakeSizes",
+    "action_of",
+    "checked_action",
+    "is_plain",
+    "merged_action",
+    "name_of",
+]
 
 
 @dataclass(frozen=True)
@@ -51,13 +63,22 @@ class Eager:
 
 
 @dataclass(frozen=True)
+class Checked:
+    """A function that runs on the local tensors, if it may do so for the arguments of the step."""
+
+    function: Any
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+
+
+@dataclass(frozen=True)
 class Problem:
     """What cannot be done at a call site; its module runs in eager mode."""
 
     reason: str
 
 
-Action = ReadSizes | TakeSizes | Eager
+Action = ReadSizes | TakeSizes | Eager | Checked
 
 
 def name_of(function: Any) -> str:
@@ -96,6 +117,18 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
             f"{name_of(call.function)} writes in place, with a gradient or between other elements, and {reason}"
         )
     return Eager(call.function, inputs, outputs, reason, tuple(call.communication))
+
+
+def checked_action(calls: Sequence[Call], mesh: DeviceMesh) -> Checked | Problem | None:
+    """What happens at the site of calls that run on the local tensors, but may get other arguments; None: whatever they
+    get, they may."""
+    if all(_is_whole(call, mesh) for call in calls):
+        return None
+    inputs = merged_types([types_of(call.inputs, mesh) for call in calls])
+    outputs = merged_types([types_of(call.outputs, mesh) for call in calls])
+    if inputs is None or outputs is None or len({call.function for call in calls}) > 1:
+        return Problem(f"{name_of(calls[0].function)} is called in several ways")
+    return Checked(calls[0].function, inputs, outputs)
 
 
 def merged_action(actions: Collection[Action | Problem]) -> Action | Problem | None:

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.static._actions import Action, Problem, ReadSizes, TakeSizes, action_of, is_plain, merged_action, name_of
-from vescale.static._branches import untaken_branches
+from vescale.static._actions import (
+    Action,
+    Checked,
+    Problem,
+    ReadSizes,
+    TakeSizes,
+    action_of,
+    checked_action,
+    is_plain,
+    merged_action,
+    name_of,
+)
+from vescale.static._branches import both_ways, untaken_branches
 from vescale.static._call_tree import FunctionCall
+from vescale.static._decisions import decisions_of, first_instruction
+from vescale.static._fixed_arguments import CallArguments
 from vescale.static._gradients import settle_gradients
-from vescale.static._patch import Patch, can_be_site
+from vescale.static._patch import Patch, can_be_site, mark_of
 from vescale.static._placing import placed_tensors
 from vescale.static._record import Call, ModuleCall, Recorder
 from vescale.static._source import FunctionSource, source_of
 from vescale.static._state import is_inside
 from vescale.static._tensor_type import TensorType, merged_types, types_of
 
-__all__ = ["FunctionPlan", "ModulePlan", "analyze", "module_types"]
+__all__ = ["Analysis", "FunctionPlan", "ModulePlan", "analyze", "module_types"]
+
+
+_CallsBySite = dict[FunctionCall, dict[tuple[int, int], list[Call]]]
 
 
 @dataclass(eq=False)
@@ -43,7 +59,7 @@ class FunctionPlan:
     @functools.cached_property
     def runs_on_dtensors(self) -> bool:
         """Whether a changed function may run on DTensors, here or in functions that it calls."""
-        if not all(isinstance(action, ReadSizes | TakeSizes) for action in self.actions.values()):
+        if not all(isinstance(action, ReadSizes | TakeSizes | Checked) for action in self.actions.values()):
             return True
         for plans in self.swaps.values():
             # Functions that are looked up when they are called are known by this alone.
@@ -69,11 +85,26 @@ class ModulePlan:
     forward: FunctionPlan | None = None
 
 
-def analyze(recorder: Recorder, mesh: DeviceMesh, unreached: list[FunctionCall]) -> dict[str, ModulePlan]:
-    """By module path, for each module whose forward ran. ``unreached`` gets the functions of static modules that no call in
-    the source reaches, and that called no torch function."""
+@dataclass(frozen=True)
+class Analysis:
+    """What becomes of a recorded step.
+
+    Attributes:
+        plans: by module path, for each module whose forward ran.
+        unreached: functions of static modules that no call in the source reaches, and that called no torch function.
+        path: what functions tell of branches and loops in a static forward like this one.
+    """
+
+    plans: dict[str, ModulePlan]
+    unreached: list[FunctionCall]
+    path: tuple[int, ...]
+
+
+def analyze(recorder: Recorder, mesh: DeviceMesh) -> Analysis:
+    """Decide what a static forward does at each place."""
+    unreached: list[FunctionCall] = []
     settle_gradients(recorder, mesh)
-    by_call: dict[FunctionCall, dict[tuple[int, int], list[Call]]] = {}
+    by_call: _CallsBySite = {}
     problems = dict(recorder.problems)
     for call in recorder.calls:
         if call.site is None:
@@ -90,6 +121,7 @@ def analyze(recorder: Recorder, mesh: DeviceMesh, unreached: list[FunctionCall])
         if path not in recorder.regions and placed_tensors(placed, mesh) is None:
             problems.setdefault(path, "the plan places its inputs or outputs in several ways")
     plans: dict[str, ModulePlan] = {}
+    planner = _Planner(recorder, by_call, mesh)
     for path in recorder.module_calls:
         if path not in recorder.tree.forwards:
             is_region = path in recorder.regions
@@ -100,20 +132,30 @@ def analyze(recorder: Recorder, mesh: DeviceMesh, unreached: list[FunctionCall])
             plans[path] = ModulePlan(path)  # its own code runs on local tensors in eager mode, too
             continue
         problem = problems.get(path, "")
-        found_there: list[FunctionCall] = []
-        plan = _plan(forward, by_call, mesh, found_there) if not problem else Problem(problem)
+        planner.unreached = []
+        plan = planner.plan(forward) if not problem else Problem(problem)
         if isinstance(plan, Problem):
             plans[path] = ModulePlan(path, plan.reason)
         else:
             plans[path] = ModulePlan(path, forward=plan)
-            unreached += found_there
+            unreached += planner.unreached
     for path, found in plans.items():
         if path and not found.problem and path not in recorder.regions:
             continue
         if path and module_types(recorder.module_calls[path], mesh) is None:
             why = found.problem or "runs on local tensors by the plan"
             plans[""] = ModulePlan("", f"{path} is called in several ways, and {why}")
-    return plans
+    return Analysis(plans, unreached, tuple(_path(recorder, plans, planner.marked)))
+
+
+def _path(
+    recorder: Recorder, plans: Mapping[str, ModulePlan], marked: Mapping[FunctionCall, frozenset[int]]
+) -> Iterator[int]:
+    eager = [path for path, plan in plans.items() if plan.problem or path in recorder.regions]
+    for call, nodes in recorder.tree.decided:
+        found = marked.get(call)
+        if found and not any(is_inside(call.module, path) for path in eager):
+            yield from (mark_of(call.code, node) for node in nodes if node in found)
 
 
 def module_types(calls: Sequence[ModuleCall], mesh: DeviceMesh) -> tuple[tuple[TensorType, ...], ...] | None:
@@ -122,63 +164,145 @@ def module_types(calls: Sequence[ModuleCall], mesh: DeviceMesh) -> tuple[tuple[T
     return None if inputs is None or outputs is None else (inputs, outputs)
 
 
-def _plan(
-    call: FunctionCall,
-    by_call: dict[FunctionCall, dict[tuple[int, int], list[Call]]],
-    mesh: DeviceMesh,
-    unreached: list[FunctionCall],
-) -> FunctionPlan | Problem | None:
-    """None where nothing changes."""
-    source = source_of(call.code)
-    where = f"{call.code.co_filename}:{call.code.co_firstlineno}"
-    actions: dict[int, Action] = {}
-    seen: dict[int, list[Call]] = {}
-    for (part, offset), calls in by_call.get(call, {}).items():
-        node = -1 if source is None else source.node_of[part].get(offset, -1)
-        seen.setdefault(node, []).extend(calls)
-    for node, calls in seen.items():
-        found = {action for one in calls if (action := action_of(one, mesh)) is not None}
-        if not found:
-            continue
-        line = f"{call.code.co_filename}:{_line(source, node)}"
-        action = merged_action(found)
-        is_one = len({one.function for one in calls}) == 1 and not any(is_plain(one, mesh) for one in calls)
-        if action is None or not is_one:
-            return Problem(f"{line}: {name_of(calls[0].function)} is called in several ways")
-        if isinstance(action, Problem):
-            return Problem(f"{line}: {action.reason}")
-        if source is None or node < 0 or not can_be_site(source.nodes[node], source.nodes) or not calls[0].is_direct:
-            return Problem(f"{line}: {name_of(calls[0].function)} cannot be reached from the source")
-        actions[node] = action
-    swaps: dict[int, dict[CodeType, FunctionPlan | None]] = {}
-    for (part, offset, _), called in call.called.items():
-        node = -1 if source is None else source.node_of[part].get(offset, -1)
-        is_reached = node >= 0 and source is not None and isinstance(source.nodes[node], ast.Call) and called.is_direct
-        inner = _plan(called, by_call, mesh, unreached)
-        calls_torch = any(one in by_call for one in called.all_below())
-        if not is_reached and not calls_torch:
-            unreached += called.all_below()
-            continue  # a constructor, or an attribute of a configuration: what it returns decides branches of its caller
-        if isinstance(inner, Problem):
-            return inner
-        name = called.code.co_name
-        if not is_reached:
-            if inner is None:
+class _Planner:
+    """Plans of functions.
+
+    Attributes:
+        unreached: functions that no call in the source reaches.
+        marked: nodes of functions of which a static forward tells the order.
+    """
+
+    def __init__(self, recorder: Recorder, by_call: _CallsBySite, mesh: DeviceMesh) -> None:
+        self._by_call, self._mesh = by_call, mesh
+        self._globals = recorder.tree.functions
+        self._ran = frozenset(code.co_name for code in self._globals)
+        self.unreached: list[FunctionCall] = []
+        self.marked: dict[FunctionCall, frozenset[int]] = {}
+
+    def plan(self, call: FunctionCall, is_reached: bool = True) -> FunctionPlan | Problem | None:
+        """None where nothing changes; ``is_reached``: whether a caller can be changed to run another function."""
+        source = source_of(call.code)
+        where = f"{call.code.co_filename}:{call.code.co_firstlineno}"
+        arguments = None if source is None else CallArguments(call, source, self._globals.get(call.code, {}), self._ran)
+        actions: dict[int, Action] = {}
+        seen: dict[int, list[Call]] = {}
+        for (part, offset), calls in self._by_call.get(call, {}).items():
+            node = -1 if source is None else source.node_of[part].get(offset, -1)
+            seen.setdefault(node, []).extend(calls)
+        for node, calls in seen.items():
+            action = self._action(calls)
+            if action is None and is_reached and source is not None and node >= 0 and calls[0].is_direct:
+                site = source.nodes[node]
+                if arguments is not None and arguments.may_differ(site, calls) and can_be_site(site, source.nodes):
+                    action = checked_action(calls, self._mesh)
+            if action is None:
                 continue
-            return Problem(f"{where}: {name} cannot be reached from the source of its caller")
-        swaps.setdefault(node, {})[called.code] = inner
-    swaps = {node: plans for node, plans in swaps.items() if any(plans.values())}
-    for node, plans in swaps.items():
-        if node in actions:
-            names = ", ".join(code.co_name for code in plans)
-            return Problem(f"{where}: {names} and a torch function are called at one place")
-    if source is None:
-        calls_torch = any(one in by_call for one in call.all_below())
-        return Problem(f"{where}: the source of {call.code.co_name} is not known") if calls_torch else None
-    patch = replace(untaken_branches(call, source), sites=tuple(sorted(actions)), swaps=tuple(sorted(swaps)))
-    called_plans = [plan for plans in swaps.values() for plan in plans.values() if plan is not None]
-    has_sites = bool(actions) or any(plan.has_sites for plan in called_plans)
-    return FunctionPlan(call, source, patch, actions, swaps, has_sites) if patch else None
+            line = f"{call.code.co_filename}:{_line(source, node)}"
+            if isinstance(action, Problem):
+                return Problem(f"{line}: {action.reason}")
+            if (
+                source is None
+                or node < 0
+                or not can_be_site(source.nodes[node], source.nodes)
+                or not calls[0].is_direct
+            ):
+                return Problem(f"{line}: {name_of(calls[0].function)} cannot be reached from the source")
+            actions[node] = action
+        swaps: dict[int, dict[CodeType, FunctionPlan | None]] = {}
+        for (part, offset, _), called in call.called.items():
+            node = -1 if source is None else source.node_of[part].get(offset, -1)
+            expression = None if source is None or node < 0 else source.nodes[node]
+            is_call = isinstance(expression, ast.Call) and called.is_direct
+            is_itself = is_call and arguments is not None and arguments.calls_itself(expression, called.code)
+            inner = self.plan(called, is_reached and is_itself)
+            calls_torch = any(one in self._by_call for one in called.all_below())
+            if not is_call and not calls_torch:
+                self.unreached += called.all_below()
+                continue  # a constructor, or an attribute of a configuration: what it returns decides branches of its caller
+            if isinstance(inner, Problem):
+                return inner
+            name = called.code.co_name
+            if not is_call:
+                if inner is None:
+                    continue
+                return Problem(f"{where}: {name} cannot be reached from the source of its caller")
+            swaps.setdefault(node, {})[called.code] = inner
+        swaps = {
+            node: plans for node, plans in swaps.items() if any(plans.values()) or _is_open(source, node, arguments)
+        }
+        for node, plans in swaps.items():
+            if node in actions:
+                names = ", ".join(code.co_name for code in plans)
+                return Problem(f"{where}: {names} and a torch function are called at one place")
+        if source is None:
+            calls_torch = any(one in self._by_call for one in call.all_below())
+            return Problem(f"{where}: the source of {call.code.co_name} is not known") if calls_torch else None
+        assert arguments is not None
+        marked = self._marks(call, source, arguments) if is_reached else frozenset[int]()
+        patch = replace(
+            untaken_branches(call, source, self._globals),
+            sites=tuple(sorted(actions)),
+            swaps=tuple(sorted(swaps)),
+            marked=tuple(sorted(marked)),
+        )
+        self.marked[call] = marked
+        called_plans = [plan for plans in swaps.values() for plan in plans.values() if plan is not None]
+        is_changed = any(not isinstance(action, Checked) for action in actions.values())
+        has_sites = is_changed or any(plan.has_sites for plan in called_plans)
+        return FunctionPlan(call, source, patch, actions, swaps, has_sites) if patch else None
+
+    def _action(self, calls: Sequence[Call]) -> Action | Problem | None:
+        """What the calls of one site have in common; None if they are those of the function on the local tensors."""
+        found = {action for one in calls if (action := action_of(one, self._mesh)) is not None}
+        if not found:
+            return None
+        action = merged_action(found)
+        is_one = len({one.function for one in calls}) == 1 and not any(is_plain(one, self._mesh) for one in calls)
+        if action is None or not is_one:
+            return Problem(f"{name_of(calls[0].function)} is called in several ways")
+        return action
+
+    def _marks(self, call: FunctionCall, source: FunctionSource, arguments: CallArguments) -> frozenset[int]:
+        """Nodes whose order decides which values meet where: of branches that were taken and not taken, and of loops whose
+        rounds are not alike."""
+        decisions = both_ways(call, source)
+        for one in decisions_of(source):
+            node = source.nodes[one.node]
+            if not one.is_loop or arguments.is_fixed_loop(node):
+                continue
+            if getattr(node, "generators", None) or not self._has_equal_rounds(call, source, one.node):
+                decisions.append(one)
+        nodes = {number for one in decisions for number in (one.start, *one.arms) if number >= 0}
+        return frozenset(number for number in nodes if first_instruction(source, number) in call.visits)
+
+    def _has_equal_rounds(self, call: FunctionCall, source: FunctionSource, loop: int) -> bool:
+        """Whether several rounds of a loop were recorded, in which each function got tensors of the same types."""
+        numbers = source.numbers
+        inside = {numbers[id(node)] for node in ast.walk(source.nodes[loop])}
+
+        def is_inside(part: int, offset: int) -> bool:
+            return source.node_of[part].get(offset, -1) in inside
+
+        sites = [calls for place, calls in self._by_call.get(call, {}).items() if is_inside(*place)]
+        for (part, offset, _), called in call.called.items():
+            if is_inside(part, offset):
+                sites += [calls for one in called.all_below() for calls in self._by_call.get(one, {}).values()]
+        return bool(sites) and all(
+            len(calls) > 1
+            and all(
+                merged_types([types_of(getattr(one, kind), self._mesh) for one in calls]) is not None
+                for kind in ("inputs", "outputs")
+            )
+            for calls in sites
+        )
+
+
+def _is_open(source: FunctionSource | None, node: int, arguments: CallArguments | None) -> bool:
+    """Whether another step may call other functions of the model at a place."""
+    if source is None or arguments is None:
+        return False
+    expression = source.nodes[node]
+    return isinstance(expression, ast.Call) and not arguments.has_fixed_function(expression)
 
 
 def _line(source: FunctionSource | None, node: int) -> int:

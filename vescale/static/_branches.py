@@ -5,18 +5,36 @@ from __future__ import annotations
 import ast
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from types import CodeType
 
 from vescale.static._call_tree import FunctionCall
+from vescale.static._decisions import Decision, decisions_of, first_instruction
 from vescale.static._patch import Patch
-from vescale.static._source import FunctionSource
+from vescale.static._source import FunctionSource, code_objects
 
-__all__ = ["untaken_branches", "untaken_of"]
+__all__ = ["both_ways", "untaken_branches", "untaken_of"]
 
 
-def untaken_branches(call: FunctionCall, source: FunctionSource) -> Patch:
-    """Refusals at all branches that the recorded forward did not take."""
-    return untaken_of(source, call.visits)
+def untaken_branches(call: FunctionCall, source: FunctionSource, ran: Collection[CodeType]) -> Patch:
+    """Refusals at all branches that the recorded forward did not take, and in functions that it has defined and not called.
+
+    Args:
+        ran: the code of all functions that ran.
+    """
+    patch = untaken_of(source, call.visits)
+    parts, uncalled = list(code_objects(source.code)), []
+    for number, node in enumerate(source.nodes):
+        if number > 0 and isinstance(node, ast.Lambda | ast.FunctionDef):
+            body = node.body if isinstance(node.body, list) else [node.body]
+            for first in (source.numbers[id(part)] for part in body):
+                place = first_instruction(source, first)
+                if place is not None:
+                    if place not in call.visits and parts[place[0]] not in ran:
+                        uncalled.append(first)
+                    break
+    return replace(patch, refused=(*patch.refused, *uncalled))
 
 
 def untaken_of(source: FunctionSource, visits: Mapping[tuple[int, int], int]) -> Patch:
@@ -27,7 +45,7 @@ def untaken_of(source: FunctionSource, visits: Mapping[tuple[int, int], int]) ->
 @functools.lru_cache(maxsize=4096)
 def _untaken(source: FunctionSource, visited: frozenset[tuple[tuple[int, int], int]]) -> Patch:
     """``visited``: how often the instruction at a position ran. It is the same for most of a model's layers."""
-    numbers = {id(node): number for number, node in enumerate(source.nodes)}
+    numbers = source.numbers
     visits = _Visits(Counter(dict(visited)), source, numbers)
     refused: list[int] = []
     refused_else: list[int] = []
@@ -49,6 +67,23 @@ def _untaken(source: FunctionSource, visited: frozenset[tuple[tuple[int, int], i
                 if visits.of(following) and visits.of(value) == visits.of(following):
                     (refused_false if isinstance(node.op, ast.And) else refused_true).append(numbers[id(value)])
     return Patch((), (), tuple(refused), tuple(refused_else), tuple(refused_false), tuple(refused_true))
+
+
+def both_ways(call: FunctionCall, source: FunctionSource) -> list[Decision]:
+    """Branches that the recorded forward took, and did not take."""
+    found = []
+    for decision in decisions_of(source):
+        if decision.is_loop:
+            continue
+        started, *taken = (_count(call, source, number) for number in (decision.start, *decision.arms))
+        if any(count for count in taken) and any(count != started for count in taken):
+            found.append(decision)
+    return found
+
+
+def _count(call: FunctionCall, source: FunctionSource, number: int) -> int:
+    place = first_instruction(source, number)
+    return 0 if place is None else call.visits[place]
 
 
 def _arms(node: ast.AST) -> Iterator[list[ast.stmt] | ast.expr]:

@@ -18,10 +18,11 @@ from torch import nn
 
 from vescale.compat import MODULE_CALL
 from vescale.runtime import CheckpointedForward
+from vescale.static._decisions import decision_points
 from vescale.static._exchanged_code import is_exchanged
-from vescale.static._source import code_objects
+from vescale.static._source import code_objects, source_of
 
-__all__ = ["CallTree", "FunctionCall", "Site", "is_recorded", "makes_context_of_another"]
+__all__ = ["CallTree", "FunctionCall", "Site", "is_of_torch", "is_recorded", "makes_context_of_another"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
@@ -47,6 +48,8 @@ class FunctionCall:
         parts: the code objects of the function and of those defined in it; a position in a function is (part, offset).
         visits: how often the instruction at a position ran.
         called: the functions called from here, by position and code object.
+        owner: the class of ``self``, if that was one module or several of a class.
+        points: where it decides what runs next: nodes of the source, by position.
     """
 
     def __init__(self, module: str, code: types.CodeType, caller: Site | None, is_direct: bool) -> None:
@@ -54,6 +57,16 @@ class FunctionCall:
         self.parts = {part: number for number, part in enumerate(code_objects(code))}
         self.visits: Counter[tuple[int, int]] = Counter()
         self.called: dict[tuple[int, int, types.CodeType], FunctionCall] = {}
+        self.owner: type[nn.Module] | None = None
+        self._is_called = False
+        source = source_of(code)
+        self.points = {} if source is None else decision_points(source)
+
+    def note_owner(self, owner: Any) -> None:
+        """Before the function runs; ``owner``: what it calls ``self``."""
+        kind = type(owner) if isinstance(owner, nn.Module) else None
+        self.owner = kind if not self._is_called or kind is self.owner else None
+        self._is_called = True
 
     def all_below(self) -> Iterator[FunctionCall]:
         """This one and all that are called from it."""
@@ -74,6 +87,8 @@ class CallTree:
         self.functions: dict[types.CodeType, dict[str, Any]] = {}  # all that ran, with their globals
         self.on_function: Callable[[types.CodeType, dict[str, Any]], None] = lambda code, held: None
         """Called with the code and the globals of each function before it runs for the first time."""
+        self.decided: list[tuple[FunctionCall, tuple[int, ...]]] = []
+        """What ran at ``points`` of functions, in order."""
         self.has_exchanged_code = False
         """Whether another thread had exchanged the code of a function that ran, of which nothing is known then."""
         self._current_module = current_module
@@ -118,12 +133,17 @@ class CallTree:
         if call is None:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if frame.f_code is call.code:
+            call.note_owner(frame.f_locals.get("self"))
         self._running.append((frame, call))
-        part, visits = call.parts[frame.f_code], call.visits
+        part, visits, points, decided = call.parts[frame.f_code], call.visits, call.points, self.decided
 
         def trace(frame: types.FrameType, event: str, _: Any) -> Any:
             if event == "opcode":
-                visits[part, frame.f_lasti] += 1
+                place = part, frame.f_lasti
+                visits[place] += 1
+                if place in points:
+                    decided.append((call, points[place]))
             elif event == "return":
                 while self._running and self._running.pop()[0] is not frame:
                     pass
@@ -209,6 +229,11 @@ def is_recorded(file: str) -> bool:
     if file.startswith(_TORCH):
         return file.startswith(_MODULES) or file == _DECORATORS
     return file.startswith(_PACKAGES) or not file.startswith(_LIBRARY)
+
+
+def is_of_torch(file: str) -> bool:
+    """Whether a function is one of PyTorch's modules."""
+    return file.startswith(_TORCH)
 
 
 @functools.cache

@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from vescale.compat import (
     CALL_OVERRIDE,
@@ -22,17 +20,22 @@ from vescale.compat import (
     is_native,
     native_static,
     no_torch_function,
-    spec_of,
-    tensors_in,
 )
 from vescale.errors import StaticRecordError, kind_of
 from vescale.ir import Precision
 from vescale.runtime import Activation, Runtime, current_activation, switch_on, write_back
+from vescale.static._call_kind import quick_shape, shape_of
 from vescale.static._early_inputs import EarlyInputs, Entered
 from vescale.static._first_step import only_recorded_functions
 from vescale.static._guards import Guards
 from vescale.static._held_values import HeldValues
-from vescale.static._observed_ops import random_state, set_random_state
+from vescale.static._observed_ops import (
+    has_drawn,
+    host_random_state,
+    random_state,
+    set_host_random_state,
+    set_random_state,
+)
 from vescale.static._program import StaticProgram
 from vescale.static._record import Recorder
 from vescale.static._record_loading import load_step
@@ -91,6 +94,7 @@ class StaticForward:
         self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
         self._early = EarlyInputs()
+        self._draws_on_host = bool(self._record_steps)  # whether a forward draws from Python's or numpy's generators
         self._layers_differ = False  # though they were taken for repeated ones
         runtime.compiles = runtime.switches_on_later = True
         runtime.early_inputs = self.enter
@@ -175,6 +179,7 @@ class StaticForward:
         if program.needs_mode:
             switch_on(activation)
         state = random_state() if program.draws else None
+        host_state = host_random_state() if self._draws_on_host else None
         mark = program.units.mark()
         frame = activation.frames[0]
         given = (args, kwargs) if entered is None else (entered.args, entered.kwargs)
@@ -195,6 +200,8 @@ class StaticForward:
                 program.fail(f"{type(problem).__name__} in its first static step: {problem}")
             if state is not None:
                 set_random_state(state)
+            if host_state is not None:
+                set_host_random_state(host_state)
             written.undo(problem)
             activation.static = None
             program.units.return_to(mark)
@@ -259,13 +266,13 @@ class StaticForward:
         """What distinguishes calls that are recorded separately."""
         specs: list[Any] = []
         settings, given = native_static().thread_settings(), tuple(kwargs.values())
-        quick = settings, _quick_shape(args, specs), tuple(kwargs), _quick_shape(given, specs)
+        quick = settings, quick_shape(args, specs), tuple(kwargs), quick_shape(given, specs)
         known = self._keys.get(quick)
         if known is None:
             if len(self._keys) >= _MAX_KEYS:
                 self._keys.clear()
-            shapes = tuple((name, _shape_of(value)) for name, value in kwargs.items())
-            known = self._keys[quick] = repr((quick[0], _shape_of(args), shapes)), specs
+            shapes = tuple((name, shape_of(value)) for name, value in kwargs.items())
+            known = self._keys[quick] = repr((quick[0], shape_of(args), shapes)), specs
         return known[0]
 
     def _record(self, model: nn.Module, activation: Activation, key: str, args: Any, kwargs: Any) -> Any:
@@ -298,10 +305,12 @@ class StaticForward:
         recorder.problems, recorder.regions = problems_of_modules(model), regions_of(model)
         states, values = ModuleStates(model, units.parameters), HeldValues(model.named_modules())
         recorder.tree.on_function = values.add_globals
+        host_state = host_random_state()
         try:
             result = recorder.run(functools.partial(type(model).forward, model), args, kwargs)
             for path, name in states.changes():
                 recorder.problems.setdefault(path, f"its forward writes to its attribute {name}")
+            self._draws_on_host |= has_drawn(host_state)
             container = values.keeps_tensors()
             if container:
                 recorder.problems[""] = f"its forward keeps tensors in {container}"
@@ -315,7 +324,7 @@ class StaticForward:
                 held.pop(CALL_OVERRIDE, None)
                 if compiled is not None:
                     held[CALL_OVERRIDE] = compiled
-            recorder.guards = Guards(model.named_modules(), units.parameters, values.unchanged())
+            recorder.guards = Guards(model.named_modules(), units.parameters, values.unchanged(recorder.tree.functions))
 
     def _finish(self, model: nn.Module, key: str) -> StaticProgram | None:
         recorder = self._recorders.get(key)
@@ -365,31 +374,3 @@ class StaticForward:
 
 def _call(recorder: Recorder, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return recorder.call_module(path, module, args, kwargs)
-
-
-def _quick_shape(value: Any, specs: list[Any]) -> Any:
-    """What decides about :func:`_shape_of`; DTensors by the addresses of their specs, which are added to ``specs``."""
-    kind = type(value)
-    if kind is DTensor:
-        spec = spec_of(value)
-        specs.append(spec)
-        return id(spec), value.requires_grad
-    if kind is tuple or kind is list:
-        return kind, *[_quick_shape(item, specs) for item in value]
-    return _shape_of(value)
-
-
-def _shape_of(value: Any) -> Any:
-    """Structure of an argument, without sizes other than 0 and 1."""
-    if isinstance(value, DTensor):
-        small = tuple(size if size < 2 else -1 for size in value.shape)
-        return "DTensor", tuple(value.placements), value.dtype, value.device.type, value.requires_grad, small
-    if isinstance(value, torch.Tensor):
-        return "Tensor", value.dtype, value.device.type, value.requires_grad, value.ndim
-    if isinstance(value, list | tuple):
-        return type(value), tuple(map(_shape_of, value))
-    if isinstance(value, dict):
-        return type(value), tuple((key, _shape_of(item)) for key, item in value.items())
-    if isinstance(value, bool | int | float | str | bytes | type(None)):
-        return type(value), value
-    return type(value), tuple(map(_shape_of, tensors_in(value)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from vescale.compat import GLOBAL_HOOKS, HOOKS_OF_MODULES, native_static
 from vescale.fsdp import ManagedParameter
-from vescale.static._held_values import SCALARS, HeldValues, is_same_list
+from vescale.static._held_values import HeldValues, is_same_list, is_value, read_attribute
 
 __all__ = ["Guards"]
 
@@ -39,7 +40,7 @@ class Guards:
             held = module.__dict__
             self._hooks += [held[name] for name in HOOKS_OF_MODULES]
             self._containers.add_dict(path, held)
-            self._attributes.add(path, held, [name for name, value in held.items() if type(value) in SCALARS])
+            self._attributes.add(path, held, [name for name, value in held.items() if is_value(value)])
             for kind in _CONTAINERS:
                 self._containers.add_dict(path, held[kind])
                 self._objects.add(path, held[kind], [name for name in held[kind] if (id(module), name) not in managed])
@@ -48,7 +49,9 @@ class Guards:
         self._functions = _Entries()
         for name, held, key, value, is_function in values:
             (self._functions if is_function else self._attributes).add_value(name, held, key, value)
-        self._lists, self._classes = values.lists, values.classes
+        for name, held, size in values.sizes:
+            self._containers.add_dict(name, held, size)
+        self._lists, self._of_objects = values.lists, values.attributes
         self._tensors = [x for x in self._objects.values if isinstance(x, torch.Tensor)]
         self._requires_grad = [x.requires_grad for x in self._tensors]
         self._num_hooks = list(map(len, self._hooks))
@@ -72,18 +75,24 @@ class Guards:
             return f"attributes of {attributes.paths[changed] or 'the model'} have changed"
         changed = native.first_changed(self._functions.dicts, self._functions.names, self._functions.values, True)
         if changed >= 0:
-            return f"functions in {self._functions.paths[changed]} were replaced"
+            return f"functions or objects in {self._functions.paths[changed]} were replaced"
         for name, held, before in self._lists:
             if not is_same_list(held, before):
                 return f"the list {name} has changed"
-        for kind, name, value in self._classes:
-            if not is_same_list([getattr(kind, name, None)], [value]):
-                return f"the attribute {name} of the class {kind.__name__} has changed"
+        for holder, name, value in self._of_objects:
+            now = read_attribute(holder, name)
+            if now is not value and not is_same_list([now], [value]):
+                return f"the attribute {name} of {_name_of(holder)} has changed"
         if native.first_other_flag(self._tensors, self._requires_grad) >= 0:
             return "requires_grad of parameters has changed"
         if self.have_replaced():
             return "parameters, buffers or parts of modules were replaced"
         return ""
+
+
+def _name_of(holder: Any) -> str:
+    kind = "class" if isinstance(holder, type) else "function" if isinstance(holder, types.FunctionType) else "object"
+    return f"the {kind} {getattr(holder, '__qualname__', type(holder).__name__)}"
 
 
 class _Entries:
@@ -105,8 +114,8 @@ class _Entries:
         self.names.append(name)
         self.values.append(value)
 
-    def add_dict(self, path: str, held: dict[str, Any]) -> None:
-        """The dictionary itself, whose value is its number of entries."""
+    def add_dict(self, path: str, held: dict[Any, Any], size: int | None = None) -> None:
+        """The dictionary itself, whose value is its number of entries: ``size``, or that of now."""
         self.paths.append(path)
         self.dicts.append(held)
-        self.values.append(len(held))
+        self.values.append(len(held) if size is None else size)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import enum
+import functools
+import numbers
+import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,29 +19,30 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import CALL_OVERRIDE, tensors_in
 from vescale.static._call_tree import is_recorded
+from vescale.static._exchanged_code import code_of
 from vescale.static._source import code_objects
 
-__all__ = ["SCALARS", "HeldValues", "is_same_list"]
+__all__ = ["SCALARS", "HeldValues", "is_same_list", "is_value", "read_attribute"]
 
-SCALARS = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+SCALARS = (bool, int, float, complex, str, bytes, range, slice, type(None), torch.dtype, torch.device)
 _SKIPPED = frozenset(
     (*nn.Module().__dict__, "forward", CALL_OVERRIDE)
 )  # what every module has, and what the runtime adds
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_MAX_DEPTH = 4
+_MAX_DEPTH = 12
 
 
 class HeldValues:
     """Of modules: what lists, dictionaries and objects in their attributes hold, functions in their attributes, and
-    attributes of their classes. Of functions: their globals.
+    attributes of their classes. Of functions: their globals, and of those that are found: defaults and closures.
 
-    A dictionary that gets another key is not a change: what asks for the key is a branch. Values that change in the
-    recorded forward itself are not compared.
+    Values that change in the recorded forward itself are not compared.
 
     Attributes:
         names: where each of ``dicts`` is held, for reports; ``keys`` and ``values``: of its entries.
         is_function: whether an entry is compared by identity.
-        lists: with what they held; ``classes``: with attributes.
+        lists: with what they, and sets, held; ``sizes``: dictionaries and the number of their entries.
+        attributes: (object, name, value), of classes, functions, cells of closures, and objects without a dictionary.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -46,8 +51,11 @@ class HeldValues:
         self.keys: list[Any] = []
         self.values: list[Any] = []
         self.is_function: list[bool] = []
-        self.lists: list[tuple[str, list[Any], list[Any]]] = []
-        self.classes: list[tuple[type, str, Any]] = []
+        self.lists: list[tuple[str, Collection[Any], list[Any]]] = []
+        self.sizes: list[tuple[str, dict[Any, Any], int]] = []
+        self.attributes: list[tuple[Any, str, Any]] = []
+        self._of_functions: dict[types.CodeType, list[tuple[Any, str, Any]]] = {}  # compared if the function has run
+        self._of_modules: list[tuple[str, dict[Any, Any], Any, Any]] = []  # objects, compared if the attribute was read
         self._seen: dict[int, Any] = {}  # by id of what has been visited, which the value keeps alive
         self._containers: list[tuple[str, Any, dict[int, torch.Tensor]]] = []  # with the DTensors in them, by id
         self._seen_globals: set[tuple[int, str]] = set()
@@ -56,7 +64,8 @@ class HeldValues:
                 if name not in _SKIPPED:
                     is_watched = not isinstance(value, list | dict | set)  # else its module is, by ``ModuleStates``
                     where = path or "the model"
-                    self._add_entry(where, module.__dict__, name, value, 0, with_scalars=False, is_watched=is_watched)
+                    self._add_entry(where, module.__dict__, name, value, 0, of_module=True, is_watched=is_watched)
+            self._add_forward(path, module)
             for kind in type(module).__mro__:
                 self._add_class(kind)
 
@@ -74,16 +83,26 @@ class HeldValues:
         """The name of a container that has other DTensors in it than before; "" if there is none."""
         return next((name for name, held, before in self._containers if _dtensors_in(held).keys() - before.keys()), "")
 
-    def unchanged(self) -> HeldValues:
-        """Those that are now as they were."""
+    def unchanged(self, functions: Collection[types.CodeType]) -> HeldValues:
+        """Those that are now as they were. ``functions``: all that ran."""
+        for code in functions:
+            for found in self._of_functions.get(code, ()):
+                self.attributes.append(found)
+                self._add(f"the function {code.co_name}", found[2], 1)
+        read = {name for code in functions for part in code_objects(code) for name in part.co_names}
+        read |= {
+            text for code in functions for part in code_objects(code) for text in part.co_consts if type(text) is str
+        }
         kept = HeldValues(())
         for row in zip(self.names, self.dicts, self.keys, self.values, self.is_function, strict=True):
-            _, held, key, value, is_function = row
-            now = dict.get(held, key, held)  # a subclass may have other methods of these names
-            if now is value or (not is_function and type(now) is type(value) and now == value):
+            if _is_unchanged(*row[1:]):
                 kept._append(*row)
+        for name, held, key, value in self._of_modules:
+            if key in read and _is_unchanged(held, key, value, True):
+                kept._append(name, held, key, value, True)
         kept.lists = [row for row in self.lists if is_same_list(row[1], row[2])]
-        kept.classes = [row for row in self.classes if is_same_list([getattr(row[0], row[1], None)], [row[2]])]
+        kept.sizes = [row for row in self.sizes if len(row[1]) == row[2]]
+        kept.attributes = [row for row in self.attributes if is_same_list([read_attribute(row[0], row[1])], [row[2]])]
         return kept
 
     def _append(self, name: str, held: dict[Any, Any], key: Any, value: Any, is_function: bool) -> None:
@@ -98,6 +117,15 @@ class HeldValues:
             self._seen_globals.add((id(held), name))
             self._add_entry(f"the globals of {code.co_name}", held, name, held[name], 0)
 
+    def _add_forward(self, path: str, module: nn.Module) -> None:
+        """What the module runs: of itself, which the runtime may have set, or of its class."""
+        if path and "forward" in module.__dict__:
+            self._append(path, module.__dict__, "forward", module.__dict__["forward"], False)
+        kind = type(module)
+        if (id(kind), "forward") not in self._seen_globals:
+            self._seen_globals.add((id(kind), "forward"))
+            self.attributes.append((kind, "forward", kind.forward))
+
     def _add_class(self, kind: type) -> None:
         if id(kind) in self._seen:
             return
@@ -105,12 +133,29 @@ class HeldValues:
         file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
         if not is_recorded(file) or file.startswith(_TORCH):
             return
-        for name, value in vars(kind).items():
-            if not name.startswith("__"):
-                if type(value) in SCALARS:
-                    self.classes.append((kind, name, value))
+        for name, value in list(vars(kind).items()):
+            if type(value) is types.FunctionType:
+                self._of_functions.setdefault(value.__code__, []).append((kind, name, value))
+                self._add_function(value)
+            elif not name.startswith("__"):
+                if is_value(value):
+                    self.attributes.append((kind, name, value))
                 elif not callable(value):
                     self._add(f"{kind.__name__}.{name}", value, 1)
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        """Its default arguments, and what it finds in its closure."""
+        if id(function) in self._seen:
+            return
+        self._seen[id(function)] = function
+        rows = self._of_functions.setdefault(code_of(function) or function.__code__, [])
+        rows += [(function, name, getattr(function, name)) for name in ("__defaults__", "__kwdefaults__")]
+        for cell in function.__closure__ or ():
+            held = read_attribute(cell, "cell_contents")
+            if type(held) is types.FunctionType:
+                self._add_function(held)
+            if not isinstance(held, torch.Tensor):
+                rows.append((cell, "cell_contents", held))
 
     def _add_entry(
         self,
@@ -120,41 +165,51 @@ class HeldValues:
         value: Any,
         depth: int,
         *,
-        with_scalars: bool = True,
+        of_module: bool = False,
         is_watched: bool = True,
     ) -> None:
-        if type(value) in SCALARS:
-            if with_scalars:
+        """``of_module``: guards compare the numbers, flags and texts in its attributes."""
+        if is_value(value):
+            if not of_module:
                 self._append(name, held, key, value, False)
-        elif isinstance(value, nn.Module | torch.Tensor | types.ModuleType):
             return
-        elif callable(value):
+        if isinstance(value, nn.Module | torch.Tensor | types.ModuleType):
+            return
+        if callable(value) or not of_module:
             self._append(name, held, key, value, True)
+        else:
+            self._of_modules.append((name, held, key, value))
         inner = f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]"
         self._add(inner, value, depth + 1, is_watched=is_watched)
 
     def _add(self, name: str, value: Any, depth: int, *, is_watched: bool = True) -> None:
-        if depth > _MAX_DEPTH or type(value) in SCALARS or id(value) in self._seen:
+        if type(value) is types.FunctionType:
+            self._add_function(value)
+        if isinstance(value, functools.partial):
+            value = [value.func, value.args, value.keywords]
+        if depth > _MAX_DEPTH or is_value(value) or id(value) in self._seen:
             return
         if is_watched and (isinstance(value, dict | list | set | deque) or _is_described(value)):
             self._containers.append((name, value, _dtensors_in(value)))
         if isinstance(value, dict):
             items = list(dict.items(value))
             held = value
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | set | deque):
             self._seen[id(value)] = value
-            if isinstance(value, list) and all(type(item) in SCALARS for item in value):
+            if not isinstance(value, tuple):
                 self.lists.append((name, value, list(value)))
-            else:
-                for item in value:
-                    self._add(name, item, depth + 1)
+            for item in value:
+                self._add(name, item, depth + 1)
             return
         elif _is_described(value):
             held = vars(value)
             items = list(held.items())
         else:
+            slots = (n for kind in type(value).__mro__ for n in _names_of_slots(kind)) if _is_of_model(value) else ()
+            self.attributes += [(value, n, v) for n in slots if (v := read_attribute(value, n)) is not _MISSING]
             return
         self._seen[id(value)] = value
+        self.sizes.append((name, held, len(held)))
         for key, item in items:
             self._add_entry(name, held, key, item, depth)
 
@@ -172,22 +227,53 @@ def _dtensors_in(value: Any) -> dict[int, torch.Tensor]:
     return {id(x): x for x in tensors_in(value) if isinstance(x, DTensor)}
 
 
-def is_same_list(now: list[Any], before: list[Any]) -> bool:
-    """``before`` holds scalars; what is there now may be anything."""
-    return len(now) == len(before) and all(type(a) is type(b) and a == b for a, b in zip(now, before))
+def _is_unchanged(held: dict[Any, Any], key: Any, value: Any, is_function: bool) -> bool:
+    now = dict.get(held, key, held)  # a subclass may have other methods of these names
+    return now is value or (not is_function and type(now) is type(value) and bool(now == value))
 
 
+def is_value(value: Any) -> bool:
+    """Whether something is compared by what it is: numbers, flags, texts, and tuples of them."""
+    if type(value) in SCALARS or isinstance(value, enum.Enum | numbers.Number):
+        return True
+    return isinstance(value, tuple | frozenset) and all(map(is_value, value))
+
+
+def is_same_list(now: Collection[Any], before: list[Any]) -> bool:
+    """Whether a list has the items that it had, or others that are equal values."""
+    return len(now) == len(before) and (
+        all(map(operator.is_, now, before))
+        or all(a is b or (type(a) is type(b) and is_value(a) and a == b) for a, b in zip(now, before))
+    )
+
+
+def read_attribute(holder: Any, name: str) -> Any:
+    """Of a class, a function, a cell or an object with slots; a mark where there is none."""
+    try:
+        return getattr(holder, name, _MISSING)
+    except ValueError:  # an empty cell
+        return _MISSING
+
+
+_MISSING = object()
 _TORCH = torch.__file__.rpartition("__init__")[0]
 
 
 def _is_described(value: Any) -> bool:
     """Whether an object is one of the model's: a configuration, a namespace."""
-    kind = type(value)
     if isinstance(value, _NAMESPACES):
         return True
-    if isinstance(value, nn.Module | torch.Tensor | type | types.ModuleType) or callable(value):
+    return _is_of_model(value) and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _is_of_model(value: Any) -> bool:
+    """Whether the class of an object is none of PyTorch's or Python's."""
+    if isinstance(value, nn.Module | torch.Tensor | type | types.ModuleType | types.FunctionType):
         return False
-    package = kind.__module__.partition(".")[0]
-    if package in ("torch", "vescale", "builtins") or package in sys.stdlib_module_names:
-        return False
-    return isinstance(getattr(value, "__dict__", None), dict)
+    package = type(value).__module__.partition(".")[0]
+    return package not in ("torch", "vescale", "builtins") and package not in sys.stdlib_module_names
+
+
+def _names_of_slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

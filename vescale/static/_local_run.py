@@ -32,7 +32,7 @@ def run_on_locals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
         return LocalRun.TRANSFORMED if is_random or any(isinstance(x, DTensor) for x in inside) else LocalRun.SAME
     if is_random:
         return LocalRun.DIFFERS if any(held) else LocalRun.SAME
-    local = _attempt(func, _local(args), _local(kwargs))
+    local = _attempt(func, _local(args, True), _local(kwargs, True))
     if func in SIZE_READERS:
         return LocalRun.SAME if local == result else LocalRun.SIZES
     is_same = _has_same_form if func in VALUES_ARE_UNDEFINED else _is_same
@@ -53,8 +53,15 @@ def _attempt(func: Any, args: Any, kwargs: Any) -> Any:
         return None
 
 
-def _local(value: Any) -> Any:
-    return map_tensors(lambda x: (local_of(x) if isinstance(x, DTensor) else x).detach(), value)
+def _local(value: Any, is_kept: bool = False) -> Any:
+    """Local tensors; ``is_kept``: of statistics, copies, because batch norm writes to them without a new version."""
+
+    def local(x: torch.Tensor) -> torch.Tensor:
+        held = (local_of(x) if isinstance(x, DTensor) else x).detach()
+        may_write = is_kept and not x.requires_grad and x.is_floating_point() and held.is_contiguous()
+        return held.clone() if may_write else held
+
+    return map_tensors(local, value)
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from typing import Any
 
 import torch
@@ -10,7 +12,15 @@ from torch.overrides import TorchFunctionMode
 
 from vescale.compat import TorchDispatchMode, local_of, runs_on_locals, spec_of, tensors_in
 
-__all__ = ["ObservedOps", "WithObservedOps", "random_state", "set_random_state"]
+__all__ = [
+    "ObservedOps",
+    "WithObservedOps",
+    "has_drawn",
+    "host_random_state",
+    "random_state",
+    "set_host_random_state",
+    "set_random_state",
+]
 
 
 class WithObservedOps(TorchFunctionMode):
@@ -49,11 +59,14 @@ class ObservedOps(TorchDispatchMode):
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if not any(isinstance(x, DTensor) for x in tensors_in((args, kwargs))):
             self.has_plain = True
-        elif not self.changed and not self._runs_on_locals(func, args, kwargs):
+        elif not self.changed and not self.runs_on_locals(func, args, kwargs):
             self.changed = f"{func} does not run on the local tensors as they are"
         return func(*args, **kwargs)
 
-    def _runs_on_locals(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def runs_on_locals(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an op on DTensors runs on the local tensors as they are."""
+        if not any(isinstance(x, DTensor) for x in tensors_in((args, kwargs))):
+            return True
         key = _kind_of(func, args, kwargs)
         if key is None:
             return runs_on_locals(func, args, kwargs)
@@ -90,6 +103,23 @@ def random_state() -> list[torch.Tensor]:
     if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         states.append(torch.cuda.get_rng_state())
     return states
+
+
+def host_random_state() -> Any:
+    """The states of the generators of Python and numpy."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+
+
+def has_drawn(before: Any) -> bool:
+    """Whether these generators have other states than before."""
+    return repr(host_random_state()) != repr(before)
+
+
+def set_host_random_state(state: Any) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
 
 
 def set_random_state(states: list[torch.Tensor]) -> None:

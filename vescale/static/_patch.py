@@ -12,7 +12,18 @@ from typing import Any
 
 from vescale.static._source import FunctionSource, compile_function
 
-__all__ = ["REFUSE", "SLICE", "Patch", "callee_of", "can_be_site", "make_function", "patched_code", "site_name"]
+__all__ = [
+    "MARK",
+    "REFUSE",
+    "SLICE",
+    "Patch",
+    "callee_of",
+    "can_be_site",
+    "make_function",
+    "mark_of",
+    "patched_code",
+    "site_name",
+]
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,7 @@ class Patch:
         refused: statements and expressions of which the first in a list, or the whole, is preceded by a refusal.
         refused_else: ``if`` statements that get a refusal as their ``else``.
         refused_false, refused_true: expressions whose value is refused if it is false, or true.
+        marked: statements and expressions that are told when they begin to run.
     """
 
     sites: tuple[int, ...] = ()
@@ -34,16 +46,22 @@ class Patch:
     refused_else: tuple[int, ...] = ()
     refused_false: tuple[int, ...] = ()
     refused_true: tuple[int, ...] = ()
+    marked: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return self != Patch()
 
 
-REFUSE, SLICE = "_vescale_refuse_", "_vescale_slice_"
+REFUSE, SLICE, MARK = "_vescale_refuse_", "_vescale_slice_", "_vescale_mark_"
 
 
 def site_name(node: int) -> str:
     return f"_vescale_{node}_"
+
+
+def mark_of(code: types.CodeType, node: int) -> int:
+    """What is told when a marked node of a function begins to run."""
+    return code.co_firstlineno * 100_003 + node
 
 
 def callee_of(node: ast.AST) -> Any:
@@ -106,11 +124,11 @@ def patched_code(source: FunctionSource, patch: Patch, calls_constant: bool = Fa
     """
     tree = source.copy_tree()
     numbers = {id(node): number for number, node in enumerate(ast.walk(tree))}
-    changed = _Rewriter(numbers, patch).visit(tree)
+    changed = _Rewriter(numbers, patch, source.code).visit(tree)
     if calls_constant:
         changed = _CallsConstant().visit(changed)
     names = [site_name(node) for node in (*patch.sites, *patch.swaps)]
-    return compile_function(changed, source.code, (*names, REFUSE, SLICE))
+    return compile_function(changed, source.code, (*names, REFUSE, SLICE, MARK))
 
 
 def make_function(original: types.FunctionType, code: types.CodeType, cells: Mapping[str, Any]) -> types.FunctionType:
@@ -125,14 +143,15 @@ def make_function(original: types.FunctionType, code: types.CodeType, cells: Map
 
 
 class _Rewriter(ast.NodeTransformer):
-    def __init__(self, numbers: Mapping[int, int], patch: Patch) -> None:
-        self.numbers = numbers
+    def __init__(self, numbers: Mapping[int, int], patch: Patch, code: types.CodeType) -> None:
+        self.numbers, self.code = numbers, code
         self.sites: Collection[int] = frozenset(patch.sites)
         self.swaps: Collection[int] = frozenset(patch.swaps)
         self.refused: Collection[int] = frozenset(patch.refused)
         self.refused_else: Collection[int] = frozenset(patch.refused_else)
         self.refused_false: Collection[int] = frozenset(patch.refused_false)
         self.refused_true: Collection[int] = frozenset(patch.refused_true)
+        self.marked: Collection[int] = frozenset(patch.marked)
 
     def visit(self, node: ast.AST) -> Any:
         number = self.numbers.get(id(node), -1)
@@ -153,9 +172,9 @@ class _Rewriter(ast.NodeTransformer):
         elif number in self.refused_true:
             made = ast.copy_location(ast.BoolOp(ast.And(), [made, _refusal(node)]), node)  # type: ignore[list-item]
         if number in self.refused:
-            if isinstance(made, ast.stmt):
-                return [ast.copy_location(ast.Expr(_refusal(node)), node), made]
-            return ast.copy_location(ast.BoolOp(ast.Or(), [_refusal(node), made]), node)  # type: ignore[list-item]
+            return _preceded(made, node, _refusal(node))
+        if number in self.marked:
+            return _preceded(made, node, _call(MARK, [ast.Constant(mark_of(self.code, number))]))
         return ast.copy_location(made, node) if made is not node and hasattr(node, "lineno") else made
 
     def _stored(self, node: ast.Assign) -> ast.AST:
@@ -208,6 +227,13 @@ def _as_site(node: ast.AST, name: str) -> ast.AST:
             value = _call(name, [_none(), ast.Name(node.target.id, ast.Load()), node.value])
             return ast.Assign([node.target], value)
     raise AssertionError(f"no site at {ast.dump(node)}")
+
+
+def _preceded(made: Any, node: ast.AST, call: ast.Call) -> Any:
+    """What a node became, after a call that returns None."""
+    if isinstance(made, ast.stmt):
+        return [ast.copy_location(ast.Expr(call), node), ast.copy_location(made, node)]
+    return ast.copy_location(ast.BoolOp(ast.Or(), [call, made]), node)
 
 
 def _index(node: ast.expr) -> ast.expr:

@@ -6,8 +6,9 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -16,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import CALL_OVERRIDE, call_module, no_torch_function, with_torch_function
 from vescale.fsdp import ManagedParameter, state_of
 from vescale.runtime import Runtime, current_activation, resumed
-from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
+from vescale.static._actions import Checked, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import FunctionPlan, ModulePlan
 from vescale.static._call_site_functions import EagerCall, map_in_order, read_sizes, take_sizes
+from vescale.static._checked_calls import CheckedCall, unchecked
 from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._early_inputs import Entered
 from vescale.static._exchanged_code import code_of
@@ -26,18 +28,20 @@ from vescale.static._guards import Guards
 from vescale.static._local_functions import local_function
 from vescale.static._local_parameter import LocalParameter
 from vescale.static._outputs import handed_out
-from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
+from vescale.static._patch import MARK, REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
 from vescale.static._recorded import Recorded
 from vescale.static._shown_entries import ShownEntries
 from vescale.static._source import code_objects
 from vescale.static._state import checkpoint_of, is_inside, own_forward
+from vescale.static._swap import Swap
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits, UnitForward
 from vescale.static._unreached import GuardedFunctions, UnreachedFunctions
 
 __all__ = ["StaticProgram"]
 
+_OTHER_PATH = "branches and loops ran in another order than in the recorded step"
 _Place = tuple[dict[str, Any], str]  # a module's attributes, and the name of one
 
 
@@ -82,6 +86,9 @@ class StaticProgram:
         self._outputs = [kind.with_kept_placements() for kind in recorded.outputs]
         self._shown = ShownEntries()
         self._guarded = GuardedFunctions(UnreachedFunctions() if compiles else recorded.unreached)
+        self._path: list[int] = []  # of the last forward, of branches and loops
+        self._expected_path = [] if compiles else list(recorded.path)
+        self._checks: dict[Any, CheckedCall] = {}
         self._parameters: list[LocalParameter] = []  # of the model's own unit
         self._root: Callable[..., Any] | None = None
         if self._guarded.missing:
@@ -137,10 +144,17 @@ class StaticProgram:
             else:
                 args, kwargs = entered.local_args, entered.local_kwargs
             self._show()
+            self._path.clear()
             try:
                 result = self.compiling.run(compiler, self._root, args, kwargs)
+            except Exception as problem:
+                if self._path != self._expected_path[: len(self._path)]:
+                    raise UnrecordedError(_OTHER_PATH) from problem
+                raise
             finally:
                 self._hide()
+            if self._path != self._expected_path:
+                raise UnrecordedError(_OTHER_PATH)
             self.steps += 1
             self.needs_mode = self._used_mode
             return handed_out(result, self._outputs, self._hidden)
@@ -184,6 +198,8 @@ class StaticProgram:
 
     def _hide(self) -> None:
         self._guarded.hide()
+        if self.writes is None or self.writes:
+            self._shown.keep_written()
         self._shown.hide()
         for parameter in self._parameters:
             parameter.hide()
@@ -242,20 +258,29 @@ class StaticProgram:
     def _patched(self, function: Any, plan: FunctionPlan, module: nn.Module) -> Any:
         if isinstance(function, types.MethodType):
             return types.MethodType(self._patched(function.__func__, plan, module), function.__self__)
-        code = patched_code(plan.source, plan.patch)
-        if code is None or not isinstance(function, types.FunctionType) or code_of(function) is not plan.call.code:
+        patch = replace(plan.patch, marked=()) if self.compiling.is_on else plan.patch
+        code = patched_code(plan.source, patch)
+        own = code_of(function)
+        if code is None or not isinstance(function, types.FunctionType) or own is None:
+            raise UnrecordedError(f"{function} is no function in Python")
+        if self.originals.get(own, own) is not plan.call.code:
             raise UnrecordedError(f"{function} is another function than was recorded")
         self.needs_mode |= plan.runs_on_dtensors  # also in functions that are changed when they are called
         self.originals.update(zip(code_objects(code), code_objects(plan.call.code), strict=False))
         cells: dict[str, Any] = {REFUSE: functools.partial(_refuse, plan.call.code.co_filename), SLICE: slice}
+        cells[MARK] = self._path.append
         for node, action in plan.actions.items():
-            cells[site_name(node)] = self._site(action, callee_of(plan.source.nodes[node]), plan.call.module, module)
+            callee = callee_of(plan.source.nodes[node])
+            if isinstance(action, Checked):
+                cells[site_name(node)] = self._checked(action, callee, plan, node)
+            else:
+                cells[site_name(node)] = self._site(action, callee, plan.call.module, module)
         for node, plans in plan.swaps.items():
-            swap = _Swap(plans, functools.partial(self._patched, module=module), self._guarded)
+            swap = Swap(plans, functools.partial(self._patched, module=module), self._guarded, self.originals)
             cells[site_name(node)] = self.compiling.aside(swap)
         return make_function(function, code, cells)
 
-    def _site(self, action: Action, callee: Any, path: str, module: nn.Module) -> Any:
+    def _site(self, action: Eager | ReadSizes | TakeSizes, callee: Any, path: str, module: nn.Module) -> Any:
         if isinstance(action, ReadSizes):
             return read_sizes(action.function, callee, action.factors)
         if isinstance(action, TakeSizes):
@@ -265,6 +290,17 @@ class StaticProgram:
             self._require_mode, module, path, action.function, action.inputs, action.outputs, callee, local
         )
         return self.compiling.aside(call)
+
+    def _checked(self, action: Checked, callee: Any, plan: FunctionPlan, node: int) -> Any:
+        """Layers share what they know about arguments."""
+        if self.compiling.is_on:
+            return unchecked(callee)
+        key = plan.call.code, node, action
+        found = self._checks.get(key)
+        if found is None:
+            where = f"{plan.call.code.co_filename}:{getattr(plan.source.nodes[node], 'lineno', 0)}"
+            found = self._checks[key] = CheckedCall(where, action.function, action.inputs, action.outputs, callee)
+        return found
 
     def _local(self, action: Eager, path: str) -> Any:
         methods = self.runtime.attention_methods(path)
@@ -328,51 +364,6 @@ class StaticProgram:
         return self.compiling.aside(call)
 
 
-class _Swap:
-    """Looks up the patched function that is called at a place, where the recorded step called those with ``plans``."""
-
-    def __init__(
-        self,
-        plans: Mapping[types.CodeType, FunctionPlan | None],
-        make: Callable[[Any, FunctionPlan], Any],
-        guarded: GuardedFunctions,
-    ) -> None:
-        self.plans, self.make, self.guarded = plans, make, guarded
-        self.has_sites = _have_sites(plans)
-        self.is_guarded = False  # the functions that something else calls here
-        self.made: dict[types.FunctionType, Any] = {}
-
-    def __call__(self, called: Any) -> Any:
-        function, own = called, None
-        if type(called) is types.MethodType:
-            function, own = called.__func__, called.__self__
-        elif type(called) is not types.FunctionType:
-            if isinstance(called, nn.Module):  # one that the function has made for itself
-                function, own = type(called).forward, called
-            else:
-                function, own = type(called).__call__, called
-            if code_of(function) not in self.plans and not self.has_sites:
-                if not self.is_guarded and isinstance(self.plans, dict):  # those of a file are not known in advance
-                    missing = self.guarded.add(self.plans, called)
-                    if missing:
-                        raise UnrecordedError(f"the function at {missing[0]} cannot be found")
-                self.is_guarded = True
-                return called  # getattr, or a class, which calls the recorded function in turn
-        made = self.made.get(function)
-        if made is None:
-            code = code_of(function)
-            if code is None or code not in self.plans:
-                raise UnrecordedError(f"{function} is another function than was recorded")
-            plan = self.plans[code]
-            made = self.made[function] = function if plan is None else self.make(function, plan)
-        return made if own is None else types.MethodType(made, own)
-
-
-def _have_sites(plans: Mapping[types.CodeType, FunctionPlan | None]) -> bool:
-    known: bool | None = getattr(plans, "has_sites", None)  # of functions that are looked up when they are called
-    return any(plan is not None and plan.has_sites for plan in plans.values()) if known is None else known
-
-
 def _gathered(parameter: ManagedParameter) -> DTensor:
     """A parameter of a unit while that computes."""
     x = parameter.unsharded
@@ -387,6 +378,9 @@ def _in_unit(unit: UnitForward | None, forward: Callable[..., Any], *args: Any, 
 
 
 def _refuse(file: str, line: int) -> None:
+    activation = current_activation()
+    if activation is None or activation.static is None:
+        return  # a function that was defined in the forward runs later, as a hook of a tensor
     raise UnrecordedError(f"{file}:{line} was not recorded")
 
 

@@ -25,15 +25,7 @@ from vescale.static._local_run import LocalRun, run_on_locals
 from vescale.static._observed_ops import ObservedOps, WithObservedOps, random_state
 from vescale.static._repeated_layers import RepeatedLayers
 
-__all__ = [
-    "Boundary",
-    "Call",
-    "ModuleCall",
-    "Placements",
-    "Recorder",
-    "TensorRecord",
-    "Value",
-]
+__all__ = ["Boundary", "Call", "ModuleCall", "Placements", "Recorder", "TensorRecord", "Value"]
 
 Placements = tuple[Placement, ...]
 
@@ -91,6 +83,7 @@ class Call:
         is_random: whether it drew random numbers.
         writes: whether it wrote to one of its arguments.
         communication: collectives that it started, as ``all_reduce over tp``.
+        num_fractions: how many of its arguments are numbers other than whole ones, which decide about nothing.
     """
 
     site: Site | None
@@ -105,6 +98,7 @@ class Call:
     is_random: bool = False
     writes: bool = False
     communication: Sequence[str] = ()
+    num_fractions: int = 0
 
 
 ModuleCall = tuple[list[TensorRecord], list[TensorRecord]]
@@ -255,6 +249,7 @@ class Recorder(TorchFunctionMode):
             tensors = list(tensors_in((args, kwargs)))
             site, is_direct = found if found is not None else (None, False)
             call = Call(site, is_direct, func, [self._record(x) for x in tensors])
+            call.num_fractions = sum(type(x) is float and not x.is_integer() for x in (*args, *kwargs.values()))
             edges = _edges(tensors, call.inputs)
             versions = list(map(_versions, tensors))
         self._taken_over = ""

@@ -13,7 +13,7 @@ from torch import nn
 
 from vescale.errors import StaticRecordError
 from vescale.plans import MeshAxes
-from vescale.static._actions import Eager, ReadSizes, TakeSizes
+from vescale.static._actions import Checked, Eager, ReadSizes, TakeSizes
 from vescale.static._analysis import FunctionPlan
 from vescale.static._fingerprint import code_digest, globals_digest, state_digest
 from vescale.static._forward import StaticForward
@@ -34,6 +34,8 @@ from vescale.static._recorded_program import RecordedProgram
 from vescale.static._tensor_type import TensorType
 
 __all__ = ["program"]
+
+_ORDER = {"redistribute": 0, "check": 1}  # in which a record has sites; others follow
 
 
 def program(model: nn.Module) -> RecordedProgram:
@@ -106,6 +108,7 @@ def _step(forward: StaticForward, found: StaticProgram, model: nn.Module, call: 
         tuple(sorted(recorded.grads.items(), key=lambda item: str(item[1]))),
         tuple(dict.fromkeys(functions.values())),
         tuple(modules),
+        path=recorded.path,
     )
     if all(kind.is_even for kind in step.types()):
         return step
@@ -121,12 +124,13 @@ def _patch(plan: FunctionPlan, functions: Mapping[CodeType, RecordedFunction]) -
         calls.append((node, tuple(patches)))
     return RecordedPatch(
         functions[plan.call.code],
-        tuple(sorted(sites, key=lambda site: site.action != "redistribute")),
+        tuple(sorted(sites, key=lambda site: _ORDER.get(site.action, len(_ORDER)))),
         tuple(calls),
         plan.patch.refused,
         plan.patch.refused_else,
         plan.patch.refused_false,
         plan.patch.refused_true,
+        plan.patch.marked,
     )
 
 
@@ -145,6 +149,9 @@ def _site(plan: FunctionPlan, node: int, action: Any) -> RecordedSite:
                 action.reason,
                 action.communication,
             )
+        case Checked():
+            types = _types(action.inputs), _types(action.outputs)
+            return RecordedSite(*where, "check", function_name(action.function), *types)
         case ReadSizes():
             return RecordedSite(*where, "read_sizes", function_name(action.function), factors=action.factors)
         case TakeSizes():

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale import __version__
 from vescale.errors import StaticRecordError
 from vescale.ir import Program
-from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes
+from vescale.static._actions import Action, Checked, Eager, ReadSizes, TakeSizes
 from vescale.static._analysis import FunctionPlan, ModulePlan
 from vescale.static._call_tree import FunctionCall
 from vescale.static._fingerprint import code_digest, state_digest
@@ -122,6 +122,7 @@ def load_step(step: RecordedStep, model: nn.Module, mesh: DeviceMesh) -> Recorde
         step.draws,
         step.recomputes,
         step=step,
+        path=step.path,
     )
 
 
@@ -156,7 +157,7 @@ class _CalledFunctions(Mapping[CodeType, FunctionPlan | None]):
 
 
 def _has_sites(patch: RecordedPatch) -> bool:
-    return next(patch.all_sites(), None) is not None
+    return any(site.action != "check" for _, site in patch.all_sites())
 
 
 def _code_of(module: nn.Module, path: str) -> CodeType:
@@ -190,6 +191,7 @@ def _function_plan(patch: RecordedPatch, code: CodeType, path: str, mesh: Device
             patch.refused_else,
             patch.refused_false,
             patch.refused_true,
+            patch.marked,
         ),
         {site.node: _action(site, mesh) for site in patch.sites},
         swaps,
@@ -203,6 +205,8 @@ def _action(site: RecordedSite, mesh: DeviceMesh) -> Action:
         return ReadSizes(function, site.factors)
     if site.action == "take_sizes" and function in SIZE_TAKERS:
         return TakeSizes(function, site.factors)
+    if site.action == "check":
+        return Checked(function, _types(site.inputs, mesh), _types(site.outputs, mesh))
     if site.action != "redistribute":
         raise StaticRecordError(f"{site.function} does not read or take sizes")
     return Eager(function, _types(site.inputs, mesh), _types(site.outputs, mesh), site.reason, site.communication)

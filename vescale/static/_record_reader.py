@@ -131,6 +131,14 @@ class _Part:
             raise self.error(problem.problem) from None
 
 
+# Of sites, with their keys.
+_SECTIONS = {
+    "redistribute": ("inputs", "outputs", "reason", "communication"),
+    "check": ("inputs", "outputs"),
+    "annotate": ("action", "factors"),
+}
+
+
 class _Reader:
     """Reads the tables in the order in which they were written: a row refers to earlier ones only."""
 
@@ -144,7 +152,17 @@ class _Reader:
 
     def step(self, part: _Part) -> RecordedStep:
         part.only(
-            "call", "draws", "recomputes", "coordinate", "inputs", "outputs", "hidden", "grads", "functions", "modules"
+            "call",
+            "draws",
+            "recomputes",
+            "coordinate",
+            "inputs",
+            "outputs",
+            "hidden",
+            "grads",
+            "path",
+            "functions",
+            "modules",
         )
         grads = []
         for row in part["grads"]:
@@ -161,6 +179,7 @@ class _Reader:
             tuple(_row(self._functions, one) for one in part["functions"]),
             tuple(self._module(path, one) for path, one in part["modules"].items()),
             part.get("coordinate", _Part.numbers, None),
+            tuple(one.number() for one in _list(part, "path")),
         )
 
     def _module(self, path: str, part: _Part) -> RecordedModule:
@@ -189,9 +208,9 @@ class _Reader:
         return part.of(RecordedBoundary, part["entry"].text(), tuple(tensors), communication)
 
     def _patch(self, part: _Part) -> RecordedPatch:
-        refusals = ("refused", "refused_else", "refused_false", "refused_true")
-        part.only("function", "redistribute", "annotate", "calls", *refusals)
-        sites = [self._site(one, section) for section in ("redistribute", "annotate") for one in _list(part, section)]
+        refusals = ("refused", "refused_else", "refused_false", "refused_true", "marked")
+        part.only("function", *_SECTIONS, "calls", *refusals)
+        sites = [self._site(one, section) for section in _SECTIONS for one in _list(part, section)]
         return part.of(
             RecordedPatch,
             _row(self._functions, part["function"]),
@@ -212,8 +231,7 @@ class _Reader:
         return part["node"].number(), tuple(called)
 
     def _site(self, part: _Part, section: str) -> RecordedSite:
-        own = ("inputs", "outputs", "reason", "communication") if section == "redistribute" else ("action", "factors")
-        part.only("function", "line", "column", "node", *own)
+        part.only("function", "line", "column", "node", *_SECTIONS[section])
         places = [part[name].number() for name in ("node", "line", "column")]
         name = part["function"].text()
         if section == "redistribute":
@@ -227,6 +245,9 @@ class _Reader:
                 reason=part["reason"].text(),
                 communication=tuple(one.text() for one in _list(part, "communication")),
             )
+        if section == "check":
+            types = self._types_at(part["inputs"]), self._types_at(part["outputs"])
+            return part.of(RecordedSite, *places, section, name, *types)
         return part.of(RecordedSite, *places, part["action"].text(), name, factors=part["factors"].numbers())
 
     def _function(self, part: _Part) -> RecordedFunction:

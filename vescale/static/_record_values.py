@@ -97,10 +97,11 @@ class RecordedSite:
     Attributes:
         node: number of the expression in the function's syntax tree.
         line, column: of the expression, from 1.
-        action: ``redistribute``: the function runs on DTensors; ``read_sizes``: it returns global sizes; ``take_sizes``: it
-            is given global sizes of its result.
+        action: ``redistribute``: the function runs on DTensors; ``check``: on the local tensors, unless it is given
+            arguments for which it must not; ``read_sizes``: it returns global sizes; ``take_sizes``: it is given global
+            sizes of its result.
         function: name of the torch function.
-        inputs, outputs: types of its tensors, for ``redistribute``.
+        inputs, outputs: types of its tensors, for ``redistribute`` and ``check``.
         factors: global by local sizes, for the others.
         reason: why it does not run on the local tensors.
         communication: collectives that the recorded call started in forward, as ``all_reduce over tp``.
@@ -119,9 +120,9 @@ class RecordedSite:
 
     def __post_init__(self) -> None:
         expect(all(type(n) is int and n >= 0 for n in (self.node, self.line, self.column)), "numbers", self.node)
-        expect(self.action in ("redistribute", "read_sizes", "take_sizes"), "a known action", self.action)
+        expect(self.action in ("redistribute", "check", "read_sizes", "take_sizes"), "a known action", self.action)
         expect(all(type(f) is int and f > 0 for f in self.factors), "factors of at least 1", self.factors)
-        expect(self.action == "redistribute" or bool(self.factors), "factors", self.factors)
+        expect(self.action in ("redistribute", "check") or bool(self.factors), "factors", self.factors)
         function_named(self.function)
 
 
@@ -132,6 +133,7 @@ class RecordedPatch:
     Attributes:
         calls: the functions that are called at a node, each with its patch; None: it runs as it is.
         refused, refused_else, refused_false, refused_true: nodes of branches that were not taken.
+        marked: nodes of which the forward tells when they begin to run.
     """
 
     function: RecordedFunction
@@ -141,6 +143,7 @@ class RecordedPatch:
     refused_else: tuple[int, ...] = ()
     refused_false: tuple[int, ...] = ()
     refused_true: tuple[int, ...] = ()
+    marked: tuple[int, ...] = ()
 
     def all_sites(self) -> Iterator[tuple[RecordedFunction, RecordedSite]]:
         """Those of the function, and of those that it calls."""
@@ -205,6 +208,7 @@ class RecordedStep:
         modules: all of the model.
         coordinate: on the mesh, of the rank that recorded it, where the ranks share a size unevenly; None: it holds for all
             ranks.
+        path: what marked nodes told, in order.
     """
 
     call: str
@@ -217,6 +221,7 @@ class RecordedStep:
     functions: tuple[RecordedFunction, ...]
     modules: tuple[RecordedModule, ...]
     coordinate: tuple[int, ...] | None = None
+    path: tuple[int, ...] = ()
 
     def types(self) -> Iterator[RecordedType]:
         """All types in it."""

@@ -77,6 +77,11 @@ def content_digest(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def _section_of(action: str) -> str:
+    """Where in a record sites with an action stand."""
+    return action if action in ("redistribute", "check") else "annotate"
+
+
 class _Writer:
     def __init__(self, axes: MeshAxes) -> None:
         self._axes = axes
@@ -94,6 +99,8 @@ class _Writer:
         for name in ("inputs", "outputs", "hidden"):
             written[name] = _FlowList(self.types.numbers(getattr(step, name)))
         written["grads"] = [{"annotate": self._placements(p), "names": names} for p, names in grads.items()]
+        if step.path:
+            written["path"] = _FlowList(step.path)
         written["functions"] = _FlowList(self.functions.numbers(step.functions))
         written["modules"] = {module.path or THE_MODEL: self._module(module) for module in step.modules}
         return written
@@ -122,8 +129,8 @@ class _Writer:
 
     def _patch(self, patch: RecordedPatch) -> dict[str, Any]:
         written: dict[str, Any] = {"function": self.functions.number(patch.function)}
-        for section, is_moved in (("redistribute", True), ("annotate", False)):
-            sites = [self._site(site) for site in patch.sites if (site.action == "redistribute") is is_moved]
+        for section in ("redistribute", "check", "annotate"):
+            sites = [self._site(site) for site in patch.sites if _section_of(site.action) == section]
             if sites:
                 written[section] = sites
         if patch.calls:
@@ -137,7 +144,7 @@ class _Writer:
                 )
                 for node, called in patch.calls
             ]
-        for name in ("refused", "refused_else", "refused_false", "refused_true"):
+        for name in ("refused", "refused_else", "refused_false", "refused_true", "marked"):
             if getattr(patch, name):
                 written[name] = _FlowList(getattr(patch, name))
         return written
@@ -149,12 +156,13 @@ class _Writer:
             "column": site.column,
             "node": site.node,
         }
-        if site.action == "redistribute":
+        if site.action in ("redistribute", "check"):
             written |= {"inputs": self.types.numbers(site.inputs), "outputs": self.types.numbers(site.outputs)}
+        if site.action == "redistribute":
             written["reason"] = site.reason
             if site.communication:
                 written["communication"] = list(site.communication)
-        else:
+        elif site.action != "check":
             written |= {"action": site.action, "factors": list(site.factors)}
         return _Flow(written)
 

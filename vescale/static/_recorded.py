@@ -10,7 +10,6 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.static._analysis import ModulePlan, analyze, module_types
-from vescale.static._call_tree import FunctionCall
 from vescale.static._placing import PlacedTensor, placed_tensors
 from vescale.static._record import Placements, Recorder
 from vescale.static._record_values import RecordedStep
@@ -38,6 +37,7 @@ class Recorded:
         recomputes: whether parts of it run again in backward.
         functions: all Python functions that ran, with their globals; empty if it comes from a file.
         step: what it comes from, if that is a file.
+        path: what marked nodes tell, in order.
         unreached: functions that no call in the source reaches.
     """
 
@@ -52,13 +52,14 @@ class Recorded:
     recomputes: bool
     functions: Mapping[CodeType, dict[str, Any]] = field(default_factory=dict)
     step: RecordedStep | None = None
+    path: tuple[int, ...] = ()
     unreached: UnreachedFunctions = field(default_factory=UnreachedFunctions)
 
 
 def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
     """What a recorder has seen."""
-    unreached: list[FunctionCall] = []
-    plans = analyze(recorder, mesh, unreached)
+    analysis = analyze(recorder, mesh)
+    plans = analysis.plans
     types = {}
     for path, plan in plans.items():
         is_outside = path and (plan.problem or path in recorder.regions)
@@ -81,7 +82,10 @@ def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
         any(call.is_random for call in recorder.calls),
         recorder.recomputes,
         recorder.tree.functions,
+        path=analysis.path,
         unreached=UnreachedFunctions(
-            unreached, (c for f in recorder.tree.forwards.values() for c in f.all_below()), recorder.tree.functions
+            analysis.unreached,
+            (c for f in recorder.tree.forwards.values() for c in f.all_below()),
+            recorder.tree.functions,
         ),
     )

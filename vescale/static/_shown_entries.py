@@ -74,6 +74,15 @@ class ShownEntries:
                     values[entry] = local_of(x)
         self._native.set_entries(self._dicts, self._names, values)
 
+    def keep_written(self) -> None:
+        """Before :meth:`hide`: ``self.count += 1`` has made the local tensor of a buffer the buffer."""
+        for x, entries in zip(self._tensors, self._entries):
+            for entry in entries:
+                held, name = self._dicts[entry], self._names[entry]
+                buffers = held["_buffers"]
+                if name in buffers and buffers[name] is held[name]:
+                    buffers[name] = x
+
     def hide(self) -> None:
         self._native.delete_entries(self._dicts, self._names)
         self._native.set_entries(*self._own)

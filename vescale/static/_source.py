@@ -37,6 +37,11 @@ class FunctionSource:
     nodes: tuple[ast.AST, ...]
     node_of: tuple[dict[int, int], ...]
 
+    @functools.cached_property
+    def numbers(self) -> dict[int, int]:
+        """The number of each of ``nodes``, by its ``id``."""
+        return {id(node): number for number, node in enumerate(self.nodes)}
+
     def copy_tree(self) -> Function:
         copied: Function = _copied(self.tree)
         return copied

@@ -1,0 +1,182 @@
+"""Which calls of torch functions may get other arguments in another step than in the recorded one."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import math
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vescale.static._call_tree import FunctionCall, is_of_torch
+from vescale.static._record import Call
+from vescale.static._source import FunctionSource, code_objects
+
+__all__ = ["CallArguments"]
+
+# What these return for a part of a dim depends on its size, whatever the arguments are.
+_CUTTING = frozenset((
+    torch.Tensor.narrow, torch.narrow, torch.Tensor.split, torch.split, torch.Tensor.chunk, torch.chunk,
+    torch.Tensor.tensor_split, torch.tensor_split, torch.Tensor.split_with_sizes, torch.split_with_sizes,
+    torch.Tensor.unfold, torch.Tensor.__getitem__,
+))  # fmt: skip
+_ITERATORS = frozenset(("enumerate", "zip", "reversed", "range", "len", "list", "tuple"))
+
+
+class CallArguments:
+    """The expressions in a function's calls, and whether guards compare all that they read.
+
+    Args:
+        held: the globals of the function.
+        ran: names of functions that ran: an attribute of such a name may be computed by one.
+    """
+
+    def __init__(
+        self, call: FunctionCall, source: FunctionSource, held: Mapping[str, Any], ran: Collection[str]
+    ) -> None:
+        self._call, self._source, self._held, self._ran = call, source, held, ran
+
+    def may_differ(self, node: ast.AST, calls: Sequence[Call]) -> bool:
+        """Whether another step may run another function there, or give it other arguments than tensors and fractions."""
+        if is_of_torch(self._call.code.co_filename):
+            return False
+        first = calls[0]
+        if isinstance(node, ast.Subscript):
+            parts = list(_parts(node.slice))
+            cuts = any(isinstance(part, ast.Slice) and (part.lower or part.upper) for part in parts)
+            bounds = (b for part in parts for b in (_bounds(part) if isinstance(part, ast.Slice) else (part,)))
+            return (cuts and _is_cut(first)) or self._num_open(bounds) > len(first.inputs) - (
+                2 if isinstance(node.ctx, ast.Store) else 1
+            )
+        if not isinstance(node, ast.Call):
+            return False
+        if not self.has_fixed_function(node, getattr(first.function, "__name__", "")):
+            return True
+        if first.function in _CUTTING and _is_cut(first):
+            return True
+        given = [part for value in (*node.args, *(k.value for k in node.keywords)) for part in _parts(value)]
+        if any(isinstance(part, ast.Starred) for part in given) or any(k.arg is None for k in node.keywords):
+            return True
+        is_method = isinstance(node.func, ast.Attribute) and not self._is_fixed(node.func.value)
+        # Attributes of modules are compared, and may be tensors.
+        num_attributes = sum(1 for part in given if not isinstance(part, ast.Constant) and self._is_fixed(part))
+        num_known = len(first.inputs) - is_method + first.num_fractions - num_attributes
+        return self._num_open(given) > max(num_known, 0)
+
+    def has_fixed_function(self, node: ast.Call, method: str = "") -> bool:
+        """Whether guards compare the function that a call runs: a global, an attribute of the module or of its class.
+
+        Args:
+            method: the name of the torch function that ran, which is that of a method of tensors.
+        """
+        called = node.func
+        if isinstance(called, ast.Attribute):
+            if method and called.attr == method:
+                return True
+            if isinstance(called.value, ast.Call):
+                return isinstance(called.value.func, ast.Name) and called.value.func.id == "super"
+        if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == self._own:
+            return self._call.owner is not None
+        return self._is_fixed(called)
+
+    def calls_itself(self, node: ast.AST | None, code: types.CodeType) -> bool:
+        """Whether a call runs the function with this code as what it names, and not in a constructor, or in a function that
+        another has been given."""
+        if not isinstance(node, ast.Call) or code.co_name in ("__init__", "__new__"):
+            return False
+        named = node.func
+        if isinstance(named, ast.Name):
+            return named.id in self._locals or isinstance(self._held.get(named.id), types.FunctionType)
+        if not isinstance(named, ast.Attribute):
+            return False
+        owner = self._call.owner
+        if owner is not None and isinstance(named.value, ast.Name) and named.value.id == self._own:
+            return isinstance(getattr(owner, named.attr, None), types.FunctionType)
+        return named.attr == code.co_name
+
+    def is_fixed_loop(self, node: ast.AST) -> bool:
+        """Whether guards compare all that decides how often a loop runs."""
+        if isinstance(node, ast.For):
+            return self._iterates_fixed(node.iter)
+        generators = getattr(node, "generators", None)
+        return generators is not None and all(self._iterates_fixed(g.iter) and not g.ifs for g in generators)
+
+    def _iterates_fixed(self, node: ast.AST | None) -> bool:
+        match node:
+            case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _ITERATORS and name not in self._locals:
+                return all(map(self._iterates_fixed, node.args))
+            case ast.Subscript(value=value, slice=ast.Slice() as bounds):
+                return self._iterates_fixed(value) and all(map(self._iterates_fixed, _bounds(bounds)))
+            case ast.Tuple() | ast.List():
+                return True
+        return self._is_fixed(node)
+
+    def _num_open(self, expressions: Iterable[ast.AST]) -> int:
+        return sum(not self._is_fixed(one) for one in expressions)
+
+    def _is_fixed(self, node: ast.AST | None) -> bool:
+        """Whether an expression has the value that guards compare, or a constant."""
+        match node:
+            case None | ast.Constant():
+                return True
+            case ast.Name(id=name):
+                return name not in self._locals and _is_compared(self._held.get(name, getattr(builtins, name, None)))
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in self._locals:
+                is_self = self._call.owner is not None and name == self._own
+                return is_self and attribute not in self._ran and not self._computes_attributes
+            case ast.Attribute(value=value):
+                return isinstance(self._module(value), types.ModuleType)
+            case ast.UnaryOp(operand=operand):
+                return self._is_fixed(operand)
+            case ast.BinOp(left=left, right=right):
+                return self._is_fixed(left) and self._is_fixed(right)
+        return False
+
+    def _module(self, node: ast.AST) -> Any:
+        """The imported module that an expression names; None for others."""
+        if isinstance(node, ast.Name):
+            return None if node.id in self._locals else self._held.get(node.id)
+        if isinstance(node, ast.Attribute):
+            outer = self._module(node.value)
+            return getattr(outer, node.attr, None) if isinstance(outer, types.ModuleType) else None
+        return None
+
+    @functools.cached_property
+    def _locals(self) -> frozenset[str]:
+        parts = list(code_objects(self._call.code))
+        return frozenset(n for part in parts for n in (*part.co_varnames, *part.co_cellvars, *part.co_freevars))
+
+    @property
+    def _own(self) -> str:
+        """The name of the first argument."""
+        return self._call.code.co_varnames[0] if self._call.code.co_argcount else ""
+
+    @property
+    def _computes_attributes(self) -> bool:
+        return "__getattr__" in self._ran or "__getattribute__" in self._ran
+
+
+def _is_compared(value: Any) -> bool:
+    """Whether guards compare what a global holds."""
+    return callable(value) or isinstance(value, bool | int | float | complex | str | bytes | tuple | torch.dtype)
+
+
+def _parts(node: ast.AST) -> Iterator[ast.AST]:
+    """The items of a display."""
+    if isinstance(node, ast.Tuple | ast.List):
+        for item in node.elts:
+            yield from _parts(item)
+    else:
+        yield node
+
+
+def _bounds(node: ast.Slice) -> Iterator[ast.AST]:
+    yield from (bound for bound in (node.lower, node.upper, node.step) if bound is not None)
+
+
+def _is_cut(call: Call) -> bool:
+    return any(math.prod(r.shape) != math.prod(r.local_shape) for r in (*call.inputs, *call.outputs))
