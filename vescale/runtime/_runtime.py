@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.checks import RandomStates, StepChecks, start_checks
+from vescale.compat import living_items
 from vescale.errors import NotPicklableError
 from vescale.gradients import OneBackward
 from vescale.ir import Attention, Factory, Local, Program
@@ -129,7 +130,7 @@ class Runtime:
     @staticmethod
     def around(module: nn.Module) -> Runtime | None:
         """The runtime of the parallelized model that the module is a part of; None for other modules."""
-        return next((runtime for runtime in _BY_MODEL.values() if runtime.has_adopted(module)), None)
+        return next((runtime for _, runtime in living_items(_BY_MODEL) if runtime.has_adopted(module)), None)
 
     @property
     def axes(self) -> MeshAxes:
