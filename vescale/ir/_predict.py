@@ -230,9 +230,9 @@ class _Walk:
             if dst is None:
                 tags.append(_Tag(placement, tag.origins))
                 continue
-            dst = _from_front(dst, tensor.ndim)
+            dst, shape = _from_front(dst, tensor.ndim), tuple(tensor.shape)
             num_bytes = self._bytes(tensor, axis, placements)
-            self.moves.append(Move(path, target, axis, placement, dst, num_bytes, False, tensor.requires_grad))
+            self.moves.append(Move(path, target, axis, placement, dst, num_bytes, False, tensor.requires_grad, shape))
             # Its gradient is brought to a placement here, so nothing Partial flows back beyond it.
             follow = isinstance(dst, Replicate) and tensor.requires_grad
             tags.append(_Tag(dst, frozenset([len(self.moves) - 1]) if follow else frozenset()))
@@ -294,14 +294,16 @@ class _Walk:
         return frozenset(carried)
 
     def _bytes(self, tensor: torch.Tensor, axis: str, placements: Iterable[AxisPlacement]) -> int | None:
-        """Bytes of the part that the ranks along ``axis`` hold together."""
+        """Bytes of the part that the ranks along ``axis`` hold together: of the largest, if they are not equal."""
         total = tensor.numel() * tensor.element_size()
         for other, placement in zip(self.axes, placements):
             if other == axis or self.axes.size(other) == 1:
                 continue
             if placement is None:
                 return None
-            if shard_dim(placement) is not None or isinstance(placement, RaggedShard):
+            if type(placement) is Shard and (size := tensor.shape[placement.dim]) % self.axes.size(other):
+                total = total // size * -(-size // self.axes.size(other))
+            elif shard_dim(placement) is not None or isinstance(placement, RaggedShard):
                 total //= self.axes.size(other)
         return total
 
