@@ -201,7 +201,33 @@ def test_other_readers_of_a_tensor_see_it_as_it_was() -> None:
     plan = Plan({"tp": 2}).shard("one.(weight|bias)", Shard(0)).shard("two.<in>", Replicate())
     found = predict(lower(plan, model), model, {"x": meta(4, 8)}).collectives
     gathers = [c for c in found if c.path == "two" and c.when == "forward"]
-    assert [c.op for c in gathers] == ["all_gather", "all_gather"]  # each call gathers the cut tensor anew
+    assert [c.op for c in gathers] == ["all_gather"]  # of the cut tensor, for both calls, as when it runs
+
+
+def test_modules_share_the_conversion_of_an_input() -> None:
+    """What one module passes on, until it is written to."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            both = self.q(x) + self.k(x)
+            return both + self.v(x.add_(1))
+
+    plan = Plan({"tp": 2}).shard("<in:x>", Shard(1), mesh="tp")
+    plan.shard("(q|k|v).weight", Shard(0), mesh="tp").shard("(q|k|v).<in>", Replicate(), mesh="tp")
+    with torch.device("meta"):
+        model = Heads()
+    prediction = predict(lower(plan, model), model, {"x": meta(2, 4, 8).requires_grad_()})
+    found = [(c.path, c.when, c.op) for c in prediction.collectives if c.target == "<in>"]
+    assert found == [
+        (path, when, op)
+        for path in ("q", "v")
+        for when, op in (("forward", "all_gather"), ("backward", "reduce_scatter"))
+    ]
 
 
 def test_gradients_that_are_not_followed_are_unknown() -> None:
@@ -280,6 +306,9 @@ R, S0 = Replicate(), Shard(0)
         ("__getitem__", [Shard(2)], [(4, 8, 6)], (4, 6), (None, (..., 0, slice(None))), Shard(1)),
         ("__getitem__", [Shard(1)], [(4, 8)], (4, 7), (None, (..., slice(1, None))), None),
         ("__getitem__", [S0], [(4, 8)], (8,), (None, 1), None),
+        ("view", [S0], [(5, 4, 6)], (5, 4, 2, 3), (), S0),
+        ("reshape", [S0], [(5, 4, 6)], (20, 6), (), None),
+        ("view", [S0], [(5, 4)], (1, 5, 4), (), Shard(1)),
         ("whatever", [R, R], [(4,), (4,)], (4,), (), R),
         ("whatever", [S0], [(4,)], (4,), (), None),
     ],

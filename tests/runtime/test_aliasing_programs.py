@@ -48,7 +48,7 @@ FAILED_UNDER_A_MODE = (2, 6, 10, 12, 13, 14, 17, 22, 30, 34, 49, 51)
 # Of the wide space: a parameter whose gradient is undefined, because it goes to an input of a reentrant checkpoint that the
 # output does not depend on (an assertion of the reducer); see MULTIPLE_VIEWS. On three ranks, one of which holds nothing of
 # some tensors (hangs): inputs taken for one memory there, and copies of views that were not remembered there.
-FAILED_WIDE = {2: (877, 366), 3: (124, 165)}
+FAILED_WIDE = {2: (877, 366), 3: (124, 165, 920_012)}
 # Views that a reentrant checkpoint returns, which a boundary that moves data replaces by tensors of their own.
 VIEWS_OF_A_FUNCTION = "of CheckpointFunction is a view and is being modified inplace"
 # What a boundary that moves data may answer instead of what one device does.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -23,18 +24,21 @@ from vescale.runtime import parallelize
 Totals = dict[tuple[str, str, bool], tuple[int, int]]
 
 
-def measured_and_predicted(plan_name: str, dp: int, tp: int, options: dict[str, Any]) -> tuple[Totals, Totals]:
+def measured_and_predicted(
+    plan_name: str, dp: int, tp: int, options: dict[str, Any], rows: int | None = None, length: int | None = None
+) -> tuple[Totals, Totals]:
     model, mesh = make_llama(**options), make_mesh(dp=dp, tp=tp)
-    plan, (ids, labels) = make_plan(plan_name, mesh), batch()
+    plan, (ids, labels) = make_plan(plan_name, mesh), (each[:rows, :length] for each in batch())
     with torch.device("meta"):
         on_meta = make_llama(**options)
     inputs = {"input_ids": ids.to("meta"), "labels": labels.to("meta"), "use_cache": False}
     prediction = predict(lower(plan, on_meta), on_meta, inputs)
     parallelize(model, plan, strict=True)
-    return compared(prediction, lambda: model(ids).logits)
+    return compared(prediction, lambda: model(ids).logits, of_busiest=rows is not None or length is not None)
 
 
-def compared(prediction: Prediction, forward: Callable[[], Any]) -> tuple[Totals, Totals]:
+def compared(prediction: Prediction, forward: Callable[[], Any], of_busiest: bool = False) -> tuple[Totals, Totals]:
+    """``of_busiest``: of the ranks, in each collective."""
     assert prediction.stopped is None and all(c.op is not None for c in prediction.collectives), prediction
     with record_comms() as ledger:
         # A loss that communicates nothing: each rank's part of a weighted sum.
@@ -42,6 +46,11 @@ def compared(prediction: Prediction, forward: Callable[[], Any]) -> tuple[Totals
     found = [
         ((r.op.removesuffix("_v"), r.axes, ".grad:" in r.requester), r.bytes) for r in ledger.records if r.num_ranks > 1
     ]
+    if of_busiest:
+        on_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(on_ranks, found)
+        found = [(every[0][0], max(size for _, size in every)) for every in zip(*on_ranks, strict=True)]
+        assert all(len({key for key, _ in every}) == 1 for every in zip(*on_ranks, strict=True))
     expected = [((c.op or "", c.axis, c.target.endswith(".grad")), c.num_bytes or 0) for c in prediction.unbucketed]
     for bucket in prediction.buckets:
         expected += [((op, axes, True), num_bytes) for op, axes, num_bytes in bucket.collectives]
@@ -67,6 +76,15 @@ def totals(collectives: list[tuple[tuple[str, str, bool], int]]) -> Totals:
 )
 def test_calls_and_bytes(ranks: RankPools, plan_name: str, dp: int, tp: int, options: dict[str, Any]) -> None:
     for measured, predicted in ranks.run(measured_and_predicted, plan_name, dp, tp, options, world_size=dp * tp):
+        assert measured == predicted
+
+
+@pytest.mark.parametrize(("dp", "tp", "rows", "length"), [(2, 1, 3, None), (1, 2, None, 7), (2, 2, 3, 7)])
+def test_ranks_do_not_divide_the_batch_or_the_sequence(
+    ranks: RankPools, dp: int, tp: int, rows: Any, length: Any
+) -> None:
+    """Bytes are those of the busiest rank."""
+    for measured, predicted in ranks.run(measured_and_predicted, "zoo", dp, tp, {}, rows, length, world_size=dp * tp):
         assert measured == predicted
 
 

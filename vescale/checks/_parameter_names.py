@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from vescale.compat import living_items
+
 __all__ = ["known_names", "note_name"]
 
 _NAMES: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[str, str]]] = weakref.WeakKeyDictionary()
@@ -23,8 +25,8 @@ def known_names(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[
     """(name, class of the model that it is in) of those that are registered where a name is known."""
     wanted = {id(parameter): parameter for parameter in parameters}
     found: dict[torch.Tensor, tuple[str, str]] = {}
-    for owner, attributes in list(_NAMES.items()):
-        for attribute, named in attributes.items():
+    for owner, attributes in living_items(_NAMES):
+        for attribute, named in list(attributes.items()):
             parameter = wanted.get(id(owner._parameters.get(attribute)))
             if parameter is not None:
                 found.setdefault(parameter, named)

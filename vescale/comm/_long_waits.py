@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from vescale.compat import living_items
+
 __all__ = [
     "LONG_WAIT_SECONDS",
     "Look",
@@ -33,16 +35,16 @@ class Look(Protocol):
         the ranks ``awaited``, at ``what``. Raises if ranks wait for each other in vain."""
 
 
-_LOOKS: weakref.WeakSet[Look] = weakref.WeakSet()
+_LOOKS: weakref.WeakKeyDictionary[Look, None] = weakref.WeakKeyDictionary()
 
 
 def look_while_waiting(each: Look) -> None:
     """From now on, as long as the object exists."""
-    _LOOKS.add(each)
+    _LOOKS[each] = None
 
 
 def look(awaited: Sequence[int] | None, what: str) -> None:
-    for each in list(_LOOKS):
+    for each, _ in living_items(_LOOKS):
         each.look(awaited, what)
 
 

@@ -20,6 +20,7 @@ try:
         patches,
         process_groups,
         tensor_bytes,
+        weak_tables,
         wrapper_names,
     )
     from vescale.compat.arrival_count import *
@@ -79,6 +80,7 @@ try:
         tree_map,
         without_modes,
     )
+    from vescale.compat.weak_tables import *
     from vescale.compat.wrapper_names import *
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
@@ -149,4 +151,5 @@ __all__ += op_info.__all__
 __all__ += patches.__all__
 __all__ += process_groups.__all__
 __all__ += tensor_bytes.__all__
+__all__ += weak_tables.__all__
 __all__ += wrapper_names.__all__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -84,10 +85,11 @@ def as_async_tensor(out: torch.Tensor, pending: _Waitable) -> torch.Tensor:
     if is_traced(out):
         return pending.wait()
     if len(_IN_FLIGHT) >= _MANY_IN_FLIGHT:
-        for work in _IN_FLIGHT:
+        for work in tuple(_IN_FLIGHT):
             if work.is_completed():
                 work.wait()
-        _IN_FLIGHT[:] = [work for work in _IN_FLIGHT if work._pending is not None]
+                with contextlib.suppress(ValueError):  # another thread has taken it out
+                    _IN_FLIGHT.remove(work)
     work = _PendingWork(pending)
     _IN_FLIGHT.append(work)
     _register_work(out, work)

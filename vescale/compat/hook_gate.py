@@ -13,6 +13,8 @@ from vescale import csrc
 
 __all__ = ["HookGate", "addresses_about_hooks"]
 
+_OPEN, _SHUT = -1, -2  # as in C++
+
 
 class HookGate:
     """While the gate is shut, the autograd engine skips the hooks of the guarded tensors in backwards that accumulate all
@@ -24,10 +26,10 @@ class HookGate:
 
     def __init__(self) -> None:
         self._library = _library()
-        self._is_shut = ctypes.c_bool(False)
+        self._state = ctypes.c_int64(_OPEN)
         if self._library is not None:
             self._gate = self._library.new_gate()
-            self._is_shut = ctypes.c_bool.from_address(self._library.flag_of(self._gate))
+            self._state = ctypes.c_int64.from_address(self._library.state_of(self._gate))
             weakref.finalize(self, self._library.free_gate, self._gate)
 
     def __reduce__(self) -> Any:
@@ -44,10 +46,14 @@ class HookGate:
             self._library.unguard(tensor._cdata)
 
     def shut(self) -> None:
-        self._is_shut.value = True
+        self._state.value = _SHUT
+
+    def shut_here(self) -> None:
+        """For the running backward: hooks are called in one that another thread runs meanwhile."""
+        self._state.value = int(torch._C._current_graph_task_id())
 
     def open(self) -> None:
-        self._is_shut.value = False
+        self._state.value = _OPEN
 
 
 def addresses_about_hooks() -> tuple[int, int]:
@@ -65,8 +71,8 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     library.new_gate.restype = ctypes.c_void_p
     library.free_gate.argtypes = [ctypes.c_void_p]
     library.free_gate.restype = None
-    library.flag_of.argtypes = [ctypes.c_void_p]
-    library.flag_of.restype = ctypes.c_void_p
+    library.state_of.argtypes = [ctypes.c_void_p]
+    library.state_of.restype = ctypes.c_void_p
     library.guard.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.py_object]
     library.unguard.argtypes = [ctypes.c_void_p]
     library.unguard.restype = None

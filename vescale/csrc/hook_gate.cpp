@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -23,12 +24,21 @@ namespace {
 using torch::autograd::FunctionPreHook;
 using torch::autograd::variable_list;
 
+constexpr std::int64_t OPEN = -1;
+constexpr std::int64_t SHUT = -2;
+
 struct Gate {
-    std::atomic<bool> is_shut{false};
+    // OPEN, SHUT, or the number of the backward for which the gate is shut: that of another thread is not let pass.
+    std::atomic<std::int64_t> state{OPEN};
+
+    bool is_shut() const {
+        const auto now = state.load(std::memory_order_relaxed);
+        return now == SHUT || (now != OPEN && now == torch::autograd::get_current_graph_task_id());
+    }
 };
 
 using SharedGate = std::shared_ptr<Gate>;
-static_assert(sizeof(Gate::is_shut) == 1);
+static_assert(sizeof(Gate::state) == 8);
 
 // Whether gradients are accumulated in all leaves of the running backward. torch.autograd.grad returns them instead, and
 // hooks may change what it returns.
@@ -51,7 +61,7 @@ class GatedHooks : public FunctionPreHook {
 
     bool lets_pass() const {
         // The size is one word, which may be read without the interpreter's lock. `hooks` keeps the dict alive.
-        return gate_->is_shut.load(std::memory_order_relaxed) && PyDict_Size(dict_) == 1 && accumulates_everything();
+        return gate_->is_shut() && PyDict_Size(dict_) == 1 && accumulates_everything();
     }
 
     void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
@@ -87,13 +97,12 @@ EXPORT void* new_gate() {
 // The tensors behind the gate keep it: open for ever.
 EXPORT void free_gate(void* gate) {
     std::unique_ptr<SharedGate> owned(static_cast<SharedGate*>(gate));
-    (*owned)->is_shut.store(false);
+    (*owned)->state.store(OPEN);
 }
 
-// One byte, for the owner to write: 1 shuts the gate. Written and read on the thread of the backward, so in no order with
-// other memory.
-EXPORT void* flag_of(void* gate) {
-    return &(*static_cast<SharedGate*>(gate))->is_shut;
+// 64 bits, for the owner to write. In no order with other memory.
+EXPORT void* state_of(void* gate) {
+    return &(*static_cast<SharedGate*>(gate))->state;
 }
 
 // Puts the Python hooks of a tensor, those in `dict`, behind a gate. Returns 0, and changes nothing, unless they are all of

@@ -68,6 +68,7 @@ from vescale.errors._general import (
 )
 from vescale.errors._gradients import (
     CommHookError,
+    ConcurrentBackwardError,
     GradientError,
     GradientReducerError,
     SparseGradientError,
@@ -187,6 +188,7 @@ __all__ = [
     "CheckpointWarning",
     "Coded",
     "CommHookError",
+    "ConcurrentBackwardError",
     "ContentMismatchError",
     "ConvertError",
     "CudaError",

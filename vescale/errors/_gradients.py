@@ -6,6 +6,7 @@ from vescale.errors._coded import Coded
 
 __all__ = [
     "CommHookError",
+    "ConcurrentBackwardError",
     "GradientError",
     "GradientReducerError",
     "SparseGradientError",
@@ -35,3 +36,9 @@ class GradientError(Coded, ValueError, RuntimeError):
     imaginary part."""
 
     code = "VS0705"
+
+
+class ConcurrentBackwardError(Coded, RuntimeError):
+    """Two threads run backwards of one model at the same time, and its gradients are reduced."""
+
+    code = "VS0707"

@@ -11,7 +11,7 @@ from vescale.compat import profiled
 from vescale.fsdp._context import CommContext, RootOrders
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._step_comparison import StepComparison
-from vescale.gradients import BackwardTracker, reduce_unused
+from vescale.gradients import BackwardTracker, OneBackward, reduce_unused
 
 __all__ = ["Tree"]
 
@@ -46,12 +46,13 @@ class Tree(Generic[MemberT]):
         self.post_optimizer_event: Any = None
         self.awaits_conclusion = False
         self._backward = BackwardTracker(self.conclude)
+        self._one_backward, self._name = OneBackward(comm.device.type), ""
         self._steps: StepComparison | None = None
 
     def begin(self, root: nn.Module, groups: Sequence[ParameterGroup], *, compares_steps: bool) -> None:
         """Before the first forward of ``root``, which has ``groups``. All data-parallel ranks call it together, and compare
         their steps from now on, if ``compares_steps``."""
-        name = type(root).__name__.removeprefix("FSDP")
+        self._name = name = type(root).__name__.removeprefix("FSDP")
         self.orders.begin(name)
         self._steps = StepComparison(name, groups if compares_steps else ())
 
@@ -76,7 +77,11 @@ class Tree(Generic[MemberT]):
         return self.awaits_conclusion and self._backward.current() is None
 
     def follow_backward(self) -> None:
-        """Conclude the running backward at its end; called by every state that it reaches."""
+        """Conclude the running backward at its end; called by every state that it reaches.
+
+        Raises ConcurrentBackwardError while another thread runs one.
+        """
+        self._one_backward.enter(lambda: self._name)
         if not self.awaits_conclusion:
             self.awaits_conclusion = True
             self._backward.follow()

@@ -13,6 +13,7 @@ from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._hooked_parameters import refuse_reducers_of
 from vescale.gradients._local_contribution import LocalContribution
+from vescale.gradients._one_backward import OneBackward
 from vescale.gradients._order_mismatch import OrderMismatchError
 from vescale.gradients._parameter import GradientRule
 from vescale.gradients._pending import reduce_pending
@@ -44,6 +45,7 @@ __all__ = [
     "GradientReducer",
     "GradientRule",
     "LocalContribution",
+    "OneBackward",
     "OrderMismatchError",
     "OrderedUnit",
     "OtherStages",

@@ -16,7 +16,7 @@ class BackwardTracker:
 
     Attributes:
         current: a callable that returns None while no backward is running.
-        gate: shut while one is running; for hooks that only have to detect the first gradient.
+        gate: shut for one that is running; for hooks that only have to detect its first gradient.
 
     Args:
         at_end: called when the outermost backward has ended without an exception, unless :meth:`forget` was called before.
@@ -33,7 +33,7 @@ class BackwardTracker:
         token = _Token()
         # Only the engine holds the token, which is therefore gone when the backward ends, with or without an exception.
         self.current = weakref.ref(token, lambda _: self.gate.open())
-        self.gate.shut()
+        self.gate.shut_here()
         at_end_of_backward(functools.partial(self._end, token))
 
     def forget(self) -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from vescale.compat import living_items
+
 __all__ = [
     "OtherStages",
     "StageShare",
@@ -43,7 +45,7 @@ def set_shares(model: nn.Module, shares: Mapping[str, StageShare]) -> None:
 
 
 def _known() -> Iterator[tuple[torch.Tensor, StageShare]]:
-    for model, shares in list(_SHARES.items()):
+    for model, shares in living_items(_SHARES):
         for name, share in shares.items():
             yield model.get_parameter(name), share
 

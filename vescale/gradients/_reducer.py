@@ -216,6 +216,7 @@ class GradientReducer:
 
     def _begin(self, gradient: torch.Tensor | None = None) -> None:
         """Called for each gradient before it is accumulated; only the first one of a backward matters."""
+        self._parameters.turn.enter()
         if self._backward.current() is not None:
             return
         if torch.is_grad_enabled():  # create_graph=True
@@ -353,8 +354,7 @@ class GradientReducer:
         """Launch the remaining buckets, add slots for new gradients, and complete all gradients."""
         self._parameters.turn.take()
         removed = self._parameters.agree_on_changes()
-        if removed:
-            self._unplaced = {key: value for key, value in self._unplaced.items() if key[0] not in removed}
+        self._unplaced = {key: value for key, value in self._unplaced.items() if key[0] not in removed}
         if self._has_older:
             for reduced in self._parameters.agreed:  # accumulated under no_sync, and not reached by the last backward
                 gradient = reduced.parameter.grad

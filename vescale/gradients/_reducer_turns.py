@@ -23,6 +23,7 @@ from vescale.comm import (
     wait_limit,
 )
 from vescale.compat import default_timeout, is_alone
+from vescale.gradients._one_backward import OneBackward
 from vescale.gradients._order_mismatch import OrderMismatchError
 
 __all__ = ["ReducerTurn", "RootTurn"]
@@ -54,12 +55,19 @@ class ReducerTurn:
         self._current: Callable[[], object | None] = lambda: None
         self._give_up: Callable[[], None] = lambda: None
         self._is_removed = False
+        self._one_backward = OneBackward(device.type)
         self._reference = weakref.ref(self)
         self._among.add()
 
     @property
     def name(self) -> str:
         return f"{self._name()} (reducer {self.number} of these ranks)"
+
+    def enter(self) -> None:
+        """Called inside of a backward whose gradients are reduced, or will be with later ones. Raises
+        ConcurrentBackwardError while another thread runs one."""
+        if len(self._among.ranks) > 1:
+            self._one_backward.enter(lambda: self.name)
 
     def begin(self, current: Callable[[], object | None], give_up: Callable[[], None]) -> None:
         """The gradients of a backward have begun to arrive. ``current`` returns None when it has ended; ``give_up`` forgets

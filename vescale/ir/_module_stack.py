@@ -26,9 +26,13 @@ class Running(Generic[_T]):
     @contextlib.contextmanager
     def watched(self, module: nn.Module, note: Callable[[_T], _T]) -> Iterator[None]:
         """While open, the module puts up ``note(innermost)``."""
+
+        def leave(*_: object) -> None:  # what a hook returns would be the module's output
+            self._notes.pop()
+
         handles = [
             module.register_forward_pre_hook(lambda *_: self._notes.append(note(self.innermost))),
-            module.register_forward_hook(lambda *_: self._notes.pop() and None),
+            module.register_forward_hook(leave),
         ]
         try:
             yield

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.comm import gathered_size
 from vescale.ir._placement_flow import AxisPlacement
 from vescale.plans import MeshAxes
 
@@ -59,6 +61,7 @@ class Move:
     num_bytes: int | None  # of the whole tensor along this axis: what all ranks of the axis hold together
     is_parameter: bool
     has_gradient: bool
+    shape: tuple[int, ...] = ()  # of a boundary's tensor
     uses: _Uses = field(default_factory=_Uses)
 
 
@@ -87,17 +90,44 @@ def _of_boundary(move: Move, axes: MeshAxes) -> Iterator[Collective]:
         if move.has_gradient:
             yield Collective(move.path, move.target, "backward", move.axis, None, None)
         return
-    yield from _collective(move.path, move.target, "forward", move, _op(move.src, move.dst), axes)
+    yield from _crossing("forward", move, move.src, move.dst, axes)
     if not move.has_gradient:
         return
     # The boundary rule: a gradient goes back as the tensor came, whole where it came as a sum.
     back: Placement = Replicate() if isinstance(move.src, Partial) else move.src
     if not isinstance(move.dst, Replicate | Partial):
-        yield from _collective(move.path, move.target, "backward", move, _op(move.dst, back), axes)
+        yield from _crossing("backward", move, move.dst, back, axes)
     elif move.uses.partial:
-        yield from _collective(move.path, move.target, "backward", move, _op(Partial(), back), axes)
+        yield from _crossing("backward", move, Partial(), back, axes)
     elif move.uses.unknown:
         yield Collective(move.path, move.target, "backward", move.axis, None, None)
+
+
+def _crossing(when: When, move: Move, src: AxisPlacement, dst: AxisPlacement, axes: MeshAxes) -> Iterator[Collective]:
+    """Of a boundary's tensor, or its gradient, from ``src`` to ``dst``."""
+    ranks = axes.size(move.axis)
+    cuts = [move.shape[p.dim] for p in (src, dst) if type(p) is Shard]
+    for found in _collective(move.path, move.target, when, move, _op(src, dst), axes):
+        if move.num_bytes is None or all(size % ranks == 0 for size in cuts):
+            yield found
+        else:
+            yield replace(found, num_bytes=move.num_bytes // math.prod(cuts) * _busiest(found.op, cuts, ranks))
+
+
+def _busiest(op: str | None, cuts: Sequence[int], ranks: int) -> int:
+    """How many elements the busiest rank receives, or sends in a reduce-scatter, of a tensor that has the dims ``cuts``
+    only: the one that is put together or taken apart, or both in this order."""
+    parts = [_parts(size, ranks) for size in cuts]
+    if op == "all_to_all":
+        return max((cuts[0] - before) * after for before, after in zip(*parts, strict=True))
+    if op == "all_gather" and gathered_size(parts[0]) is not None:
+        return (ranks - 1) * max(parts[0])
+    return cuts[0] - min(parts[0])
+
+
+def _parts(size: int, ranks: int) -> list[int]:
+    largest = -(-size // ranks)
+    return [max(0, min(largest, size - rank * largest)) for rank in range(ranks)]
 
 
 def _op(src: AxisPlacement, dst: AxisPlacement) -> str | None:

@@ -161,7 +161,8 @@ def _normalized_shape(flow: Flow) -> Sequence[int] | None:
 
 
 def _view(flow: Flow) -> AxisPlacement:
-    """A cut dim that opens a group of dims stays cut when the group is merged or split, if its new dim divides evenly."""
+    """A cut dim that opens a group of dims stays cut when the group is merged or split, if its new dim divides evenly, or is
+    as long as before."""
     x, tensor = flow.placements[0], flow.tensors[0]
     if not _is_cut(x):
         return None
@@ -169,8 +170,8 @@ def _view(flow: Flow) -> AxisPlacement:
     for dim in range(flow.result.ndim):
         size = flow.result.shape[dim]
         if math.prod(flow.result.shape[:dim]) == before and size > 1:
-            divides = size % flow.size == 0 if type(x) is Shard else size == tensor.shape[x.dim]
-            return at_dim(x, dim) if divides else None
+            divides = type(x) is Shard and size % flow.size == 0 and tensor.shape[x.dim] % flow.size == 0
+            return at_dim(x, dim) if divides or size == tensor.shape[x.dim] else None
     return None
 
 

@@ -27,6 +27,7 @@ from vescale.ir._flow_mode import FlowMode, tensors_of
 from vescale.ir._gradient_buckets import PartialGradient, PredictedBucket, predict_buckets
 from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._model_index import ModelIndex
+from vescale.ir._module_stack import Running
 from vescale.ir._move_collectives import Collective, Move, When, move_collectives
 from vescale.ir._operations import Local, Place, Redistribute, Stage, Wrap
 from vescale.ir._placement_flow import AxisPlacement, Flow, is_elementwise, rule_for, sums_gradient_first
@@ -93,12 +94,17 @@ class _Tag:
     origins: frozenset[int] = frozenset()
 
 
+# What the forward of one module has passed on to `<in>` entries: by what must be equal so that one conversion serves all.
+_Passed = dict[tuple[object, ...], tuple[torch.Tensor, tuple[_Tag, ...]]]
+
+
 class _Walk:
     def __init__(self, program: Program, index: ModelIndex) -> None:
         self.program, self.index, self.axes = program, index, program.axes
         self.moves: list[Move] = []
         self.experts, self.attention, self.batch_norms = ExpertCalls(), AttentionCalls(program), BatchNormCalls()
         self.tags: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._passed: Running[_Passed] = Running({})
         self._by_path: dict[str, list[Instruction]] = {}
         for instruction in program:
             self._by_path.setdefault(instruction.path, []).append(instruction)
@@ -150,6 +156,7 @@ class _Walk:
                 handles.append(module.register_forward_hook(self._post_hook(path, after)))
             for op in (i.op for i in self._by_path.get(path, ()) if isinstance(i.op, Local) and i.op.kind == "experts"):
                 undo.enter_context(self.experts.replaced(module, path, op, self))
+            undo.enter_context(self._passed.watched(module, lambda _: {}))
             undo.enter_context(self.attention.watched(module, path))
             undo.enter_context(self.batch_norms.watched(module, path))
         try:
@@ -218,7 +225,13 @@ class _Walk:
         if isinstance(op, Local):
             self.tags[copy] = tuple(_Tag(placement) for placement in op.outputs)
             return copy
-        self.tags[copy] = self._moved(path, named, value, op)
+        if side == "<out>":
+            self.tags[copy] = self._moved(path, named, value, op)
+            return copy
+        passed, same = self._passed.innermost, (id(value), op, value._version, torch.is_grad_enabled())
+        if same not in passed:
+            passed[same] = value, self._moved(path, named, value, op)
+        self.tags[copy] = passed[same][1]
         return copy
 
     def _moved(self, path: str, target: str, tensor: torch.Tensor, op: Redistribute) -> tuple[_Tag, ...]:
@@ -230,9 +243,9 @@ class _Walk:
             if dst is None:
                 tags.append(_Tag(placement, tag.origins))
                 continue
-            dst = _from_front(dst, tensor.ndim)
+            dst, shape = _from_front(dst, tensor.ndim), tuple(tensor.shape)
             num_bytes = self._bytes(tensor, axis, placements)
-            self.moves.append(Move(path, target, axis, placement, dst, num_bytes, False, tensor.requires_grad))
+            self.moves.append(Move(path, target, axis, placement, dst, num_bytes, False, tensor.requires_grad, shape))
             # Its gradient is brought to a placement here, so nothing Partial flows back beyond it.
             follow = isinstance(dst, Replicate) and tensor.requires_grad
             tags.append(_Tag(dst, frozenset([len(self.moves) - 1]) if follow else frozenset()))
@@ -294,14 +307,16 @@ class _Walk:
         return frozenset(carried)
 
     def _bytes(self, tensor: torch.Tensor, axis: str, placements: Iterable[AxisPlacement]) -> int | None:
-        """Bytes of the part that the ranks along ``axis`` hold together."""
+        """Bytes of the part that the ranks along ``axis`` hold together: of the largest, if they are not equal."""
         total = tensor.numel() * tensor.element_size()
         for other, placement in zip(self.axes, placements):
             if other == axis or self.axes.size(other) == 1:
                 continue
             if placement is None:
                 return None
-            if shard_dim(placement) is not None or isinstance(placement, RaggedShard):
+            if type(placement) is Shard and (size := tensor.shape[placement.dim]) % self.axes.size(other):
+                total = total // size * -(-size // self.axes.size(other))
+            elif shard_dim(placement) is not None or isinstance(placement, RaggedShard):
                 total //= self.axes.size(other)
         return total
 

@@ -29,6 +29,7 @@ from vescale.ops._call import OpCall, placements_text, substitute, with_placemen
 from vescale.ops._decide import cached, output_specs
 from vescale.ops._decision import Decision
 from vescale.ops._fallback import report_fallback
+from vescale.ops._view_copies import remember_copy
 from vescale.placements import CustomPlacement, has_custom, move_local
 
 __all__ = ["assigning", "execute"]
@@ -69,7 +70,10 @@ def execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: dic
             report_fallback(str(call.op), call.describe(index), placements_text(target.placements), is_view(call.op))
         observe_redistribution(spec, target, call.op)
     for index, spec, target in moves:
-        locals_[index] = move_local(locals_[index], spec.mesh, spec.shape, spec.placements, target.placements).wait()
+        before = locals_[index]
+        locals_[index] = move_local(before, spec.mesh, spec.shape, spec.placements, target.placements).wait()
+        if is_view(call.op):  # of a copy then, to which the program may write
+            remember_copy(before, spec, locals_[index], target)
     if decision.redispatch:
         for index, _, target in moves:
             tensors[index] = make_dtensor(locals_[index], target)

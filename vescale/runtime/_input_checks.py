@@ -298,6 +298,7 @@ def _begin_backward(
     if reducer is None or reducer.syncs:
         for name, text in graph.take() if graph is not None else ():
             runtime.checks.note(name, text)
+        runtime.one_backward.enter(lambda: model)
         runtime.checks.backward(model, step, runtime.number)
 
 

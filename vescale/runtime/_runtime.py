@@ -13,7 +13,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.checks import RandomStates, StepChecks, start_checks
+from vescale.compat import living_items
 from vescale.errors import NotPicklableError
+from vescale.gradients import OneBackward
 from vescale.ir import Attention, Factory, Local, Program
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._gradient_hooks import GradientHooks
@@ -106,6 +108,7 @@ class Runtime:
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self.checks: StepChecks = start_checks(mesh)
         self.number = self.checks.num_models
+        self.one_backward = OneBackward(mesh.device_type)
         if self._local_regions:
             self.checks.names_gradients = False
         gradients.before_finish = self.checks.finish
@@ -127,7 +130,7 @@ class Runtime:
     @staticmethod
     def around(module: nn.Module) -> Runtime | None:
         """The runtime of the parallelized model that the module is a part of; None for other modules."""
-        return next((runtime for runtime in _BY_MODEL.values() if runtime.has_adopted(module)), None)
+        return next((runtime for _, runtime in living_items(_BY_MODEL) if runtime.has_adopted(module)), None)
 
     @property
     def axes(self) -> MeshAxes:

@@ -1,0 +1,66 @@
+"""``OneBackward``: backwards of one model whose gradients are reduced run one after the other."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+from vescale.compat import at_end_of_backward, current_backward
+from vescale.errors import ConcurrentBackwardError
+
+__all__ = ["OneBackward"]
+
+
+class OneBackward:
+    """The running backward of one model. Two threads would start their collectives in an order that no other rank
+    knows, and each would take the other's gradients, or free the parameters that the other one needs.
+
+    This is known on CPUs, where a backward runs on the thread that has called it. Where autograd's own threads run it, one
+    thread may run several.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._is_known = device_type == "cpu"
+        self._running: Callable[[], _Running | None] = _nothing
+
+    def enter(self, name: Callable[[], str]) -> None:
+        """Called inside of a backward of what is called ``name``, before it communicates; later calls do nothing.
+
+        Raises ConcurrentBackwardError while another thread runs one that has entered.
+        """
+        if not self._is_known:
+            return
+        thread = threading.get_ident()
+        with _LOCK:
+            running = self._running()
+            if running is None:
+                # Only the engine holds it, so that it is gone when the backward ends, with or without an exception.
+                running = _Running(thread)
+                self._running = weakref.ref(running)
+                at_end_of_backward(running.end)
+        # A backward inside of another one (reentrant activation checkpointing) runs on the same thread.
+        if running.thread != thread and running.number != current_backward():
+            raise ConcurrentBackwardError(
+                f"{threading.current_thread().name} begins a backward of {name()} while {running.thread_name} runs one. "
+                "Which of their collectives come first may differ between ranks. Run one after the other, in the same order "
+                "on every rank, or one backward of the sum of both losses, which gives the same gradients"
+            )
+
+
+class _Running:
+    """A backward, from where it has entered to its end."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread, self.thread_name = thread, threading.current_thread().name
+        self.number = current_backward()
+
+    def end(self) -> None:
+        """Nothing: the engine drops it now."""
+
+
+_LOCK = threading.Lock()  # held for microseconds, by no rank while it waits for another
+
+
+def _nothing() -> None:
+    """Stands for a dead weak reference."""
