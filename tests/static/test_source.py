@@ -150,7 +150,7 @@ def test_untaken_branches_are_refused(recorded: tuple[int, ...]) -> None:
         else:
             calls[""] = call
     source = known(branches)
-    changed = rewritten(branches, untaken_branches(calls[""], source))
+    changed = rewritten(branches, untaken_branches(calls[""], source, ()))
 
     def way(x: int) -> tuple[bool, ...]:
         return x > 0, x < -5, x != 4, x > 10, x == 6, x > 1
