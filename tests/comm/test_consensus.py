@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from tests.ranks import RankPools
 from tests.simulate import simulate
 from vescale.comm import Consensus
 from vescale.comm._consensus import ConsensusError
+from vescale.comm._waiting_ranks import WaitNotice
 from vescale.compat import default_store
 
 
@@ -20,7 +22,7 @@ def rounds() -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     everyone, half = Consensus(range(world), "test"), Consensus(range(rank % 2, world, 2), "test")
     dist.barrier()
-    before = default_store().num_keys()
+    before = num_keys()
     dist.barrier()
     for number in range(50):
         message = b"same" if number % 3 else b"of rank %d" % rank
@@ -29,7 +31,13 @@ def rounds() -> int:
         if number % 5 == 0:
             assert half.exchange(message, lambda: "test") == expected[rank % 2 :: 2]
     dist.barrier()
-    return default_store().num_keys() - before
+    return num_keys() - before
+
+
+def num_keys() -> int:
+    """But for the notices of ranks that have waited for seconds."""
+    store = default_store()
+    return store.num_keys() - sum(store.check([f"vescale waits {rank}"]) for rank in range(dist.get_world_size()))
 
 
 def test_rounds_leave_nothing_in_the_store(ranks: RankPools) -> None:
@@ -73,7 +81,7 @@ def cross_waits() -> tuple[str, float]:
         else:
             Consensus([1, 2, 3], "others", limit).exchange(b"", lambda: "the step of three")
     dist.barrier()
-    assert not default_store().check([f"vescale waits {rank}"])
+    assert default_store().get(f"vescale waits {rank}") == b""  # which stays, see WaitNotice
     return str(caught.value), time.monotonic() - start
 
 
@@ -85,6 +93,26 @@ def test_ranks_that_wait_for_each_other_end_early(ranks: RankPools) -> None:
         assert "at 'the step of all' with ranks [0, 1, 2, 3]" in text, text
         assert "at 'the step of three' with ranks [1, 2, 3]" in text, text
     assert found[0][0] == found[1][0] and found[2][0] == found[3][0]
+
+
+def test_a_notice_that_is_withdrawn_while_it_is_read() -> None:
+    """The other rank goes on just then: this one waited for its notice until the timeout of the store."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    other = WaitNotice(store, 1, "elsewhere", [1, 2])
+    assert other.cross_wait({2: "key of 2"}) == ""
+
+    class Withdrawing:
+        def check(self, keys: list[str]) -> bool:
+            found = store.check(keys)
+            if keys == ["vescale waits 1"]:
+                other.withdraw()
+            return found
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    assert WaitNotice(Withdrawing(), 0, "here", [0, 1]).cross_wait({1: "key of 1"}) == ""  # type: ignore[arg-type]
 
 
 def slow_rounds() -> None:

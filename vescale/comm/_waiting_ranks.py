@@ -42,9 +42,10 @@ class WaitNotice:
         for other, key in missing.items():
             if self._store.check([_crossed(key)]):  # the other has found it, and left
                 return self._store.get(_crossed(key)).decode()
-            if not self._store.check([_key(other)]):
+            posted = self._store.get(_key(other)) if self._store.check([_key(other)]) else b""
+            if not posted:
                 continue
-            found = json.loads(self._store.get(_key(other)))
+            found = json.loads(posted)
             mine = found["missing"].get(str(self._rank))
             if mine is not None and not self._store.check([mine]) and not self._store.check([key]):
                 first, second = sorted(
@@ -58,8 +59,9 @@ class WaitNotice:
         return ""
 
     def withdraw(self) -> None:
+        """The key stays, for a rank that is about to read it would wait for it."""
         if self._is_posted:
-            self._store.delete_key(_key(self._rank))
+            self._store.set(_key(self._rank), "")
 
 
 def _crossed(key: str) -> str:
