@@ -196,23 +196,26 @@ class _CallsInside(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_gradients_beside_the_buffers_of_units() -> None:
-    """Ranks without a part of such a parameter have nothing of its gradient."""
+def test_uses_outside_of_units() -> None:
+    """Ranks without a part of such a parameter have nothing of its gradient. Its backward gathers it again."""
 
     def plan() -> Plan:
         plan = Plan({"dp": 2}).shard("<in:x>", {"dp": Shard(0)})
         return plan.shard(".*", {"dp": RaggedShard()}, phase="init").shard(".*", {"dp": Replicate()}, phase="run")
 
-    found = estimate(_CallsInside(), plan(), batch={"x": (4, 6)}, steps=2)
+    found = estimate(_CallsInside(), plan(), batch={"x": (4, 6)}, steps=2, rank=1)
     sizes = []
     for rank in range(2):
         (own,) = (one for one in found.ranks if rank in one.ranks)
         with fake_world(2, rank):
             model = parallelize(_CallsInside(), plan())
-            model(torch.ones(4, 6)).backward()
+            with record_comms() as ledger:
+                model(torch.ones(4, 6)).backward()
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             sizes.append(held(grads, model, "gradients"))
         assert own.maximum["gradients"] == sizes[-1], rank
+        if rank == 1:  # which is sent the parameter
+            assert moved(ledger.records) == found.time.collective_bytes
     assert sizes[0] != sizes[1]
 
 

@@ -12,6 +12,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -37,7 +38,7 @@ class Parts {
     std::vector<at::Tensor> run(
         c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<std::uint64_t> words, const Function& function,
         std::vector<py::object>* kept = nullptr) {
-        {
+        if (!c10::impl::TorchDispatchModeTLS::any_modes_set()) {  // a mode sees each op on DTensors
             Gil gil;
             Key key(words.begin(), words.end());
             const auto epoch = self().epoch;
@@ -169,10 +170,27 @@ class Parts {
     Counts counts_;
 };
 
-// Whether a composite's kernel may take a call with these operands (some may be undefined): nobody looks at the ops that it
-// consists of, and nothing has to happen between autograd and them.
+// Whether all modes of this thread say that composites may run (`allows_composites`), whose ops they see without those that
+// autograd would run between them.
+inline bool modes_allow_composites() {
+    using Tls = c10::impl::TorchDispatchModeTLS;
+    if (!Tls::any_modes_set()) {
+        return true;
+    }
+    Gil gil;
+    for (const auto i : c10::irange(Tls::stack_len())) {
+        const py::handle mode(Tls::get_stack_at(i)->ptr(getPyInterpreter()));
+        if (!py::getattr(mode, "allows_composites", py::bool_(false)).cast<bool>()) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Whether a composite's kernel may take a call with these operands (some may be undefined): nobody asks for the ops that
+// PyTorch makes of it, and nothing has to happen between autograd and them.
 inline bool is_composable(c10::ArrayRef<at::Tensor> operands) {
-    if (!is_active.load(std::memory_order_relaxed) || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+    if (!is_active.load(std::memory_order_relaxed) || !modes_allow_composites() ||
         c10::InferenceMode::is_enabled() ||
         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
         return false;

@@ -81,6 +81,7 @@ class UnfilledTensors(TorchDispatchMode):
     """
 
     leaves_meta_alone = True  # so that shapes of DTensors' results are found without fake tensors
+    allows_composites = True  # their backward saves, and gathers again, what it does in a run
 
     def __init__(
         self,
