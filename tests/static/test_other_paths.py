@@ -172,8 +172,10 @@ def values_that_are_replaced() -> None:
     def methods(model: Any, step: int) -> None:
         Base.dim = (lambda self, x: 1) if step < 3 else (lambda self, x: 2)  # type: ignore[method-assign]
 
+    method = Base.dim
     for build, change in ((ByTuple, tuples), (ByDefault, defaults), (Base, methods)):
         steps(build, (6,) * 5, change)
+    Base.dim = method  # type: ignore[method-assign]  # for later cases of these processes
 
 
 def other_ways() -> None:

@@ -127,7 +127,9 @@ def _run(op: Any, args: Any, kwargs: Any, _: torch.dtype) -> Any:
     return _meta_of(result)
 
 
-_run_once = functools.lru_cache(maxsize=4096)(_run)
+_run_once = functools.lru_cache(maxsize=512)(
+    _run
+)  # soon full where sizes change, so that memory does not grow for long
 
 
 def _known(value: Any) -> Any:

@@ -14,7 +14,7 @@ other moves, no rule, a handler           by PyTorch's path, with the patches of
 a mode, a subclass, a trace               by PyTorch's path
 ========================================  =======================================================================
 
-``VESCALE_DISPATCH=stock``, read once in a process, leaves everything to PyTorch's path, and so does an installation
+``VESCALE_DISPATCH=stock``, read when vescale is imported, leaves everything to PyTorch's path, and so does an installation
 without a compiler. Results are the same.
 """
 
@@ -73,11 +73,13 @@ _aten = torch.ops.aten
 _NEVER = frozenset([_aten.equal.default])
 
 
-@functools.cache
+# When vescale was imported: what is installed at different times has to fit together.
+_IS_STOCK = os.environ.get("VESCALE_DISPATCH", "") == "stock"
+
+
 def _loaded() -> Any:
-    """The module, or None where it has not been built or ``VESCALE_DISPATCH`` forbids it; decided once in a process, because
-    what is installed at different times has to fit together."""
-    return csrc.dispatcher() if os.environ.get("VESCALE_DISPATCH", "") != "stock" else None
+    """The module, or None where it has not been built or ``VESCALE_DISPATCH`` forbids it."""
+    return None if _IS_STOCK else csrc.dispatcher()
 
 
 def _installed() -> Any:

@@ -15,6 +15,13 @@ __all__ = ["dispatcher", "load", "load_module", "step_marks"]
 _FOLDER = Path(__file__).parent
 
 
+def _is_off() -> bool:
+    return os.environ.get("VESCALE_NO_NATIVE", "") not in ("", "0")
+
+
+_WAS_OFF = _is_off()  # when vescale was imported
+
+
 @functools.cache
 def _open(name: str) -> ctypes.CDLL | None:
     for suffix in EXTENSION_SUFFIXES:
@@ -42,9 +49,7 @@ def load(name: str) -> ctypes.CDLL | None:
 
     ``VESCALE_NO_NATIVE=1`` in the environment answers None for every helper, so that the fallbacks can be tested.
     """
-    if os.environ.get("VESCALE_NO_NATIVE", "") not in ("", "0"):
-        return None
-    return _open(name)
+    return None if _is_off() else _open(name)
 
 
 @functools.cache
@@ -58,18 +63,14 @@ def _import(name: str) -> ModuleType | None:
 
 def load_module(name: str) -> ModuleType | None:
     """The same for a helper that is a Python module, because it handles Python objects."""
-    if os.environ.get("VESCALE_NO_NATIVE", "") not in ("", "0"):
-        return None
-    return _import(name)
+    return None if _is_off() else _import(name)
 
 
-@functools.cache
 def dispatcher() -> ModuleType | None:
-    """``load_module("dispatch")``, decided once in a process: others rely on what it does."""
-    return load_module("dispatch")
+    """``load_module("dispatch")`` by the environment when vescale was imported: others rely on what it does."""
+    return None if _WAS_OFF else _import("dispatch")
 
 
-@functools.cache
 def step_marks() -> ModuleType | None:
-    """``load_module("step_marks")``, decided once in a process: every step of a model asks for it."""
-    return load_module("step_marks")
+    """``load_module("step_marks")``, the same: every step of a model asks for it."""
+    return None if _WAS_OFF else _import("step_marks")
