@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vescale import csrc
+from vescale.compat.autograd import current_backward
 
 __all__ = ["HookGate", "addresses_about_hooks"]
 
@@ -50,7 +51,7 @@ class HookGate:
 
     def shut_here(self) -> None:
         """For the running backward: hooks are called in one that another thread runs meanwhile."""
-        self._state.value = int(torch._C._current_graph_task_id())
+        self._state.value = current_backward()
 
     def open(self) -> None:
         self._state.value = _OPEN

@@ -127,9 +127,8 @@ def _run(op: Any, args: Any, kwargs: Any, _: torch.dtype) -> Any:
     return _meta_of(result)
 
 
-_run_once = functools.lru_cache(maxsize=512)(
-    _run
-)  # soon full where sizes change, so that memory does not grow for long
+# Soon full where sizes change, so that memory does not grow for long.
+_run_once = functools.lru_cache(maxsize=512)(_run)
 
 
 def _known(value: Any) -> Any:

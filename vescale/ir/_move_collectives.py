@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import gathered_size
 from vescale.ir._placement_flow import AxisPlacement
+from vescale.ir._uneven_cuts import part_sizes
 from vescale.plans import MeshAxes
 
 __all__ = ["Collective", "Move", "When", "move_collectives"]
@@ -117,17 +118,12 @@ def _crossing(when: When, move: Move, src: AxisPlacement, dst: AxisPlacement, ax
 def _busiest(op: str | None, cuts: Sequence[int], ranks: int) -> int:
     """How many elements the busiest rank receives, or sends in a reduce-scatter, of a tensor that has the dims ``cuts``
     only: the one that is put together or taken apart, or both in this order."""
-    parts = [_parts(size, ranks) for size in cuts]
+    parts = [part_sizes(size, ranks) for size in cuts]
     if op == "all_to_all":
         return max((cuts[0] - before) * after for before, after in zip(*parts, strict=True))
     if op == "all_gather" and gathered_size(parts[0]) is not None:
         return (ranks - 1) * max(parts[0])
     return cuts[0] - min(parts[0])
-
-
-def _parts(size: int, ranks: int) -> list[int]:
-    largest = -(-size // ranks)
-    return [max(0, min(largest, size - rank * largest)) for rank in range(ranks)]
 
 
 def _op(src: AxisPlacement, dst: AxisPlacement) -> str | None:

@@ -22,7 +22,7 @@ from vescale.ir._program import Program
 from vescale.ir._resolution import Resolution
 from vescale.placements import local_region
 
-__all__ = ["UnevenCut", "refusal_of_uneven", "uneven_cuts", "uneven_inputs"]
+__all__ = ["UnevenCut", "part_sizes", "refusal_of_uneven", "uneven_cuts", "uneven_inputs"]
 
 
 def refusal_of_uneven(
@@ -78,7 +78,7 @@ def uneven_cuts(program: Program, model: nn.Module) -> tuple[UnevenCut, ...]:
         name = f"{instruction.path}.{instruction.target}".removeprefix(".")
         for axis, placement in zip(program.axes, instruction.op.placements):
             if type(placement) is Shard and tensor.shape[placement.dim] % program.axes.size(axis):
-                sizes = _part_sizes(tensor.shape[placement.dim], program.axes.size(axis))
+                sizes = part_sizes(tensor.shape[placement.dim], program.axes.size(axis))
                 found.append(UnevenCut(name, placement.dim, axis, sizes))
     return tuple(found)
 
@@ -95,13 +95,14 @@ def uneven_inputs(program: Program, model: nn.Module, inputs: Mapping[str, Any])
             continue
         for dim, size in enumerate(x.shape):
             cutting = [n for n, p in enumerate(op.placements) if type(p) is Shard and p.dim % max(x.ndim, 1) == dim]
-            sizes = _part_sizes(size, *(axes.sizes[n] for n in cutting))
+            sizes = part_sizes(size, *(axes.sizes[n] for n in cutting))
             if len(set(sizes)) > 1:
                 found.append(UnevenCut(f"<in:{name}>", dim, ",".join(axes.names[n] for n in cutting), sizes))
     return tuple(found)
 
 
-def _part_sizes(size: int, *num_ranks: int) -> tuple[int, ...]:
+def part_sizes(size: int, *num_ranks: int) -> tuple[int, ...]:
+    """Of a dim that ``Shard`` cuts along axes with ``num_ranks``: what each rank has."""
     cuts = (Shard(0),) * len(num_ranks)
     coordinates = itertools.product(*map(range, num_ranks))
     return tuple(local_region((size,), cuts, num_ranks, at).local_shape[0] for at in coordinates)

@@ -68,11 +68,9 @@ class CheckedCall:
             with torch.no_grad(), with_torch_function(), seen:
                 called(*args, **kwargs)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, AssertionError) as problem:
-            set_random_state(state)
             raise UnrecordedError(f"{self.where}: {problem}") from problem  # eager mode raises it again
-        except UnrecordedError:
-            set_random_state(state)
-            raise
+        finally:
+            set_random_state(state)  # the call itself draws
         if not seen.is_checked:
             raise UnrecordedError(f"{self.where}: {self.function} was not called")
 

@@ -147,7 +147,7 @@ class StaticProgram:
             self._path.clear()
             try:
                 result = self.compiling.run(compiler, self._root, args, kwargs)
-            except Exception as problem:
+            except Exception as problem:  # on another path, eager mode tells whether it is the model's own
                 if self._path != self._expected_path[: len(self._path)]:
                     raise UnrecordedError(_OTHER_PATH) from problem
                 raise
