@@ -89,5 +89,7 @@ def _rebind(pairs: Sequence[tuple[Any, Any]]) -> None:
     for module in list(sys.modules.values()) if pairs else ():
         if isinstance(module, ModuleType):
             names = vars(module)
+            if new.keys().isdisjoint(map(id, list(names.values()))):  # most modules, without a loop in Python
+                continue
             for name in [name for name, value in list(names.items()) if id(value) in new]:
                 names[name] = new[id(names[name])]
