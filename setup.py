@@ -13,10 +13,11 @@ from typing import Any
 
 from setuptools import Extension, setup
 
-USING_TORCH = {"dispatch", "grads", "hook_gate", "module_hooks", "random_fills", "step_marks"}
+USING_TORCH = {"dispatch", "grads", "hook_gate", "module_hooks", "patching", "random_fills", "step_marks"}
 USING_PYTHON = {
     "dispatch",
     "module_hooks",
+    "patching",
     "random_fills",
     "step_marks",
 }  # Python modules; the others are plain C libraries

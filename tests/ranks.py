@@ -34,7 +34,8 @@ __all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
 _PRELOAD += ["vescale.runtime", "vescale.fsdp", "vescale.optim", "vescale.pipeline", "vescale.debug", "vescale.static"]
-_PRELOAD += ["jsonschema", "pytest"]
+# What the first `parallelize` of a process loads.
+_PRELOAD += ["vescale.placements._checkpoint", "jsonschema", "pytest"]
 # Slow to import as well, but only some runs need them: the server loads those that the test process has loaded by the
 # time that the first pool starts, which is after the collection of all tests.
 _PRELOAD_IF_USED = ["transformers.modeling_utils", "transformers.models.llama.modeling_llama", "diffusers.models"]

@@ -8,6 +8,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from vescale import csrc
+
 __all__ = ["HOOKS", "Changes", "rebind", "undo"]
 
 # What runs in the places that are patched, by part ("placements", "models", "random"), of the parts that are installed.
@@ -86,8 +88,19 @@ def _rebind(pairs: Sequence[tuple[Any, Any]]) -> None:
         while id(replacement) in new:  # what was put in place last goes back to what was there first
             replacement = new[id(replacement)]
         new[id(old)] = replacement
-    for module in list(sys.modules.values()) if pairs else ():
-        if isinstance(module, ModuleType):
-            names = vars(module)
-            for name in [name for name, value in list(names.items()) if id(value) in new]:
-                names[name] = new[id(names[name])]
+    if not new:
+        return
+    for names, name in _holders([old for old, _ in pairs]):
+        names[name] = new.get(id(names[name]), names[name])  # a module may be there twice, under several names
+
+
+def _holders(functions: Sequence[Any]) -> list[tuple[dict[str, Any], str]]:
+    """Where modules hold one of these functions: the namespace and the name. In C++ (``csrc/patching.cpp``), where it is
+    built: Python counts a reference to every value, by which a forked process copies most of its memory."""
+    native = csrc.load_module("patching")
+    if native is not None:
+        found: list[tuple[dict[str, Any], str]] = native.holders(sys.modules, functions)
+        return found
+    wanted = set(map(id, functions))
+    spaces = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    return [(names, name) for names in spaces for name, value in list(names.items()) if id(value) in wanted]
