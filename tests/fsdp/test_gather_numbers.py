@@ -188,6 +188,23 @@ def test_different_numbers_of_replicas(tmp_path: Path, widths: tuple[int, ...]) 
     all_raise(result, "ranks 0, 1 in a reduction of experts.0", "ranks 2, 3 in a reduction of experts.1")
 
 
+def one_shard_group_differs(widths: tuple[int, ...], what: str) -> None:
+    rank = dist.get_rank()
+    model, _ = made(widths, 2)
+    model(X, (0, 1)).backward()
+    other = (1, 0) if what == "order" else (0, 1, 2)
+    model(X, other if rank == 3 else (0, 1)).backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["", "off"])
+@pytest.mark.parametrize(("widths", "what"), [(DIFFERENT, "order"), (EQUAL, "number")])
+def test_one_shard_group_differs(tmp_path: Path, widths: tuple[int, ...], what: str, check: str) -> None:
+    """Its processes end, and its replicas raise what they have raised."""
+    result = run_job(one_shard_group_differs, tmp_path, widths, what, world_size=4, env={"VESCALE_CHECK": check})
+    all_raise(result, "experts.", "rank 2", "rank 3")
+
+
 def destroys_at_its_end() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     begin = time.monotonic()

@@ -22,6 +22,7 @@ from vescale.checks import StepMismatchError
 from vescale.comm import Board, record_comms
 from vescale.fsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from vescale.gradients import OrderMismatchError
+from vescale.gradients import _replica_errors as replica_errors
 from vescale.plans import PlanMismatchError
 from vescale.runtime import parallelize
 
@@ -118,6 +119,37 @@ def replicas_differ() -> None:
 
 def test_replicas_that_differ(ranks: RankPools) -> None:
     ranks.run(replicas_differ, world_size=4)
+
+
+def one_shard_group() -> None:
+    """The first one finds by itself that its ranks have gathered different units. The other one waits in a backward."""
+    rank = dist.get_rank()
+    model, one = made(EQUAL, 2)
+
+    def evaluates_and_trains(chosen: int) -> None:
+        with torch.no_grad():
+            model(X, (chosen,))
+        model(X, (0,)).backward()
+
+    trains(model, one, (0,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_errors, "end_soon", lambda: None)
+        if rank < 2:  # goes on in time
+            with torch.no_grad(), pytest.raises(OrderMismatchError):
+                model(X, (rank,))
+        trains(model, one, (0,))
+        patch.setattr(replica_errors, "_SECONDS_TO_GO_ON", 0.0)
+        raises_alike(
+            lambda: evaluates_and_trains(rank % 2 if rank < 2 else 0), "experts.0 on rank 0", "experts.1 on rank 1"
+        )
+        if rank < 2:
+            with pytest.raises(OrderMismatchError, match=r"experts\.0 on rank 0"):
+                evaluates_and_trains(0)
+
+
+def test_replicas_of_a_shard_group_raise_what_it_raises(ranks: RankPools) -> None:
+    """They waited for it until their timeout, or told of a process that has ended."""
+    ranks.run(one_shard_group, world_size=4)
 
 
 def other_ways(kind: str) -> None:

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.plan_zoo.models import model_of, tokens
 from tests.ranks import RankPools
 from tests.runtime.llama import batch, make_llama, make_mesh, make_plan
+from vescale import plan_zoo
 from vescale.comm import record_comms
 from vescale.ir import Prediction, lower, predict
 from vescale.plans import Plan
@@ -85,6 +87,28 @@ def test_ranks_do_not_divide_the_batch_or_the_sequence(
 ) -> None:
     """Bytes are those of the busiest rank."""
     for measured, predicted in ranks.run(measured_and_predicted, "zoo", dp, tp, {}, rows, length, world_size=dp * tp):
+        assert measured == predicted
+
+
+def zoo_measured_and_predicted(name: str, tp: int, options: dict[str, Any]) -> tuple[Totals, Totals]:
+    """As models train that are not told otherwise: with a key-value cache."""
+    zoo, mesh = model_of(name), make_mesh(dp=2, tp=tp)
+    model, inputs = zoo.build().double(), {"input_ids": tokens()}
+    with torch.device("meta"):
+        on_meta = zoo.build().double()
+    for each in (model, on_meta):
+        each.config.update(options)
+    plan = plan_zoo.load(name, mesh)
+    prediction = predict(lower(plan, on_meta), on_meta, {"input_ids": inputs["input_ids"].to("meta")})
+    parallelize(model, plan)
+    return compared(prediction, lambda: model(**inputs).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "options"), [("llama", 2, {"_attn_implementation": "eager"}), ("gpt2", 1, {})], ids=str
+)
+def test_models_as_they_train(ranks: RankPools, name: str, tp: int, options: dict[str, Any]) -> None:
+    for measured, predicted in ranks.run(zoo_measured_and_predicted, name, tp, options, world_size=2 * tp):
         assert measured == predicted
 
 

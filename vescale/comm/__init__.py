@@ -1,6 +1,6 @@
 """Variable-size collectives, process groups over mesh axes, and the communication ledger."""
 
-from vescale.comm._board import Board, CrossWaitError, RankGoneError
+from vescale.comm._board import Board, CrossWaitError, RankGoneError, shared_memory
 from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
 from vescale.comm._byte_text import bytes_text
 from vescale.comm._collectives import (
@@ -109,6 +109,7 @@ __all__ = [
     "requested_by",
     "ring_bytes",
     "ring_seconds",
+    "shared_memory",
     "uses_nccl",
     "wait_limit",
     "waiting_thread",

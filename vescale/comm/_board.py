@@ -173,6 +173,7 @@ class Board:
                         raise CrossWaitError([self.ranks[index] for index, *_ in crossed])
                     gone = [index for index in self.absent(number, channel) if self._has_ended(index)]
                     if gone and self.rows(number, channel) is None:
+                        look([self.ranks[index] for index in gone], what, in_vain=True)
                         raise RankGoneError(self.ranks[gone[0]])
                     if now - begin > LONG_WAIT_SECONDS:
                         look([self.ranks[index] for index in self.absent(number, channel)], what)

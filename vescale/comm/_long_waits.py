@@ -30,9 +30,10 @@ _SLICE = timedelta(seconds=LONG_WAIT_SECONDS)
 
 
 class Look(Protocol):
-    def look(self, awaited: Sequence[int] | None, what: str) -> None:
+    def look(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
         """Called every second of a wait at least, on the thread that waits: in a collective (``awaited`` is None), or for
-        the ranks ``awaited``, at ``what``. Raises if ranks wait for each other in vain."""
+        the ranks ``awaited``, at ``what``. Raises if ranks wait for each other in vain. ``in_vain``: the wait has failed,
+        because the process of another rank has ended; raises if it is known why."""
 
 
 _LOOKS: weakref.WeakKeyDictionary[Look, None] = weakref.WeakKeyDictionary()
@@ -43,9 +44,9 @@ def look_while_waiting(each: Look) -> None:
     _LOOKS[each] = None
 
 
-def look(awaited: Sequence[int] | None, what: str) -> None:
+def look(awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
     for each, _ in living_items(_LOOKS):
-        each.look(awaited, what)
+        each.look(awaited, what, in_vain)
 
 
 # When a thread has begun to wait for a message. Such a wait cannot be given up for a moment: gloo would break its
@@ -80,7 +81,7 @@ def wait_for_work(work: Any, out: torch.Tensor) -> None:
             work.wait(_SLICE)
             return
         except RuntimeError:  # not within the slice, or it has failed
-            look(None, "a collective")
+            look(None, "a collective", in_vain=work.is_completed())
             if work.is_completed():
                 work.wait()
                 return

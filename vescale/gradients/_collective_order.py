@@ -20,6 +20,7 @@ from vescale.gradients._gather_sizes import GatherSizes
 from vescale.gradients._order_mismatch import OrderMismatchError, different_modules
 from vescale.gradients._order_watch import COMPARISON, END_OF_BACKWARD, GATHER, REDUCTION, OrderWatch
 from vescale.gradients._reducer_turns import RootTurn
+from vescale.gradients._replica_errors import ReplicaErrors
 
 __all__ = ["CollectiveOrder", "OrderedUnit", "next_unit_number"]
 
@@ -60,6 +61,7 @@ class _History:
 
     Attributes:
         watch: of the ranks along the axis that shards; watch_across: of all data-parallel ranks, where these are more.
+        errors: of the ranks along the axis that shards, for the others.
         sizes: of gathers; reduced: units in the order of their reductions; units: by number, as far as they are there.
         message_bytes: the longest message of a model.
     """
@@ -67,8 +69,11 @@ class _History:
     def __init__(self, axes: DataParallelAxes) -> None:
         shard_group = axes.mesh.get_group(axes.shard)
         self.sizes, self.reduced = GatherSizes(shard_group), _Log()
-        self.watch = OrderWatch(shard_group, self._path_of)
-        self.watch_across = OrderWatch(axes.data_parallel.group, self._path_of) if axes.num_replicas > 1 else None
+        self.errors = ReplicaErrors(axes.data_parallel_ranks, dist.get_process_group_ranks(shard_group))
+        self.watch = OrderWatch(shard_group, self._path_of, self.errors.tell)
+        self.watch_across = None
+        if axes.num_replicas > 1:
+            self.watch_across = OrderWatch(axes.data_parallel.group, self._path_of, lambda _: None)
         self.units: weakref.WeakValueDictionary[int, OrderedUnit] = weakref.WeakValueDictionary()
         self.numbers = itertools.count(1)
         self.message_bytes = 0
@@ -125,6 +130,8 @@ class OrderedUnit:
         Raises OrderMismatchError on every rank if another one wants to gather another size, or a unit of another model.
         """
         order = self.order
+        if order.history.errors.has_raised:
+            order.history.errors.go_on()
         if order.shard_group.size() > 1 and not order.history.sizes.agree(order.number, num_bytes, order.device):
             order.raise_gathers()
 
@@ -140,6 +147,8 @@ class OrderedUnit:
         Raises OrderMismatchError on every rank if another one is about to reduce a unit of another model.
         """
         history = self.order.history
+        if history.errors.has_raised:
+            history.errors.go_on()
         watches = history.watches if across_replicas else [history.watch]
         try:
             self.order.take_turn(across_replicas)
@@ -204,6 +213,8 @@ class CollectiveOrder:
         self.history.reduced.clear()
         for watch in self.history.watches:
             watch.open()
+        if self._axes.num_replicas > 1:
+            self.history.errors.open()
         if not self._turns:  # roots may share an order
             ranks = dist.get_process_group_ranks(self.shard_group), self._axes.data_parallel_ranks
             self._turns = tuple(RootTurn(each, model, self.device) for each in ranks)
@@ -303,14 +314,22 @@ class CollectiveOrder:
             watch.begin_anew()
         with contextlib.suppress(RuntimeError):  # the rank that holds the store may exit after this: let all have read
             consensus.exchange(b"read", lambda: "leaving the comparison of the order of units")
-        if len({tuple(entries) for entries in log_of.values()}) == 1:
-            raise OrderMismatchError(
-                f"ranks {sorted(log_of)} have found each other in different gathers, and have gathered the same since they "
-                "compared last: an error has ended a forward or backward of some of them at another place. End the program "
-                "on every rank where one rank raises"
-            )
-        difference = first_difference("units since the last comparison", log_of)
-        raise different_modules(difference.text(), difference.ranks)
+        error = _error(log_of)
+        if group is self.shard_group:
+            self.history.errors.tell(error)
+        raise error
+
+
+def _error(log_of: Mapping[int, Entries]) -> OrderMismatchError:
+    """Of ranks with these logs."""
+    if len({tuple(entries) for entries in log_of.values()}) == 1:
+        return OrderMismatchError(
+            f"ranks {sorted(log_of)} have found each other in different gathers, and have gathered the same since they "
+            "compared last: an error has ended a forward or backward of some of them at another place. End the program "
+            "on every rank where one rank raises"
+        )
+    difference = first_difference("units since the last comparison", log_of)
+    return different_modules(difference.text(), difference.ranks)
 
 
 def _named(found: Mapping[int, Sequence[tuple[str, str, str]]]) -> dict[int, Entries]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from vescale.comm import Apart, Consensus, PostedOrder, look_while_waiting, waiting_thread
 from vescale.gradients._order_mismatch import OrderMismatchError, different_modules
 
-__all__ = ["COMPARISON", "END_OF_BACKWARD", "GATHER", "REDUCTION", "OrderWatch"]
+__all__ = ["COMPARISON", "END_OF_BACKWARD", "GATHER", "REDUCTION", "OrderWatch", "end_soon"]
 
 GATHER, REDUCTION, COMPARISON, END_OF_BACKWARD = range(4)
 _KINDS = ("a gather of", "a reduction of", "the comparison of gathers", "the end of the backward")
@@ -37,10 +37,13 @@ class OrderWatch:
 
     Args:
         path: of a unit, by its number.
+        tell: called before an error is raised.
     """
 
-    def __init__(self, group: dist.ProcessGroup, path: Callable[[int], str]) -> None:
-        self._group, self._path = group, path
+    def __init__(
+        self, group: dist.ProcessGroup, path: Callable[[int], str], tell: Callable[[OrderMismatchError], None]
+    ) -> None:
+        self._group, self._path, self._tell = group, path, tell
         self._is_open = False
         self._posted: PostedOrder | None = None
 
@@ -54,7 +57,6 @@ class OrderWatch:
             )
             if self._posted is not None:
                 look_while_waiting(self)
-                _prepare()
                 if len(ranks) > 2:  # gathers are messages
                     _look_for_others(weakref.ref(self))
 
@@ -71,17 +73,16 @@ class OrderWatch:
         if self._posted is not None and not _APART:
             self._posted.begin_anew()
 
-    def look(self, awaited: Sequence[int] | None, what: str) -> None:
-        """Raises OrderMismatchError, on every rank that waits."""
+    def look(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
+        """See :class:`vescale.comm.Look`. Raises OrderMismatchError, on every rank that waits."""
         posted = self._posted
         found = posted.apart(awaited, what) if posted is not None else None
         if posted is None or found is None:
             return
         error = different_modules(self._text(found), sorted(found.texts) or _minority(found))
+        self._tell(error)
         posted.wait_until_all_have_found_it()
-        _APART.append(True)
-        with suppress(OSError, AttributeError, ValueError):  # no stderr of a process
-            faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True)
+        end_soon()
         raise error
 
     def _text(self, found: Apart) -> str:
@@ -96,6 +97,14 @@ class OrderWatch:
             f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} in {text}"
             for text, ranks in ranks_of.items()
         )
+
+
+def end_soon() -> None:
+    """This process, which raises an error, waits in a collective that never ends."""
+    _prepare()
+    _APART.append(True)
+    with suppress(OSError, AttributeError, ValueError):  # no stderr of a process
+        faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True)
 
 
 def _minority(found: Apart) -> list[int]:

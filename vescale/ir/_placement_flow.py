@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -181,6 +181,21 @@ def _transpose(flow: Flow) -> AxisPlacement:
     return at_dim(x, {first: second, second: first}.get(x.dim, x.dim)) if _is_cut(x) else None
 
 
+def _permute(flow: Flow) -> AxisPlacement:
+    x, dims = flow.placements[0], flow.kwargs.get("dims", flow.args[1:])
+    dims = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
+    return at_dim(x, [dim % len(dims) for dim in dims].index(x.dim)) if _is_cut(x) else None
+
+
+def _expand(flow: Flow) -> AxisPlacement:
+    """A dim that has its length already stays cut."""
+    x, tensor = flow.placements[0], flow.tensors[0]
+    if not _is_cut(x):
+        return None
+    dim = x.dim + flow.result.ndim - tensor.ndim
+    return at_dim(x, dim) if flow.result.shape[dim] == tensor.shape[x.dim] else None
+
+
 def _unsqueeze(flow: Flow) -> AxisPlacement:
     x, dim = flow.placements[0], int(flow.args[1] if len(flow.args) > 1 else flow.kwargs["dim"]) % flow.result.ndim
     return at_dim(x, x.dim + 1 if x.dim >= dim else x.dim) if _is_cut(x) else None
@@ -220,6 +235,34 @@ def _same_shape_dim(flow: Flow) -> AxisPlacement:
     return x if flow.result.shape[x.dim] == tensor.shape[x.dim] else None
 
 
+def _concatenated(flow: Flow) -> AxisPlacement:
+    """``cat`` leaves vectors without elements out: what a key-value cache holds at first."""
+    pairs = zip(flow.placements, flow.tensors)
+    kept = [(placement, tensor) for placement, tensor in pairs if tensor.shape != (0,)]
+    if not kept:
+        return None
+    placements, tensors = zip(*kept)
+    return _same_shape_dim(replace(flow, placements=placements, tensors=tensors))
+
+
+def _matmul(flow: Flow) -> AxisPlacement:
+    """Products of matrices, of which each rank has a part of both batches."""
+    x, tensor = flow.placements[0], flow.tensors[0]
+    if not _is_cut(x) or any(placement != x for placement in flow.placements):
+        return None
+    return x if all(each.ndim == tensor.ndim for each in flow.tensors) and x.dim < tensor.ndim - 2 else None
+
+
+def _addmm(flow: Flow) -> AxisPlacement:
+    """Rows of the first matrix, or columns of the second one with their bias, give those of the result."""
+    bias, x, weight = flow.placements[:3]
+    if _is_cut(x) and x.dim == 0:
+        return x if isinstance(bias, Replicate) and isinstance(weight, Replicate) else None
+    if not isinstance(x, Replicate) or not _is_cut(weight) or weight.dim == 0 or flow.tensors[0].ndim > 1:
+        return None
+    return weight if bias == at_dim(weight, 0) else None
+
+
 def _attention(flow: Flow) -> AxisPlacement:
     """Attention over a part of the batch or of the heads: the query's, whether keys and values are cut alike or whole. Over
     a part of the sequence: the query's, whatever is exchanged for it."""
@@ -248,10 +291,15 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("mean", "sum", "softmax", "var"), _along_dims),
     **dict.fromkeys(_NORMS, _normalize),
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
-    **dict.fromkeys(("cat", "chunk", "split"), _same_shape_dim),
+    **dict.fromkeys(("chunk", "split"), _same_shape_dim),
+    **dict.fromkeys(("matmul", "bmm"), _matmul),
+    "addmm": _addmm,
+    "cat": _concatenated,
+    "expand": _expand,
     "getitem": _item,
     "linear": _linear,
     "embedding": _embedding,
+    "permute": _permute,
     "transpose": _transpose,
     "unsqueeze": _unsqueeze,
     F.scaled_dot_product_attention.__name__: _attention,

@@ -1,0 +1,75 @@
+"""``<out:i>`` entries: of the items that a module returns, only the one that the entry names is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from vescale import Plan, lower
+from vescale.runtime import install
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+RETURNS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "tuple": lambda a, b: (a, b),
+    "list": lambda a, b: [a, b],
+    "named tuple": Pair,
+    "mapping": lambda a, b: {"first": a, "second": b},
+    "tensor": lambda a, b: a,
+}
+
+
+class Inner(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.returned = RETURNS[kind]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.returned(x + 1, x * 2)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry", "expected"),
+    [
+        ("tuple", "1", {1}),
+        ("tuple", "0", {0}),
+        ("list", "1", {1}),
+        ("named tuple", "1", {1}),
+        ("mapping", "second", {1}),
+        ("mapping", "0", {0}),
+        ("tensor", "0", {0}),
+        ("tensor", "1", set()),
+    ],
+)
+def test_one_item_is_placed(two_ranks: None, kind: str, entry: str, expected: set[int]) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = Plan(mesh).shard("<in:0>", {"tp": Replicate()}).shard(f"0.<out:{entry}>", {"tp": Shard(0)})
+    model = nn.Sequential(Inner(kind))
+    install(model, lower(plan, model), mesh)
+    found = model(torch.arange(4.0))
+    assert type(found) is type(RETURNS[kind](torch.ones(1), torch.ones(1))) or kind == "tensor"
+    items = [found] if kind == "tensor" else list(found.values() if kind == "mapping" else found)
+    assert all(isinstance(item, DTensor) for item in items)
+    assert {index for index, item in enumerate(items) if item.placements == (Shard(0),)} == expected
+    values = [torch.arange(4.0) + 1, torch.arange(4.0) * 2]
+    for index, item in enumerate(items):
+        assert torch.equal(item.to_local(), values[index][:2] if index in expected else values[index])
