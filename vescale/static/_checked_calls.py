@@ -48,11 +48,13 @@ class CheckedCall:
     def __call__(self, f: Any, *args: Any, **kwargs: Any) -> Any:
         called = f if self.callee is None else self.callee
         name = (f.__name__, type(f.__self__)) if type(f) is types.BuiltinMethodType else f
-        key = (
-            name,
-            *[v if type(v) is int else v.shape if type(v) is torch.Tensor else _described(v) for v in args],
-            *[(name, _described(v)) for name, v in kwargs.items()],
-        )
+        described = [name]  # by a loop: a comprehension is another Python function
+        for v in args:
+            kind = type(v)
+            described.append(v if kind is int else v.shape if kind is torch.Tensor else _described(v))
+        if kwargs:
+            described += [(k, _described(v)) for k, v in kwargs.items()]
+        key = tuple(described)
         if key not in self._known:
             self._check(called, args, kwargs)
             if len(self._known) >= _MAX_KNOWN:
