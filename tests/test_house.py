@@ -108,6 +108,7 @@ VOCABULARY = {
 }
 # file or folder -> words with their standard meaning there
 STANDARD_USES = {
+    "vescale/rng/_counted_draws.py": {"words"},
     "vescale/rng/_draw_rules.py": {"words"},  # 32-bit outputs of a generator
     "vescale/rng/_mt19937.py": {"words"},
     "vescale/rng/_mt19937_jump.py": {"words"},

@@ -127,6 +127,7 @@ def measured(case: Case) -> Measured:
             if path.endswith(".mlp.gate"):  # a router; its last output are the ids
                 module.register_forward_hook(lambda _m, _a, out: loads.append(_counts(out[-1])))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        counted: list[int] = []
         for step in range(2 + _STEPS):
             if isinstance(counting, _Counting):
                 counting.peak = counting.now
@@ -139,10 +140,11 @@ def measured(case: Case) -> Measured:
                 optimizer.step()
                 optimizer.zero_grad()
             gc.collect()
-            counted = counting.peak if isinstance(counting, _Counting) else None
+            if isinstance(counting, _Counting) and step >= 2:
+                counted.append(counting.peak)
     states = (value for state in optimizer.state.values() for value in state.values())
     total = tuple(torch.stack(loads[-2:]).sum(0).tolist()) if loads else ()
-    peak = counted or min(_peak(profiler, f"step {2 + step}") for step in range(_STEPS))
+    peak = min(counted or (_peak(profiler, f"step {2 + step}") for step in range(_STEPS)))
     return Measured(_bytes([*model.parameters(), *model.buffers()]), gradients, _bytes(states), peak, total)
 
 

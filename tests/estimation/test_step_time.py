@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from torch import nn
+from torch.distributed.tensor import Shard
 
 from tests.estimation.measure import CASES, estimated
+from vescale import Plan
 from vescale.comm import CommRecord
 from vescale.errors import DeviceTableError
 from vescale.estimation import (
@@ -28,7 +31,8 @@ from vescale.estimation import (
 )
 from vescale.estimation._calibrate import _fit, _Measured
 from vescale.estimation._measured_ops import _Called, measure_ops
-from vescale.estimation._op_costs import OpCost
+from vescale.estimation._op_costs import SKIPPED_OUTPUTS, OpCost
+from vescale.estimation._rehearsal import rehearse
 from vescale.estimation._step_time import StepTime, call_seconds
 from vescale.plans import MeshAxes
 
@@ -95,6 +99,25 @@ def test_attention_of_a_host_has_operations() -> None:
     assert max(key[5] for key in mode.costs.by_key) == 2 * 2 * 2 * 4 * 32 * 32 * 16
 
 
+def test_random_numbers_of_other_ranks_are_stepped_over() -> None:
+    """A rank draws its own elements only, also where those of others are between them; a GPU's generator is set."""
+    plan = Plan({"tp": 4}).shard("<in:input>", {"tp": Shard(1)})
+    for on_gpu in (False, True):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Dropout(0.25), nn.Linear(64, 4))
+        seen = rehearse(model, plan, plan.axes, 1, {"input": torch.ones(6, 64)}, None, _total, has_host=on_gpu)
+        draws = {key[3]: key[6] for key in seen.costs.by_key if key[3] in ("bernoulli_", SKIPPED_OUTPUTS)}
+        others = {} if on_gpu else {SKIPPED_OUTPUTS: 4 * 2 * 6 * 48}  # two outputs of 4 bytes for an element
+        assert draws == {"bernoulli_": 4 * 6 * 16, **others}
+    device = dataclasses.replace(measured(), ops={"bernoulli_": Curve(((1e3, 1e-5), (1e6, 1e-3)))})
+    assert call_seconds(OpCost("bernoulli_", 0, 250), torch.bool, device) == 1e-5, "an element takes what it takes"
+
+
+def _total(output: Any, _: Any) -> torch.Tensor:
+    total: torch.Tensor = output.sum()
+    return total
+
+
 def test_ops_are_measured_as_estimates_count_them() -> None:
     """Names and sizes of the table are those that an estimate asks for; larger calls take no less."""
     found = measure_ops(samples=1)
@@ -107,6 +130,8 @@ def test_ops_are_measured_as_estimates_count_them() -> None:
         "index_put",
         "_grouped_mm",
         "addcdiv_",
+        "topk",
+        SKIPPED_OUTPUTS,
     } <= found.keys() and not costs.by_key
     assert 2.0 * 32 * 64 * 64 in [size for size, _ in found["mm"]]
     for points in found.values():

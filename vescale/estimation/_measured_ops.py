@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from vescale.comm import all_gather_into, all_reduce_, all_to_all_v, reduce_scatter_into
 from vescale.compat import TorchDispatchMode
 from vescale.estimation._memory_log import Instant
-from vescale.estimation._op_costs import OpCosts, size_of
+from vescale.estimation._op_costs import SKIPPED_OUTPUTS, OpCosts, size_of
+from vescale.rng import skip_outputs
 
 __all__ = ["COLLECTIVE_BYTES", "measure_collectives", "measure_ops"]
 
@@ -25,6 +26,7 @@ COLLECTIVE_BYTES = (1 << 8, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23
 
 _SAMPLES = 5
 _NOWHERE = Instant(0, "forward", None)
+_OUTPUTS = (1 << 14, 1 << 17, 1 << 20, 1 << 23)  # of a generator
 _ROWS = (8, 64, 512, 4096)  # of 256 numbers
 _FOOTPRINT = (
     32 << 20
@@ -67,6 +69,7 @@ def measure_ops(samples: int = _SAMPLES) -> dict[str, list[list[float]]]:
             for _ in range(call.num_sets):  # memory that nobody has written to takes longer
                 call()
             found.setdefault(name, []).append([float(size), _seconds(call, samples)])
+    found[SKIPPED_OUTPUTS] = [[4.0 * number, _seconds(_Alternating([_skip(number)]), samples)] for number in _OUTPUTS]
     return {name: _ascending(points) for name, points in sorted(found.items())}
 
 
@@ -99,6 +102,12 @@ def _ascending(points: list[list[float]]) -> list[list[float]]:
         least = [float(f"{max(a, b):.4g}") for a, b in zip(least, seconds)]
         found.setdefault(size, least)
     return [[size, *seconds] for size, seconds in found.items()]
+
+
+def _skip(number: int) -> Callable[[], Any]:
+    """Step over so many 32-bit outputs of a generator, as a rank does at those of other ranks."""
+    generator = torch.Generator()
+    return lambda: skip_outputs(generator, number)
 
 
 class _Alternating:
@@ -183,7 +192,22 @@ def _of_memory(rows: int) -> Iterator[Callable[[], Any]]:
     yield lambda: _ATEN.slice_backward(x, [x.shape[0], 512], 1, 0, 256, 1)
     yield lambda: x.new_zeros(x.shape)
     yield lambda: out.bernoulli_(0.9)
+    yield lambda: out.uniform_()
+    yield lambda: out.normal_()
     yield lambda: torch.rand_like(x)
+    yield lambda: out.div_(1.5)
+    yield lambda: _ATEN.tanh_backward(y, x)
+    yield lambda: _ATEN._safe_softmax(x, -1)
+    yield lambda: x.amax(-1, keepdim=True)
+    yield lambda: x.cumsum(-1)
+    scores = torch.rand(rows, 8)
+    first = scores.topk(2).indices
+    numbers = first.flatten().float()
+    yield lambda: scores.topk(2)
+    yield lambda: first.flatten().sort()
+    yield lambda: scores.gather(1, first)
+    yield lambda: scores.scatter(1, first, 0.5)
+    yield lambda: numbers.histc(8, 0, 7)
     yield (lambda: _ATEN.nll_loss_backward(one[0], soft, labels, None, 1, -100, torch.tensor(float(labels.numel()))))
 
 

@@ -13,11 +13,19 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from vescale.estimation._memory_log import Instant
 from vescale.estimation._tensors_in import tensors_in
 
-__all__ = ["OpCost", "OpCosts", "OpKey", "size_of"]
+__all__ = ["RANDOM_FILLS", "SKIPPED_OUTPUTS", "OpCost", "OpCosts", "OpKey", "size_of"]
 
 OpKey = tuple[str, str | None, int | None, str, torch.dtype, int, int]
 """(phase, module, stage, op, dtype, flops, bytes)."""
 
+SKIPPED_OUTPUTS = "skipped random outputs"
+"""Stands for an op where a host's generator steps over the random numbers of other ranks, 4 bytes each."""
+
+RANDOM_FILLS = ("bernoulli_", "uniform_", "normal_", "exponential_", "random_")
+"""Ops that take what their elements take, whatever the dtype."""
+
+# So many outputs of a generator are jumped over in the same time.
+_MOST_OUTPUTS = 1 << 23
 # Memory is reserved, or given to a tensor: nothing is read or written.
 _MOVES_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_")
 
@@ -70,6 +78,16 @@ class OpCosts:
         )
         key = (place.phase, place.module, place.stage, op.overloadpacket.__name__, largest.dtype, flops, moved)
         self.by_key[key] = self.by_key.get(key, 0) + 1
+
+    def add_draw(self, place: Instant, name: str, local: torch.Tensor, skipped: int) -> None:
+        """A random fill of this rank's part of a tensor. ``skipped``: outputs of a host's generator that it steps over."""
+        for own, dtype, moved in (
+            (name, local.dtype, local.numel() * local.element_size()),
+            (SKIPPED_OUTPUTS, torch.float32, 4 * min(skipped, _MOST_OUTPUTS)),
+        ):
+            if moved:
+                key = (place.phase, place.module, place.stage, own, dtype, 0, moved)
+                self.by_key[key] = self.by_key.get(key, 0) + 1
 
     def add_on_dtensors(self, place: Instant, is_saving: bool) -> None:
         """An op on DTensors; ``is_saving``: of a module whose checkpointing policy saves results of ops."""

@@ -28,6 +28,7 @@ from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
 from vescale.fsdp import state_of
 from vescale.plans import CheckpointEntry, MeshAxes, Plan
+from vescale.rng import counting_draws
 from vescale.runtime import current_activation, locate, observe_offloaded, parallelize
 
 __all__ = ["Rehearsal", "StateTensor", "apart", "classify", "given", "rehearse"]
@@ -166,6 +167,13 @@ def rehearse(
             found.costs.add_on_dtensors(here, is_saving(here.module))
 
     mode = UnfilledTensors(log, routing, note, note_on_dtensors)
+
+    def note_draw(name: str, local: torch.Tensor, skipped: int) -> None:
+        if local.is_floating_point():
+            mode.forget(local)
+        if place.step == num_steps - 1:
+            found.costs.add_draw(place(), name, local, 0 if has_host else skipped)
+
     size = 1
     for n in axes.sizes:
         size *= n
@@ -176,7 +184,7 @@ def rehearse(
     ):  # the lock of worlds also serialises what apart changes in the process
         if headers is None:
             parallelize(model, plan)
-        with mode, observe_allocations(log.resized), watched, balanced_tokens(routing):
+        with mode, observe_allocations(log.resized), watched, balanced_tokens(routing), counting_draws(note_draw):
             model.to_empty(device="cpu")
             if headers is not None:  # a pipeline holds its parameters, which cannot be moved afterwards
                 from vescale.pipeline import without_guesses

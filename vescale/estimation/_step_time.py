@@ -12,7 +12,7 @@ import torch
 from vescale.comm import CommRecord, ring_bytes
 from vescale.estimation._bucket_gradients import bucket_shares
 from vescale.estimation._devices import Device
-from vescale.estimation._op_costs import OpCost, OpCosts
+from vescale.estimation._op_costs import RANDOM_FILLS, OpCost, OpCosts
 from vescale.estimation._rehearsal import Rehearsal
 from vescale.gradients import FLAGS_REQUESTER
 from vescale.ir import Repeats
@@ -221,6 +221,8 @@ def call_seconds(cost: OpCost, dtype: torch.dtype, device: Device) -> float:
     curve = device.ops.get(cost.name)
     if curve is None and not cost.flops:
         curve = device.ops.get("clone")  # of an op that was not measured
+    if curve is not None and cost.name in RANDOM_FILLS:
+        return curve.at(cost.num_bytes // dtype.itemsize * torch.float32.itemsize)
     if curve is not None:
         slower = device.peak_flops(torch.float32) / device.peak_flops(dtype) if cost.flops else 1.0
         return curve.at(cost.size) * slower

@@ -5,10 +5,11 @@ same seed (``torch.manual_seed``); their generators then stay equal. :func:`defe
 same for a model's initialization, without ever holding the whole model. Ops, rules and limits are in docs/rng.md.
 """
 
+from vescale.rng._counted_draws import counting_draws
 from vescale.rng._data_order import SampleSeeds, ShardedBatchSampler
 from vescale.rng._deferred_tensor import DeferredTensor, DeferredValueError, is_deferred
 from vescale.rng._enable import deferred_init, disable, enable, is_enabled
-from vescale.rng._engine import default_generator
+from vescale.rng._engine import default_generator, skip_outputs
 from vescale.rng._indexed_bits import indexed_bits
 from vescale.rng._initializers import rand, randint, randn
 from vescale.rng._local_random_ops import drawing_part_of
@@ -33,6 +34,7 @@ __all__ = [
     "SampleSeeds",
     "ShardedBatchSampler",
     "check_recorded_alike",
+    "counting_draws",
     "default_generator",
     "deferred_init",
     "disable",
@@ -52,4 +54,5 @@ __all__ = [
     "rand",
     "randint",
     "randn",
+    "skip_outputs",
 ]

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, spec_of, tell_draw
 from vescale.errors import PlacementError, RandomOpError
 from vescale.placements import Region, contiguous_stride, local_region
+from vescale.rng._counted_draws import is_counted
 from vescale.rng._engine import fill_region
 from vescale.rng._fill_request import Fill
 from vescale.rng._microbatch_rows import rows_of_batch
@@ -91,7 +92,9 @@ def fill(
     if local.numel() == math.prod(region.global_shape) and region.flat is None and local.stride() == strides:
         op.fill(local, generator, terms)  # this rank holds everything, laid out as on one device
     else:
-        fill_region(local, Fill(op, region, strides), generator, terms)
+        part = Fill(op, region, strides)
+        if not is_counted(part, local, terms):
+            fill_region(local, part, generator, terms)
     count_write(dtensor)
 
 

@@ -13,7 +13,7 @@ from vescale.rng._fill_request import Fill
 from vescale.rng._mt19937 import Mt19937State
 from vescale.rng._random_ops import RandomOp
 
-__all__ = ["advance", "default_generator", "fill_region", "generator_at", "saved_state"]
+__all__ = ["advance", "default_generator", "fill_region", "generator_at", "saved_state", "skip_outputs"]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -78,3 +78,8 @@ def generator_at(state: bytes, device: torch.device) -> torch.Generator:
     else:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     return generator
+
+
+def skip_outputs(generator: torch.Generator, number: int) -> None:
+    """Step over 32-bit outputs of a CPU generator."""
+    Mt19937State.of(generator).skip(number).write_to(generator)
