@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import re
 import sys
@@ -98,6 +99,7 @@ def expect_part(result: DTensor, expected: Tensor) -> None:
 @pytest.fixture
 def handled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The fills that Python has run."""
+    gc.collect()  # while copies that other tests have viewed are alive, Python runs every op that writes
     found: list[str] = []
     original = _op_handlers.fill
 
