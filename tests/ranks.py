@@ -2,8 +2,9 @@
 
 A case is a module-level function; ``ranks.run(fn, *args, world_size=4)`` calls it on every rank with
 ``torch.distributed`` initialized and returns the results in rank order. Processes are forked from a server that has
-torch loaded, so a pool starts in well under a second. The process groups of a case's meshes are reused by the cases
-after it. A pool is replaced before the next case if a case has failed, or if cases have made many groups of their own.
+torch and the test modules loaded, so a pool starts in well under a second. The process groups of a case's meshes are
+reused by the cases after it. A pool is replaced before the next case if a case has failed, or if cases have made many
+groups of their own.
 """
 
 from __future__ import annotations
@@ -28,20 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.examples import daily_sample
+from tests.fork_server import fork_context
 
-__all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", "Spent", "fork_context", "run_cases"]
-
-# DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
-_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
-_PRELOAD += ["vescale.runtime", "vescale.fsdp", "vescale.optim", "vescale.pipeline", "vescale.debug", "vescale.static"]
-# What the first `parallelize` of a process loads.
-_PRELOAD += ["vescale.placements._checkpoint", "jsonschema", "pytest"]
-# Slow to import as well, but only some runs need them: the server loads those that the test process has loaded by the
-# time that the first pool starts, which is after the collection of all tests.
-_PRELOAD_IF_USED = ["transformers.modeling_utils", "transformers.models.llama.modeling_llama", "diffusers.models"]
-_PRELOAD_IF_USED += ["hypothesis"]
-# What test modules import when a model is built, by the module.
-_PRELOAD_WITH = {"tests.plan_zoo.models": "diffusers.models.transformers"}
+__all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", "Spent", "run_cases"]
 
 
 class RankError(AssertionError):
@@ -165,15 +155,6 @@ def _serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection)
         charged = used
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
-
-
-def fork_context() -> multiprocessing.context.ForkServerContext:
-    """Of processes that are forked from a server with torch and vescale loaded."""
-    context = multiprocessing.get_context("forkserver")
-    used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
-    used += [name for module, name in _PRELOAD_WITH.items() if module in sys.modules]
-    context.set_forkserver_preload([*_PRELOAD, *used])  # before the server starts
-    return context
 
 
 def _share_gloo_device() -> None:

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from tests.ranks import SPENT, fork_context
+from tests.fork_server import fork_context
+from tests.ranks import SPENT
 
 __all__ = ["JobResult", "run_job", "run_processes"]
 

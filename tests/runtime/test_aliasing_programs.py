@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.examples import NIGHTLY
-from tests.ranks import SPENT, fork_context
+from tests.fork_server import fork_context
+from tests.ranks import SPENT
 from tests.runtime.drawn_modules import ROWS, WIDTH, Block, UndefinedOnOneDeviceError, draw_model, draw_plan
 from tests.simulate import on_other_thread, simulate
 from tests.whole import whole
