@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -10,8 +11,9 @@ import socket
 import sys
 import threading
 from multiprocessing import connection, forkserver, resource_tracker
+from pathlib import Path
 
-__all__ = ["fork_context", "start_fork_server"]
+__all__ = ["cpu_seconds_of_forked", "fork_context", "start_fork_server"]
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
@@ -62,6 +64,24 @@ def start_fork_server() -> None:
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_writer, pid
 
 
+def cpu_seconds_of_forked() -> float:
+    """Of the server, and of the processes that it has forked and that they have started, if those have ended."""
+    server = forkserver._forkserver._forkserver_pid
+    if server is None:
+        return 0.0
+    ticks = 0
+    for process in (server, *_words(f"/proc/{server}/task/{server}/children")):
+        ticks += sum(map(int, _words(f"/proc/{process}/stat")[-39:-35]))  # of its own, and of ended children
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _words(file: str) -> list[str]:
+    try:
+        return Path(file).read_text().split()
+    except OSError:  # the process has ended, or this is no Linux
+        return []
+
+
 def _preload() -> list[str]:
     return [*_PRELOAD, *(name for module, name in _PRELOAD_WITH.items() if module in sys.modules)]
 
@@ -69,6 +89,10 @@ def _preload() -> list[str]:
 def _forget_pytest() -> None:
     """What pytest has put in place of the interpreter's own, but for its import hook: messages of failed assertions are the
     same in ranks."""
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                handler.setStream(sys.__stderr__)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     signal.signal(signal.SIGINT, signal.default_int_handler)

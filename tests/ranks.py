@@ -22,7 +22,6 @@ import time
 import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,7 +30,7 @@ from typing import Any
 from tests.examples import daily_sample
 from tests.fork_server import fork_context
 
-__all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", "Spent", "run_cases"]
+__all__ = ["GARBAGE_THRESHOLDS", "STARTS", "RankError", "RankPool", "RankPools", "run_cases"]
 
 
 class RankError(AssertionError):
@@ -51,17 +50,8 @@ _LONG = 10
 _MAX_THREADS = 300
 
 
-@dataclass
-class Spent:
-    """What the ranks of this test run have cost so far."""
-
-    seconds: float = 0.0
-    """CPU time of all ranks, start-up included."""
-    starts: Counter[str] = field(default_factory=Counter)
-    """How many processes were started, by the reason why the pool was not there."""
-
-
-SPENT = Spent()
+STARTS: Counter[str] = Counter()
+"""How many processes were started in this test run, by the reason why the pool was not there."""
 
 
 class _ReusedGroups:
@@ -128,7 +118,7 @@ def _serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection)
         timeout=_TIMEOUT,
     )
     groups = device_mesh.new_group = _ReusedGroups(device_mesh.new_group)
-    charged, num_modules = 0.0, len(sys.modules)
+    num_modules = len(sys.modules)
     while True:
         try:
             job = pipe.recv()
@@ -147,12 +137,10 @@ def _serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection)
             num_modules = len(sys.modules)
             gc.collect()
             gc.freeze()
-        used = time.process_time()
         try:
-            pipe.send((*answer, used - charged))
+            pipe.send(answer)
         except Exception:  # the result cannot be pickled
-            pipe.send((False, traceback.format_exc(), used - charged))
-        charged = used
+            pipe.send((False, traceback.format_exc()))
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
 
@@ -229,9 +217,7 @@ class RankPool:
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:
-                    *answer, seconds = pipe.recv()
-                    answers[rank] = tuple(answer)
-                    SPENT.seconds += seconds
+                    answers[rank] = pipe.recv()
                 except EOFError:
                     answers[rank] = (False, self._obituary(rank))
                 if not answers[rank][0]:  # peers may be stuck in a collective that this rank never entered
@@ -294,7 +280,7 @@ class RankPools:
             reason = "too many groups"
         if pool is None or reason:
             pool = self._pools[world_size] = RankPool(world_size)
-            SPENT.starts[reason] += world_size
+            STARTS[reason] += world_size
         return pool.run(fn, *args, timeout=timeout, **kwargs)
 
     def close(self) -> None:
