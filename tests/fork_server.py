@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import multiprocessing
 import os
@@ -42,8 +43,8 @@ def start_fork_server() -> None:
     and no test has changed anything.
     """
     server = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        return
+    if server._forkserver_pid is not None or "authkey_r" in inspect.signature(forkserver.main).parameters:
+        return  # Python 3.14 starts its server in another way, and does so itself
     resource_tracker.ensure_running()  # the server's children use that of this process
     preload = _preload()
     with socket.socket(socket.AF_UNIX) as listener:
