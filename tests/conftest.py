@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # Ranks and sub-processes already fill the cores: a second thread per process only waits. Read when torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.durations import Durations
+from tests.fork_server import start_fork_server
 from tests.nightly import is_nightly
 from tests.ranks import GARBAGE_THRESHOLDS, RankPools
 from vescale import csrc
@@ -59,3 +61,10 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
+    if session.items and not session.config.option.collectonly:
+        start_fork_server()
+    return (yield)

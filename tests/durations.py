@@ -1,6 +1,6 @@
 """A pytest plugin that measures tests: wall and CPU time of each one, kept in pytest's cache.
 
-The CPU time is that of the process that runs the test, of its finished sub-processes and of the ranks, so that it hardly
+The CPU time is that of the process that runs the test, of its finished sub-processes and of forked ones, so that it hardly
 depends on what else the machine does. The first test that uses a module's or the session's fixtures pays for them. With
 pytest-xdist the workers measure, and the main process collects the results.
 """
@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import SPENT
+from tests.fork_server import cpu_seconds_of_forked
+from tests.ranks import STARTS
 
 __all__ = ["KEPT", "Durations"]
 
@@ -55,7 +56,7 @@ class Durations:
     def pytest_sessionfinish(self) -> None:
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
-            output["rank starts"] = dict(SPENT.starts)
+            output["rank starts"] = dict(STARTS)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -73,11 +74,11 @@ class Durations:
         for name, times in sorted(self.tests.items(), key=lambda item: -item[1]["seconds"])[:_SLOWEST]:
             terminalreporter.write_line(f"{times['seconds']:7.2f} {times['cpu']:7.2f}  {name}")
         cpu = sum(times["cpu"] for times in self.tests.values())
-        starts = ", ".join(f"{count} {why}" for why, count in (self.starts or SPENT.starts).items())
+        starts = ", ".join(f"{count} {why}" for why, count in (self.starts or STARTS).items())
         ranks = f"; ranks started: {starts}" if starts else ""
         terminalreporter.write_line(f"{len(self.tests)} tests, {cpu:.0f} s of CPU{ranks}")
 
 
 def _cpu_seconds() -> float:
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system + SPENT.seconds
+    return times.user + times.system + times.children_user + times.children_system + cpu_seconds_of_forked()

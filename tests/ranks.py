@@ -2,8 +2,9 @@
 
 A case is a module-level function; ``ranks.run(fn, *args, world_size=4)`` calls it on every rank with
 ``torch.distributed`` initialized and returns the results in rank order. Processes are forked from a server that has
-torch loaded, so a pool starts in well under a second. The process groups of a case's meshes are reused by the cases
-after it. A pool is replaced before the next case if a case has failed, or if cases have made many groups of their own.
+torch and the test modules loaded, so a pool starts in well under a second. The process groups of a case's meshes are
+reused by the cases after it. A pool is replaced before the next case if a case has failed, or if cases have made many
+groups of their own.
 """
 
 from __future__ import annotations
@@ -21,27 +22,15 @@ import time
 import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from tests.examples import daily_sample
+from tests.fork_server import fork_context
 
-__all__ = ["GARBAGE_THRESHOLDS", "SPENT", "RankError", "RankPool", "RankPools", "Spent", "fork_context", "run_cases"]
-
-# DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
-_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
-_PRELOAD += ["vescale.runtime", "vescale.fsdp", "vescale.optim", "vescale.pipeline", "vescale.debug", "vescale.static"]
-# What the first `parallelize` of a process loads.
-_PRELOAD += ["vescale.placements._checkpoint", "jsonschema", "pytest"]
-# Slow to import as well, but only some runs need them: the server loads those that the test process has loaded by the
-# time that the first pool starts, which is after the collection of all tests.
-_PRELOAD_IF_USED = ["transformers.modeling_utils", "transformers.models.llama.modeling_llama", "diffusers.models"]
-_PRELOAD_IF_USED += ["hypothesis"]
-# What test modules import when a model is built, by the module.
-_PRELOAD_WITH = {"tests.plan_zoo.models": "diffusers.models.transformers"}
+__all__ = ["GARBAGE_THRESHOLDS", "STARTS", "RankError", "RankPool", "RankPools", "run_cases"]
 
 
 class RankError(AssertionError):
@@ -61,17 +50,8 @@ _LONG = 10
 _MAX_THREADS = 300
 
 
-@dataclass
-class Spent:
-    """What the ranks of this test run have cost so far."""
-
-    seconds: float = 0.0
-    """CPU time of all ranks, start-up included."""
-    starts: Counter[str] = field(default_factory=Counter)
-    """How many processes were started, by the reason why the pool was not there."""
-
-
-SPENT = Spent()
+STARTS: Counter[str] = Counter()
+"""How many processes were started in this test run, by the reason why the pool was not there."""
 
 
 class _ReusedGroups:
@@ -138,7 +118,7 @@ def _serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection)
         timeout=_TIMEOUT,
     )
     groups = device_mesh.new_group = _ReusedGroups(device_mesh.new_group)
-    charged, num_modules = 0.0, len(sys.modules)
+    num_modules = len(sys.modules)
     while True:
         try:
             job = pipe.recv()
@@ -157,23 +137,12 @@ def _serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection)
             num_modules = len(sys.modules)
             gc.collect()
             gc.freeze()
-        used = time.process_time()
         try:
-            pipe.send((*answer, used - charged))
+            pipe.send(answer)
         except Exception:  # the result cannot be pickled
-            pipe.send((False, traceback.format_exc(), used - charged))
-        charged = used
+            pipe.send((False, traceback.format_exc()))
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
-
-
-def fork_context() -> multiprocessing.context.ForkServerContext:
-    """Of processes that are forked from a server with torch and vescale loaded."""
-    context = multiprocessing.get_context("forkserver")
-    used = [name for name in _PRELOAD_IF_USED if name in sys.modules]
-    used += [name for module, name in _PRELOAD_WITH.items() if module in sys.modules]
-    context.set_forkserver_preload([*_PRELOAD, *used])  # before the server starts
-    return context
 
 
 def _share_gloo_device() -> None:
@@ -248,9 +217,7 @@ class RankPool:
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:
-                    *answer, seconds = pipe.recv()
-                    answers[rank] = tuple(answer)
-                    SPENT.seconds += seconds
+                    answers[rank] = pipe.recv()
                 except EOFError:
                     answers[rank] = (False, self._obituary(rank))
                 if not answers[rank][0]:  # peers may be stuck in a collective that this rank never entered
@@ -313,7 +280,7 @@ class RankPools:
             reason = "too many groups"
         if pool is None or reason:
             pool = self._pools[world_size] = RankPool(world_size)
-            SPENT.starts[reason] += world_size
+            STARTS[reason] += world_size
         return pool.run(fn, *args, timeout=timeout, **kwargs)
 
     def close(self) -> None:

@@ -263,17 +263,17 @@ def only_some_ranks(folder: str) -> None:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "_PATIENCE", timedelta(seconds=0.2))
-        patch.setenv("VESCALE_TIMEOUT", "2")
+        patch.setenv("VESCALE_TIMEOUT", "1")
         for number, (call, run) in enumerate(calls.items()):
             if number >= 3:  # the time limit is that of the first save
                 for each in (checkpoints, behind):
-                    each._saver._gathering._timeout = timedelta(seconds=2)
+                    each._saver._gathering._timeout = timedelta(seconds=1)
             caller = number % 2
             if rank == caller:
                 said = rf"ranks \[{1 - caller}\] did not come to {call.strip()} "
                 with warnings.catch_warnings(record=True) as told:
                     warnings.simplefilter("always")
-                    with pytest.raises(CheckpointError, match=said + r"within 0:00:02.*every rank has to call it"):
+                    with pytest.raises(CheckpointError, match=said + r"within 0:00:01.*every rank has to call it"):
                         run()
                 texts = [str(one.message) for one in told if issubclass(one.category, LateRanksWarning)]
                 assert len(texts) == 1 and re.match(said + r"for 0 s.*if rank == 0", texts[0]), (call, texts, told)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from tests.ranks import SPENT, fork_context
+from tests.fork_server import fork_context
 
 __all__ = ["JobResult", "run_job", "run_processes"]
 
@@ -83,9 +83,6 @@ def run_processes(
             process.kill()
             process.join()
     seconds = time.monotonic() - begin
-    for times in folder.glob("cpu*"):  # of ranks that were not killed
-        SPENT.seconds += float(times.read_text())
-        times.unlink()
     return JobResult(codes, [(folder / f"out{rank}").read_text() for rank in range(world_size)], seconds)
 
 
@@ -105,20 +102,19 @@ def _rank(
     try:
         fn(*args)
     except SystemExit as error:
-        _end(folder, rank, error.code if isinstance(error.code, int) else 1)
+        _end(error.code if isinstance(error.code, int) else 1)
     except BaseException as error:  # as the interpreter does with one that leaves the program
         sys.excepthook(*sys.exc_info())
         traceback.print_exc()
         print("raised:", *(kind.__name__ for kind in type(error).__mro__))
-        _end(folder, rank, 1)
+        _end(1)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
-    _end(folder, rank, 0)
+    _end(0)
 
 
-def _end(folder: str, rank: int, code: int) -> NoReturn:
+def _end(code: int) -> NoReturn:
     sys.stdout.flush()
-    Path(folder, f"cpu{rank}").write_text(str(time.process_time()))
     os._exit(code)
 
 

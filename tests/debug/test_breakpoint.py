@@ -9,18 +9,32 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import termios
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 
+from tests.debug.forked_torchrun import launch
+from tests.fork_server import fork_context
+
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 120.0
+
+
+def _take_terminal() -> None:
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def _is_alive(process: Path) -> bool:
+    """A process that has ended may stay for a while, until its parent has taken note."""
+    return (process / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
 class Job:
@@ -35,32 +49,36 @@ class Job:
         master, slave = pty.openpty()
         self.master, self.slave = master, slave
         self.modes = termios.tcgetattr(slave)
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "PYTHONBREAKPOINT": "vescale.breakpoint"}
+        name, _, value = self.mark.partition("=")
+        variables = {**quiet, name: value, **(env or {})}
+        self.reader = master
+        self.process: Popen[bytes] | BaseProcess
         if torchrun:
             launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "tests.debug.stopping"]
+            self.process = Popen(
+                [sys.executable, "-m", *launcher, what],
+                stdin=slave,
+                stdout=slave,
+                stderr=slave,
+                preexec_fn=_take_terminal,  # nothing else runs in the child before exec
+                cwd=ROOT,
+                env={**os.environ, **variables},
+            )
         else:
-            launcher = ["tests.debug.forked_torchrun"]
+            context = fork_context()
+            reader, writer = (None, None) if terminal else context.Pipe(duplex=False)
+            self.process = context.Process(target=launch, args=(what, os.ttyname(slave), writer, variables))
+            self.process.start()
+            if reader is not None and writer is not None:
+                self.reader = os.dup(reader.fileno())
+                writer.close()
+        assert self.process.pid is not None
+        self.launcher = self.process.pid
 
-        def take_terminal() -> None:
-            os.setsid()
-            if terminal:
-                fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-        name, _, value = self.mark.partition("=")
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "PYTHONBREAKPOINT": "vescale.breakpoint"}
-        null = os.open(os.devnull, os.O_RDWR)
-        reader, writer = os.pipe()
-        self.reader = master if terminal else reader
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *launcher, what],
-            stdin=slave if terminal else null,
-            stdout=slave if terminal else writer,
-            stderr=slave if terminal else writer,
-            preexec_fn=take_terminal,  # nothing else runs in the child before exec
-            cwd=ROOT,
-            env={**os.environ, **quiet, name: value, **(env or {})},
-        )
-        os.close(writer)
-        os.close(null)
+    def code(self) -> int | None:
+        """The exit code of the launcher, if it has ended."""
+        return self.process.poll() if isinstance(self.process, Popen) else self.process.exitcode
 
     def send(self, text: str) -> None:
         os.write(self.master, text.encode())
@@ -90,7 +108,7 @@ class Job:
                     return False
                 self.output += data.decode(errors="replace").replace("\r", "")
                 return bool(data)
-            if self.process.poll() is not None and not select.select([self.reader], [], [], 0)[0]:
+            if self.code() is not None and not select.select([self.reader], [], [], 0)[0]:
                 return False
         return False
 
@@ -100,12 +118,14 @@ class Job:
         return self.expect(r"\(rank \w+\) ").partition("\n")[2]
 
     def workers(self) -> list[int]:
-        """Every process of the job but the launcher, by its environment."""
+        """Every process of the job but the launcher: of its session, or of its environment (torchrun's ranks have sessions
+        of their own)."""
         found = []
         for folder in Path("/proc").iterdir():
-            if folder.name.isdigit() and int(folder.name) != self.process.pid:
+            if folder.name.isdigit() and int(folder.name) != self.launcher:
                 with contextlib.suppress(OSError):
-                    if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    in_session = os.getsid(int(folder.name)) == self.launcher and _is_alive(folder)
+                    if in_session or self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
                         found.append(int(folder.name))
         return found
 
@@ -116,15 +136,15 @@ class Job:
     def end(self, limit: float = 45.0) -> int:
         """Waits for the launcher; its exit code. Nothing of the job may be left, and the terminal as it was found."""
         deadline = time.monotonic() + limit
-        while self.process.poll() is None and time.monotonic() < deadline:
+        while self.code() is None and time.monotonic() < deadline:
             self._read(time.monotonic() + 0.2)
-        assert self.process.poll() is not None, f"the job goes on\n{self.output}"
+        assert self.code() is not None, f"the job goes on\n{self.output}"
         while self.workers() and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not self.workers(), f"orphans\n{self.output}"
         if self.master >= 0:
             assert termios.tcgetattr(self.slave) == self.modes
-        return int(self.process.returncode)
+        return int(self.code() or 0)
 
     def hang_up(self) -> None:
         """The terminal is gone, as when a window is closed."""
@@ -136,7 +156,10 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.kill()
-        self.process.wait()
+        if isinstance(self.process, Popen):
+            self.process.wait()
+        else:
+            self.process.join()
         for fd in {self.master, self.slave, self.reader} - {-1}:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -210,10 +233,10 @@ LEAVING: dict[str, Callable[[Job], None]] = {
     "Ctrl-C": lambda job: job.send("\x03"),
     "end of input": lambda job: job.send("\x04"),
     "SIGTERM to a rank": lambda job: os.kill(job.pid_of(2), signal.SIGTERM),
-    "SIGTERM to the launcher": lambda job: os.kill(job.process.pid, signal.SIGTERM),
+    "SIGTERM to the launcher": lambda job: os.kill(job.launcher, signal.SIGTERM),
     "death of the rank with the prompt": lambda job: os.kill(job.pid_of(0), signal.SIGKILL),
     "dead terminal": Job.hang_up,
-    "death of the launcher": lambda job: os.kill(job.process.pid, signal.SIGKILL),
+    "death of the launcher": lambda job: os.kill(job.launcher, signal.SIGKILL),
 }
 
 
@@ -233,12 +256,12 @@ def test_every_way_of_leaving(start: Callable[..., Job], way: str, torchrun: boo
     assert "is done" not in job.output
 
 
-def attached(job: Job) -> subprocess.Popen[str]:
+def attached(job: Job) -> Popen[str]:
     path = job.expect(r"vescale attach \S+").split()[-1]
-    return subprocess.Popen(
+    return Popen(
         [sys.executable, "-m", "vescale", "attach", path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdin=PIPE,
+        stdout=PIPE,
         text=True,
         cwd=ROOT,
     )

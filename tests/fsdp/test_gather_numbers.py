@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import struct
 import sys
 import time
 from datetime import timedelta
@@ -269,3 +271,29 @@ def comes_late(check: str) -> None:
 def test_late_ranks_are_waited_for(tmp_path: Path, check: str) -> None:
     result = run_job(comes_late, tmp_path, check, world_size=2, limit=60.0, env={"VESCALE_CHECK": check})
     assert result.codes == [0, 0], result.text
+
+
+def read_while_another_rank_posts(path: str) -> int:
+    """How many entries were read that had their number and not yet their content."""
+    with open(path, "r+b") as file:
+        memory = memoryview(mmap.mmap(file.fileno(), 0))
+    order = PostedOrder((0, 1), memory)
+    if dist.get_rank() == 0:
+        for number in range(1, 100_001):
+            order.post(1, number, number)
+        memory[-1] = 1
+        return 0
+    incomplete = 0
+    while not memory[-1]:
+        number = struct.unpack_from("Q", memory)[0] + 1
+        for _ in range(5):
+            found = struct.unpack_from("3Q", memory, order._place(0, number))
+            incomplete += found[0] == number and found[2] < number
+    return incomplete
+
+
+def test_an_entry_that_has_its_number_is_complete(ranks: RankPools, tmp_path: Path) -> None:
+    """A rank that read the number of an entry before its content took the collective for another one, and waited 30 s."""
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(2 * 4096))
+    assert ranks.run(read_while_another_rank_posts, str(path), world_size=2) == [0, 0]

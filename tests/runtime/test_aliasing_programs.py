@@ -12,7 +12,6 @@ import math
 import multiprocessing
 import random
 import sys
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -27,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.examples import NIGHTLY
-from tests.ranks import SPENT, fork_context
+from tests.fork_server import fork_context
 from tests.runtime.drawn_modules import ROWS, WIDTH, Block, UndefinedOnOneDeviceError, draw_model, draw_plan
 from tests.simulate import on_other_thread, simulate
 from tests.whole import whole
@@ -235,13 +234,7 @@ def run(seeds: list[int], space: Space = Space()) -> tuple[Counter[str], list[st
 def run_apart(seeds: list[int], space: Space = Space()) -> tuple[Counter[str], list[str]]:
     """In a process of its own: how many programs are refused has been seen to depend on what ran before."""
     with ProcessPoolExecutor(1, fork_context()) as pool:
-        outcomes, failures, seconds = pool.submit(_timed_run, seeds, space).result()
-    SPENT.seconds += seconds
-    return outcomes, failures
-
-
-def _timed_run(seeds: list[int], space: Space) -> tuple[Counter[str], list[str], float]:
-    return *run(seeds, space), time.process_time()
+        return pool.submit(run, seeds, space).result()
 
 
 def test_drawn_modules() -> None:

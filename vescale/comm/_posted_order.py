@@ -3,7 +3,8 @@
 Nobody waits for anybody.
 
 Each rank has a row, which it alone writes: how many entries it has posted, where it waits, and its latest entries in a ring.
-An entry has its number, so that a reader knows whether it is the one that it looks for.
+An entry has its number, so that a reader knows whether it is the one that it looks for. The number is written last: an entry
+that has it is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["Apart", "PostedOrder"]
 
 Entry = tuple[int, int, int]
 
-_ENTRY, _BEGINNING = struct.Struct("4Q"), struct.Struct("3Q")
+_ENTRY, _BEGINNING, _CONTENT = struct.Struct("4Q"), struct.Struct("3Q"), struct.Struct("3Q")
 _RING = 64
 # A row: the number of the last entry; when the rank has waited last, in nanoseconds, and how; whether it has found a
 # difference; a text about its wait; the ring.
@@ -72,13 +73,17 @@ class PostedOrder:
         agreed on). This one must not follow: gloo ends the process when messages of other sizes meet.
         """
         number = self._number = self._number + 1
-        _ENTRY.pack_into(self._memory, self._place(self._base, number), number, kind, num_bytes, unit)
+        place = self._place(self._base, number)
+        _CONTENT.pack_into(self._memory, place + _NUMBER.size, kind, num_bytes, unit)
+        _NUMBER.pack_into(self._memory, place, number)
         _NUMBER.pack_into(self._memory, self._base, number)
-        for base in self._bases():
-            other, other_kind, other_bytes = _BEGINNING.unpack_from(self._memory, self._place(base, number))
-            if other == number and (other_kind != kind or (kind and other_bytes != num_bytes)):
-                return False
-        return True
+        own = number, kind, num_bytes
+        # Some processors let others see the number before what was written before it: an entry is read again.
+        return all(self._pairs(base, *own) or self._pairs(base, *own) for base in self._bases())
+
+    def _pairs(self, base: int, number: int, kind: int, num_bytes: int) -> bool:
+        other, other_kind, other_bytes = _BEGINNING.unpack_from(self._memory, self._place(base, number))
+        return other != number or (other_kind == kind and (not kind or other_bytes == num_bytes))
 
     def begin_anew(self) -> None:
         """Called by all ranks, which have found a difference by other means, and go on."""

@@ -18,8 +18,8 @@ from vescale.gradients._order_watch import end_soon
 __all__ = ["ReplicaErrors"]
 
 # A row: how many errors the rank has raised, or 0 if it has gone on since; the first rank of its shard group; the length of
-# the latest error; the error.
-_HEAD = struct.Struct("3Q")
+# the latest error; the error. The number is written last: a row that has one is complete.
+_HEAD, _NUMBER, _CONTENT = struct.Struct("3Q"), struct.Struct("Q"), struct.Struct("2Q")
 _ROW_BYTES = 4096
 # How long a rank waits for replicas that have raised, but whose processes go on: their scripts may begin another step.
 _SECONDS_TO_GO_ON = 10.0
@@ -67,7 +67,8 @@ class ReplicaErrors:
         content = f"{json.dumps(error.ranks)}\n{error.args[0]}".encode()[: _ROW_BYTES - _HEAD.size]
         begin = self._base + _HEAD.size
         self._memory[begin : begin + len(content)] = content
-        _HEAD.pack_into(self._memory, self._base, self._num_told, self._group, len(content))
+        _CONTENT.pack_into(self._memory, self._base + _NUMBER.size, self._group, len(content))
+        _NUMBER.pack_into(self._memory, self._base, self._num_told)
 
     def go_on(self) -> None:
         """Before this rank communicates again after an error.
@@ -78,7 +79,7 @@ class ReplicaErrors:
         if self._memory is not None and self._decide(self._group, self._num_told, "goes on") != "goes on":
             raise self._error(self._memory, self._base)
         if self._memory is not None:
-            _HEAD.pack_into(self._memory, self._base, 0, 0, 0)
+            _NUMBER.pack_into(self._memory, self._base, 0)
 
     def look(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
         """See :class:`vescale.comm.Look`; raises OrderMismatchError."""

@@ -1,0 +1,99 @@
+"""The server from which ranks and jobs of tests are forked: with torch, vescale and the test modules loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from multiprocessing import connection, forkserver, resource_tracker
+from pathlib import Path
+
+__all__ = ["cpu_seconds_of_forked", "fork_context", "start_fork_server"]
+
+# DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
+_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
+_PRELOAD += ["vescale.runtime", "vescale.fsdp", "vescale.optim", "vescale.pipeline", "vescale.debug", "vescale.static"]
+# What the first `parallelize` of a process loads.
+_PRELOAD += ["vescale.placements._checkpoint", "jsonschema", "pytest"]
+# Slow to import as well, but only some runs need them: what test modules import when a model is built.
+_PRELOAD_WITH = {
+    "transformers": "transformers.models.llama.modeling_llama",
+    "tests.plan_zoo.models": "diffusers.models.transformers",
+}
+
+
+def fork_context() -> multiprocessing.context.ForkServerContext:
+    """Of processes that are forked from the server. In a program that has not started it, multiprocessing starts one of its
+    own, with torch and vescale loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_preload())
+    return context
+
+
+def start_fork_server() -> None:
+    """Fork the server of multiprocessing's ``forkserver`` from this process, instead of starting an interpreter for it.
+
+    Called between the collection of all tests and the first one: what the modules of tests have imported is loaded once,
+    and no test has changed anything.
+    """
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None or "authkey_r" in inspect.signature(forkserver.main).parameters:
+        return  # Python 3.14 starts its server in another way, and does so itself
+    resource_tracker.ensure_running()  # the server's children use that of this process
+    preload = _preload()
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = connection.arbitrary_address("AF_UNIX")
+        listener.bind(address)
+        listener.listen()
+        alive_reader, alive_writer = os.pipe()  # the server ends when this process has closed its end, or ended
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(SystemExit):
+                try:
+                    os.close(alive_writer)
+                    _forget_pytest()
+                    forkserver.main(listener.fileno(), alive_reader, preload)
+                finally:
+                    os._exit(0)
+        os.close(alive_reader)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_writer, pid
+
+
+def cpu_seconds_of_forked() -> float:
+    """Of the server, and of the processes that it has forked and that they have started, if those have ended."""
+    server = forkserver._forkserver._forkserver_pid
+    if server is None:
+        return 0.0
+    ticks = 0
+    for process in (server, *_words(f"/proc/{server}/task/{server}/children")):
+        ticks += sum(map(int, _words(f"/proc/{process}/stat")[-39:-35]))  # of its own, and of ended children
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _words(file: str) -> list[str]:
+    try:
+        return Path(file).read_text().split()
+    except OSError:  # the process has ended, or this is no Linux
+        return []
+
+
+def _preload() -> list[str]:
+    return [*_PRELOAD, *(name for module, name in _PRELOAD_WITH.items() if module in sys.modules)]
+
+
+def _forget_pytest() -> None:
+    """What pytest has put in place of the interpreter's own, but for its import hook: messages of failed assertions are the
+    same in ranks."""
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                handler.setStream(sys.__stderr__)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    signal.signal(signal.SIGINT, signal.default_int_handler)
