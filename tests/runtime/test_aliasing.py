@@ -233,6 +233,22 @@ def overwritten(m: Any, h: Any) -> Any:
     return m.b(h) + h
 
 
+def plain_inputs_get_what_is_written(mesh: Any) -> None:
+    """Behind an entry inside of the model: nobody would see that the caller's plain tensor has old values."""
+
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(x).add_(1) * 2
+
+    _, model = model_and_copy(Behind(), {"<in>": S0, "b.<in>": R}, mesh)
+    with torch.no_grad(), pytest.raises(PlanError, match=r"before or behind (b\.)?<in>.*written"):
+        model(torch.ones(4, 6, dtype=torch.float64))
+
+
 def moved_and_refused() -> None:
     """What a boundary that moves data cannot follow raises, on every rank, and names the entry."""
     mesh = make_mesh(tp=2)
@@ -241,6 +257,7 @@ def moved_and_refused() -> None:
         return m.a(h, h[:2].sum(0))
 
     stale_reads_are_refused(mesh)
+    plain_inputs_get_what_is_written(mesh)
     reference, model = model_and_copy(Two(a_view_of_it), {"a.<in:x>": S0}, mesh)
     x = torch.randn(4, 6, dtype=torch.float64)
     torch.testing.assert_close(whole(model(x).detach()), reference(x).detach())
@@ -260,6 +277,7 @@ def in_a_fake_world() -> None:
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         stale_reads_are_refused(mesh)
+        plain_inputs_get_what_is_written(mesh)
         copies_are_gathered_when_they_are_read(mesh)
 
 
@@ -524,6 +542,40 @@ def history() -> None:
 
 def test_a_view_that_is_written_back_to(ranks: RankPools) -> None:
     ranks.run(history, world_size=2)
+
+
+class Half(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.split(3, dim=1)[1]
+
+
+def read_only_views() -> None:
+    """PyTorch does not let a program write to an output of split; an entry that moves it makes a tensor of its own."""
+    mesh = make_mesh(tp=2)
+
+    def use(m: Any, h: Any) -> Any:
+        y = m.act(h)
+        y.add_(y)
+        return y * 2
+
+    for moved in (R, S0, S1):
+        built = Model(use)
+        built.act = Half()  # type: ignore[assignment]
+        reference, model = model_and_copy(built, {"<in>": S0, "act.<out>": moved}, mesh)
+        x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+        for each in (reference, model) if moved == S0 else (reference,):
+            with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+                each(x)
+        if moved != S0:
+            reference.act.register_forward_hook(lambda module, args, output: output.clone())
+            for each in (reference, model):
+                each(x).sum().backward()
+            torch.testing.assert_close(whole(model(x).detach()), reference(x).detach())
+            assert_same_gradients(reference, model)
+
+
+def test_views_that_may_not_be_written_to(ranks: RankPools) -> None:
+    ranks.run(read_only_views, world_size=2)
 
 
 class Scale(nn.Module):
