@@ -28,10 +28,11 @@ from tests.runtime.llama import make_mesh
 from tests.whole import whole
 from vescale.comm import record_comms
 from vescale.compat import local_of
+from vescale.ops import LIVE_COPIES
 from vescale.plans import Plan, PlanError
 from vescale.runtime import ImplicitCommunicationWarning, parallelize
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 
 
 class Act(nn.Module):
@@ -272,6 +273,7 @@ def test_what_cannot_be_followed_is_refused(ranks: RankPools) -> None:
 
 def in_a_fake_world() -> None:
     """The first of two ranks: what raises does so before anything would be received."""
+    saved_operands_are_followed()
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -357,6 +359,47 @@ def test_old_values_are_found_without_helpers(without: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+SAVED: dict[str, Callable[[Any], Any]] = {
+    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None] * 2, x[:, None]),
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "rms norm": lambda x: F.rms_norm(x, (6,)),
+}
+
+
+class Save(nn.Module):
+    def __init__(self, op: str, of_result: bool) -> None:
+        super().__init__()
+        self.op, self.of_result = op, of_result
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = x * 1
+        y = SAVED[self.op](h)
+        with torch.no_grad():
+            (y if self.of_result else h)[:, 0].mul_(2)
+        return y
+
+
+def saved_operands_are_followed() -> None:
+    """Where writes to DTensors do not count in the versions of local tensors by themselves, which plain ops have saved."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for op, of_result in [*((op, False) for op in SAVED), ("attention", True)]:
+        model: Any = Save(op, of_result)
+        parallelize(model, Plan(mesh).shard("<in>", S2 if op == "rms norm" else S0))
+        for each in (Save(op, of_result), model):
+            y = each(torch.randn(4, 4, 6, dtype=torch.float64, requires_grad=True))
+            try:
+                y.sum().backward()
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+            else:
+                raise AssertionError(f"{op}: a gradient with what was written later")
+    del y
+    gc.collect()
+    assert not LIVE_COPIES
+    torch.distributed.destroy_process_group()
 
 
 def identity() -> None:
