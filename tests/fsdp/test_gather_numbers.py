@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.debug.jobs import JobResult, run_job, run_processes
 from tests.fsdp.test_gather_order import DIFFERENT, EQUAL, Mixture, X, made
@@ -23,6 +24,7 @@ from vescale import (
 )
 from vescale.comm import Apart, PostedOrder
 from vescale.comm import _posted_order as posted_order
+from vescale.gradients._gather_sizes import GatherSizes
 from vescale.runtime import parallelize
 
 GATHER, REDUCTION, END_OF_BACKWARD = 0, 1, 3
@@ -70,6 +72,19 @@ def test_collectives_that_do_not_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     for order in (first, second, third):
         order.post(REDUCTION, 64, 1)
     assert looks(first) is None
+
+
+def test_iterations_that_differ_are_not_all_remembered() -> None:
+    """Where each runs units of other sizes, of which there is no end."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        sizes, device = GatherSizes(dist.group.WORLD), torch.device("cpu")
+        for iteration in range(40_000):
+            assert sizes.agree(iteration, 8, device) and sizes.agree(iteration, 4, device)
+            sizes.begin()
+        assert len(sizes._next) < 70_000
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_rank_that_may_still_tell_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
