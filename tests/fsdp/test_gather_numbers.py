@@ -6,6 +6,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from vescale import (
 )
 from vescale.comm import Apart, PostedOrder
 from vescale.comm import _posted_order as posted_order
+from vescale.gradients import OrderMismatchError, _order_watch
 from vescale.gradients._gather_sizes import GatherSizes
 from vescale.runtime import parallelize
 
@@ -85,6 +87,38 @@ def test_iterations_that_differ_are_not_all_remembered() -> None:
         assert len(sizes._next) < 70_000
     finally:
         dist.destroy_process_group()
+
+
+def test_after_an_error_ranks_agree_on_sizes_anew() -> None:
+    """Some have gathered what others have not: what they remember since they compared last may differ."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        sizes, asked = GatherSizes(dist.group.WORLD), []
+        sizes._consensus = SimpleNamespace(have_all_come=lambda moment, wanted: not asked.append(wanted))  # type: ignore
+        for has_raised in (False, False, True):
+            for num_bytes in (64, 128):
+                assert sizes.agree(1, num_bytes, torch.device("cpu"))
+            (sizes.begin_after_error if has_raised else sizes.begin)()
+            asked.clear()
+        assert sizes.agree(1, 64, torch.device("cpu")) and len(asked) == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_collective_that_does_not_pair_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend would end the process."""
+    first, second = orders(monkeypatch, 2)
+    monkeypatch.setattr(posted_order, "_DOUBT_SECONDS", 0.0)
+    monkeypatch.setattr(_order_watch, "end_soon", lambda: None)
+    monkeypatch.setattr(PostedOrder, "wait_until_all_have_found_it", lambda order: None)
+    second.post(REDUCTION, 64, 2)
+    second.apart(None, "a collective")
+    told: list[OrderMismatchError] = []
+    watch = _order_watch.OrderWatch(None, str, told.append)  # type: ignore[arg-type]
+    watch._posted = first
+    with pytest.raises(OrderMismatchError, match="they wait for each other"):
+        watch.post(GATHER, 64, 1)
+    assert len(told) == 1
 
 
 def test_a_rank_that_may_still_tell_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,6 +281,7 @@ def in_a_fake_world() -> None:
         stale_reads_are_refused(mesh)
         plain_inputs_get_what_is_written(mesh)
         copies_are_gathered_when_they_are_read(mesh)
+    torch.distributed.destroy_process_group()
 
 
 def copies_are_gathered_when_they_are_read(mesh: Any) -> None:
@@ -303,6 +304,20 @@ def copies_are_gathered_when_they_are_read(mesh: Any) -> None:
     _, model = model_and_copy(Two(use), {"<in>": S0}, mesh)
     model(torch.ones(4, 6, dtype=torch.float64))
     assert gathers == [1, 1, 2, 2], gathers
+
+    def handed_out(m: Any, h: Any) -> Any:
+        saved = F.batch_norm(h, None, None, training=True)
+        with record_comms() as ledger, torch.no_grad():
+            assert not isinstance(h, DTensor) or h.to_local() is not None
+            row = h[1]
+            h.mul_(2)  # also counts in what batch norm has saved, but is no plain op
+            assert row.sin() is not None and row.cos() is not None
+            gathers.append(len(ledger.records))
+        return h, row, saved
+
+    _, model = model_and_copy(Two(handed_out), {"<in>": S0}, mesh)
+    model(torch.ones(4, 6, dtype=torch.float64))
+    assert gathers[4:] == [2], gathers
 
     def written(m: Any, h: Any) -> Any:
         with torch.no_grad():

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.examples import NIGHTLY
 from tests.ranks import SPENT, fork_context
 from tests.runtime.drawn_modules import ROWS, WIDTH, Block, UndefinedOnOneDeviceError, draw_model, draw_plan
-from tests.runtime.test_aliasing import saved_operands_are_followed
+from tests.runtime.test_aliasing import in_a_fake_world
 from tests.simulate import on_other_thread, simulate
 from tests.whole import whole
 from vescale import static  # noqa: F401  (the mode's name)
@@ -291,7 +291,7 @@ def test_drawn_modules_without_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VESCALE_DISPATCH", "stock")
     seeds = range(2_000) if NIGHTLY else FAILED_IN_PYTHON
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # which reads the environment anew
-        pool.submit(saved_operands_are_followed).result()
+        pool.submit(in_a_fake_world).result()
         outcomes, failures = pool.submit(run, list(seeds)).result()
     assert not failures, "\n\n".join(failures[:5])
     assert outcomes["equal"] > len(seeds) * 0.3, outcomes

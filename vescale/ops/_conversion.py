@@ -313,9 +313,8 @@ class _LeaveLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
-        if grad is not None:
-            return _leave_gradient(grad, ctx.spec, ctx.grad_placements, ctx.op), None, None, None
-        return None, None, None, None
+        local = None if grad is None else _leave_gradient(grad, ctx.spec, ctx.grad_placements, ctx.op)
+        return local, None, None, None
 
 
 def _leave_gradient(grad: DTensor, spec: DTensorSpec, grad_placements: Placements, op: str) -> torch.Tensor:
