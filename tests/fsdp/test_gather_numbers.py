@@ -8,12 +8,14 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.debug.jobs import JobResult, run_job, run_processes
 from tests.fsdp.test_gather_order import DIFFERENT, EQUAL, Mixture, X, made
@@ -25,6 +27,8 @@ from vescale import (
 )
 from vescale.comm import Apart, PostedOrder
 from vescale.comm import _posted_order as posted_order
+from vescale.gradients import OrderMismatchError, _order_watch
+from vescale.gradients._gather_sizes import GatherSizes
 from vescale.runtime import parallelize
 
 GATHER, REDUCTION, END_OF_BACKWARD = 0, 1, 3
@@ -72,6 +76,51 @@ def test_collectives_that_do_not_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     for order in (first, second, third):
         order.post(REDUCTION, 64, 1)
     assert looks(first) is None
+
+
+def test_iterations_that_differ_are_not_all_remembered() -> None:
+    """Where each runs units of other sizes, of which there is no end."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        sizes, device = GatherSizes(dist.group.WORLD), torch.device("cpu")
+        for iteration in range(40_000):
+            assert sizes.agree(iteration, 8, device) and sizes.agree(iteration, 4, device)
+            sizes.begin()
+        assert len(sizes._next) < 70_000
+    finally:
+        dist.destroy_process_group()
+
+
+def test_after_an_error_ranks_agree_on_sizes_anew() -> None:
+    """Some have gathered what others have not: what they remember since they compared last may differ."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        sizes, asked = GatherSizes(dist.group.WORLD), []
+        sizes._consensus = SimpleNamespace(have_all_come=lambda moment, wanted: not asked.append(wanted))  # type: ignore
+        for has_raised in (False, False, True):
+            for num_bytes in (64, 128):
+                assert sizes.agree(1, num_bytes, torch.device("cpu"))
+            (sizes.begin_after_error if has_raised else sizes.begin)()
+            asked.clear()
+        assert sizes.agree(1, 64, torch.device("cpu")) and len(asked) == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_collective_that_does_not_pair_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend would end the process."""
+    first, second = orders(monkeypatch, 2)
+    monkeypatch.setattr(posted_order, "_DOUBT_SECONDS", 0.0)
+    monkeypatch.setattr(_order_watch, "end_soon", lambda: None)
+    monkeypatch.setattr(PostedOrder, "wait_until_all_have_found_it", lambda order: None)
+    second.post(REDUCTION, 64, 2)
+    second.apart(None, "a collective")
+    told: list[OrderMismatchError] = []
+    watch = _order_watch.OrderWatch(None, str, told.append)  # type: ignore[arg-type]
+    watch._posted = first
+    with pytest.raises(OrderMismatchError, match="they wait for each other"):
+        watch.post(GATHER, 64, 1)
+    assert len(told) == 1
 
 
 def test_a_rank_that_may_still_tell_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

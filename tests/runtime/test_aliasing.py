@@ -28,10 +28,11 @@ from tests.runtime.llama import make_mesh
 from tests.whole import whole
 from vescale.comm import record_comms
 from vescale.compat import local_of
+from vescale.ops import LIVE_COPIES
 from vescale.plans import Plan, PlanError
 from vescale.runtime import ImplicitCommunicationWarning, parallelize
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 
 
 class Act(nn.Module):
@@ -233,6 +234,22 @@ def overwritten(m: Any, h: Any) -> Any:
     return m.b(h) + h
 
 
+def plain_inputs_get_what_is_written(mesh: Any) -> None:
+    """Behind an entry inside of the model: nobody would see that the caller's plain tensor has old values."""
+
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(x).add_(1) * 2
+
+    _, model = model_and_copy(Behind(), {"<in>": S0, "b.<in>": R}, mesh)
+    with torch.no_grad(), pytest.raises(PlanError, match=r"before or behind (b\.)?<in>.*written"):
+        model(torch.ones(4, 6, dtype=torch.float64))
+
+
 def moved_and_refused() -> None:
     """What a boundary that moves data cannot follow raises, on every rank, and names the entry."""
     mesh = make_mesh(tp=2)
@@ -241,6 +258,7 @@ def moved_and_refused() -> None:
         return m.a(h, h[:2].sum(0))
 
     stale_reads_are_refused(mesh)
+    plain_inputs_get_what_is_written(mesh)
     reference, model = model_and_copy(Two(a_view_of_it), {"a.<in:x>": S0}, mesh)
     x = torch.randn(4, 6, dtype=torch.float64)
     torch.testing.assert_close(whole(model(x).detach()), reference(x).detach())
@@ -255,12 +273,15 @@ def test_what_cannot_be_followed_is_refused(ranks: RankPools) -> None:
 
 def in_a_fake_world() -> None:
     """The first of two ranks: what raises does so before anything would be received."""
+    saved_operands_are_followed()
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         stale_reads_are_refused(mesh)
+        plain_inputs_get_what_is_written(mesh)
         copies_are_gathered_when_they_are_read(mesh)
+    torch.distributed.destroy_process_group()
 
 
 def copies_are_gathered_when_they_are_read(mesh: Any) -> None:
@@ -283,6 +304,20 @@ def copies_are_gathered_when_they_are_read(mesh: Any) -> None:
     _, model = model_and_copy(Two(use), {"<in>": S0}, mesh)
     model(torch.ones(4, 6, dtype=torch.float64))
     assert gathers == [1, 1, 2, 2], gathers
+
+    def handed_out(m: Any, h: Any) -> Any:
+        saved = F.batch_norm(h, None, None, training=True)
+        with record_comms() as ledger, torch.no_grad():
+            assert not isinstance(h, DTensor) or h.to_local() is not None
+            row = h[1]
+            h.mul_(2)  # also counts in what batch norm has saved, but is no plain op
+            assert row.sin() is not None and row.cos() is not None
+            gathers.append(len(ledger.records))
+        return h, row, saved
+
+    _, model = model_and_copy(Two(handed_out), {"<in>": S0}, mesh)
+    model(torch.ones(4, 6, dtype=torch.float64))
+    assert gathers[4:] == [2], gathers
 
     def written(m: Any, h: Any) -> Any:
         with torch.no_grad():
@@ -339,6 +374,47 @@ def test_old_values_are_found_without_helpers(without: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+SAVED: dict[str, Callable[[Any], Any]] = {
+    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None] * 2, x[:, None]),
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "rms norm": lambda x: F.rms_norm(x, (6,)),
+}
+
+
+class Save(nn.Module):
+    def __init__(self, op: str, of_result: bool) -> None:
+        super().__init__()
+        self.op, self.of_result = op, of_result
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = x * 1
+        y = SAVED[self.op](h)
+        with torch.no_grad():
+            (y if self.of_result else h)[:, 0].mul_(2)
+        return y
+
+
+def saved_operands_are_followed() -> None:
+    """Where writes to DTensors do not count in the versions of local tensors by themselves, which plain ops have saved."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for op, of_result in [*((op, False) for op in SAVED), ("attention", True)]:
+        model: Any = Save(op, of_result)
+        parallelize(model, Plan(mesh).shard("<in>", S2 if op == "rms norm" else S0))
+        for each in (Save(op, of_result), model):
+            y = each(torch.randn(4, 4, 6, dtype=torch.float64, requires_grad=True))
+            try:
+                y.sum().backward()
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+            else:
+                raise AssertionError(f"{op}: a gradient with what was written later")
+    del y
+    gc.collect()
+    assert not LIVE_COPIES
+    torch.distributed.destroy_process_group()
 
 
 def identity() -> None:
@@ -524,6 +600,40 @@ def history() -> None:
 
 def test_a_view_that_is_written_back_to(ranks: RankPools) -> None:
     ranks.run(history, world_size=2)
+
+
+class Half(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.split(3, dim=1)[1]
+
+
+def read_only_views() -> None:
+    """PyTorch does not let a program write to an output of split; an entry that moves it makes a tensor of its own."""
+    mesh = make_mesh(tp=2)
+
+    def use(m: Any, h: Any) -> Any:
+        y = m.act(h)
+        y.add_(y)
+        return y * 2
+
+    for moved in (R, S0, S1):
+        built = Model(use)
+        built.act = Half()  # type: ignore[assignment]
+        reference, model = model_and_copy(built, {"<in>": S0, "act.<out>": moved}, mesh)
+        x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+        for each in (reference, model) if moved == S0 else (reference,):
+            with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+                each(x)
+        if moved != S0:
+            reference.act.register_forward_hook(lambda module, args, output: output.clone())
+            for each in (reference, model):
+                each(x).sum().backward()
+            torch.testing.assert_close(whole(model(x).detach()), reference(x).detach())
+            assert_same_gradients(reference, model)
+
+
+def test_views_that_may_not_be_written_to(ranks: RankPools) -> None:
+    ranks.run(read_only_views, world_size=2)
 
 
 class Scale(nn.Module):

@@ -47,6 +47,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, torch.Tensor], Any], str]] = {
     ),
     "draft export": (lambda m, x: torch.export.draft_export(m, (x,)), "torch.export of a parallelized"),
     "trace of a part": (lambda m, x: torch.jit.trace(m[0], x), "torch.jit.trace of a parallelized.*one device"),
+    "trace of a function": (
+        lambda m, x: torch.jit.trace(lambda y: m(y), x),
+        "torch.jit.trace of a parallelized.*one device",
+    ),
     "bfloat16": (lambda m, x: m.bfloat16(), r"cannot be moved or converted after parallelize.*plan\.precision"),
 }
 

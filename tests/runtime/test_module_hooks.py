@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -530,6 +531,17 @@ def test_timeline() -> None:
     # The numbers of two threads may be equal, which Python does not tell apart; the thread that asks comes first.
     python = ticked(ModuleTimeline(1000))
     assert python[: len(first)] == first and python[-len(last) :] == last
+
+
+@pytest.mark.helper("module_hooks")
+def test_a_timeline_knows_nodes_of_forwards_that_run() -> None:
+    """Another thread may evaluate them, as on a device."""
+    for timeline in (ModuleTimeline(1000), native_hooks().Timeline(1000)):
+        timeline.mark("a")
+        node = (torch.ones(1, requires_grad=True) * 2).grad_fn
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(timeline.of_node, node).result() == "a"
+        timeline.mark(None)
 
 
 @pytest.mark.helper("module_hooks")

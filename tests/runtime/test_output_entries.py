@@ -1,4 +1,4 @@
-"""``<out:i>`` entries: of the items that a module returns, only the one that the entry names is placed."""
+"""What a module returns: ``<out:i>`` entries place only the item that they name, and the model's losses are reduced."""
 
 from __future__ import annotations
 
@@ -73,3 +73,22 @@ def test_one_item_is_placed(two_ranks: None, kind: str, entry: str, expected: se
     values = [torch.arange(4.0) + 1, torch.arange(4.0) * 2]
     for index, item in enumerate(items):
         assert torch.equal(item.to_local(), values[index][:2] if index in expected else values[index])
+
+
+class Loss(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.returned = RETURNS[kind]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.returned(x.sum(), x * 2)
+
+
+@pytest.mark.parametrize("kind", RETURNS)
+def test_a_loss_is_reduced_wherever_it_is(two_ranks: None, kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = Loss(kind)
+    install(model, lower(Plan(mesh).shard("<in>", {"tp": Shard(0)}), model), mesh)
+    found = model(torch.arange(4.0))
+    items = list(found.values()) if isinstance(found, dict) else [found] if kind == "tensor" else list(found)
+    assert [item.placements for item in items] == [(Replicate(),), (Shard(0),)][: len(items)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from tests.runtime.llama import make_mesh
 from tests.whole import whole
 from vescale import rng
 from vescale.comm import record_comms
+from vescale.ops import LIVE_COPIES
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationWarning, implicit_communication, parallelize
 
@@ -281,3 +283,22 @@ def again() -> None:
 
 def test_reading_an_old_view_is_reported(ranks: RankPools) -> None:
     ranks.run(again, world_size=2)
+
+
+def forgotten() -> None:
+    """Writes are followed, which costs time, as long as a view of a copy exists, and no longer."""
+    x = distribute_tensor(ONES, make_mesh(tp=2), [Shard(0)], src_data_rank=None)
+    parallelize(nn.Linear(2, 2), Plan(x.device_mesh))  # teaches DTensor
+    gc.collect()
+    before = set(LIVE_COPIES)
+    row = x[0]
+    column = row[:2]
+    del row
+    assert before < LIVE_COPIES and column.shape == (2,)
+    del column
+    gc.collect()
+    assert before >= LIVE_COPIES
+
+
+def test_a_copy_is_forgotten_with_its_last_view(ranks: RankPools) -> None:
+    ranks.run(forgotten, world_size=2)

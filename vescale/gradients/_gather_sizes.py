@@ -16,6 +16,7 @@ __all__ = ["GatherSizes"]
 _MARK = 0x7FF9_A57C_7FFB_3E61  # not a number in float64, and in each half as float32 and bfloat16
 _NOTICE = struct.Struct("<QQ")
 _MOST_GUARDED = 10_000
+_MOST_KEPT = 1 << 16
 
 
 class GatherSizes:
@@ -71,8 +72,9 @@ class GatherSizes:
             together = self._consensus.have_all_come(moment, str(wanted))
             if not together and not _is_agreed(expected[1], wanted, self._group, device):
                 return False
-        if self._next.get(self._history) != wanted:
-            self._next[self._history] = wanted
+        if len(self._next) >= _MOST_KEPT:  # iterations that differ from each other; on all ranks at the same gather
+            self._next.clear()
+        self._next[self._history] = wanted
         self._history, self._last = hash((self._history, wanted)), wanted
         return True
 

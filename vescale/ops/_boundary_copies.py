@@ -35,6 +35,7 @@ __all__ = [
     "OUTDATED_VIEWS",
     "count_as_seen",
     "note_local",
+    "note_operand",
     "note_writes",
     "num_writes",
     "pass_boundary",
@@ -44,13 +45,15 @@ __all__ = [
     "settling",
 ]
 
-# By number, what exists: writes are only followed while there is anything, copies that are viewed or sides of boundaries.
+# By number, what exists: writes are only followed while there is anything, copies that are viewed, sides of boundaries, or
+# operands of plain ops.
 LIVE_COPIES: set[int] = set()
 _SIDES: set[int] = set()
 
 # The attribute of the storage of a copy that is viewed, see ``_view_copies.py``.
 ORIGIN = "_vescale_copy_of"
 _SIDE = "_vescale_side_of_boundary"
+_OPERANDS = "_vescale_operands_of_plain_ops"
 
 # By ``id`` of what ``ORIGIN`` names: brings a copy up to date whose source has been written to.
 OUTDATED_VIEWS: dict[int, Callable[[], None]] = {}
@@ -105,6 +108,39 @@ def note_local(x: DTensor) -> None:
     with no_torch_function():
         _LOCAL_PARTS[key] = _LocalPart(weakref.ref(storage), version_holder(local), local._version, _rank())
     weakref.finalize(storage, _LOCAL_PARTS.pop, key, None)
+
+
+def note_operand(local: torch.Tensor) -> torch.Tensor:
+    """``local``, of the memory of a DTensor, which plain ops that autograd records take or have returned: they may save it
+    for their backward, which is to raise after a write to the DTensor."""
+    if not IN_PYTHON or not torch.is_grad_enabled() or local.is_inference():
+        return local
+    storage, number = local.untyped_storage(), id(local)
+    held: dict[int, weakref.ref[torch.Tensor]] | None = getattr(storage, _OPERANDS, None)
+    if held is None:
+        held = {}
+        setattr(storage, _OPERANDS, held)
+    held[number] = weakref.ref(local)
+    LIVE_COPIES.add(number)
+    weakref.finalize(local, _forget_operand, held, number)
+    return local
+
+
+def _forget_operand(held: dict[int, weakref.ref[torch.Tensor]], number: int) -> None:
+    held.pop(number, None)
+    LIVE_COPIES.discard(number)
+
+
+def _count_for_operands(storages: Sequence[torch.UntypedStorage]) -> None:
+    """For autograd: what plain ops have saved of these storages has been written to."""
+    for storage in storages:
+        held: dict[int, weakref.ref[torch.Tensor]] = getattr(storage, _OPERANDS, None) or {}
+        for reference in list(held.values()):
+            local = reference()
+            if local is not None:
+                increment_version(local)
+        if held:
+            count_as_seen(storage)
 
 
 def _rank() -> int:
@@ -180,7 +216,8 @@ def _add(storage: torch.UntypedStorage, side: _Side) -> _Side:
 
 
 def note_writes(storages: Sequence[torch.UntypedStorage]) -> None:
-    """These have been written to, by one op; they have its values."""
+    """These have been written to, by one op on DTensors; they have its values."""
+    _count_for_operands(storages)
     sides = [side for side in (getattr(storage, _SIDE, None) for storage in storages) if side is not None]
     for group in dict.fromkeys(side.group for side in sides):
         held = [side for side in sides if side.group is group]

@@ -41,7 +41,7 @@ from vescale.compat import (
     spec_of,
     tell_moved_operand,
 )
-from vescale.ops._boundary_copies import pass_boundary, require_current
+from vescale.ops._boundary_copies import note_operand, pass_boundary, require_current
 from vescale.ops._conversion_plans import (
     Placements,
     Stage,
@@ -282,10 +282,11 @@ def enter_local(
         local: torch.Tensor = entered[0]
         return local
     require_current(x)
-    if not is_differentiated(x):
-        return local_of(x).detach()
+    grads = None if grad_placements is None else tuple(grad_placements)
     with no_torch_function():
-        return apply_outside(_EnterLocal, x, None if grad_placements is None else tuple(grad_placements), always)
+        return note_operand(
+            apply_outside(_EnterLocal, x, grads, always) if is_differentiated(x) else local_of(x).detach()
+        )
 
 
 def enter_together(
@@ -298,9 +299,9 @@ def enter_together(
     for x in operands:
         require_current(x)
     with no_torch_function():
-        if not any(map(is_differentiated, operands)):
-            return tuple(local_of(x).detach() for x in operands)
-        return apply_outside(_EnterTogether, tuple(grad_placements), *operands)
+        is_linked = any(map(is_differentiated, operands))
+        made = apply_outside(_EnterTogether, tuple(grad_placements), *operands) if is_linked else None
+        return tuple(map(note_operand, made or (local_of(x).detach() for x in operands)))
 
 
 class _LeaveLocal(torch.autograd.Function):
@@ -312,9 +313,8 @@ class _LeaveLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
-        if grad is not None:
-            return _leave_gradient(grad, ctx.spec, ctx.grad_placements, ctx.op), None, None, None
-        return None, None, None, None
+        local = None if grad is None else _leave_gradient(grad, ctx.spec, ctx.grad_placements, ctx.op)
+        return local, None, None, None
 
 
 def _leave_gradient(grad: DTensor, spec: DTensorSpec, grad_placements: Placements, op: str) -> torch.Tensor:
@@ -338,15 +338,18 @@ def leave_local(
     """A DTensor of global ``shape`` with the local tensor ``local``. Its gradient is redistributed to ``grad_placements``,
     by default its own (Replicate for Partial), and the local part of that is the gradient of ``local``; ``op`` is the name
     under which this communication is reported."""
-    result: DTensor | None = _native.leave(local, mesh, placements, shape, op, grad_placements)
-    if result is not None:
-        return result
+    left: DTensor | None = _native.leave(local, mesh, placements, shape, op, grad_placements)
+    if left is not None:
+        return left
     spec = make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype)
     with no_torch_function():
-        if not is_differentiated(local):
-            return make_dtensor(local.detach(), spec)
-        grads = without_partials(placements) if grad_placements is None else tuple(grad_placements)
-        return apply_outside(_LeaveLocal, local, spec, grads, op, where=op)
+        if is_differentiated(local):
+            grads = without_partials(placements) if grad_placements is None else tuple(grad_placements)
+            result = apply_outside(_LeaveLocal, local, spec, grads, op, where=op)
+        else:
+            result = make_dtensor(local.detach(), spec)
+        note_operand(local_of(result))
+        return result
 
 
 class _WrapGlobal(torch.autograd.Function):
