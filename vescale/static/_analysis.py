@@ -103,9 +103,8 @@ class Analysis:
 def analyze(recorder: Recorder, mesh: DeviceMesh) -> Analysis:
     """Decide what a static forward does at each place."""
     unreached: list[FunctionCall] = []
-    settle_gradients(recorder, mesh)
     by_call: _CallsBySite = {}
-    problems = dict(recorder.problems)
+    problems = {**settle_gradients(recorder, mesh), **recorder.problems}
     for call in recorder.calls:
         if call.site is None:
             if not is_plain(call, mesh):
