@@ -43,6 +43,19 @@ class Products(nn.Module):
         return torch.tanh(self.a(x)) * self.b(x) + self.c(x)
 
 
+class Beside(nn.Module):
+    """The gradient of the expanded parameter is a part of a larger tensor, with its strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.sinks = nn.Linear(16, 16), nn.Parameter(torch.linspace(-1, 1, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.a(x).view(x.shape[0], -1, 2, 8).transpose(1, 2)
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(x.shape[0], -1, x.shape[1], -1)
+        return torch.softmax(torch.cat([heads, sinks], -1), -1)
+
+
 class Widths(nn.Module):
     """The softmax of a cut dim gathers, and its gradient is whole."""
 
@@ -90,6 +103,7 @@ def steps(build: Any, plan: Any, loss: str) -> Any:
         (Summed, data_plan, "sum"),
         (Products, sequence_plan, "square"),
         (Products, sequence_plan, "sum"),
+        (Beside, data_plan, "square"),
     ],
 )
 def test_bits_of_eager_mode(ranks: RankPools, build: Any, plan: Any, loss: str) -> None:

@@ -103,10 +103,11 @@ class TensorType:
         """The DTensor with this local tensor, in autograd."""
         if self.placements is None or isinstance(local, DTensor):
             return local
+        parts = getattr(local, "_vescale_parts", None)
         if not (local.is_contiguous() or _is_dense(local)):
             local = local.contiguous()  # the strides of a DTensor have no gaps
         made = leave_local(local, self.mesh, self.placements, self.global_shape(local), op, self.local_grad)
-        return made if self.grad_cut is None else _with_gradient(made, self._cut_before)
+        return made if self.grad_cut is None else _with_gradient(made, functools.partial(self._cut_before, parts))
 
     def to_local(self, x: torch.Tensor) -> torch.Tensor:
         """The local tensor of a DTensor of this type, in autograd."""
@@ -118,19 +119,32 @@ class TensorType:
         if self._accepted[0] is not spec:
             self.accept(spec)
             self._accepted[0] = spec
-        if self.grad_cut is not None:
-            x = _with_gradient(x, self._own_part)
-        return enter_local(x, self.local_grad)
+        if self.grad_cut is None:
+            return enter_local(x, self.local_grad)
+        parts: list[torch.Tensor] = []  # of gradients, as uses send them: with their strides, which decide about sums
+        local: Any = enter_local(_with_gradient(x, functools.partial(self._own_part, parts)), self.local_grad)
+        local._vescale_parts = parts
+        return cast(torch.Tensor, local)
 
-    def _cut_before(self, grad: torch.Tensor) -> torch.Tensor:
+    def _cut_before(self, parts: list[torch.Tensor] | None, grad: torch.Tensor) -> torch.Tensor:
         """A gradient that arrives, before it becomes zeros and a part."""
-        return convert(grad, self.grad or (), requester="gradient") if isinstance(grad, DTensor) else grad
+        if not isinstance(grad, DTensor):
+            return grad
+        found = convert(grad, self.grad or (), requester="gradient")
+        if parts is not None and not torch.is_grad_enabled():
+            parts.append(local_of(found))
+        return found
 
-    def _own_part(self, grad: torch.Tensor) -> torch.Tensor:
+    def _own_part(self, parts: list[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
         """The part of it."""
+        sent, parts[:] = list(parts), ()
         if self.grad_cut is None or self.grad is None or torch.is_grad_enabled() or not isinstance(grad, DTensor):
             return grad
         spec, local = spec_of(grad), cut(local_of(grad), self.mesh, self.grad_cut)
+        if sent:
+            total = functools.reduce(torch.add, sent)
+            if torch.equal(total, local):  # not after a backward that did not come here
+                local = total
         return leave_local(local, self.mesh, self.grad, spec.shape, "gradient")
 
     def accept(self, spec: DTensorSpec) -> None:
