@@ -61,14 +61,8 @@ def both(
     return made[0], made[1]
 
 
-def compare(
-    models: tuple[nn.Module, nn.Module], *inputs: Any, backward: bool = True, seed: int = 0, exact: bool = True
-) -> Any:
-    """One step of both; raises AssertionError where a bit differs. Returns the output in static mode.
-
-    Args:
-        exact: whether gradients have to be equal bit for bit, or up to the order of additions.
-    """
+def compare(models: tuple[nn.Module, nn.Module], *inputs: Any, backward: bool = True, seed: int = 0) -> Any:
+    """One step of both; raises AssertionError where a bit differs. Returns the output in static mode."""
     outputs = []
     for model in models:
         model.zero_grad()
@@ -79,10 +73,7 @@ def compare(
         outputs.append(out)
     assert same(*outputs), outputs
     for (name, p), (_, q) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True):
-        is_same = same(p.grad, q.grad)
-        if not exact and not is_same:
-            is_same = torch.allclose(p.grad.to_local(), q.grad.to_local())
-        assert is_same, f"the gradient of {name} differs; {report(models[1])}"
+        assert same(p.grad, q.grad), f"the gradient of {name} differs; {report(models[1])}"
     return outputs[1]
 
 

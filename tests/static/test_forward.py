@@ -158,8 +158,8 @@ def functions_of_one_decorator() -> Any:
 
 def sizes_as_numbers() -> Any:
     models = both(SumOverSize)
-    for step in range(3):  # the gradient of the sum is whole in eager mode, where it is cut as its tensor here
-        compare(models, batch(length=4 + step, seed=step), exact=False)
+    for step in range(3):
+        compare(models, batch(length=4 + step, seed=step))
     return report(models[1])
 
 
@@ -230,7 +230,7 @@ class TwoKindsOfUses(Wrapped):
 def two_kinds_of_gradients() -> Any:
     models = both(TwoKindsOfUses)
     for step in range(3):
-        compare(models, batch(seed=step), exact=False)
+        compare(models, batch(seed=step))
     return report(models[1])
 
 
@@ -383,12 +383,12 @@ STATIC = (
     functions_of_one_decorator,
     random_numbers,
     accumulation,
+    sizes_as_numbers,
     copies,
     named_parameters_are_dtensors,
 )
 FALLBACKS = {
     other_divisions: "not divisible by 2",
-    sizes_as_numbers: "linear is called in several ways",
     branches_on_sizes: "test_forward.py",
     branches_on_data: "test_forward.py",
     numbers_of_modules: "attributes of the model have changed",

@@ -186,13 +186,46 @@ def other_ways() -> None:
     assert report(steps(LeavesOut)).fallbacks
 
 
+class Branches(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        kind = int(x[0, 0, 0])
+        if kind == 1:
+            h = torch.softmax(h, 2) * h
+        elif kind == 2:
+            h = torch.tanh(h)
+        return self.down(h)
+
+
+def ways_that_last() -> None:
+    """After four such steps in succession, the next one is recorded, and ways that were recorded are taken up again."""
+    models = both(Branches, plan_of)
+    static_steps, recordings = [], []
+    for kind in (0, 1, 0, 1, 2, 0, 2):
+        before = report(models[1])
+        for step in range(8):
+            x = batch(step)
+            x[0, 0, 0] = kind
+            outputs = [model(x) for model in models]
+            for model, out in zip(models, outputs, strict=True):
+                model.zero_grad()
+                out.square().mean().backward()
+            assert torch.equal(*(out.full_tensor() for out in outputs)), (kind, step)
+            for p, q in zip(*(model.parameters() for model in models), strict=True):
+                assert torch.equal(p.grad.to_local(), q.grad.to_local()), (kind, step)
+        static_steps.append(report(models[1]).static_steps - before.static_steps)
+        recordings.append(report(models[1]).recordings - before.recordings)
+    assert recordings == [1, 1, 0, 0, 1, 0, 0], (recordings, report(models[1]))
+    assert static_steps[:5] == [7, 3, 4, 4, 2] and min(static_steps[5:]) > 2, (static_steps, report(models[1]))
+
+
 def buffers_that_count() -> None:
     model = steps(Counts)
     assert report(model).static_steps == 4 and isinstance(model.count, DTensor), report(model)
     assert report(steps(Normalizes)).static_steps == 4
 
 
-CASES = other_arguments, values_that_are_replaced, other_ways, buffers_that_count
+CASES = other_arguments, values_that_are_replaced, other_ways, ways_that_last, buffers_that_count
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

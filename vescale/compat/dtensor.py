@@ -103,13 +103,17 @@ def partial_reduce(partial: Placement, local: torch.Tensor, mesh: DeviceMesh, ax
 
 
 def expanded_as(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """``part`` of ``whole``, expanded along the dims along which ``whole`` is: strides decide about those of results."""
+    """``part`` of ``whole``, expanded along the dims along which ``whole`` is, with its other dims in the same order in
+    memory: strides decide about those of results, and about the order of sums."""
     if whole.ndim != part.ndim:
         return part
-    expanded = [n > 1 and m > 1 and stride == 0 for n, m, stride in zip(whole.shape, part.shape, whole.stride())]
-    if not any(expanded):
+    is_expanded = [n > 1 and m > 1 and stride == 0 for n, m, stride in zip(whole.shape, part.shape, whole.stride())]
+    if not any(is_expanded):
         return part
-    return part.as_strided(part.shape, [0 if is_expanded else n for is_expanded, n in zip(expanded, part.stride())])
+    order = sorted(range(part.ndim), key=lambda dim: -whole.stride(dim))
+    sizes = [1 if expands else size for expands, size in zip(is_expanded, part.shape)]
+    once = part.as_strided(sizes, part.stride()).permute(order).contiguous()
+    return once.permute([order.index(dim) for dim in range(part.ndim)]).expand(part.shape)
 
 
 def keep_memory(dtensor: torch.Tensor) -> None:

@@ -12,6 +12,8 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
+#include <numeric>
 #include <optional>
 #include <string>
 
@@ -172,18 +174,28 @@ class RowReduction {
     bool divides_ = false;
 };
 
-// `part` of `whole`, expanded along the dims along which `whole` is: strides decide about those of results.
+// `part` of `whole`, expanded along the dims along which `whole` is, with its other dims in the same order in memory: strides
+// decide about those of results, and about the order of sums.
 inline at::Tensor expanded_as(const at::Tensor& whole, at::Tensor part) {
     if (whole.dim() != part.dim()) {
         return part;
     }
-    Sizes strides(part.strides().begin(), part.strides().end());
+    Sizes once(part.sizes().begin(), part.sizes().end());
     for (const auto dim : c10::irange(whole.dim())) {
-        if (whole.size(dim) > 1 && whole.stride(dim) == 0 && part.size(dim) > 1) {
-            strides[dim] = 0;
+        if (whole.size(dim) > 1 && whole.stride(dim) == 0) {
+            once[dim] = std::min<std::int64_t>(once[dim], 1);
         }
     }
-    return part.strides() == strides ? part : part.as_strided(part.sizes(), strides);
+    if (part.sizes() == once) {
+        return part;
+    }
+    Sizes order(whole.dim()), back(whole.dim());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return whole.stride(a) > whole.stride(b); });
+    for (const auto place : c10::irange(order.size())) {
+        back[order[place]] = static_cast<std::int64_t>(place);
+    }
+    return part.as_strided(once, part.strides()).permute(order).contiguous().permute(back).expand(part.sizes());
 }
 
 // One launch, or one local copy; the fields are those of NativeStep.

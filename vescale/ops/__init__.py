@@ -61,6 +61,7 @@ from vescale.ops._conversion import (
     wrap_global,
 )
 from vescale.ops._conversion_plans import cut, stages_between
+from vescale.ops._cut_gradients import with_cut_gradient
 from vescale.ops._decision import Decision, Rule
 from vescale.ops._dispatch import misjudged_view, run_interleaved, view_of_uneven_shards
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
@@ -141,6 +142,7 @@ __all__ = [
     "stages_between",
     "strict_placements",
     "view_of_uneven_shards",
+    "with_cut_gradient",
     "without_dim",
     "wrap_global",
     "write_through",

@@ -45,6 +45,7 @@ from vescale.ops._boundary_copies import note_operand, pass_boundary, require_cu
 from vescale.ops._conversion_plans import (
     Placements,
     Stage,
+    as_summand,
     cut,
     gradient_spec,
     plan_cut,
@@ -321,7 +322,7 @@ def _leave_gradient(grad: DTensor, spec: DTensorSpec, grad_placements: Placement
     """The local gradient of a local tensor that has left as a DTensor with ``spec``."""
     with no_torch_function():
         if not torch.is_grad_enabled():
-            return local_of(bring(grad, grad_placements, op, "gradient"))
+            return local_of(bring(as_summand(grad, grad_placements), grad_placements, op, "gradient"))
         # Each summand gets the whole gradient of a sum; the second derivatives of all ranks add up.
         back = [p if g.is_replicate() else g for p, g in zip(spec.placements, grad_placements)]
         return enter_local(bring_with_gradient(grad, grad_placements, op, "gradient"), back)

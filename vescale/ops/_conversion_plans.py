@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, intern_spec, make_spec
+from vescale.compat import DTensorSpec, intern_spec, local_of, make_dtensor, make_spec, spec_of
 from vescale.placements import (
     NativeMove,
     contiguous_stride,
@@ -60,6 +60,18 @@ def plan_move(spec: DTensorSpec, target: Stage) -> tuple[DTensorSpec, NativeMove
     result = intern_spec(make_spec(spec.mesh, complete, meta.shape, contiguous_stride(meta.shape), meta.dtype))
     move = native_move(spec.mesh, meta.shape, spec.placements, complete, meta.dtype)
     return None if result is None or move is None else (result, move)
+
+
+def as_summand(grad: DTensor, target: Placements) -> DTensor:
+    """A whole gradient that will be added to a pending sum: the same on every rank, as where autograd adds the two."""
+    axes = [axis for axis, (g, t) in enumerate(zip(grad.placements, target)) if g.is_replicate() and t == Partial()]
+    if not axes:
+        return grad
+    spec, local = spec_of(grad), local_of(grad)
+    for axis in axes:
+        local = local / spec.mesh.size(axis)
+    placements = [target[axis] if axis in axes else p for axis, p in enumerate(spec.placements)]
+    return make_dtensor(local, make_spec(spec.mesh, placements, spec.shape, spec.stride, local.dtype))
 
 
 def gradient_spec(grad: torch.Tensor, like: DTensorSpec, placements: Placements | None) -> DTensorSpec:

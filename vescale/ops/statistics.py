@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import requested_by
@@ -90,8 +90,10 @@ def mean(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     """
     over = _reduced_dims(args, kwargs)
     x = args[0]
-    if over is None or x.dtype not in (torch.float32, torch.float64):
+    if over is None:
         return func(*args, **kwargs)
+    if x.dtype not in (torch.float32, torch.float64):
+        return func(_with_cut_gradient(x, over, func), *args[1:], **kwargs)
     if not any(p.is_partial("sum") or shard_dim(p) in over for p in x.placements):
         return func(*args, **kwargs)
     keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
@@ -100,13 +102,17 @@ def mean(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 @replaces(torch.sum, torch.Tensor.sum, when=When.NOT_REPLICATE)
 def _sum(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sum over unevenly sharded dims; its gradient is sharded as ``x``. DTensor's is Replicate, and is gathered with."""
+    """A sum over sharded dims; its gradient is sharded as ``x``. DTensor's is Replicate: every rank computes with all of it,
+    and gathers what it multiplies by it if shards are uneven."""
     over = _reduced_dims(args, kwargs)
-    if over is not None and any(_is_uneven(args[0], dim) for dim in over):
-        x = args[0]
-        back = [None if p.is_partial() else p for p in x.placements]
-        args = (convert(x, back, requester=func.__name__), *args[1:])
-    return func(*args, **kwargs)
+    return func(*args, **kwargs) if over is None else func(_with_cut_gradient(args[0], over, func), *args[1:], **kwargs)
+
+
+def _with_cut_gradient(x: DTensor, over: tuple[int, ...], func: Any) -> DTensor:
+    """``x``, before a reduction over these dims."""
+    if not x.requires_grad or not any(shard_dim(p) in over for p in x.placements):
+        return x
+    return convert(x, [None if p.is_partial() else p for p in x.placements], requester=func.__name__)
 
 
 def _reduced_dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
@@ -117,11 +123,6 @@ def _reduced_dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, .
     dims = given[0] if given else kwargs.get("dim")
     dims = range(x.ndim) if dims is None else (dims,) if isinstance(dims, int) else dims or range(x.ndim)
     return tuple(sorted({dim % x.ndim for dim in dims}))
-
-
-def _is_uneven(x: DTensor, dim: int) -> bool:
-    num_ranks = math.prod(x.device_mesh.size(axis) for axis, p in enumerate(x.placements) if p == Shard(dim))
-    return x.shape[dim] % num_ranks != 0
 
 
 @replaces(*_QUOTIENTS, when=When.PARTIAL, communicates=("all_reduce",))

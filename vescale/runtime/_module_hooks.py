@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import in_dual_level, in_transform, map_tensors, no_torch_function, spec_of, tensors_in
 from vescale.errors import NotParallelizedError
 from vescale.ir import Instruction, Redistribute
-from vescale.ops import convert, refuse_transforms
+from vescale.ops import convert, refuse_transforms, with_cut_gradient
 from vescale.runtime._activation import THREAD
 from vescale.runtime._attribution import module_of_node
 from vescale.runtime._executors import Executor, executor_of
@@ -239,12 +239,15 @@ class _Instructions:
         return output
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:
-        """An output of the model: reduced if it is a Partial scalar (a loss), so that it is printed correctly."""
-        if isinstance(x, DTensor) and not x.ndim:
+        """An output of the model: reduced if it is a Partial scalar (a loss), so that it is printed correctly. If it is cut,
+        so is its gradient."""
+        if not isinstance(x, DTensor):
+            return x
+        if not x.ndim:
             for placement in spec_of(x).placements:
                 if placement.is_partial():
                     return convert(x, self.runtime.replicated, requester="scalar output")
-        return x
+        return with_cut_gradient(x)
 
     # Parameters
 

@@ -157,6 +157,8 @@ def _why_not_in_backward(call: Call, mesh: DeviceMesh) -> str:
         return "gradients of its results arrive in other placements than theirs"
     for record in call.inputs:
         if record.value is not None and record.grads:
+            if record.value.is_grad_moved:
+                return f"it sends a gradient with placements {record.grads} of a tensor with others"
             found, settled = (
                 {without_single_ranks(p, mesh) for p in placements} for placements in (record.grads, record.value.grads)
             )

@@ -10,6 +10,7 @@ from types import CodeType
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.runtime import Placing
 from vescale.static._actions import (
     Action,
     Checked,
@@ -28,7 +29,7 @@ from vescale.static._decisions import decisions_of, first_instruction
 from vescale.static._fixed_arguments import CallArguments
 from vescale.static._gradients import settle_gradients
 from vescale.static._patch import Patch, can_be_site, mark_of
-from vescale.static._placing import placed_tensors
+from vescale.static._placing import PlacedTensor, placed_tensors
 from vescale.static._record import Call, ModuleCall, Recorder
 from vescale.static._source import FunctionSource, source_of
 from vescale.static._state import is_inside
@@ -93,19 +94,20 @@ class Analysis:
         plans: by module path, for each module whose forward ran.
         unreached: functions of static modules that no call in the source reaches, and that called no torch function.
         path: what functions tell of branches and loops in a static forward like this one.
+        boundaries: the tensors that entries of the plan place; None for an entry whose calls differ.
     """
 
     plans: dict[str, ModulePlan]
     unreached: list[FunctionCall]
     path: tuple[int, ...]
+    boundaries: Mapping[Placing, tuple[PlacedTensor, ...] | None]
 
 
 def analyze(recorder: Recorder, mesh: DeviceMesh) -> Analysis:
     """Decide what a static forward does at each place."""
     unreached: list[FunctionCall] = []
-    settle_gradients(recorder, mesh)
     by_call: _CallsBySite = {}
-    problems = dict(recorder.problems)
+    problems = {**settle_gradients(recorder, mesh), **recorder.problems}
     for call in recorder.calls:
         if call.site is None:
             if not is_plain(call, mesh):
@@ -113,12 +115,15 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> Analysis:
             continue
         function, part, offset = call.site
         by_call.setdefault(function, {}).setdefault((part, offset), []).append(call)
+    twins: dict[FunctionCall, FunctionCall] = {}
     for one, other in recorder.layers.functions(recorder.tree):
+        twins[other] = one
         if one in by_call:
             by_call[other] = by_call[one]
-    for placing, placed in recorder.boundaries.items():
+    boundaries = {placing: placed_tensors(calls, mesh) for placing, calls in recorder.boundaries.items()}
+    for placing, placed in boundaries.items():
         path = placing.instruction.path
-        if path not in recorder.regions and placed_tensors(placed, mesh) is None:
+        if path not in recorder.regions and placed is None:
             problems.setdefault(path, "the plan places its inputs or outputs in several ways")
     plans: dict[str, ModulePlan] = {}
     planner = _Planner(recorder, by_call, mesh)
@@ -133,7 +138,7 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> Analysis:
             continue
         problem = problems.get(path, "")
         planner.unreached = []
-        plan = planner.plan(forward) if not problem else Problem(problem)
+        plan = planner.plan_forward(forward, twins.get(forward)) if not problem else Problem(problem)
         if isinstance(plan, Problem):
             plans[path] = ModulePlan(path, plan.reason)
         else:
@@ -145,7 +150,7 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> Analysis:
         if path and module_types(recorder.module_calls[path], mesh) is None:
             why = found.problem or "runs on local tensors by the plan"
             plans[""] = ModulePlan("", f"{path} is called in several ways, and {why}")
-    return Analysis(plans, unreached, tuple(_path(recorder, plans, planner.marked)))
+    return Analysis(plans, unreached, tuple(_path(recorder, plans, planner.marked)), boundaries)
 
 
 def _path(
@@ -178,6 +183,22 @@ class _Planner:
         self._ran = frozenset(code.co_name for code in self._globals)
         self.unreached: list[FunctionCall] = []
         self.marked: dict[FunctionCall, frozenset[int]] = {}
+        self._planned: dict[FunctionCall, tuple[FunctionPlan | Problem | None, list[FunctionCall]]] = {}
+
+    def plan_forward(self, call: FunctionCall, twin: FunctionCall | None) -> FunctionPlan | Problem | None:
+        """``twin``: the forward of another module that ran alike and has been planned; None: there is none."""
+        known = self._planned.get(twin) if twin is not None else None
+        if twin is None or known is None:
+            plan = self.plan(call)
+            self._planned[call] = plan, self.unreached
+            return plan
+        plan, unreached = known
+        counterparts = dict(zip(twin.all_below(), call.all_below(), strict=True))
+        self.unreached = [counterparts[one] for one in unreached]
+        for one, other in counterparts.items():
+            if one in self.marked:
+                self.marked[other] = self.marked[one]
+        return _moved(plan, counterparts) if isinstance(plan, FunctionPlan) else plan
 
     def plan(self, call: FunctionCall, is_reached: bool = True) -> FunctionPlan | Problem | None:
         """None where nothing changes; ``is_reached``: whether a caller can be changed to run another function."""
@@ -295,6 +316,15 @@ class _Planner:
             )
             for calls in sites
         )
+
+
+def _moved(plan: FunctionPlan, counterparts: Mapping[FunctionCall, FunctionCall]) -> FunctionPlan:
+    """The plan of functions that ran alike."""
+    swaps = {
+        node: {code: None if inner is None else _moved(inner, counterparts) for code, inner in plans.items()}
+        for node, plans in plan.swaps.items()
+    }
+    return replace(plan, call=counterparts[plan.call], swaps=swaps)
 
 
 def _is_open(source: FunctionSource | None, node: int, arguments: CallArguments | None) -> bool:

@@ -141,7 +141,7 @@ class CallTree:
         def trace(frame: types.FrameType, event: str, _: Any) -> Any:
             if event == "opcode":
                 place = part, frame.f_lasti
-                visits[place] += 1
+                visits[place] = visits.get(place, 0) + 1
                 if place in points:
                     decided.append((call, points[place]))
             elif event == "return":

@@ -36,6 +36,7 @@ from vescale.static._observed_ops import (
     set_host_random_state,
     set_random_state,
 )
+from vescale.static._other_programs import OtherPrograms
 from vescale.static._program import StaticProgram
 from vescale.static._record import Recorder
 from vescale.static._record_loading import load_step
@@ -52,7 +53,6 @@ __all__ = ["StaticForward"]
 _UNCHECKED = contextlib.nullcontext()
 _MAX_PROGRAMS = 8
 _MAX_KEYS = 64
-_MAX_OTHERS = 3
 _STEPS_OF_A_RECORDING = 20  # that run static in the mean, or what is not recorded yet runs in eager mode
 _MAX_WAITING = 3  # forwards without a backward, after which a recording is given up
 
@@ -89,7 +89,7 @@ class StaticForward:
         self._record_steps = {step.call: step for step in record}
         self._recorders: dict[str, Recorder] = {}
         self._waiting: Counter[str] = Counter()
-        self._others: dict[str, list[StaticProgram]] = {}  # whose guards did not hold in the last step of their kind
+        self._others = OtherPrograms(self.programs)
         # Keys by what takes less time to find out, with the specs whose addresses that has.
         self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
@@ -135,7 +135,7 @@ class StaticForward:
             with no_torch_function():
                 broken = program.guards.broken()
             if broken:
-                other = self._exchanged(key, program)
+                other = self._others.exchanged(key, program)
                 if other is None:
                     return self._eager(model, broken, args, kwargs)
                 program = other
@@ -150,20 +150,8 @@ class StaticForward:
             program = self._compiled(model, entered.key, program)
         return self._run(model, activation, entered.key, program, (), {}, entered)
 
-    def _exchanged(self, key: str, program: StaticProgram) -> StaticProgram | None:
-        """A program whose guards hold, in place of one whose do not; None: the next step of this kind is recorded. Training
-        and evaluation in turns are recorded once each."""
-        others = self._others.setdefault(key, [])
-        others[:] = [other for other in others if not other.guards.have_replaced()]
-        fitting = next((other for other in others if not other.guards.broken()), None)
-        if not program.guards.have_replaced():
-            others.append(program)
-        del self.programs[key]
-        if fitting is not None:
-            others.remove(fitting)
-            self.programs[key] = fitting
-        del others[:-_MAX_OTHERS]
-        return fitting
+    def _records_too_often(self) -> bool:
+        return self.recordings >= _MAX_PROGRAMS and self.static_steps < _STEPS_OF_A_RECORDING * self.recordings
 
     def _run(
         self,
@@ -194,9 +182,12 @@ class StaticForward:
         except Exception as problem:
             if program.is_proven and not isinstance(problem, UnrecordedError):
                 raise  # of the model's own code, as in eager mode
-            if program.recorded.step is not None and not isinstance(problem, UnrecordedError):
-                self.programs = {key: other for key, other in self.programs.items() if other is not program}
-            elif not isinstance(problem, UnrecordedError):
+            if isinstance(problem, UnrecordedError):
+                self._others.note_miss(key, program, may_record=not self._records_too_often())
+            elif program.recorded.step is not None:
+                for known in [known for known, other in self.programs.items() if other is program]:
+                    del self.programs[known]
+            else:
                 program.fail(f"{type(problem).__name__} in its first static step: {problem}")
             if state is not None:
                 set_random_state(state)
@@ -218,7 +209,7 @@ class StaticForward:
             self._early.remember(key, args, kwargs, frame)
         if program.writes is None:
             program.writes = written.written()
-        program.is_proven = True
+        program.is_proven, program.misses = True, 0
         self.static_steps += 1
         return result
 
@@ -282,7 +273,7 @@ class StaticForward:
             return self._eager(model, "the backward of the recorded step has not been seen", args, kwargs)
         if len(self.programs) >= _MAX_PROGRAMS:
             return self._eager(model, f"there are {_MAX_PROGRAMS} recordings already", args, kwargs)
-        if self.recordings >= _MAX_PROGRAMS and self.static_steps < _STEPS_OF_A_RECORDING * self.recordings:
+        if self._records_too_often():
             return self._eager(model, "steps have to be recorded anew too often", args, kwargs)
 
         def running() -> tuple[nn.Module, str] | None:

@@ -15,6 +15,8 @@ from vescale.static._held_values import SCALARS
 
 __all__ = ["FunctionTrace", "structure"]
 
+_PLAIN = frozenset(SCALARS) - {slice}  # which may have tensors in it
+
 
 class FunctionTrace:
     """Layers with equal calls and gradients did the same.
@@ -69,6 +71,8 @@ class FunctionTrace:
 
 def structure(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
     """Containers, slices, numbers, flags and texts by what they are, objects by identity; tensors as ``of_tensor`` says."""
+    if type(value) in _PLAIN:
+        return type(value), value
     if isinstance(value, torch.Tensor):
         return of_tensor(value)
     if isinstance(value, list | tuple):
@@ -77,7 +81,7 @@ def structure(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
         return type(value), tuple((key, structure(item, of_tensor)) for key, item in value.items())
     if isinstance(value, slice):
         return slice, structure((value.start, value.stop, value.step), of_tensor)
-    return (type(value), value) if type(value) in SCALARS else _Same(value)
+    return _Same(value)
 
 
 @dataclass(frozen=True, eq=False)

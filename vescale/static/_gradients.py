@@ -2,38 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.static._record import Placements, Recorder, TensorRecord
+from vescale.ops import entries
+from vescale.static._record import Placements, Recorder, TensorRecord, Value
+from vescale.static._state import is_inside
 
-__all__ = ["is_whole", "settle_gradients", "without_single_ranks"]
+__all__ = ["is_whole", "local_gradient", "settle_gradients", "without_single_ranks"]
+
+# Functions whose backward moves elements, and adds none.
+_MOVERS = frozenset(
+    ("cat", "chunk", "clone", "concat", "concatenate", "contiguous", "flatten", "movedim", "permute", "reshape")
+)
+_MOVERS |= {"split", "split_with_sizes", "squeeze", "stack", "swapaxes", "t", "tensor_split", "transpose", "unbind"}
+_MOVERS |= {"unflatten", "unsqueeze", "view"}
 
 
-def settle_gradients(recorder: Recorder, mesh: DeviceMesh) -> None:
-    """Choose the placements of each value's local gradients: those that arrived, made complete or cut where they have
-    another part of the elements than the value."""
-    for record in _uses(recorder):
-        value = record.value
-        if value is not None and value.is_parameter:  # nothing else tells the gradients of parameters
-            value.grads |= record.grads
+def settle_gradients(recorder: Recorder, mesh: DeviceMesh) -> dict[str, str]:
+    """Choose the placements of each value's gradient: those that arrived, but for parameters, of which nothing else tells
+    the gradients. Where they have another part of the elements than the value, ``is_grad_moved`` is set.
+
+    Returns:
+        Why modules cannot be static, by path: gradients inside of them could not be those of eager mode, bit for bit.
+    """
+    wrong: dict[Value, str] = {}
+    passed_on = _passed_on(recorder)
+    sent = _sent(recorder, mesh)
+    for used, kinds in sent.items():
+        if used.is_parameter:
+            used.grads |= kinds
     for value in recorder.named.values():
         if len(value.grads) > 1:
-            value.grads = {min(value.grads, key=str)}
+            value.grads = {min(value.grads, key=str)}  # a sum before a whole tensor
     for record in _all(recorder):
-        value, placements = record.value, record.placements
-        if value is None or placements is None or len(value.grads) != 1:
+        held, placements = record.value, record.placements
+        if held is None or placements is None or len(held.grads) != 1:
             continue
-        (grads,) = value.grads
-        settled = tuple(
-            g if mesh.size(axis) == 1 or _is_same_part(p, g) else _of_same_part(p)
-            for axis, (p, g) in enumerate(zip(placements, grads, strict=True))
-        )
-        if settled != grads:
-            value.grads, value.is_grad_moved = {settled}, True
+        value, (grads,) = held, held.grads
+        if not _adds_alike(sent.get(value, set()), placements if value.is_parameter else grads, grads, mesh):
+            wrong[value] = f"its uses send gradients with placements {_text(sent[value])}"
+        settled = local_gradient(placements, grads, mesh)
+        if settled == grads:
+            continue
+        value.is_grad_moved = True
+        if value.is_parameter or not _is_part(placements, grads, settled):
+            value.grads = {settled}
+            if not value.is_parameter and value not in passed_on:
+                wrong[value] = f"its gradient has the placements {grads}"
+    return _by_module(recorder, wrong) if wrong else {}
+
+
+def local_gradient(placements: Placements, grads: Placements, mesh: DeviceMesh) -> Placements:
+    """Where a gradient is brought, of which the local part has the shape of the tensor's. One that is cut, of a whole
+    tensor, becomes a sum of zeros and itself, without communication."""
+    return tuple(
+        g if mesh.size(axis) == 1 or _is_same_part(p, g) else _of_same_part(p)
+        for axis, (p, g) in enumerate(zip(placements, grads, strict=True))
+    )
 
 
 def without_single_ranks(placements: Placements, mesh: DeviceMesh) -> Placements:
@@ -50,9 +79,30 @@ def _is_same_part(placement: Placement, grad: Placement) -> bool:
     return placement == grad or (not _cuts(placement) and not _cuts(grad))
 
 
+def _adds_alike(sent: set[Placements], target: Placements, grads: Placements, mesh: DeviceMesh) -> bool:
+    """Whether eager mode, which adds gradients of several placements, computes the same bits as a sum of gradients that are
+    brought to ``grads`` before. Where the sum is cut, parts of sums are sums of parts. Summands of a pending sum are divided
+    by the number of ranks, which is exact for powers of two."""
+    mixed = [axis for axis in range(mesh.ndim) if len({placements[axis] for placements in sent}) > 1]
+    for axis in mixed:
+        kinds = {placements[axis] for placements in sent}
+        is_cut = _cuts(target[axis]) and kinds <= {Replicate(), target[axis]}
+        size = mesh.size(axis)
+        is_pending = grads[axis] == Partial() and kinds == {Replicate(), Partial()} and size & (size - 1) == 0
+        if not is_cut and not (is_pending and len(mixed) == 1):
+            return False
+    return True
+
+
+def _is_part(placements: Placements, grads: Placements, settled: Placements) -> bool:
+    """Whether the local part of a gradient is a part of the local gradient: it is cut where the tensor is whole."""
+    for axis, (placement, grad, new) in enumerate(zip(placements, grads, settled)):
+        if grad != new and (not placement.is_replicate() or type(grad) is not Shard or grad in placements[axis + 1 :]):
+            return False
+    return True
+
+
 def _of_same_part(placement: Placement) -> Placement:
-    """Where a gradient of another part than the tensor's is brought. One that is cut becomes a sum of zeros and itself,
-    without communication, and is summed later, as in eager mode."""
     if _cuts(placement):
         return placement
     return Partial() if placement.is_replicate() else Replicate()
@@ -60,6 +110,66 @@ def _of_same_part(placement: Placement) -> Placement:
 
 def _cuts(placement: Placement) -> bool:
     return not (placement.is_replicate() or placement.is_partial())
+
+
+def _sent(recorder: Recorder, mesh: DeviceMesh) -> dict[Value, set[Placements]]:
+    """Placements of the gradients that uses of a value send, without differences along axes of size 1."""
+    found: dict[Value, dict[Placements, Placements]] = {}
+    for record in _uses(recorder):
+        if record.value is not None:
+            for grads in record.grads:
+                found.setdefault(record.value, {}).setdefault(without_single_ranks(grads, mesh), grads)
+    return {value: set(sent.values()) for value, sent in found.items()}
+
+
+def _passed_on(recorder: Recorder) -> set[Value]:
+    """Values of which the gradient is moved, and nothing is computed with it: its bits do not depend on where that is."""
+    found = {b.output.value for calls in recorder.boundaries.values() for placed in calls for b in placed}
+    for call in recorder.calls:
+        entry = entries().get(call.function)
+        is_attention = call.changed == "registered function" and entry is not None and entry.backward == "custom"
+        if is_attention or getattr(call.function, "__name__", "") in _MOVERS:
+            found.update(record.value for record in call.outputs)
+    return {value for value in found if value is not None}
+
+
+def _by_module(recorder: Recorder, wrong: Mapping[Value, str]) -> dict[str, str]:
+    """By the path of the innermost module in which all happens that concerns a value."""
+    paths: dict[Value, list[str]] = {value: [] for value in wrong}
+    records = [(call.site[0].module if call.site else "", (*call.inputs, *call.outputs)) for call in recorder.calls]
+    for placing, calls in recorder.boundaries.items():
+        records += [(placing.instruction.path, (b.input, b.output)) for found in calls for b in found]
+    for path, found in records:
+        for record in found:
+            if record.value in paths:
+                paths[record.value].append(path)
+    crossing = {
+        path: {record.value for call in calls for records in call for record in records}
+        for path, calls in recorder.module_calls.items()
+    }
+    problems: dict[str, str] = {}
+    for value, reason in wrong.items():
+        path = _common_path(paths[value])
+        while path and (path not in crossing or value in crossing[path]):
+            path = path.rpartition(".")[0]
+        name = f"the parameter {value.name}" if value.is_parameter else "a tensor"
+        problems.setdefault(path, f"of {name}, {reason}")
+    for path, first in recorder.layers.repeats.items():
+        for outer, reason in list(problems.items()):
+            if outer and is_inside(outer, first):
+                problems.setdefault(path + outer.removeprefix(first), reason)
+    return problems
+
+
+def _common_path(paths: list[str]) -> str:
+    common = paths[0] if paths else ""
+    while not all(is_inside(path, common) for path in paths):
+        common = common.rpartition(".")[0]
+    return common
+
+
+def _text(placements: set[Placements]) -> str:
+    return " and ".join(sorted(map(str, placements)))
 
 
 def _uses(recorder: Recorder) -> Iterator[TensorRecord]:

@@ -56,13 +56,15 @@ class _Leaf:
             before.placements,
             before.factors,
             before.sizes,
-            before.grad,
+            before.local_grad,
             prepared.target,
             prepared.stages,
             placing.requester,
-            after.grad,
+            after.local_grad,
             after.accept,
         )
+        if before.grad_cut is not None or after.grad_cut is not None:
+            local = _in_python
         return cls(before, after, prepared, local, placing.requester, stages if is_shared else None)
 
     def convert(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,6 +72,10 @@ class _Leaf:
         if made is not None:
             return made
         return self.after.to_local(self.move(cast(DTensor, self.before.to_global(x, self.requester))))
+
+
+def _in_python(_: torch.Tensor) -> None:
+    """In place of a conversion in C++."""
 
 
 def placed_tensors(calls: Sequence[Sequence[Boundary]], mesh: DeviceMesh) -> tuple[PlacedTensor, ...] | None:

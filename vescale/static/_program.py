@@ -57,6 +57,7 @@ class StaticProgram:
         needs_mode: whether something runs on DTensors, in the model's function mode.
         steps: how many forwards ran.
         is_proven: whether a static step has come to its end.
+        misses: how many steps in succession have met what is not recorded.
         writes: what a forward writes to (:meth:`WrittenTensors.written`); None: it is not known.
         originals: the code of functions that were changed, by that which runs.
     """
@@ -77,6 +78,7 @@ class StaticProgram:
         self.draws = recorded.draws
         self.needs_mode = self._used_mode = False
         self.is_proven = False
+        self.misses = 0
         self.writes: frozenset[Any] | None = None
         self.steps = 0
         self.shared: dict[Any, Any] = {}

@@ -38,8 +38,7 @@ class Value:
         name: of a parameter, buffer or input; "" for others.
         is_parameter: whether it is a parameter or a buffer.
         grads: placements of the gradients that arrived, each the sum over its uses.
-        is_grad_moved: whether they arrived as parts where the tensor is whole, or the other way round, and ``grads`` was
-            changed.
+        is_grad_moved: whether they arrived as parts where the tensor is whole, or the other way round.
     """
 
     name: str = ""
@@ -202,9 +201,11 @@ class Recorder(TorchFunctionMode):
 
     def name_of(self, x: torch.Tensor) -> str:
         """Of a parameter or a buffer; "" for others."""
-        if id(x) not in self._names and isinstance(x, nn.Parameter):
+        name = self._names.get(id(x))
+        if name is None and x.is_leaf and isinstance(x, nn.Parameter):
             self._names = self._read_names()  # a unit has gathered it for the first time
-        return self._names.get(id(x), "")
+            name = self._names.get(id(x))
+        return name or ""
 
     def _record(self, x: torch.Tensor) -> TensorRecord:
         if not isinstance(x, DTensor):
@@ -232,8 +233,10 @@ class Recorder(TorchFunctionMode):
     def _value_of_result(self, x: DTensor) -> Value:
         """The value of a new tensor, or of one that was written to."""
         value = x._vescale_value = Value()  # type: ignore[attr-defined]
-        if x.requires_grad:
-            x.register_hook(functools.partial(_arrived, value))
+        if x.grad_fn is not None:  # behind all hooks of the tensor, which may change the gradient
+            x.grad_fn.register_prehook(functools.partial(_arrived, value, x.output_nr))
+        elif x.requires_grad:
+            x.register_hook(lambda grad: _arrived(value, 0, (grad,)))
         return value
 
     # Torch functions
@@ -390,6 +393,7 @@ def _sent(call: Call | None, records: dict[int, TensorRecord], sent: Any, arrive
             record.grads.add(tuple(sent[index].placements))
 
 
-def _arrived(value: Value, grad: torch.Tensor) -> None:
+def _arrived(value: Value, number: int, grads: tuple[torch.Tensor | None, ...]) -> None:
+    grad = grads[number]
     if isinstance(grad, DTensor):
         value.grads.add(tuple(grad.placements))

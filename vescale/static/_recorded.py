@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.static._analysis import ModulePlan, analyze, module_types
-from vescale.static._placing import PlacedTensor, placed_tensors
+from vescale.static._placing import PlacedTensor
 from vescale.static._record import Placements, Recorder
 from vescale.static._record_values import RecordedStep
 from vescale.static._tensor_type import TensorType, types_of
@@ -68,9 +68,7 @@ def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
             types[path] = (found[0], found[1])
     grads = {name: next(iter(value.grads)) for name, value in recorder.named.items() if value.grads}
     recorder.layers.add_gradients(grads)
-    boundaries = {}
-    for placing, calls in recorder.boundaries.items():
-        boundaries[placing.name] = placed_tensors(calls, mesh) or ()
+    boundaries = {placing.name: placed or () for placing, placed in analysis.boundaries.items()}
     return Recorded(
         plans,
         types,

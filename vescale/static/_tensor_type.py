@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, native_static, spec_of
-from vescale.ops import enter_local, leave_local
+from vescale.compat import DTensorSpec, local_of, native_static, spec_of
+from vescale.ops import convert, cut, enter_local, leave_local
+from vescale.static._gradients import local_gradient
 from vescale.static._record import TensorRecord
 
 __all__ = ["TensorType", "UnrecordedError", "merged_types", "types_of"]
@@ -30,7 +31,7 @@ class TensorType:
 
     Attributes:
         placements: of the tensor; None for a plain tensor, which is the same on every rank.
-        grad: of its gradient: the local gradients are the parts of a DTensor with these placements. None: unknown.
+        grad: of its gradient. None: unknown.
         factors: global size by local size, for each dim; 0 for a dim that the ranks do not share evenly.
         sizes: (global, local) sizes as recorded, which count where the factor is 0.
     """
@@ -51,6 +52,20 @@ class TensorType:
     def is_same_shape(self) -> bool:
         """Whether the local tensor has the global shape."""
         return all(factor == 1 for factor in self.factors)
+
+    @functools.cached_property
+    def local_grad(self) -> tuple[Placement, ...] | None:
+        """Local gradients have the shape of the local tensor. They are the parts of a DTensor with these placements."""
+        if self.placements is None or self.grad is None:
+            return None
+        return local_gradient(self.placements, self.grad, self.mesh)
+
+    @functools.cached_property
+    def grad_cut(self) -> tuple[Placement, ...] | None:
+        """How the gradient is a part of the local gradients, whose other elements are zero. None: it is all of them."""
+        if self.grad is None or self.local_grad is None or self.grad == self.local_grad:
+            return None
+        return tuple(g if g != local else Replicate() for g, local in zip(self.grad, self.local_grad))
 
     def with_kept_placements(self) -> TensorType:
         """An equal one, of which C++ finds the placements without comparing."""
@@ -88,9 +103,11 @@ class TensorType:
         """The DTensor with this local tensor, in autograd."""
         if self.placements is None or isinstance(local, DTensor):
             return local
+        parts = getattr(local, "_vescale_parts", None)
         if not (local.is_contiguous() or _is_dense(local)):
             local = local.contiguous()  # the strides of a DTensor have no gaps
-        return leave_local(local, self.mesh, self.placements, self.global_shape(local), op, self.grad)
+        made = leave_local(local, self.mesh, self.placements, self.global_shape(local), op, self.local_grad)
+        return made if self.grad_cut is None else _with_gradient(made, functools.partial(self._cut_before, parts))
 
     def to_local(self, x: torch.Tensor) -> torch.Tensor:
         """The local tensor of a DTensor of this type, in autograd."""
@@ -102,7 +119,33 @@ class TensorType:
         if self._accepted[0] is not spec:
             self.accept(spec)
             self._accepted[0] = spec
-        return enter_local(x, self.grad)
+        if self.grad_cut is None:
+            return enter_local(x, self.local_grad)
+        parts: list[torch.Tensor] = []  # of gradients, as uses send them: with their strides, which decide about sums
+        local: Any = enter_local(_with_gradient(x, functools.partial(self._own_part, parts)), self.local_grad)
+        local._vescale_parts = parts
+        return cast(torch.Tensor, local)
+
+    def _cut_before(self, parts: list[torch.Tensor] | None, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient that arrives, before it becomes zeros and a part."""
+        if not isinstance(grad, DTensor):
+            return grad
+        found = convert(grad, self.grad or (), requester="gradient")
+        if parts is not None and not torch.is_grad_enabled():
+            parts.append(local_of(found))
+        return found
+
+    def _own_part(self, parts: list[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
+        """The part of it."""
+        sent, parts[:] = list(parts), ()
+        if self.grad_cut is None or self.grad is None or torch.is_grad_enabled() or not isinstance(grad, DTensor):
+            return grad
+        spec, local = spec_of(grad), cut(local_of(grad), self.mesh, self.grad_cut)
+        if sent:
+            total = functools.reduce(torch.add, sent)
+            if torch.equal(total, local):  # not after a backward that did not come here
+                local = total
+        return leave_local(local, self.mesh, self.grad, spec.shape, "gradient")
 
     def accept(self, spec: DTensorSpec) -> None:
         """Raises UnrecordedError if DTensors with this spec are not of this type. A mesh of the same ranks in the same order
@@ -112,6 +155,15 @@ class TensorType:
         if tuple(spec.placements) != self.placements:
             raise UnrecordedError(f"a tensor that is {tuple(spec.placements)} in place of {self.placements}")
         self._check_shape(tuple(spec.shape))
+
+
+def _with_gradient(x: DTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> DTensor:
+    """A view of a DTensor, whose gradient is changed. The DTensor itself may be what a function was given, and returns."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    view: Any = x.view_as(x)
+    view.register_hook(change)
+    return cast(DTensor, view)
 
 
 def _is_dense(x: torch.Tensor) -> bool:
