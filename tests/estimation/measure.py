@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
-import weakref
-from collections.abc import Mapping
+import math
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
 from tests.runtime.hf import quiet
-from vescale import plan_zoo
+from vescale import RaggedShard, plan_zoo
+from vescale.compat import local_of
 from vescale.estimation import Estimate, estimate
+from vescale.fsdp import state_of
 from vescale.plans import Plan
 from vescale.runtime import parallelize
 
-__all__ = ["CASES", "Case", "Measured", "estimated", "measured"]
+__all__ = ["CASES", "Case", "Measured", "build_counting_allocator", "estimated", "groups_of", "held", "measured"]
 
 _DECODER = {
     "vocab_size": 1000,
@@ -51,6 +56,10 @@ class Case:
     batch: tuple[int, int] = (8, 128)
     stages: Mapping[str, Any] | None = None
 
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.mesh.values())
+
     def build(self) -> nn.Module:
         import transformers
 
@@ -72,12 +81,16 @@ class Case:
 
 _LLAMA = ("LlamaForCausalLM", _DECODER)
 _MIXTRAL = ("MixtralForCausalLM", _EXPERTS)
+_TIED = ("LlamaForCausalLM", {**_DECODER, "tie_word_embeddings": True})
 _DEEP = ("LlamaForCausalLM", {**_DECODER, "num_hidden_layers": 10})
 _SPLIT = {"split_before": ["model.layers.5"], "schedule": "1F1B", "microbatches": 4}
 CASES = {
     "dp": Case(*_LLAMA, "llama", {"dp": 2, "tp": 1}),
     "tp": Case(*_LLAMA, "llama", {"dp": 1, "tp": 2}),
+    "tp one sequence": Case(*_LLAMA, "llama", {"dp": 1, "tp": 2}, batch=(1, 128)),
     "zero3": Case(*_LLAMA, "llama_zero3", {"dp": 2, "tp": 1}),
+    "zero3 tp": Case(*_LLAMA, "llama_zero3", {"dp": 2, "tp": 2}),
+    "zero3 tied": Case(*_TIED, "llama_zero3", {"dp": 2, "tp": 1}),  # all of one buffer is padding on rank 1
     "zero3 uneven": Case(*_LLAMA, "llama_zero3", {"dp": 2, "tp": 1}, batch=(7, 100)),
     "tp full": Case(*_LLAMA, "llama", {"dp": 1, "tp": 2}, "full"),
     "zero3 full": Case(*_LLAMA, "llama_zero3", {"dp": 2, "tp": 1}, "full"),
@@ -111,92 +124,98 @@ def estimated(case: Case, **options: Any) -> Estimate:
     return estimate(model, case.make_plan(dict(case.mesh)), batch=case.inputs(), **options)
 
 
-def measured(case: Case) -> Measured:
-    """Called on every rank."""
+def build_counting_allocator(folder: Path) -> Path:
+    """The library for :func:`measured`."""
+    library = folder / "counting_allocator.so"
+    paths = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+    source = Path(__file__).with_name("counting_allocator.cpp")
+    command = [get_cxx_compiler(), "-std=c++17", "-shared", "-fPIC", *paths, str(source), "-o", str(library), "-lc10"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def measured(case: Case, allocator: str | os.PathLike[str]) -> Measured:
+    """Called on every rank. ``allocator``: of :func:`build_counting_allocator`."""
     mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
     torch.manual_seed(0)
+    choices = _choices()
+    loads: list[torch.Tensor] = []
     gc.collect()
-    # The profiler sees one thread: not those of gloo, which free tensors of collectives between modules.
-    counting = _Counting() if case.mesh["tp"] > 1 or case.stages else contextlib.nullcontext()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, counting:
+    with _counting(allocator) as library:
+        before = library.begin_peak()  # what earlier cases have left behind
         model = case.build()
         inputs = {name: value.clone() for name, value in case.inputs().items()}
         parallelize(model, case.make_plan(mesh))
-        loads: list[torch.Tensor] = []
         for path, module in model.named_modules():
             if path.endswith(".mlp.gate"):  # a router; its last output are the ids
-                module.register_forward_hook(lambda _m, _a, out: loads.append(_counts(out[-1])))
+                module.register_forward_hook(lambda _m, _a, out: (*out[:-1], _replaced(out[-1], choices, loads)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        counted: list[int] = []
-        for step in range(2 + _STEPS):
-            if isinstance(counting, _Counting):
-                counting.peak = counting.now
-            with record_function(f"step {step}"):
-                if case.stages is None:
-                    model(**inputs, use_cache=False).loss.backward()
-                else:
-                    model.step(**inputs, use_cache=False)  # type: ignore[operator]
-                gradients = _bytes(p.grad for p in model.parameters() if p.grad is not None)
-                optimizer.step()
-                optimizer.zero_grad()
+        peaks: list[int] = []
+        for _ in range(2 + _STEPS):
+            library.begin_peak()
+            if case.stages is None:
+                model(**inputs, use_cache=False).loss.backward()
+            else:
+                model.step(**inputs, use_cache=False)  # type: ignore[operator]
+            gradients = held((p.grad for p in model.parameters() if p.grad is not None), model, "gradients")
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(library.peak_bytes())
             gc.collect()
-            if isinstance(counting, _Counting) and step >= 2:
-                counted.append(counting.peak)
     states = (value for state in optimizer.state.values() for value in state.values())
-    total = tuple(torch.stack(loads[-2:]).sum(0).tolist()) if loads else ()
-    peak = min(counted or (_peak(profiler, f"step {2 + step}") for step in range(_STEPS)))
-    return Measured(_bytes([*model.parameters(), *model.buffers()]), gradients, _bytes(states), peak, total)
+    load = tuple(loads[-1].tolist()) if loads else ()
+    peak = min(peaks[2:]) - before
+    parameters = held([*model.parameters(), *model.buffers()], model, "parameters")
+    return Measured(parameters, gradients, held(states, model, "optimizer"), peak, load)
 
 
-class _Counting(TorchDispatchMode):
-    """Bytes of all storages that ops have made, until they are gone, in whatever thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t not in (torch.Tensor, nn.Parameter) for t in types):
-            is_fake = any(issubclass(t, FakeTensor) for t in types)
-            return func(*args, **kwargs or {}) if is_fake else NotImplemented
-        result = func(*args, **kwargs or {})
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.device.type == "cpu" and not isinstance(x, FakeTensor):
-                self._see(x.untyped_storage())
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known[key] = weakref.finalize(storage, self._gone, key, size)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-
-    def _gone(self, key: int, size: int) -> None:
-        self._known.pop(key, None)
-        self.now -= size
+@contextlib.contextmanager
+def _counting(allocator: str | os.PathLike[str]) -> Iterator[ctypes.CDLL]:
+    library = ctypes.CDLL(os.fspath(allocator))
+    library.begin_peak.restype = library.peak_bytes.restype = ctypes.c_int64
+    library.count.argtypes = [ctypes.c_bool]
+    library.count(True)
+    try:
+        yield library
+    finally:
+        library.count(False)
 
 
-def _peak(profiler: Any, label: str) -> int:
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    (step,) = (event for event in events if event.name() == label)
-    now = peak = 0
-    for event in events:
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            if step.start_ns() <= event.start_ns() <= step.start_ns() + step.duration_ns():
-                peak = max(peak, now)
-    return peak
+def _choices() -> torch.Tensor:
+    """Two experts for each token of this rank, some experts more often than others."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    weights = torch.arange(1.0, 1.0 + _EXPERTS["num_local_experts"]).expand(1024, -1)
+    return torch.multinomial(weights, _EXPERTS["num_experts_per_tok"], generator=generator)
 
 
-def _counts(ids: torch.Tensor) -> torch.Tensor:
-    local = ids.to_local() if isinstance(ids, DTensor) else ids
-    return torch.bincount(local.flatten(), minlength=_EXPERTS["num_local_experts"])
+def _replaced(ids: torch.Tensor, choices: torch.Tensor, loads: list[torch.Tensor]) -> torch.Tensor:
+    """The same experts in each layer and step, as an estimate assumes. Adds how many tokens each gets."""
+    own = choices[: len(ids.to_local() if isinstance(ids, DTensor) else ids)].clone()
+    loads.append(torch.bincount(own.flatten(), minlength=_EXPERTS["num_local_experts"]))
+    return DTensor.from_local(own, ids.device_mesh, ids.placements) if isinstance(ids, DTensor) else own
 
 
-def _bytes(tensors: Any) -> int:
-    """Of local storages, each once."""
-    locals_ = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
-    found = {(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in locals_ if x.numel()}
-    return sum(size for _, size in found)
+def held(tensors: Iterable[Any], model: nn.Module, kind: str) -> int:
+    """Bytes of local storages of tensors, each once, and of the engine's buffers: a rank may have nothing but padding of
+    one, which no tensor shows."""
+    tensors = list(tensors)
+    cut = [x for x in tensors if any(isinstance(p, RaggedShard) for p in getattr(x, "placements", ()))]
+    whole = set(tensors) - set(cut)
+    if kind == "optimizer":
+        return sum(_bytes_of(tensors))
+    buckets = [bucket for group in groups_of(model) for bucket in group.buckets]
+    buffers = [one.shards.num_bytes for one in buckets if kind == "parameters" or one.requires_grad]
+    found = sum(_bytes_of(whole)) + sum(buffers)
+    if kind == "gradients":  # those of parameters that several axes reduce together are in a buffer that no group has
+        found += sum((Counter(_bytes_of(cut)) - Counter(buffers)).elements())
+    return found
+
+
+def _bytes_of(tensors: Iterable[Any]) -> list[int]:
+    storages = [(local_of(x) if isinstance(x, DTensor) else x).untyped_storage() for x in tensors]
+    return list({x.data_ptr(): x.nbytes() for x in storages if x.nbytes()}.values())
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    states = dict.fromkeys(state_of(module) for module in model.modules())
+    return [group for state in states if state is not None for group in state.groups]

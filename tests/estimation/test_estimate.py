@@ -24,7 +24,17 @@ from vescale import Plan, plan_zoo
 from vescale.cli import main
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
-from vescale.estimation import CATEGORIES, device_names, device_of, estimate, page, sliders_of, what_if, zero_plan
+from vescale.estimation import (
+    CATEGORIES,
+    EstimateWarning,
+    device_names,
+    device_of,
+    estimate,
+    page,
+    sliders_of,
+    what_if,
+    zero_plan,
+)
 from vescale.estimation._memory_log import Block, Instant, MemoryLog
 from vescale.estimation._memory_timeline import timeline_of
 from vescale.estimation._rehearsal import Rehearsal
@@ -281,6 +291,30 @@ def test_refusals() -> None:
         estimate(llama(1), plan.shard("nothing.weight", vescale_shard(0), mesh="dp"), batch={"input_ids": (2, 8)})
     with pytest.raises(ValueError, match="offload=maybe: give true or false"):
         what_if(estimated(CASES["dp"], steps=1), "offload=maybe")
+
+
+class Rest(nn.Module):
+    """Takes anything; reads some of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Odd()
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        out: torch.Tensor = self.inner(batch["tokens"])
+        return out if batch.get("scale") is None else out * batch["scale"].mean()
+
+
+def test_inputs_that_nothing_reads() -> None:
+    plan = plan_zoo.load("llama", {"dp": 1, "tp": 1})
+    with pytest.raises(TypeError, match=r"'position_idz' by \*\*kwargs.*did you mean 'position_ids'"):
+        estimate(llama(1), plan, batch={"input_ids": (2, 8), "position_idz": (2, 8)}, steps=1)
+    batch = {"input_ids": (2, 8), "position_ids": (2, 8), "num_items_in_batch": 16}
+    assert estimate(llama(1), plan, batch=batch, steps=1).peak_bytes > 0
+    read = {"tokens": torch.zeros(2, 4, dtype=torch.int64), "scale": (3,), "ids": (2, 4)}  # the last one a module's
+    assert estimate(Rest(), Plan({"dp": 1}), batch=read, steps=1).peak_bytes > 0
+    with pytest.warns(EstimateWarning, match=r"'scales' by \*\*batch, but no module reads it"):
+        estimate(Rest(), Plan({"dp": 1}), batch={"tokens": read["tokens"], "scales": (3,)}, steps=1)
 
 
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:

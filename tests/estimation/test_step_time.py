@@ -25,13 +25,15 @@ from vescale.estimation import (
     OpCosts,
     calibrate,
     device_of,
+    estimate,
     host_seconds,
     on_processors,
     record_seconds,
+    references,
 )
 from vescale.estimation._calibrate import _fit, _Measured
 from vescale.estimation._measured_ops import _Called, measure_ops
-from vescale.estimation._op_costs import SKIPPED_OUTPUTS, OpCost
+from vescale.estimation._op_costs import RANDOM_SPANS, SKIPPED_OUTPUTS, OpCost
 from vescale.estimation._rehearsal import rehearse
 from vescale.estimation._step_time import StepTime, call_seconds
 from vescale.plans import MeshAxes
@@ -104,11 +106,12 @@ def test_random_numbers_of_other_ranks_are_stepped_over() -> None:
     plan = Plan({"tp": 4}).shard("<in:input>", {"tp": Shard(1)})
     for on_gpu in (False, True):
         with torch.device("meta"):
-            model = nn.Sequential(nn.Dropout(0.25), nn.Linear(64, 4))
-        seen = rehearse(model, plan, plan.axes, 1, {"input": torch.ones(6, 64)}, None, _total, has_host=on_gpu)
-        draws = {key[3]: key[6] for key in seen.costs.by_key if key[3] in ("bernoulli_", SKIPPED_OUTPUTS)}
-        others = {} if on_gpu else {SKIPPED_OUTPUTS: 4 * 2 * 6 * 48}  # two outputs of 4 bytes for an element
-        assert draws == {"bernoulli_": 4 * 6 * 16, **others}
+            model = nn.Sequential(nn.Dropout(0.25), nn.Linear(1024, 4))
+        seen = rehearse(model, plan, plan.axes, 1, {"input": torch.ones(6, 8, 1024)}, None, _total, has_host=on_gpu)
+        draws = {key[3]: key[6] for key in seen.costs.by_key if key[3] in ("bernoulli_", SKIPPED_OUTPUTS, RANDOM_SPANS)}
+        # Two outputs of 4 bytes for an element; each of the six rows is a span.
+        others = {} if on_gpu else {SKIPPED_OUTPUTS: 4 * 2 * 6 * 6 * 1024, RANDOM_SPANS: 6}
+        assert draws == {"bernoulli_": 4 * 6 * 2 * 1024, **others}
     device = dataclasses.replace(measured(), ops={"bernoulli_": Curve(((1e3, 1e-5), (1e6, 1e-3)))})
     assert call_seconds(OpCost("bernoulli_", 0, 250), torch.bool, device) == 1e-5, "an element takes what it takes"
 
@@ -132,6 +135,7 @@ def test_ops_are_measured_as_estimates_count_them() -> None:
         "addcdiv_",
         "topk",
         SKIPPED_OUTPUTS,
+        RANDOM_SPANS,
     } <= found.keys() and not costs.by_key
     assert 2.0 * 32 * 64 * 64 in [size for size, _ in found["mm"]]
     for points in found.values():
@@ -140,6 +144,7 @@ def test_ops_are_measured_as_estimates_count_them() -> None:
 
 
 _HOST = {"forward": 2e-5, "backward": 5e-6, "optimizer": 1e-6, "recompute": 4e-5, "saving": 7e-5, "unit": 1e-3}
+_HOST["crossing"] = 6e-5
 _COUNTS = {"forward": 80, "backward": 200, "optimizer": 300}
 
 
@@ -154,16 +159,17 @@ def _step_of(scale: float, slower: float = 1.3, **counts: int) -> _Measured:
     counts = {**dict.fromkeys(_HOST, 0), **_COUNTS, **counts}
     planned = dataclasses.replace(_time_of("dp"), exposed=3e-4, phases=phases, on_dtensors=counts)
     host = {kind: _HOST[kind] * count for kind, count in counts.items()}
-    forward = slower * phases["forward"] + host["forward"] + host["saving"]
+    forward = slower * phases["forward"] + sum(host[kind] for kind in ("forward", "saving", "crossing"))
     backward = slower * (phases["backward"] + phases["recompute"]) + host["backward"] + host["recompute"] + host["unit"]
     return _Measured(planned, forward, backward + 3e-4, slower * phases["optimizer"] + host["optimizer"])
 
 
 def test_slower_ops_and_what_the_host_takes_are_told_apart() -> None:
-    others = (_step_of(0, recompute=90), _step_of(0, saving=160, forward=20), _step_of(0, unit=9))
-    slower, host = _fit(_step_of(0), _step_of(20), *others)
+    others = {"recompute": _step_of(0, recompute=90), "saving": _step_of(0, saving=160, forward=20)}
+    others |= {kind: _step_of(0, **{kind: 9}) for kind in ("unit", "crossing")}
+    slower, host = _fit(_step_of(0), _step_of(20), **others)
     assert slower == pytest.approx(1.3) and host == pytest.approx(_HOST)
-    slower, _ = _fit(_step_of(0, 0.5), _step_of(20, 0.5), *others)
+    slower, _ = _fit(_step_of(0, 0.5), _step_of(20, 0.5), **others)
     assert slower == 1.0, "never faster than in a loop"
 
 
@@ -182,6 +188,14 @@ def test_the_host_takes_time_for_ops_on_dtensors_by_what_they_are_for() -> None:
     assert host_seconds(device_of("cpu"), 10, ops, 2) == pytest.approx(launched + 5 * 4e-5), (
         "of every op, nothing of units"
     )
+
+
+def test_the_host_takes_time_for_local_regions() -> None:
+    """A reference has what it shows; two regions of four tensors in each of two blocks."""
+    for one in references(2):
+        found = estimate(one.model(), one.plan(), batch={"x": one.shape}, steps=1).time.on_dtensors
+        assert found.get("crossing") == (2 * 2 * 4 if one.shows == "crossing" else None)
+        assert one.shows is None or found[one.shows] > 0
 
 
 @pytest.mark.parametrize(

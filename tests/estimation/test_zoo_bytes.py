@@ -12,7 +12,6 @@ import gc
 import itertools
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.estimation.measure import groups_of, held
 from tests.plan_zoo.models import model_of, tokens
 from tests.plan_zoo.test_zero import CALLED_ALONE
 from vescale import Plan, RaggedShard, plan_zoo
@@ -30,7 +30,6 @@ from vescale.comm import CommRecord, record_comms
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
 from vescale.estimation import estimate, zero_plan, zero_units
-from vescale.fsdp import state_of
 from vescale.plans import PlanError
 from vescale.runtime import parallelize
 
@@ -45,32 +44,6 @@ def plan_of(name: str, sizes: dict[str, int], stage: int | None, model: nn.Modul
         units = (*zero_units(model), *([CALLED_ALONE[name]] if name in CALLED_ALONE else []))
         plan = zero_plan(plan, ("dp",), stage, units)
     return plan
-
-
-def held(tensors: Iterable[Any], model: nn.Module, kind: str) -> int:
-    """Bytes of local storages of tensors, each once, and of the engine's buffers: a rank may have nothing but padding of
-    one, which no tensor shows."""
-    tensors = list(tensors)
-    cut = [x for x in tensors if any(isinstance(p, RaggedShard) for p in getattr(x, "placements", ()))]
-    whole = set(tensors) - set(cut)
-    if kind == "optimizer":
-        return sum(bytes_of(tensors))
-    buckets = [bucket for group in groups_of(model) for bucket in group.buckets]
-    buffers = [one.shards.num_bytes for one in buckets if kind == "parameters" or one.requires_grad]
-    found = sum(bytes_of(whole)) + sum(buffers)
-    if kind == "gradients":  # those of parameters that several axes reduce together are in a buffer that no group has
-        found += sum((Counter(bytes_of(cut)) - Counter(buffers)).elements())
-    return found
-
-
-def bytes_of(tensors: Iterable[Any]) -> list[int]:
-    storages = [(local_of(x) if isinstance(x, DTensor) else x).untyped_storage() for x in tensors]
-    return list({x.data_ptr(): x.nbytes() for x in storages if x.nbytes()}.values())
-
-
-def groups_of(model: nn.Module) -> list[Any]:
-    states = dict.fromkeys(state_of(module) for module in model.modules())
-    return [group for state in states if state is not None for group in state.groups]
 
 
 class Gathered:

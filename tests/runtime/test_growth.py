@@ -1,9 +1,10 @@
-"""Training keeps nothing: not of steps, and not of sequence lengths."""
+"""Training keeps nothing: not of steps, not of sequence lengths, and not of models that are gone."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,9 +16,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.examples import NIGHTLY
-from vescale import Plan, parallelize
-from vescale.compat import clear_sharding_caches, sharding_caches
+from vescale import Plan, RaggedShard, parallelize
+from vescale.compat import clear_sharding_caches, local_of, sharding_caches
 from vescale.optim import clip_grad_norm_
+from vescale.plans import INIT, RUN
 
 NUM_STEPS = 1000 if NIGHTLY else 120
 NUM_LENGTHS = 200 if NIGHTLY else 80
@@ -38,19 +40,24 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def model() -> Iterator[nn.Module]:
+def plan() -> Iterator[Plan]:
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    made, plan = Model(), Plan(mesh)
+    plan = Plan(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
     plan.shard("up.<in>", Replicate(), mesh="tp")
     plan.shard("up.weight", Shard(0), mesh="tp")
     plan.shard("up.bias", Shard(0), mesh="tp")
     plan.shard("down.weight", Shard(1), mesh="tp")
     plan.shard("down.<out>", Replicate(), mesh="tp")
-    yield parallelize(made, plan) or made
+    yield plan
     clear_sharding_caches()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def model(plan: Plan) -> nn.Module:
+    torch.manual_seed(0)
+    made = Model()
+    return parallelize(made, plan) or made
 
 
 class MallocInfo(ctypes.Structure):
@@ -118,3 +125,20 @@ def test_sequence_lengths(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> 
     assert_flat(step, NUM_LENGTHS, 60, 1.005)
     assert len(sharding_caches.FORMS) <= known[0] * 1.5
     assert len(sharding_caches.INTERNED_SPECS) <= 600
+
+
+@pytest.mark.parametrize("has_units", [False, True])
+def test_models(plan: Plan, has_units: bool) -> None:
+    """Garbage collection frees a model with its parameters, as trained, and as built."""
+    if has_units:
+        plan.shard(".*", RaggedShard(), mesh="dp", phase=INIT).shard(".*", Replicate(), mesh="dp", phase=RUN)
+        plan.unit("").unit("up")
+    parts: list[weakref.ref[object]] = []
+    for num_steps in (0, 2):
+        model = parallelize(Model(), plan)
+        for _ in range(num_steps):
+            model(torch.randint(32, (4, 8))).sum().backward()
+        parts += [weakref.ref(x) for x in (model, model.up, *model.parameters(), local_of(model.norm.weight))]
+        del model
+    gc.collect()
+    assert [found for part in parts if (found := part()) is not None] == []

@@ -33,9 +33,9 @@ def calibrate(file: str | os.PathLike[str], device: str | None = None, *, ranks:
     Of a host, ``ranks`` processes with one thread each are started, as a job on it has. All of them measure the ops of
     models at once, then collectives over gloo, then steps of small parallelized models, from which follow how much slower
     ops are in a step than in a loop, and what the host takes beside: for ops on DTensors in forwards, backwards,
-    recomputations and the optimizer, and for units. Seconds of ops are processor time, the median of several series, and
-    those of collectives the least: whatever else runs on the host makes them longer. Of a GPU, collectives stay typical
-    ones.
+    recomputations and the optimizer, for units and local regions. Seconds of ops are processor time, the
+    median of several series, and those of collectives the least: whatever else runs on the host makes them longer. Of a
+    GPU, collectives stay typical ones.
 
     Some ten seconds. Raises OSError where the file cannot be written, ValueError for fewer than two ranks.
 
@@ -109,12 +109,15 @@ def _of_ranks(data: dict[str, Any], ranks: int, samples: int, where: str) -> dic
         "overlap": _overlap(gather[-1], ranks),
     }
     table = on_processors(Device.from_data({"name": "measured", **data, **own, "dtensor_seconds": 1.0}, where))
-    rows = []
+    alike, others = [], {}
     for number, reference in enumerate(references(ranks)):
         planned = estimate(reference.model(), reference.plan(), batch={"x": reference.shape}, device=table).time
         measured = [max(part) for part in zip(*(found[rank]["steps"][number] for rank in found))]
-        rows.append(_Measured(planned, *measured))
-    slower, own["dtensor_seconds"] = _fit(*rows)
+        if reference.shows is None:
+            alike.append(_Measured(planned, *measured))
+        else:
+            others[reference.shows] = _Measured(planned, *measured)
+    slower, own["dtensor_seconds"] = _fit(*alike, **others)
     own["ops"] = {name: [[size, seconds * slower] for size, seconds in points] for name, points in ops.items()}
     return own
 
@@ -138,11 +141,10 @@ class _Measured:
         return sum(seconds for phase, seconds in self.planned.phases.items() if not phases or phase in phases)
 
 
-def _fit(
-    small: _Measured, large: _Measured, again: _Measured, saving: _Measured, units: _Measured
-) -> tuple[float, dict[str, float]]:
+def _fit(small: _Measured, large: _Measured, **others: _Measured) -> tuple[float, dict[str, float]]:
     """How many times as long ops take in a step as in a loop, where caches are warm, and the host's seconds for an op on
-    DTensors by what it is for. The small and the large model have the same ops, so that the host takes the same for them."""
+    DTensors by what it is for. The small and the large model have the same ops, so that the host takes the same for them.
+    ``others``: by what their host does beside (:data:`vescale.estimation.HOST_KINDS`)."""
     slower = (large.seconds - small.seconds) / (large.busy() - small.busy())
     slower = min(max(slower, 1.0), 2.0)
     found: dict[str, float] = {}
@@ -154,7 +156,7 @@ def _fit(
     learn("forward", small.forward - slower * small.busy("forward", "loss"), counts["forward"])
     learn("backward", small.backward - small.planned.exposed - slower * small.busy("backward"), counts["backward"])
     learn("optimizer", small.optimizer - slower * small.busy("optimizer"), counts["optimizer"])
-    for kind, one in (("recompute", again), ("saving", saving), ("unit", units)):
+    for kind, one in others.items():
         known = sum(found[name] * count for name, count in one.planned.on_dtensors.items() if name in found)
         learn(kind, one.seconds - slower * one.busy() - known, one.planned.on_dtensors[kind])
     return slower, found

@@ -41,7 +41,7 @@ class _Estimate(Protocol):
 
 
 class EstimateWarning(Coded, UserWarning):
-    """An estimate differs from what was measured."""
+    """An estimate differs from what was measured, or leaves an input out that the model does not read."""
 
     code = "VS1504"
 

@@ -21,10 +21,10 @@ __all__ = ["HOST_KINDS", "Curve", "Device", "Efficiency", "device_names", "devic
 _FOLDER = Path(__file__).parent / "devices"
 _CURVES = ("ops", "collectives")
 
-HOST_KINDS = ("forward", "backward", "recompute", "saving", "optimizer", "unit")
+HOST_KINDS = ("forward", "backward", "recompute", "saving", "optimizer", "unit", "crossing")
 """For what the host of a parallelized model takes time beside its ops: ops on DTensors in a forward, in a backward, in a
-recomputation, in a forward or a recomputation whose policy saves results of ops, and in the optimizer; and gathers and
-reductions of units."""
+recomputation, in a forward or a recomputation whose policy saves results of ops, and in the optimizer; gathers and
+reductions of units; and tensors that enter or leave a local region."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Device:
         """
         if isinstance(self.dtensor_seconds, Mapping):
             return float(self.dtensor_seconds.get(kind, self.dtensor_seconds["forward"]))
-        return 0.0 if kind == "unit" else self.dtensor_seconds
+        return 0.0 if kind in ("unit", "crossing") else self.dtensor_seconds
 
     def exposed(self, parameters: float, busy: float) -> float:
         """Of ``parameters`` seconds of collectives of parameters, those that ``busy`` seconds of ops do not hide."""

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from vescale.comm import all_gather_into, all_reduce_, all_to_all_v, reduce_scatter_into
 from vescale.compat import TorchDispatchMode
 from vescale.estimation._memory_log import Instant
-from vescale.estimation._op_costs import SKIPPED_OUTPUTS, OpCosts, size_of
-from vescale.rng import skip_outputs
+from vescale.estimation._op_costs import RANDOM_SPANS, SKIPPED_OUTPUTS, OpCosts, size_of
+from vescale.rng import fill_spans, skip_outputs
 
 __all__ = ["COLLECTIVE_BYTES", "measure_collectives", "measure_ops"]
 
@@ -27,6 +27,7 @@ COLLECTIVE_BYTES = (1 << 8, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23
 _SAMPLES = 5
 _NOWHERE = Instant(0, "forward", None)
 _OUTPUTS = (1 << 14, 1 << 17, 1 << 20, 1 << 23)  # of a generator
+_SPANS = (1, 4, 16)
 _ROWS = (8, 64, 512, 4096)  # of 256 numbers
 _FOOTPRINT = (
     32 << 20
@@ -70,6 +71,7 @@ def measure_ops(samples: int = _SAMPLES) -> dict[str, list[list[float]]]:
                 call()
             found.setdefault(name, []).append([float(size), _seconds(call, samples)])
     found[SKIPPED_OUTPUTS] = [[4.0 * number, _seconds(_Alternating([_skip(number)]), samples)] for number in _OUTPUTS]
+    found[RANDOM_SPANS] = [[float(number), _seconds(_Alternating([_fill(number)]), samples)] for number in _SPANS]
     return {name: _ascending(points) for name, points in sorted(found.items())}
 
 
@@ -108,6 +110,11 @@ def _skip(number: int) -> Callable[[], Any]:
     """Step over so many 32-bit outputs of a generator, as a rank does at those of other ranks."""
     generator = torch.Generator()
     return lambda: skip_outputs(generator, number)
+
+
+def _fill(num_spans: int) -> Callable[[], Any]:
+    generator = torch.Generator()
+    return lambda: fill_spans(generator, num_spans)
 
 
 class _Alternating:

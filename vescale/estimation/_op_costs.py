@@ -13,13 +13,17 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from vescale.estimation._memory_log import Instant
 from vescale.estimation._tensors_in import tensors_in
 
-__all__ = ["RANDOM_FILLS", "SKIPPED_OUTPUTS", "OpCost", "OpCosts", "OpKey", "size_of"]
+__all__ = ["RANDOM_FILLS", "RANDOM_SPANS", "SKIPPED_OUTPUTS", "OpCost", "OpCosts", "OpKey", "size_of"]
 
 OpKey = tuple[str, str | None, int | None, str, torch.dtype, int, int]
 """(phase, module, stage, op, dtype, flops, bytes)."""
 
 SKIPPED_OUTPUTS = "skipped random outputs"
 """Stands for an op where a host's generator steps over the random numbers of other ranks, 4 bytes each."""
+
+RANDOM_SPANS = "spans of random fills"
+"""Stands for an op where a host generates, one by one, the ranges of a stream of random numbers that are a rank's part.
+Their number is in place of bytes."""
 
 RANDOM_FILLS = ("bernoulli_", "uniform_", "normal_", "exponential_", "random_")
 """Ops that take what their elements take, whatever the dtype."""
@@ -58,7 +62,8 @@ class OpCosts:
 
     Attributes:
         by_key: how often.
-        on_dtensors: how many ops on DTensors, by kind (:data:`vescale.estimation.HOST_KINDS`), phase, module and stage.
+        on_dtensors: what the host takes time for beside, by kind (:data:`vescale.estimation.HOST_KINDS`), phase, module and
+            stage.
     """
 
     by_key: dict[OpKey, int] = field(default_factory=dict)
@@ -79,23 +84,29 @@ class OpCosts:
         key = (place.phase, place.module, place.stage, op.overloadpacket.__name__, largest.dtype, flops, moved)
         self.by_key[key] = self.by_key.get(key, 0) + 1
 
-    def add_draw(self, place: Instant, name: str, local: torch.Tensor, skipped: int) -> None:
-        """A random fill of this rank's part of a tensor. ``skipped``: outputs of a host's generator that it steps over."""
+    def add_draw(self, place: Instant, name: str, local: torch.Tensor, skipped: int, num_spans: int) -> None:
+        """A random fill of this rank's part of a tensor. ``skipped``: outputs of a host's generator that it steps over;
+        ``num_spans``: how many ranges of outputs it takes."""
         for own, dtype, moved in (
             (name, local.dtype, local.numel() * local.element_size()),
             (SKIPPED_OUTPUTS, torch.float32, 4 * min(skipped, _MOST_OUTPUTS)),
+            (RANDOM_SPANS, torch.float32, num_spans),
         ):
             if moved:
                 key = (place.phase, place.module, place.stage, own, dtype, 0, moved)
                 self.by_key[key] = self.by_key.get(key, 0) + 1
+
+    def add_host(self, place: Instant, kind: str, times: int = 1) -> None:
+        """What the host takes time for beside ops, by kind (:data:`vescale.estimation.HOST_KINDS`)."""
+        key = kind, place.phase, place.module, place.stage
+        self.on_dtensors[key] = self.on_dtensors.get(key, 0) + times
 
     def add_on_dtensors(self, place: Instant, is_saving: bool) -> None:
         """An op on DTensors; ``is_saving``: of a module whose checkpointing policy saves results of ops."""
         kind = {"loss": "forward", "weights": "backward"}.get(place.phase, place.phase)
         if is_saving and kind in ("forward", "recompute"):
             kind = "saving"
-        key = kind, place.phase, place.module, place.stage
-        self.on_dtensors[key] = self.on_dtensors.get(key, 0) + 1
+        self.add_host(place, kind)
 
     def __iter__(self) -> Iterator[tuple[tuple[str, str | None, int | None, torch.dtype], OpCost]]:
         for (phase, module, stage, name, dtype, flops, moved), calls in self.by_key.items():

@@ -56,13 +56,16 @@ class _Model(nn.Module):
 
 @dataclass(frozen=True)
 class Reference:
-    """Data parallel over all ranks. ``policy``: of checkpointing; ``has_units``: parameters are in parts between uses."""
+    """Data parallel over all ranks.
+
+    Attributes:
+        shows: of which kind (:data:`vescale.estimation.HOST_KINDS`) it has more than others; None: of none.
+    """
 
     ranks: int
     width: int
     length: int
-    policy: str | None = None
-    has_units: bool = False
+    shows: str | None = None
 
     def model(self) -> nn.Module:
         return _Model(self.width)
@@ -70,10 +73,13 @@ class Reference:
     def plan(self, mesh: Any = None) -> Plan:
         plan = Plan(mesh if mesh is not None else {"dp": self.ranks})
         plan.shard("<in:x>", {"dp": Shard(0)})
-        if self.has_units:
+        if self.shows == "unit":
             plan.shard(".*", {"dp": RaggedShard()}, phase=INIT).shard(".*", {"dp": Replicate()}, phase=RUN)
             plan.unit(r"blocks\.\d+")
-        return plan if self.policy is None else plan.checkpoint(r"blocks\.\d+", self.policy)
+        if self.shows == "crossing":
+            plan.local(r"blocks\.\d+\.(norm|down)", inputs={"dp": Shard(0)}, outputs={"dp": Shard(0)})
+        policy = {"recompute": "full", "saving": "selective"}.get(self.shows or "")
+        return plan if policy is None else plan.checkpoint(r"blocks\.\d+", policy)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,10 +131,11 @@ class Reference:
 
 def references(ranks: int) -> tuple[Reference, ...]:
     """A small model, whose step is mostly the host's, and a larger one, whose step is mostly ops; then the small one with
-    blocks that are computed again, that save results of some ops, and whose parameters are in parts between uses."""
+    blocks that are computed again, that save results of some ops, whose parameters are in parts between uses, and that run
+    in part on local tensors."""
     small = Reference(ranks, 64, 16)
-    changed = ({"policy": "full"}, {"policy": "selective"}, {"has_units": True})
-    return small, Reference(ranks, 256, 128), *(replace(small, **change) for change in changed)
+    kinds = ("recompute", "saving", "unit", "crossing")
+    return small, Reference(ranks, 256, 128), *(replace(small, shows=kind) for kind in kinds)
 
 
 def on_processors(device: Device) -> Device:

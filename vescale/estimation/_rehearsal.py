@@ -24,12 +24,14 @@ from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._op_costs import OpCosts
 from vescale.estimation._received_tokens import balanced_tokens
 from vescale.estimation._stages import follow_stages
+from vescale.estimation._tensors_in import tensors_in
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
 from vescale.fsdp import state_of
+from vescale.ir import Local
 from vescale.plans import CheckpointEntry, MeshAxes, Plan
 from vescale.rng import counting_draws
-from vescale.runtime import current_activation, locate, observe_offloaded, parallelize
+from vescale.runtime import Runtime, current_activation, locate, observe_offloaded, parallelize
 
 __all__ = ["Rehearsal", "StateTensor", "apart", "classify", "given", "rehearse"]
 
@@ -166,13 +168,18 @@ def rehearse(
             here = place()
             found.costs.add_on_dtensors(here, is_saving(here.module))
 
+    def note_crossings(number: int) -> None:
+        if place.step == num_steps - 1:
+            found.costs.add_host(place(), "crossing", number)
+
     mode = UnfilledTensors(log, routing, note, note_on_dtensors)
 
-    def note_draw(name: str, local: torch.Tensor, skipped: int) -> None:
+    def note_draw(name: str, local: torch.Tensor, skipped: int, num_spans: int) -> None:
         if local.is_floating_point():
             mode.forget(local)
         if place.step == num_steps - 1:
-            found.costs.add_draw(place(), name, local, 0 if has_host else skipped)
+            on_host = (0, 0) if has_host else (skipped, num_spans)
+            found.costs.add_draw(place(), name, local, *on_host)
 
     size = 1
     for n in axes.sizes:
@@ -192,6 +199,7 @@ def rehearse(
                 with without_guesses():
                     parallelize(model, plan)
                 follow_stages(model, place, headers)
+            _watch_regions(model, note_crossings)
             inputs = {name: given(mode, value) for name, value in batch.items()}
             for value in inputs.values():
                 if isinstance(value, torch.Tensor):
@@ -213,6 +221,18 @@ def rehearse(
                     found.trained[path] = found.trained.get(path, 0) + local.numel()
             log.is_closed = True
     return found
+
+
+def _watch_regions(model: nn.Module, note: Callable[[int], None]) -> None:
+    """``note`` is called with how many tensors enter or leave a local region: the module's own, its inputs and outputs."""
+    runtime = Runtime.of(model)
+
+    def crossed(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        note(sum(1 for _ in module.parameters()) + len(tensors_in(args, kwargs)) + len(tensors_in(output)))
+
+    for instruction in runtime.program if runtime is not None else ():
+        if isinstance(instruction.op, Local):
+            model.get_submodule(instruction.path).register_forward_hook(crossed, with_kwargs=True)
 
 
 def _step(

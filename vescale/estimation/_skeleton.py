@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vescale.errors import ArgumentTypeError, EstimateError, kind_of
+from vescale.estimation._input_names import check_names
 from vescale.ir import random_inputs
 from vescale.rng import is_deferred
 from vescale.runtime import Runtime
@@ -42,7 +43,7 @@ def skeleton_of(model: nn.Module, without: Iterable[nn.Module] = ()) -> nn.Modul
 def make_batch(model: nn.Module, batch: Mapping[str, Any], *, with_labels: bool = True) -> dict[str, Any]:
     """Tensors for ``batch``, whose values are tensors (on any device), shapes, or anything else that the forward takes.
 
-    Raises TypeError for a batch that is no mapping.
+    Raises TypeError for a batch that is no mapping, and for names that the model cannot use (:func:`check_names`).
 
     Args:
         model: which forward takes them.
@@ -54,12 +55,8 @@ def make_batch(model: nn.Module, batch: Mapping[str, Any], *, with_labels: bool 
         raise ArgumentTypeError(
             f"batch is {kind_of(batch)}; give a mapping from names of the forward's inputs to shapes"
         )
+    check_names(model, batch)
     parameters = inspect.signature(model.forward).parameters
-    unknown = [name for name in batch if name not in parameters]
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        raise ArgumentTypeError(
-            f"batch: {type(model).__name__}.forward takes no {unknown[0]!r}; it takes {', '.join(parameters)}"
-        )
     found = {name: _tensor(name, value) for name, value in batch.items()}
     config = getattr(model, "config", None)
     if with_labels and config is not None and "labels" in parameters and "labels" not in found and "input_ids" in found:

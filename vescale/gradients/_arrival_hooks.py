@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +15,17 @@ from vescale.compat import ArrivalCount, HookGate, stop_counting_gradients
 
 __all__ = ["ArrivalHooks"]
 
+# Attribute of parameters.
+_HOOKS = "_vescale_hooks"
+
 
 class ArrivalHooks:
     """Two hooks: one before gradients are accumulated, because any parameter may be the first of a backward, and one after.
     What they have nothing to do for costs no call into Python: the first one is behind a gate, the second one can be muted.
+
+    The garbage collector does not see what hooks after accumulation refer to, and those behind a gate.
+    A hook that leads back to its parameter, as those of a reducer do, would keep it for ever. They refer weakly to this
+    object, which an attribute of the parameter keeps as long as that is there.
 
     Args:
         parameter: a leaf; a frozen one may be unfrozen later.
@@ -31,11 +41,18 @@ class ArrivalHooks:
         take: Callable[[Any], None],
         gate: HookGate,
     ) -> None:
-        self._parameter, self._take, self._gate = parameter, take, gate
+        self._parameter, self._gate = parameter, gate
+        self.begin, self.take = begin, take
+        others = getattr(parameter, _HOOKS, None)
+        self._others = others if isinstance(others, ArrivalHooks) else None
+        setattr(parameter, _HOOKS, self)
         self._handle: Any = None
         with _trainable(parameter):
-            self._begin_handle = parameter.register_hook(begin)
+            self._begin_handle = parameter.register_hook(functools.partial(_begin, weakref.ref(self)))
             gate.guard(parameter)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # a copy of the parameter has no hooks; files may be read without code of this package
 
     def notify(self, is_notified: bool) -> None:
         """Set whether ``take`` is called; at first it is not."""
@@ -45,7 +62,8 @@ class ArrivalHooks:
             self._handle = None
         elif is_notified and self._handle is None:
             with _trainable(self._parameter):
-                self._handle = self._parameter.register_post_accumulate_grad_hook(self._take)
+                hook = functools.partial(_take, weakref.ref(self))
+                self._handle = self._parameter.register_post_accumulate_grad_hook(hook)
 
     def count(self, arrivals: ArrivalCount | None, index: int = 0) -> None:
         """Have the hook after accumulation count in C++, as this slot, what needs no call of ``take``; None: nothing."""
@@ -58,6 +76,22 @@ class ArrivalHooks:
         self._gate.release(self._parameter)
         self._begin_handle.remove()
         self.notify(False)
+        if getattr(self._parameter, _HOOKS, None) is self:
+            if self._others is None:
+                delattr(self._parameter, _HOOKS)
+            else:
+                setattr(self._parameter, _HOOKS, self._others)
+
+
+def _begin(hooks: weakref.ref[ArrivalHooks], gradient: torch.Tensor) -> torch.Tensor | None:
+    found = hooks()
+    return None if found is None else found.begin(gradient)
+
+
+def _take(hooks: weakref.ref[ArrivalHooks], parameter: torch.Tensor) -> None:
+    found = hooks()
+    if found is not None:
+        found.take(parameter)
 
 
 @contextlib.contextmanager

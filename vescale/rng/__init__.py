@@ -9,7 +9,7 @@ from vescale.rng._counted_draws import counting_draws
 from vescale.rng._data_order import SampleSeeds, ShardedBatchSampler
 from vescale.rng._deferred_tensor import DeferredTensor, DeferredValueError, is_deferred
 from vescale.rng._enable import deferred_init, disable, enable, is_enabled
-from vescale.rng._engine import default_generator, skip_outputs
+from vescale.rng._engine import default_generator, fill_spans, skip_outputs
 from vescale.rng._indexed_bits import indexed_bits
 from vescale.rng._initializers import rand, randint, randn
 from vescale.rng._local_random_ops import drawing_part_of
@@ -42,6 +42,7 @@ __all__ = [
     "drawing_rows",
     "draws_rows",
     "enable",
+    "fill_spans",
     "fingerprint",
     "handlers",
     "has_deferred",

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from vescale.placements import Region
+from vescale.rng._cpu_engine import GAP_ELEMENTS, SCRATCH_ELEMENTS
 from vescale.rng._draw_rules import NormalBlocks, WordsPerElement
 from vescale.rng._fill_request import Fill
+from vescale.rng._stream_spans import spans
 
 __all__ = ["NoteDraw", "counting_draws", "is_counted"]
 
-NoteDraw = Callable[[str, torch.Tensor, int], None]
-"""Told the name of a fill, this rank's part of the tensor, and how many words of the generator it steps over."""
+NoteDraw = Callable[[str, torch.Tensor, int, int], None]
+"""Told the name of a fill, this rank's part of the tensor, how many words of the generator it steps over, and how many spans
+it generates."""
 
 _threads = threading.local()
 
@@ -42,5 +47,11 @@ def is_counted(fill: Fill, local: torch.Tensor, parameter: torch.Tensor | None) 
     rule = fill.op.cpu_rule(local.dtype, fill.numel, fill.is_row_major, None if parameter is None else parameter.dtype)
     if not isinstance(rule, WordsPerElement | NormalBlocks):
         return False
-    note(fill.op.name, local, max(rule.num_words(fill.numel) - rule.words * local.numel(), 0))
+    skipped = max(rule.num_words(fill.numel) - rule.words * local.numel(), 0)
+    note(fill.op.name, local, skipped, _num_spans(fill.region, fill.order, local.stride()))
     return True
+
+
+@functools.lru_cache(maxsize=256)
+def _num_spans(region: Region, order: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    return sum(1 for _ in spans(region, order, strides, SCRATCH_ELEMENTS, GAP_ELEMENTS))

@@ -15,7 +15,7 @@ from vescale.rng._self_checks import rule_holds
 from vescale.rng._span_copies import copy_out, fill_from_whole, gathered, laid_out_as
 from vescale.rng._stream_spans import spans
 
-__all__ = ["fill_region"]
+__all__ = ["GAP_ELEMENTS", "SCRATCH_ELEMENTS", "fill_region"]
 
 # The longest span that is copied from scratch memory: a span costs 30 us in Python, and longer ones do not fit the caches.
 SCRATCH_ELEMENTS = 1 << 18

@@ -13,7 +13,7 @@ from vescale.rng._fill_request import Fill
 from vescale.rng._mt19937 import Mt19937State
 from vescale.rng._random_ops import RandomOp
 
-__all__ = ["advance", "default_generator", "fill_region", "generator_at", "saved_state", "skip_outputs"]
+__all__ = ["advance", "default_generator", "fill_region", "fill_spans", "generator_at", "saved_state", "skip_outputs"]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -83,3 +83,11 @@ def generator_at(state: bytes, device: torch.device) -> torch.Generator:
 def skip_outputs(generator: torch.Generator, number: int) -> None:
     """Step over 32-bit outputs of a CPU generator."""
     Mt19937State.of(generator).skip(number).write_to(generator)
+
+
+def fill_spans(generator: torch.Generator, number: int) -> None:
+    """Generate ``number`` single elements that are far from each other, as a rank does whose part of a tensor is not in one
+    piece: what the spans of such a fill take."""
+    shape = (number, 2 * _cpu_engine.GAP_ELEMENTS)
+    region = Region(shape, (((0, number),), ((0, 1),)))
+    fill_region(torch.empty(number, 1), Fill(RandomOp("uniform_", (0.0, 1.0)), region, (shape[1], 1)), generator)

@@ -37,6 +37,8 @@ class Placing:
     Attributes:
         index: which input or output, as in the instruction.
         requester: name of its communication in the ledger.
+        outdated: called before an op that would read an old value; see :func:`vescale.ops.convert`. It outlives tensors, and
+            must not keep the model.
     """
 
     def __init__(self, runtime: Runtime, instruction: Instruction) -> None:
@@ -44,6 +46,7 @@ class Placing:
         self.runtime, self.instruction, self.index = runtime, instruction, instruction.index
         self._op = instruction.op
         self.requester = f"{path}.{target}" if path else target
+        self.outdated = functools.partial(_refuse_outdated, self.target_text, instruction)
         self._is_shared = target == "<in>"
         self._is_handed_out = path == "" and target == "<out>"
         self._known: dict[int, tuple[Any, Stages]] = {}  # by id of a spec, which the value keeps alive
@@ -72,10 +75,6 @@ class Placing:
         if result is not x and not (isinstance(x, DTensor) and local_of(x) is local_of(result)):  # type: ignore[arg-type]
             placed.append(Placed.of(x, result, self.target_text, self.instruction, self.runtime))
         return result
-
-    def outdated(self) -> None:
-        """Called before an op that would read an old value; see :func:`vescale.ops.convert`."""
-        raise outdated_error(self.target_text, self.instruction)
 
     def _handed_out(self, x: torch.Tensor) -> torch.Tensor:
         """An output of the model that an entry names: the plain global tensor if it is Replicate on every axis."""
@@ -110,7 +109,7 @@ class Placing:
 
     def way(self, x: DTensor) -> tuple[Any, ...]:
         """For hooks in C++ (``csrc/boundaries.h``), what happens to DTensors with the spec of ``x``: the spec, the target,
-        the stages of the gradient, the requester, :meth:`outdated`, and by what the results are shared, None: by nothing.
+        the stages of the gradient, the requester, ``outdated``, and by what the results are shared, None: by nothing.
         The target is None where DTensors stay as they are."""
         if not isinstance(self._op, Redistribute):
             return spec_of(x), None, None, None, None, None
@@ -196,6 +195,10 @@ class Placing:
         index = "" if instruction.index is None else f":{instruction.index}"
         target = instruction.target.replace(">", f"{index}>")
         return f"{instruction.path}.{target}" if instruction.path else target
+
+
+def _refuse_outdated(name: str, instruction: Instruction) -> None:
+    raise outdated_error(name, instruction)
 
 
 def _recorder() -> Any:

@@ -120,17 +120,16 @@ class Runtime:
     @staticmethod
     def of(model: nn.Module) -> Runtime | None:
         """The runtime of a parallelized model; None for other modules. A copy is adopted, if it has not run yet."""
-        found = _BY_MODEL.get(model)
-        if found is None and model in _COPIES:
-            found = _COPIES.pop(model)
-            if found.root is None:
-                found.adopt(model, "")
-        return found
+        found: Runtime | None = model.__dict__.get(_RUNTIME)
+        if found is not None and found._root is None:
+            found.adopt(model, "")
+        return found if found is not None and found.root is model else None  # a shallow copy has its original's
 
     @staticmethod
     def around(module: nn.Module) -> Runtime | None:
         """The runtime of the parallelized model that the module is a part of; None for other modules."""
-        return next((runtime for _, runtime in living_items(_BY_MODEL) if runtime.has_adopted(module)), None)
+        found = (Runtime.of(model) for model, _ in living_items(_MODELS))
+        return next((runtime for runtime in found if runtime is not None and runtime.has_adopted(module)), None)
 
     @property
     def axes(self) -> MeshAxes:
@@ -170,7 +169,8 @@ class Runtime:
         part of one."""
         self._adopted.update(module.modules())
         if not path:
-            _BY_MODEL[module] = self
+            module.__dict__[_RUNTIME] = self
+            _MODELS[module] = None
             self._root = weakref.ref(module)
             self._lists = {name for name, child in module.named_modules() if isinstance(child, nn.ModuleList)}
         self.gradients.adopt(module, path)
@@ -183,9 +183,6 @@ class Runtime:
         """A copied model has a runtime of its own; its modules are adopted when they are first called, or asked for."""
         runtime = Runtime(self.program, self.mesh, self.gradients.of_copy(), strict=self.strict, native=self.native)
         memo[id(self)] = runtime
-        root = memo.get(id(self.root))
-        if isinstance(root, nn.Module):
-            _COPIES[root] = runtime
         runtime.saved.reads_graph = self.saved.reads_graph
         runtime.budgets = copy.deepcopy(self.budgets, memo)
         return runtime
@@ -233,6 +230,6 @@ def _timeline(native: Any) -> Any:
 
 
 _TIMELINES: dict[bool, Any] = {}
-_BY_MODEL: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
-_COPIES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
-"""Models that are copied, of which nobody has asked."""
+# Attribute of models. A table with weak keys would keep them: what a runtime has leads to the modules.
+_RUNTIME = "_vescale_runtime"
+_MODELS: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
