@@ -92,8 +92,8 @@ def _forget_pytest() -> None:
     same in ranks."""
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
-            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
-                handler.setStream(sys.__stderr__)
+            if getattr(handler, "stream", None) is not None and not isinstance(handler, logging.FileHandler):
+                handler.setStream(sys.__stderr__)  # not for those of torch's traces, which close what they are given
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -271,7 +271,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"devices": 2, "device": "h10"}, "h10"),
         ({"devices": 2, "optimizer": "adamv"}, "adamw"),
         ({"devices": 2, "precision": "bf17"}, "bf17"),
-        ({"devices": 2, "batch": {"tokens": (4, 8)}}, "does not run"),
+        ({"devices": 2, "batch": {"tokens": (4, 8)}}, "takes .tokens. by"),
         ({"devices": 2, "batch": {}}, "no tensor"),
         ({"devices": 2, "batch": {"inputs_embeds": (4, 8, 3)}}, "does not run"),
     ],

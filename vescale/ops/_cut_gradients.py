@@ -19,9 +19,16 @@ def with_cut_gradient(x: DTensor) -> DTensor:
     """An output of a model, whose gradient is cut as ``x`` is where it arrives whole. Each rank then computes with its own
     part, without communication."""
     placements = spec_of(x).placements
-    if not x.is_leaf and any(not (p.is_replicate() or p.is_partial()) for p in placements):
+    if x.requires_grad and _is_computed(x) and any(not (p.is_replicate() or p.is_partial()) for p in placements):
         x.register_hook(functools.partial(_cut, placements))
     return x
+
+
+def _is_computed(x: DTensor) -> bool:
+    try:
+        return not x.is_leaf
+    except RuntimeError:  # a view that autograd refuses to use since its base was written to; it may be returned
+        return False
 
 
 @unserializable_hook
