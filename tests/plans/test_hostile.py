@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -184,6 +186,15 @@ def test_what_paths_need_is_read(path: str) -> None:
     assert PlanPath.parse(path).pattern == path
 
 
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """One of a test process takes as long as the longest compilation."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_accepted_expressions_compile_quickly() -> None:
     """Random expressions of the pieces that make programs large; those that pass the check must be cheap to compile."""
     source = random.Random(3)
