@@ -29,8 +29,8 @@ _PRELOAD_WITH = {
 
 
 def fork_context() -> multiprocessing.context.ForkServerContext:
-    """Of processes that are forked from the server. In a program that has not started it, multiprocessing starts one of its
-    own, with torch and vescale loaded."""
+    """The multiprocessing context whose processes are forked from the server. If :func:`start_fork_server` was not called,
+    multiprocessing starts a server, which imports torch and vescale."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preload())
     return context
@@ -39,19 +39,19 @@ def fork_context() -> multiprocessing.context.ForkServerContext:
 def start_fork_server() -> None:
     """Fork the server of multiprocessing's ``forkserver`` from this process, instead of starting an interpreter for it.
 
-    Called between the collection of all tests and the first one: what the modules of tests have imported is loaded once,
-    and no test has changed anything.
+    Call it after the collection of all tests and before the first test: the server then has everything loaded that test
+    modules import, and no state that tests leave behind.
     """
     server = forkserver._forkserver
     if server._forkserver_pid is not None or "authkey_r" in inspect.signature(forkserver.main).parameters:
-        return  # Python 3.14 starts its server in another way, and does so itself
+        return  # the server of Python 3.14 authenticates its clients; multiprocessing starts it
     resource_tracker.ensure_running()  # the server's children use that of this process
     preload = _preload()
     with socket.socket(socket.AF_UNIX) as listener:
         address = connection.arbitrary_address("AF_UNIX")
         listener.bind(address)
         listener.listen()
-        alive_reader, alive_writer = os.pipe()  # the server ends when this process has closed its end, or ended
+        alive_reader, alive_writer = os.pipe()  # the server ends when this process does
         pid = os.fork()
         if pid == 0:
             with contextlib.suppress(SystemExit):
@@ -66,13 +66,13 @@ def start_fork_server() -> None:
 
 
 def cpu_seconds_of_forked() -> float:
-    """Of the server, and of the processes that it has forked and that they have started, if those have ended."""
+    """CPU time of the server, of its living children, and of all their descendants that have ended."""
     server = forkserver._forkserver._forkserver_pid
     if server is None:
         return 0.0
     ticks = 0
     for process in (server, *_words(f"/proc/{server}/task/{server}/children")):
-        ticks += sum(map(int, _words(f"/proc/{process}/stat")[-39:-35]))  # of its own, and of ended children
+        ticks += sum(map(int, _words(f"/proc/{process}/stat")[-39:-35]))  # utime, stime, cutime, cstime
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -88,12 +88,12 @@ def _preload() -> list[str]:
 
 
 def _forget_pytest() -> None:
-    """What pytest has put in place of the interpreter's own, but for its import hook: messages of failed assertions are the
-    same in ranks."""
+    """Restore the streams and hooks of the interpreter that pytest has replaced. Its import hook stays, so that failed
+    assertions in ranks have the same messages."""
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             if getattr(handler, "stream", None) is not None and not isinstance(handler, logging.FileHandler):
-                handler.setStream(sys.__stderr__)  # not for those of torch's traces, which close what they are given
+                handler.setStream(sys.__stderr__)  # handlers without a stream are torch's for traces, which close it
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -82,7 +82,7 @@ def cross_waits() -> tuple[str, float]:
             Consensus([1, 2, 3], "others", limit).exchange(b"", lambda: "the step of three")
     dist.barrier()
     store, notice = default_store(), f"vescale waits {rank}"
-    # It stays, see WaitNotice. A rank that another one has told before it had waited for 3 s has posted none.
+    # A withdrawn notice stays, see WaitNotice. A rank that learned of the cross wait within 3 s has not posted one.
     assert not store.check([notice]) or store.get(notice) == b""
     return str(caught.value), time.monotonic() - start
 

@@ -1,7 +1,6 @@
-"""torchrun's agent, and its ranks, forked with torch loaded.
+"""Jobs as ``torchrun --standalone`` runs them, without the import of torch in the launcher and in each rank.
 
-The agent, its signal handling and the environment of ranks are those of ``torchrun --standalone``; a launcher and its ranks
-start in 0.2 s instead of 7 s of CPU time.
+The agent, its signal handling and the environment of the ranks are torchrun's. All processes are forked with torch loaded.
 """
 
 from __future__ import annotations
@@ -20,9 +19,16 @@ __all__ = ["launch"]
 
 
 def launch(what: str, terminal: str, output: Connection | None, env: dict[str, str]) -> None:
-    """In a process of its own: run a job in a new session, on ``terminal``; with an ``output``, it has none."""
+    """Run a job of four ranks from this process, which becomes the leader of a new session.
+
+    Args:
+        what: the function of ``stopping`` that each rank runs.
+        terminal: the device file of the session's controlling terminal, which is its standard input and output.
+        output: where the job writes instead, without a terminal; None: to the terminal.
+        env: additional environment variables.
+    """
     os.setsid()
-    if output is None:  # the first terminal that the leader of a session opens is that of the session
+    if output is None:  # it becomes the controlling terminal, because the leader of the session opens it
         fds = [os.open(terminal, os.O_RDWR)] * 3
     else:
         fds = [os.open(os.devnull, os.O_RDWR), output.fileno(), output.fileno()]
@@ -47,7 +53,7 @@ def launch(what: str, terminal: str, output: Connection | None, env: dict[str, s
 def _rank(what: str) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing puts the null device there
     if "VESCALE_TIMEOUT" in os.environ:
-        start_from_environment()  # as `import vescale` does, which was imported before
+        start_from_environment()  # as `import vescale` does in a new process
     stopping.main(what)
 
 

@@ -33,7 +33,7 @@ def _take_terminal() -> None:
 
 
 def _is_alive(process: Path) -> bool:
-    """A process that has ended may stay for a while, until its parent has taken note."""
+    """Not a zombie, which stays until its parent waits for it."""
     return (process / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
@@ -118,8 +118,8 @@ class Job:
         return self.expect(r"\(rank \w+\) ").partition("\n")[2]
 
     def workers(self) -> list[int]:
-        """Every process of the job but the launcher: of its session, or of its environment (torchrun's ranks have sessions
-        of their own)."""
+        """Every process of the job except the launcher. They are in its session; ranks of torchrun itself have sessions of
+        their own, and are found by an environment variable."""
         found = []
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit() and int(folder.name) != self.launcher:

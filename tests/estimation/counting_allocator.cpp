@@ -1,6 +1,6 @@
-// PyTorch's allocator of the host, with a count of what it has given and not got back, on whatever thread.
+// Counts the bytes that PyTorch's host allocator has allocated and not freed yet, on all threads.
 //
-// Each block is preceded by its size, so that its address is also what it is freed by, which raw allocations need.
+// The size of a block is stored in front of it, because it is freed by its address alone.
 
 #include <c10/core/CPUAllocator.h>
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr std::size_t kHeader = 64;  // as vectors are aligned
+constexpr std::size_t kHeader = 64;  // keeps the alignment of the block
 
 c10::Allocator* original = nullptr;
 std::atomic<std::int64_t> now{0};
@@ -50,7 +50,7 @@ CountingAllocator counting;
 
 extern "C" {
 
-// Memory from now on is counted, or not any more; what was counted is when it is freed.
+// Start or stop counting new blocks. Counted blocks are subtracted when they are freed, also after the stop.
 void count(bool is_on) {
     if (original == nullptr) {
         original = c10::GetCPUAllocator();
@@ -58,7 +58,7 @@ void count(bool is_on) {
     c10::SetCPUAllocator(is_on ? &counting : original, /*priority=*/255);
 }
 
-// The peak begins anew, at what there is now, which is returned.
+// Reset the peak to the current number of bytes, which is returned.
 std::int64_t begin_peak() { return peak = now.load(); }
 
 std::int64_t peak_bytes() { return peak; }

@@ -79,7 +79,7 @@ def test_collectives_that_do_not_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_iterations_that_differ_are_not_all_remembered() -> None:
-    """Where each runs units of other sizes, of which there is no end."""
+    """Each iteration gathers a unit that no iteration before it has gathered."""
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     try:
         sizes, device = GatherSizes(dist.group.WORLD), torch.device("cpu")
@@ -92,7 +92,7 @@ def test_iterations_that_differ_are_not_all_remembered() -> None:
 
 
 def test_after_an_error_ranks_agree_on_sizes_anew() -> None:
-    """Some have gathered what others have not: what they remember since they compared last may differ."""
+    """They may have gathered different units since the last comparison, and remember different sizes."""
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     try:
         sizes, asked = GatherSizes(dist.group.WORLD), []
@@ -323,7 +323,7 @@ def test_late_ranks_are_waited_for(tmp_path: Path, check: str) -> None:
 
 
 def read_while_another_rank_posts(path: str) -> int:
-    """How many entries were read that had their number and not yet their content."""
+    """Return how many entries had a number, but not yet their content, when rank 1 read them."""
     with open(path, "r+b") as file:
         memory = memoryview(mmap.mmap(file.fileno(), 0))
     order = PostedOrder((0, 1), memory)

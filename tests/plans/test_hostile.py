@@ -188,7 +188,7 @@ def test_what_paths_need_is_read(path: str) -> None:
 
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
-    """One of a test process takes as long as the longest compilation."""
+    """A collection during a compilation would be measured as part of it."""
     gc.disable()
     yield
     gc.enable()

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPools, run_cases
-from tests.runtime.compare import assert_same_gradients
+from tests.runtime.compare import assert_same_gradients, assert_same_step
 from tests.runtime.llama import make_mesh
 from tests.whole import whole
 from vescale.comm import record_comms
@@ -626,14 +626,32 @@ def read_only_views() -> None:
                 each(x)
         if moved != S0:
             reference.act.register_forward_hook(lambda module, args, output: output.clone())
-            for each in (reference, model):
-                each(x).sum().backward()
-            torch.testing.assert_close(whole(model(x).detach()), reference(x).detach())
-            assert_same_gradients(reference, model)
+            assert_same_step(reference, model, x)
+
+
+def returned_views() -> None:
+    """One device returns a view that autograd refuses to use, and raises when it is used. So does a model without checks."""
+
+    def use(m: Any, h: Any) -> Any:
+        y = h.split(3, dim=1)[1]
+        with torch.no_grad():
+            y.mul_(2)
+        return y
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_CHECK", "off")  # checks look at the graph of outputs, which raises
+        both = model_and_copy(Model(use), {"<in>": S0}, make_mesh(tp=2))
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    expected, found = (each(x) for each in both)
+    torch.testing.assert_close(whole(found.detach()), expected.detach())
+    for y in (expected, found):
+        with pytest.raises(RuntimeError, match="is a view and its base"):
+            y.sum()
 
 
 def test_views_that_may_not_be_written_to(ranks: RankPools) -> None:
     ranks.run(read_only_views, world_size=2)
+    ranks.run(returned_views, world_size=2)
 
 
 class Scale(nn.Module):

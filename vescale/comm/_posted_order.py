@@ -3,8 +3,8 @@
 Nobody waits for anybody.
 
 Each rank has a row, which it alone writes: how many entries it has posted, where it waits, and its latest entries in a ring.
-An entry has its number, so that a reader knows whether it is the one that it looks for. The number is written last: an entry
-that has it is complete.
+An entry has its number, so that a reader knows whether it is the one that it looks for. The number is written last, so
+that an entry with a number is complete.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PostedOrder:
         _NUMBER.pack_into(self._memory, place, number)
         _NUMBER.pack_into(self._memory, self._base, number)
         own = number, kind, num_bytes
-        # Some processors let others see the number before what was written before it: an entry is read again.
+        # Processors with weak memory ordering may make the number visible before the rest of the entry. Read it again.
         return all(self._pairs(base, *own) or self._pairs(base, *own) for base in self._bases())
 
     def _pairs(self, base: int, number: int, kind: int, num_bytes: int) -> bool:

@@ -103,8 +103,8 @@ def partial_reduce(partial: Placement, local: torch.Tensor, mesh: DeviceMesh, ax
 
 
 def expanded_as(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """``part`` of ``whole``, expanded along the dims along which ``whole`` is, with its other dims in the same order in
-    memory: strides decide about those of results, and about the order of sums."""
+    """``part``, a shard of ``whole``, with the strides of ``whole``: 0 for dims that are expanded, the others in the same
+    order. Strides determine the strides of results and the order of sums."""
     if whole.ndim != part.ndim:
         return part
     is_expanded = [n > 1 and m > 1 and stride == 0 for n, m, stride in zip(whole.shape, part.shape, whole.stride())]

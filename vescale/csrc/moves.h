@@ -174,8 +174,8 @@ class RowReduction {
     bool divides_ = false;
 };
 
-// `part` of `whole`, expanded along the dims along which `whole` is, with its other dims in the same order in memory: strides
-// decide about those of results, and about the order of sums.
+// `part`, a shard of `whole`, with the strides of `whole`: 0 for dims that are expanded, the others in the same order. Strides
+// determine the strides of results and the order of sums.
 inline at::Tensor expanded_as(const at::Tensor& whole, at::Tensor part) {
     if (whole.dim() != part.dim()) {
         return part;

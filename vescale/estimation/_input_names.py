@@ -1,4 +1,4 @@
-"""Which names of inputs a model can use, where its forward takes any."""
+"""Check of the names in a batch, for models whose forward takes any name by ``**kwargs``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from vescale.estimation._compare import EstimateWarning
 
 __all__ = ["check_names"]
 
-_UNPACK = (typing.Unpack, typing_extensions.Unpack)  # not the same in Python 3.11
+_UNPACK = (typing.Unpack, typing_extensions.Unpack)  # different objects in Python 3.11; torch requires the package
 
 
 def check_names(model: nn.Module, names: Iterable[str]) -> None:
-    """Find inputs that the model's forward does not have, or that its ``**kwargs`` accept and nothing in the model reads.
+    """Check that the model reads the inputs ``names``.
 
-    Raises TypeError where the forward declares all that it takes: by its parameters, or with ``**kwargs: Unpack[...]``.
-    Otherwise code that is not looked at may read a name: of one that no module reads, there is a warning.
+    Raises TypeError for an unknown name if the forward declares all names that it takes, by its parameters or by
+    ``**kwargs: Unpack[...]``. If its ``**kwargs`` have no such annotation, warns (EstimateWarning) of names that no module
+    reads: other code may read them.
     """
     parameters = inspect.signature(model.forward).parameters
     unknown = [name for name in names if name not in parameters]
@@ -50,7 +51,8 @@ def check_names(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def _names_in(model: nn.Module) -> Iterator[str]:
-    """All names that a forward in the model has as a parameter, declares, or has in its code, as in ``kwargs["x"]``."""
+    """Names that a forward in the model takes as a parameter, declares in an annotation, or has as a constant in its code,
+    as in ``kwargs["x"]``."""
     for kind in {type(module) for module in model.modules()}:
         forward = inspect.unwrap(kind.forward)
         for parameter in inspect.signature(forward).parameters.values():
@@ -62,7 +64,7 @@ def _names_in(model: nn.Module) -> Iterator[str]:
 
 
 def _declared(parameter: inspect.Parameter) -> tuple[str, ...]:
-    """Of ``**kwargs: Unpack[SomeTypedDict]``."""
+    """The names of ``**kwargs: Unpack[SomeTypedDict]``; none for other parameters."""
     annotation: Any = parameter.annotation
     if parameter.kind is not parameter.VAR_KEYWORD or get_origin(annotation) not in _UNPACK:
         return ()

@@ -22,8 +22,8 @@ SKIPPED_OUTPUTS = "skipped random outputs"
 """Stands for an op where a host's generator steps over the random numbers of other ranks, 4 bytes each."""
 
 RANDOM_SPANS = "spans of random fills"
-"""Stands for an op where a host generates, one by one, the ranges of a stream of random numbers that are a rank's part.
-Their number is in place of bytes."""
+"""Stands for an op that fills a tensor from several ranges of the random number stream, on a host. Its bytes are the number
+of ranges."""
 
 RANDOM_FILLS = ("bernoulli_", "uniform_", "normal_", "exponential_", "random_")
 """Ops that take what their elements take, whatever the dtype."""
@@ -62,8 +62,8 @@ class OpCosts:
 
     Attributes:
         by_key: how often.
-        on_dtensors: what the host takes time for beside, by kind (:data:`vescale.estimation.HOST_KINDS`), phase, module and
-            stage.
+        on_dtensors: counts of what the host takes time for besides ops, by kind (:data:`vescale.estimation.HOST_KINDS`),
+            phase, module and stage.
     """
 
     by_key: dict[OpKey, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class OpCosts:
                 self.by_key[key] = self.by_key.get(key, 0) + 1
 
     def add_host(self, place: Instant, kind: str, times: int = 1) -> None:
-        """What the host takes time for beside ops, by kind (:data:`vescale.estimation.HOST_KINDS`)."""
+        """Count what the host takes time for besides ops, by kind (:data:`vescale.estimation.HOST_KINDS`)."""
         key = kind, place.phase, place.module, place.stage
         self.on_dtensors[key] = self.on_dtensors.get(key, 0) + times
 

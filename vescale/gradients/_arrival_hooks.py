@@ -15,7 +15,7 @@ from vescale.compat import ArrivalCount, HookGate, stop_counting_gradients
 
 __all__ = ["ArrivalHooks"]
 
-# Attribute of parameters.
+# The attribute of a parameter that owns its ``ArrivalHooks``.
 _HOOKS = "_vescale_hooks"
 
 
@@ -23,9 +23,9 @@ class ArrivalHooks:
     """Two hooks: one before gradients are accumulated, because any parameter may be the first of a backward, and one after.
     What they have nothing to do for costs no call into Python: the first one is behind a gate, the second one can be muted.
 
-    The garbage collector does not see what hooks after accumulation refer to, and those behind a gate.
-    A hook that leads back to its parameter, as those of a reducer do, would keep it for ever. They refer weakly to this
-    object, which an attribute of the parameter keeps as long as that is there.
+    The garbage collector cannot traverse references held by post-accumulate hooks or by gated hooks. If such a hook
+    references its parameter, as the hooks of a reducer do, the cycle is never collected. The hooks therefore hold only a
+    weak reference to this object; an attribute of the parameter owns it.
 
     Args:
         parameter: a leaf; a frozen one may be unfrozen later.
@@ -52,7 +52,7 @@ class ArrivalHooks:
             gate.guard(parameter)
 
     def __reduce__(self) -> Any:
-        return OrderedDict, ()  # a copy of the parameter has no hooks; files may be read without code of this package
+        return OrderedDict, ()  # copies have no hooks; a pickled parameter can be loaded without this package
 
     def notify(self, is_notified: bool) -> None:
         """Set whether ``take`` is called; at first it is not."""

@@ -72,7 +72,7 @@ class GatherSizes:
             together = self._consensus.have_all_come(moment, str(wanted))
             if not together and not _is_agreed(expected[1], wanted, self._group, device):
                 return False
-        if len(self._next) >= _MOST_KEPT:  # iterations that differ from each other; on all ranks at the same gather
+        if len(self._next) >= _MOST_KEPT:  # every iteration gathers other sizes; all ranks clear at the same gather
             self._next.clear()
         self._next[self._history] = wanted
         self._history, self._last = hash((self._history, wanted)), wanted

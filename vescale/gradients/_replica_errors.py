@@ -18,7 +18,8 @@ from vescale.gradients._order_watch import end_soon
 __all__ = ["ReplicaErrors"]
 
 # A row: how many errors the rank has raised, or 0 if it has gone on since; the first rank of its shard group; the length of
-# the latest error; the error. The number is written last: a row that has one is complete.
+# the latest error; the error. The number is written last, so that a row with one is
+# complete.
 _HEAD, _NUMBER, _CONTENT = struct.Struct("3Q"), struct.Struct("Q"), struct.Struct("2Q")
 _ROW_BYTES = 4096
 # How long a rank waits for replicas that have raised, but whose processes go on: their scripts may begin another step.

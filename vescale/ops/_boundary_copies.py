@@ -111,8 +111,8 @@ def note_local(x: DTensor) -> None:
 
 
 def note_operand(local: torch.Tensor) -> torch.Tensor:
-    """``local``, of the memory of a DTensor, which plain ops that autograd records take or have returned: they may save it
-    for their backward, which is to raise after a write to the DTensor."""
+    """Register ``local``, which shares memory with a DTensor and is an input or a result of ops on plain tensors. These ops
+    may save it for backward, which must raise if the DTensor is written to in between. Returns ``local``."""
     if not IN_PYTHON or not torch.is_grad_enabled() or local.is_inference():
         return local
     storage, number = local.untyped_storage(), id(local)
@@ -132,7 +132,7 @@ def _forget_operand(held: dict[int, weakref.ref[torch.Tensor]], number: int) -> 
 
 
 def _count_for_operands(storages: Sequence[torch.UntypedStorage]) -> None:
-    """For autograd: what plain ops have saved of these storages has been written to."""
+    """Increment the versions of registered local tensors in these storages, so that autograd detects the write."""
     for storage in storages:
         held: dict[int, weakref.ref[torch.Tensor]] = getattr(storage, _OPERANDS, None) or {}
         for reference in list(held.values()):

@@ -63,7 +63,8 @@ def plan_move(spec: DTensorSpec, target: Stage) -> tuple[DTensorSpec, NativeMove
 
 
 def as_summand(grad: DTensor, target: Placements) -> DTensor:
-    """A whole gradient that will be added to a pending sum: the same on every rank, as where autograd adds the two."""
+    """Convert ``grad`` from Replicate to Partial on the axes where ``target`` is Partial, by dividing it by the size of the
+    axis on every rank. Autograd does the same before it adds a Replicate and a Partial gradient."""
     axes = [axis for axis, (g, t) in enumerate(zip(grad.placements, target)) if g.is_replicate() and t == Partial()]
     if not axes:
         return grad

@@ -1,4 +1,4 @@
-"""Gradients that arrive whole on every rank, where the tensor is cut: that of ``x.sum()`` is one number, expanded."""
+"""Replicated gradients of sharded tensors, such as that of ``x.sum()``: one number, expanded to the shape of ``x``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["with_cut_gradient"]
 
 
 def with_cut_gradient(x: DTensor) -> DTensor:
-    """An output of a model, whose gradient is cut as ``x`` is where it arrives whole. Each rank then computes with its own
-    part, without communication."""
+    """Return ``x``, an output of a model, with a hook that shards its gradient like ``x`` on each axis where the gradient is
+    Replicate. The backward then runs on local shards. The hook does not communicate."""
     placements = spec_of(x).placements
     if x.requires_grad and _is_computed(x) and any(not (p.is_replicate() or p.is_partial()) for p in placements):
         x.register_hook(functools.partial(_cut, placements))
@@ -27,7 +27,7 @@ def with_cut_gradient(x: DTensor) -> DTensor:
 def _is_computed(x: DTensor) -> bool:
     try:
         return not x.is_leaf
-    except RuntimeError:  # a view that autograd refuses to use since its base was written to; it may be returned
+    except RuntimeError:  # its base was written to, so that autograd refuses to differentiate this view
         return False
 
 

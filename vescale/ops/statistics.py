@@ -93,7 +93,7 @@ def mean(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if over is None:
         return func(*args, **kwargs)
     if x.dtype not in (torch.float32, torch.float64):
-        return func(_with_cut_gradient(x, over, func), *args[1:], **kwargs)
+        return func(_before_reduction(x, over, func), *args[1:], **kwargs)
     if not any(p.is_partial("sum") or shard_dim(p) in over for p in x.placements):
         return func(*args, **kwargs)
     keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
@@ -102,14 +102,14 @@ def mean(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 @replaces(torch.sum, torch.Tensor.sum, when=When.NOT_REPLICATE)
 def _sum(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sum over sharded dims; its gradient is sharded as ``x``. DTensor's is Replicate: every rank computes with all of it,
-    and gathers what it multiplies by it if shards are uneven."""
+    """A sum. If sharded dims are reduced, the gradient of ``x`` is sharded like ``x``. DTensor returns a Replicate gradient
+    there: every rank then runs the backward on the global shape, and gathers unevenly sharded operands."""
     over = _reduced_dims(args, kwargs)
-    return func(*args, **kwargs) if over is None else func(_with_cut_gradient(args[0], over, func), *args[1:], **kwargs)
+    return func(*args, **kwargs) if over is None else func(_before_reduction(args[0], over, func), *args[1:], **kwargs)
 
 
-def _with_cut_gradient(x: DTensor, over: tuple[int, ...], func: Any) -> DTensor:
-    """``x``, before a reduction over these dims."""
+def _before_reduction(x: DTensor, over: tuple[int, ...], func: Any) -> DTensor:
+    """``x``, converted so that the backward shards its gradient if a reduced dim is sharded."""
     if not x.requires_grad or not any(shard_dim(p) in over for p in x.placements):
         return x
     return convert(x, [None if p.is_partial() else p for p in x.placements], requester=func.__name__)

@@ -239,8 +239,8 @@ class _Instructions:
         return output
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:
-        """An output of the model: reduced if it is a Partial scalar (a loss), so that it is printed correctly. If it is cut,
-        so is its gradient."""
+        """An output of the model. A Partial scalar (a loss) is reduced, so that it is printed correctly; the gradient of a
+        sharded output is sharded."""
         if not isinstance(x, DTensor):
             return x
         if not x.ndim:

@@ -37,8 +37,8 @@ class Placing:
     Attributes:
         index: which input or output, as in the instruction.
         requester: name of its communication in the ledger.
-        outdated: called before an op that would read an old value; see :func:`vescale.ops.convert`. It outlives tensors, and
-            must not keep the model.
+        outdated: called before an op that would read an old value; see :func:`vescale.ops.convert`. A global table holds it,
+            so it must not reference the model.
     """
 
     def __init__(self, runtime: Runtime, instruction: Instruction) -> None:

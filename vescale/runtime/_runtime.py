@@ -123,7 +123,7 @@ class Runtime:
         found: Runtime | None = model.__dict__.get(_RUNTIME)
         if found is not None and found._root is None:
             found.adopt(model, "")
-        return found if found is not None and found.root is model else None  # a shallow copy has its original's
+        return found if found is not None and found.root is model else None  # a shallow copy has its original's runtime
 
     @staticmethod
     def around(module: nn.Module) -> Runtime | None:
@@ -230,6 +230,7 @@ def _timeline(native: Any) -> Any:
 
 
 _TIMELINES: dict[bool, Any] = {}
-# Attribute of models. A table with weak keys would keep them: what a runtime has leads to the modules.
+# The attribute of a model that owns its runtime. In a ``WeakKeyDictionary``, the runtime as a value would keep its key
+# alive, because it references the modules.
 _RUNTIME = "_vescale_runtime"
 _MODELS: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()

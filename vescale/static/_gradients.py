@@ -23,11 +23,12 @@ _MOVERS |= {"unflatten", "unsqueeze", "view"}
 
 
 def settle_gradients(recorder: Recorder, mesh: DeviceMesh) -> dict[str, str]:
-    """Choose the placements of each value's gradient: those that arrived, but for parameters, of which nothing else tells
-    the gradients. Where they have another part of the elements than the value, ``is_grad_moved`` is set.
+    """Choose the placements of each value's gradient: those that were recorded when it arrived, and for parameters those of
+    the gradients that their uses returned. Sets ``is_grad_moved`` where the value is sharded and its gradient is not, or
+    vice versa.
 
     Returns:
-        Why modules cannot be static, by path: gradients inside of them could not be those of eager mode, bit for bit.
+        Reasons by the paths of modules that cannot be static, because gradients in them could differ from eager mode.
     """
     wrong: dict[Value, str] = {}
     passed_on = _passed_on(recorder)
@@ -57,8 +58,8 @@ def settle_gradients(recorder: Recorder, mesh: DeviceMesh) -> dict[str, str]:
 
 
 def local_gradient(placements: Placements, grads: Placements, mesh: DeviceMesh) -> Placements:
-    """Where a gradient is brought, of which the local part has the shape of the tensor's. One that is cut, of a whole
-    tensor, becomes a sum of zeros and itself, without communication."""
+    """The placements with which a gradient has the local shape of its tensor. A sharded gradient of a replicated tensor
+    becomes Partial without communication: its shard, and zeros elsewhere."""
     return tuple(
         g if mesh.size(axis) == 1 or _is_same_part(p, g) else _of_same_part(p)
         for axis, (p, g) in enumerate(zip(placements, grads, strict=True))
@@ -80,9 +81,9 @@ def _is_same_part(placement: Placement, grad: Placement) -> bool:
 
 
 def _adds_alike(sent: set[Placements], target: Placements, grads: Placements, mesh: DeviceMesh) -> bool:
-    """Whether eager mode, which adds gradients of several placements, computes the same bits as a sum of gradients that are
-    brought to ``grads`` before. Where the sum is cut, parts of sums are sums of parts. Summands of a pending sum are divided
-    by the number of ranks, which is exact for powers of two."""
+    """Whether the sum of gradients that are first redistributed to ``grads`` has the same bits as in eager mode, which adds
+    them as they arrive. It has if the result is sharded, because the shard of a sum is the sum of shards; and for
+    Partial, to which Replicate is converted by a division by the number of ranks, if that is a power of two."""
     mixed = [axis for axis in range(mesh.ndim) if len({placements[axis] for placements in sent}) > 1]
     for axis in mixed:
         kinds = {placements[axis] for placements in sent}
@@ -95,7 +96,8 @@ def _adds_alike(sent: set[Placements], target: Placements, grads: Placements, me
 
 
 def _is_part(placements: Placements, grads: Placements, settled: Placements) -> bool:
-    """Whether the local part of a gradient is a part of the local gradient: it is cut where the tensor is whole."""
+    """Whether a gradient differs from its tensor only by being sharded where the tensor is replicated. Its shard is then a
+    part of the local gradient."""
     for axis, (placement, grad, new) in enumerate(zip(placements, grads, settled)):
         if grad != new and (not placement.is_replicate() or type(grad) is not Shard or grad in placements[axis + 1 :]):
             return False
@@ -113,7 +115,8 @@ def _cuts(placement: Placement) -> bool:
 
 
 def _sent(recorder: Recorder, mesh: DeviceMesh) -> dict[Value, set[Placements]]:
-    """Placements of the gradients that uses of a value send, without differences along axes of size 1."""
+    """The placements of the gradients that the uses of a value return; those that differ only along axes of size 1 count
+    once."""
     found: dict[Value, dict[Placements, Placements]] = {}
     for record in _uses(recorder):
         if record.value is not None:
@@ -123,7 +126,8 @@ def _sent(recorder: Recorder, mesh: DeviceMesh) -> dict[Value, set[Placements]]:
 
 
 def _passed_on(recorder: Recorder) -> set[Value]:
-    """Values of which the gradient is moved, and nothing is computed with it: its bits do not depend on where that is."""
+    """Values whose gradients are only moved by the backward of the function that returned them, without arithmetic. Their
+    bits do not depend on the placements of the gradient."""
     found = {b.output.value for calls in recorder.boundaries.values() for placed in calls for b in placed}
     for call in recorder.calls:
         entry = entries().get(call.function)
@@ -134,7 +138,7 @@ def _passed_on(recorder: Recorder) -> set[Value]:
 
 
 def _by_module(recorder: Recorder, wrong: Mapping[Value, str]) -> dict[str, str]:
-    """By the path of the innermost module in which all happens that concerns a value."""
+    """Reasons by the path of the innermost module that contains a value and all its uses."""
     paths: dict[Value, list[str]] = {value: [] for value in wrong}
     records = [(call.site[0].module if call.site else "", (*call.inputs, *call.outputs)) for call in recorder.calls]
     for placing, calls in recorder.boundaries.items():

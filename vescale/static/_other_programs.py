@@ -7,11 +7,11 @@ from vescale.static._program import StaticProgram
 __all__ = ["OtherPrograms"]
 
 _MAX_OTHERS = 3  # of each kind of call
-_MAX_MISSES = 4  # steps in succession that met what a program has not recorded, after which another one is used
+_MAX_MISSES = 4  # unrecorded steps in succession, after which a program is replaced
 
 
 class OtherPrograms:
-    """Programs whose guards did not hold when they were used last, or whose steps met what had not been recorded.
+    """Programs that were replaced: their guards did not hold, or several steps in succession took unrecorded branches.
 
     Args:
         programs: those in use, by the kind of call. One for which no other is left is removed: the next step of its kind is
@@ -23,18 +23,18 @@ class OtherPrograms:
         self._others: dict[str, list[StaticProgram]] = {}
 
     def exchanged(self, key: str, program: StaticProgram) -> StaticProgram | None:
-        """A program whose guards hold, in place of one whose do not; None: the next step is recorded. Training and
-        evaluation in turns are recorded once each."""
+        """Replace ``program``, whose guards do not hold. Returns a program whose guards hold, or None if there is none: the
+        next step is then recorded. If training and evaluation alternate, each is recorded once."""
         others = self._others.setdefault(key, [])
         others[:] = [other for other in others if not other.guards.have_replaced()]
         fitting = next((other for other in others if not other.guards.broken()), None)
         return self._exchange(key, program, fitting, is_kept=not program.guards.have_replaced())
 
     def note_miss(self, key: str, program: StaticProgram, may_record: bool) -> None:
-        """A step met what the program in use has not recorded. If that lasts, a program that was in use before takes its
-        place; if none is left that has not missed since, the next step is recorded."""
+        """Count a step that took a branch which ``program`` has not recorded. After several in succession, another program
+        is tried. When all have failed, and ``may_record`` is set, the next step is recorded."""
         others = self._others.setdefault(key, [])
-        if not program.misses:  # it has run meanwhile, so that others may again
+        if not program.misses:  # it has succeeded since, so that the others are tried again
             for other in others:
                 other.misses = 0
         program.misses += 1
@@ -44,7 +44,7 @@ class OtherPrograms:
         if fitting is not None or may_record:
             self._exchange(key, program, fitting, is_kept=True)
         if fitting is not None:
-            fitting.misses = _MAX_MISSES - 1  # the next one is tried at once, unless it runs
+            fitting.misses = _MAX_MISSES - 1  # if it fails, the next one is tried at once
 
     def _exchange(
         self, key: str, program: StaticProgram, fitting: StaticProgram | None, is_kept: bool

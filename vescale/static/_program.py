@@ -57,7 +57,7 @@ class StaticProgram:
         needs_mode: whether something runs on DTensors, in the model's function mode.
         steps: how many forwards ran.
         is_proven: whether a static step has come to its end.
-        misses: how many steps in succession have met what is not recorded.
+        misses: how many steps in succession took branches that are not recorded.
         writes: what a forward writes to (:meth:`WrittenTensors.written`); None: it is not known.
         originals: the code of functions that were changed, by that which runs.
     """

@@ -55,14 +55,15 @@ class TensorType:
 
     @functools.cached_property
     def local_grad(self) -> tuple[Placement, ...] | None:
-        """Local gradients have the shape of the local tensor. They are the parts of a DTensor with these placements."""
+        """Placements of the DTensor whose local part is the local gradient, which has the shape of the local tensor."""
         if self.placements is None or self.grad is None:
             return None
         return local_gradient(self.placements, self.grad, self.mesh)
 
     @functools.cached_property
     def grad_cut(self) -> tuple[Placement, ...] | None:
-        """How the gradient is a part of the local gradients, whose other elements are zero. None: it is all of them."""
+        """Placements that make the gradient a shard of the local gradient, whose other elements are zero; None: the local
+        gradient is the gradient."""
         if self.grad is None or self.local_grad is None or self.grad == self.local_grad:
             return None
         return tuple(g if g != local else Replicate() for g, local in zip(self.grad, self.local_grad))
@@ -121,13 +122,13 @@ class TensorType:
             self._accepted[0] = spec
         if self.grad_cut is None:
             return enter_local(x, self.local_grad)
-        parts: list[torch.Tensor] = []  # of gradients, as uses send them: with their strides, which decide about sums
+        parts: list[torch.Tensor] = []  # shards as the uses return them; their strides determine the order of sums
         local: Any = enter_local(_with_gradient(x, functools.partial(self._own_part, parts)), self.local_grad)
         local._vescale_parts = parts
         return cast(torch.Tensor, local)
 
     def _cut_before(self, parts: list[torch.Tensor] | None, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient that arrives, before it becomes zeros and a part."""
+        """Shard an arriving gradient, before it is padded with zeros to the local shape. Keeps the shard in ``parts``."""
         if not isinstance(grad, DTensor):
             return grad
         found = convert(grad, self.grad or (), requester="gradient")
@@ -136,14 +137,15 @@ class TensorType:
         return found
 
     def _own_part(self, parts: list[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
-        """The part of it."""
+        """The shard of a padded gradient. If ``parts`` add up to it, their sum is returned, because it has the strides that
+        eager mode has."""
         sent, parts[:] = list(parts), ()
         if self.grad_cut is None or self.grad is None or torch.is_grad_enabled() or not isinstance(grad, DTensor):
             return grad
         spec, local = spec_of(grad), cut(local_of(grad), self.mesh, self.grad_cut)
         if sent:
             total = functools.reduce(torch.add, sent)
-            if torch.equal(total, local):  # not after a backward that did not come here
+            if torch.equal(total, local):  # false if an earlier backward added to them and did not reach this tensor
                 local = total
         return leave_local(local, self.mesh, self.grad, spec.shape, "gradient")
 
@@ -158,7 +160,7 @@ class TensorType:
 
 
 def _with_gradient(x: DTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> DTensor:
-    """A view of a DTensor, whose gradient is changed. The DTensor itself may be what a function was given, and returns."""
+    """A view of ``x`` with a hook that changes its gradient; ``x`` itself may have other uses, whose gradients stay."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     view: Any = x.view_as(x)
