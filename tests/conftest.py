@@ -7,11 +7,14 @@ from typing import Any
 
 # Ranks and sub-processes already fill the cores: a second thread per process only waits. Read when torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each new connection of torch.distributed looks up the host's name; a lost answer of the resolver would take five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 import torch
 
 from tests.durations import Durations
+from tests.file_order import spread_waiting_files
 from tests.fork_server import start_fork_server
 from tests.nightly import is_nightly
 from tests.ranks import GARBAGE_THRESHOLDS, RankPools
@@ -53,6 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 )
                 item.add_marker(pytest.mark.skip(reason=reason))
     config.stash[COLLECTED] = [item.nodeid for item in items]
+    spread_waiting_files(items)
 
 
 def pytest_collection_finish() -> None:

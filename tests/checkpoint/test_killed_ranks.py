@@ -15,6 +15,8 @@ from tests.checkpoint.killing import filled, model_of
 from tests.checkpoint.test_crashes import check, counting, kill_at
 from vescale.checkpoint import Checkpointer, CheckpointError
 
+pytestmark = pytest.mark.waits
+
 _WAIT = 2  # seconds that a rank waits for the others
 
 

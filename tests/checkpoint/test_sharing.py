@@ -38,6 +38,8 @@ from vescale.errors import ContentMismatchError, NoSuchStepError, UnsavableValue
 from vescale.fsdp import fully_shard
 from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, normalize_placements
 
+pytestmark = pytest.mark.waits
+
 SHAPE = (48, 40)
 
 
@@ -106,7 +108,8 @@ def test_bytes_are_written_and_read_once(ranks: RankPools, tmp_path: Path) -> No
 
 
 def steady(folder: str, asynchronous: bool) -> None:
-    """The second save of a sharded model: no collective on any group, and one message of each rank through the store."""
+    """The second save of a sharded model: no collective on any group, no connection to the store, and one message of each
+    rank through it."""
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for module in (model[0], model):
@@ -131,6 +134,7 @@ def steady(folder: str, asynchronous: bool) -> None:
         checkpoints.wait()
         before = num_collectives()
         patch.setattr(gathering.Gathering, "round", count)
+        patch.setattr(gathering, "own_connection", lambda: rounds.append("connection"))
         patch.setattr(Consensus, "exchange", lambda *args: rounds.append("exchange"))
         checkpoints.save(2, model=model, optimizer=optimizer, note="x")
         checkpoints.wait()

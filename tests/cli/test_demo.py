@@ -18,6 +18,8 @@ from vescale.cli import main
 from vescale.cli._demo_chart import loss_chart
 from vescale.debug import ProcessFailed, messages
 
+pytestmark = pytest.mark.waits
+
 COMMAND = [sys.executable, "-m", "vescale", "demo"]
 
 

@@ -16,6 +16,8 @@ from vescale.comm._consensus import ConsensusError
 from vescale.comm._waiting_ranks import WaitNotice
 from vescale.compat import default_store
 
+pytestmark = pytest.mark.waits
+
 
 def rounds() -> int:
     """How many keys 50 rounds of all ranks, and of half of them, leave in the store."""

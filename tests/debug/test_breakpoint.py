@@ -23,6 +23,8 @@ import pytest
 from tests.debug.forked_torchrun import launch
 from tests.fork_server import fork_context
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 120.0
 

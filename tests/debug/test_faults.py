@@ -23,6 +23,8 @@ from vescale import Plan, parallelize
 from vescale.debug import hang_report
 from vescale.fsdp import fully_shard
 
+pytestmark = pytest.mark.waits
+
 TIMEOUT = 4.0  # a loaded machine may take seconds for the first ops of a rank
 BAD = 1
 

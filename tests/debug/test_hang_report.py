@@ -25,6 +25,8 @@ from vescale import Plan, parallelize
 from vescale.debug import hang_report
 from vescale.fsdp import fully_shard
 
+pytestmark = pytest.mark.waits
+
 TIMEOUT = 3.0
 BAD = 1
 

@@ -21,6 +21,8 @@ from vescale.comm import Consensus, LateRanksWarning, record_comms
 from vescale.comm import _consensus as comm_consensus
 from vescale.fsdp import fully_shard
 
+pytestmark = pytest.mark.waits
+
 ODD = 2  # the rank that differs
 
 

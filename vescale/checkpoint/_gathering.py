@@ -27,8 +27,9 @@ _EVERY_RANK = "every rank has to call it, not only some as in `if rank == 0:`, u
 # After this time, ranks that have not come are named in a warning.
 _PATIENCE = timedelta(seconds=3)
 
-# By default group: how many this rank has made.
+# By default group: how many this rank has made, and connections to the store that no gathering uses at the moment.
 _COUNTERS: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+_CONNECTIONS: weakref.WeakKeyDictionary[Any, list[dist.Store]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
@@ -46,10 +47,14 @@ class Gathering:
         self._alone = not has_other_ranks()
         self.rank, self.world = (0, 1) if self._alone else (dist.get_rank(), dist.get_world_size())
         if not self._alone:
-            self._store = own_connection()
-            self._timeout: timedelta = wait_limit() or default_timeout()
             with _LOCK:
                 counter = _COUNTERS.setdefault(dist.group.WORLD, itertools.count())
+                unused = _CONNECTIONS.setdefault(dist.group.WORLD, [])
+                connection = unused.pop() if unused else None
+            # A new connection looks the host's name up, which may take seconds.
+            self._store = connection if connection is not None else own_connection()
+            weakref.finalize(self, unused.append, self._store).atexit = False
+            self._timeout: timedelta = wait_limit() or default_timeout()
             self._name = f"vescale checkpoint {next(counter)}"
             self._rounds = itertools.count()
 

@@ -49,6 +49,7 @@ class ReplicaErrors:
         self._num_told = 0
         self.has_raised = False
         self._seen: dict[tuple[int, int], float] = {}
+        self._raised: set[tuple[int, int]] = set()
 
     def open(self) -> None:
         """All ranks call it together."""
@@ -83,18 +84,22 @@ class ReplicaErrors:
             _NUMBER.pack_into(self._memory, self._base, 0)
 
     def look(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
-        """See :class:`vescale.comm.Look`; raises OrderMismatchError."""
+        """See :class:`vescale.comm.Look`; raises OrderMismatchError: for each error of a group once, or when its process has
+        ended."""
         if self._memory is None:
             return
         for place, rank in enumerate(self._ranks):
             number, group, _ = _HEAD.unpack_from(self._memory, place * _ROW_BYTES)
             if not number or group == self._group or (awaited and rank not in awaited):
                 continue
+            if (group, number) in self._raised and not in_vain:  # the script has caught it
+                continue
             since = self._seen.setdefault((rank, number), time.monotonic())
             is_late = in_vain or time.monotonic() - since >= _SECONDS_TO_GO_ON
             if is_late and self._decide(group, number, "given up") == "given up":
                 if not in_vain:
                     end_soon()
+                self._raised.add((group, number))
                 raise self._error(self._memory, place * _ROW_BYTES)
 
     def _decide(self, group: int, number: int, proposed: str) -> str:
