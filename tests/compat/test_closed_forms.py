@@ -309,7 +309,12 @@ def decide(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def test_decisions_equal_pytorchs(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a mesh, on another one of the same shape, and on one in which this rank has another place."""
     chance, found, compared, divided = random.Random(str(mesh.shape)), [], 0, 0
+    ranks = torch.arange(mesh.size()).view(tuple(mesh.shape))
+    names = [f"other {axis}" for axis in range(mesh.ndim)]
+    other, flipped = DeviceMesh("cpu", ranks, mesh_dim_names=names), DeviceMesh("cpu", ranks.flip(mesh.ndim - 1))
+    meshes = mesh, other, mesh, other, flipped
     known_form, form_key = native_dispatch.known_form, native_dispatch.form_key
 
     def counting(call: Any) -> Any:
@@ -322,7 +327,8 @@ def test_decisions_equal_pytorchs(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPa
     for op, draw, kwargs in CASES:
         for _ in range(20 if NIGHTLY else 3 - max(mesh.ndim - 1, 1)):
             kind = Draw(mesh, chance)
-            for _ in range(15 if NIGHTLY else 18 // mesh.ndim):
+            for number in range(15 if NIGHTLY else 18 // mesh.ndim):
+                kind.mesh = meshes[number % len(meshes)]
                 args = draw(kind)
                 monkeypatch.setattr(native_dispatch, "form_key", lambda *_: None)
                 expected = decide(op, args, kwargs)

@@ -7,7 +7,7 @@ the results are placed, which of them are operands or views of them, and which p
 strides and dtypes of the results come from a run on meta tensors, which also finds the errors, and local sizes of views from
 the global ones.
 
-Entries are made of PyTorch's decisions, when a call is the first of its kind.
+Entries are made of PyTorch's decisions, when a call is the first of its kind, and hold on all meshes of the same shape.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -41,12 +42,14 @@ _OWN_RULES = "torch.distributed.tensor._ops."
 
 
 class FormKey:
-    """What decides a call, without its sizes, and the call with specs in place of DTensors."""
+    """What decides a call, without its sizes, and the call with specs in place of DTensors, on one mesh."""
 
-    __slots__ = ("args", "key", "kwargs", "op")
+    __slots__ = ("args", "key", "kwargs", "mesh", "op")
 
-    def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...]) -> None:
-        self.op, self.args, self.kwargs, self.key = op, args, kwargs, key
+    def __init__(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, key: tuple[Any, ...]
+    ) -> None:
+        self.op, self.args, self.kwargs, self.mesh, self.key = op, args, kwargs, mesh, key
 
 
 class _Form:
@@ -82,6 +85,9 @@ def form_key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FormKey 
     named = kwargs and {name: _with_specs(x, operands) for name, x in kwargs.items()}
     if None in operands or not has_meta_kernel(op, named):
         return None
+    meshes = [spec.mesh for spec in _specs_in((*specs, *named.values()) if named else specs)]
+    if not meshes or any(mesh is not meshes[0] for mesh in meshes):
+        return None
     models = model_hooks()
     handler = models.handlers.get(op) if models is not None else None
     if handler is not None and handler.applies(op, SimpleNamespace(args_schema=specs, kwargs_schema=named)):
@@ -94,7 +100,7 @@ def form_key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FormKey 
         hash(key)
     except TypeError:
         return None
-    return FormKey(op, specs, named, key)
+    return FormKey(op, specs, named, meshes[0], key)
 
 
 def _sizes_of(op: Any) -> Callable[..., Hashable | None] | None:
@@ -120,7 +126,7 @@ def _with_specs(value: Any, operands: list[Any]) -> Any:
             operands.append(None)
             return spec
         shape = meta.shape
-        operands.append((layout.number, meta.dtype, len(shape), *[_fits(shape, cut) for cut in layout.shards]))
+        operands.append((layout.decides, meta.dtype, len(shape), *[_fits(shape, cut) for cut in layout.shards]))
         return spec
     if isinstance(value, torch.Tensor):  # C++ lets none pass that has dims
         operands.append(value.dtype)
@@ -145,10 +151,8 @@ def _divisibility(call: FormKey) -> tuple[tuple[bool, bool], ...]:
     """Of each dim of each operand, whether axes of the mesh could cut it, and evenly: what decides which moves are possible,
     beside the placements."""
     specs = list(_specs_in((*call.args, *call.kwargs.values()) if call.kwargs else call.args))
-    if not specs:
-        return ()
     products = {1}
-    for size in specs[0].mesh.shape:
+    for size in call.mesh.shape:
         products |= {size * product for product in products}
     return tuple(
         (n >= parts, n % parts == 0) for spec in specs for n in spec.tensor_meta.shape for parts in sorted(products)
@@ -188,8 +192,8 @@ def known_form(call: FormKey) -> tuple[tuple[Result, ...], Replaced, Parts] | No
         elif is_list != isinstance(meta, list) or meta is None:
             return None
         else:
-            listed = meta if is_list else [meta]
-            results.append((tuple([layout.with_meta(one) for one in listed]), written, viewed))
+            listed, placed = meta if is_list else [meta], layout.on_mesh(call.mesh)
+            results.append((tuple([placed.with_meta(one) for one in listed]), written, viewed))
         if written >= 0 and call.args[written].tensor_meta.shape != meta.shape:
             return None
     if form.sized < 0:
@@ -229,6 +233,8 @@ def remember_form(
             return
         (layout,) = layouts
         if (layout is None and is_list) or (layout is not None and not layout.is_plain):
+            return
+        if layout is not None and layout.spec.mesh is not call.mesh:
             return
         kept.append((layout, is_list, written, viewed))
     propagator: Any = DTensor._op_dispatcher.sharding_propagator

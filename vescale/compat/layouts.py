@@ -7,9 +7,10 @@ decisions can be looked up without sizes (:mod:`vescale.compat.closed_forms`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -26,16 +27,19 @@ class Layout:
 
     Attributes:
         number: its own, also among layouts that have been forgotten.
+        pattern: the placements, and the order of shards as in specs.
+        decides: what a decision depends on: of the mesh, only its shape and this rank's place, not its ranks and groups.
         spec: one of this layout, of any sizes.
         is_plain: whether all placements are exactly Replicate, Shard or Partial, in the order of the axes.
         cuts: of each axis that shards: the dim, the axis' size, and this rank's coordinate.
         shards: of each dim that is sharded: the dim, and in how many parts.
     """
 
-    __slots__ = ("cuts", "is_plain", "number", "shards", "spec")
+    __slots__ = ("cuts", "decides", "is_plain", "number", "pattern", "shards", "spec")
 
     def __init__(self, spec: DTensorSpec) -> None:
         self.spec = spec
+        self.pattern = _pattern(spec)
         self.number = next(_NUMBERS)
         self.is_plain = all(type(p) in _PLAIN for p in spec.placements) and spec.shard_order == (
             DTensorSpec.compute_default_shard_order(spec.placements)
@@ -48,6 +52,19 @@ class Layout:
                     cuts.append((p.dim, spec.mesh.size(axis), coordinate[axis]))
                     shards[p.dim] = shards.get(p.dim, 1) * spec.mesh.size(axis)
         self.cuts, self.shards = tuple(cuts), tuple(shards.items())
+        self.decides: Hashable = self.pattern, spec.mesh.device_type, tuple(spec.mesh.shape), coordinate
+
+    def on_mesh(self, mesh: DeviceMesh) -> Layout:
+        """The same placements on a mesh of the same shape."""
+        if mesh is self.spec.mesh:
+            return self
+        key = (id(mesh), *self.pattern)
+        found = LAYOUTS.get(key)
+        if found is None:
+            placements, is_order, order = self.pattern
+            spec = DTensorSpec(mesh, placements, shard_order=order, use_strided_shard_as_shard_order=is_order)
+            found = LAYOUTS.setdefault(key, Layout(spec))
+        return found
 
     def with_meta(self, meta: TensorMeta) -> DTensorSpec:
         """The interned spec of these sizes, made without the checks of a new one."""
@@ -65,9 +82,13 @@ def layout_of(spec: DTensorSpec) -> Layout:
     if interned is not None:
         known: Layout = interned[1]
         return known
-    key = (id(spec.mesh), spec.placements, spec.use_strided_shard_as_shard_order, spec.shard_order)
+    key = (id(spec.mesh), *_pattern(spec))
     found = LAYOUTS.get(key)
     return LAYOUTS.setdefault(key, Layout(spec)) if found is None else found
+
+
+def _pattern(spec: DTensorSpec) -> tuple[Any, ...]:
+    return spec.placements, spec.use_strided_shard_as_shard_order, spec.shard_order
 
 
 def intern(spec: DTensorSpec) -> DTensorSpec:
