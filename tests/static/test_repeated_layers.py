@@ -97,7 +97,8 @@ class LayerWithAnotherValue(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values = [torch.tanh(x), torch.relu(x)]
-        return x + self.down(self.up(values[0] + values[2 - DIMS.get(id(self), 1)]))
+        number = DIMS.get(id(self), 1)
+        return x + self.down(self.up(values[number - 1] - values[2 - number]))
 
 
 class OfATable(Stack):

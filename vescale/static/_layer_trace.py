@@ -15,7 +15,7 @@ from vescale.static._held_values import SCALARS
 
 __all__ = ["LayerTrace", "structure"]
 
-_PLAIN = frozenset(SCALARS) - {slice}  # which may have tensors in it
+_PLAIN = SCALARS - {slice}  # which may have tensors in it
 
 
 class LayerTrace:

@@ -79,6 +79,7 @@ class RepeatedLayers:
 
     def __init__(self, model: nn.Module, runtime: Runtime, is_on: bool) -> None:
         self.repeats: dict[str, str] = {}
+        self._repeats_of: dict[str, list[str]] = {}
         self._templates: dict[str, _Template | None] = {}
         self._alike: dict[str, tuple[str, frozenset[str]]] = {}  # by path: the template, and attributes that differ
         self._traces: list[LayerTrace] = []  # of the repeats
@@ -104,7 +105,7 @@ class RepeatedLayers:
         if path in self._templates:
             if self._templates[path] is not None:  # a second call
                 del self._templates[path]
-                if path in self.repeats.values():
+                if path in self._repeats_of:
                     self._differs = path
             else:
                 trace = LayerTrace(sys._getframe(1), path, self._placements)
@@ -126,6 +127,7 @@ class RepeatedLayers:
         if differing and (_ALL in template.read or differing & template.read):
             return False
         self.repeats[path] = first
+        self._repeats_of.setdefault(first, []).append(path)
         trace = LayerTrace(sys._getframe(1), path, self._placements, template.trace)
         self._running.append(trace)
         self._traces.append(trace)
@@ -189,11 +191,13 @@ class RepeatedLayers:
 
     def counterparts(self, path: str) -> Iterator[str]:
         """The names in repeated layers at the place of a module's or a tensor's."""
-        for other, first in self.repeats.items():
-            if is_inside(path, first):
-                made = other + path.removeprefix(first)
+        outer = path
+        while outer:
+            for other in self._repeats_of.get(outer, ()):
+                made = other + path.removeprefix(outer)
                 yield made
                 yield from self.counterparts(made)
+            outer = outer.rpartition(".")[0]
 
 
 def _inside(found: Mapping[str, Any], outer: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from vescale.runtime import CheckpointedForward, ExpertRegion, LocalRegion
 
 __all__ = ["ModuleStates", "checkpoint_of", "is_inside", "own_forward", "problems_of_modules", "regions_of"]
 
-_OURS = ("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES)
+_OURS = frozenset(("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 class ModuleStates:
@@ -100,7 +101,7 @@ def _state(module: nn.Module, managed: Collection[tuple[int, str]], holds: dict[
     for name, value in module.__dict__.items():
         if name in _OURS:
             continue
-        if isinstance(value, bool | int | float | str | type(None)):
+        if type(value) in _PLAIN or isinstance(value, bool | int | float | str):
             state[name] = value
         elif isinstance(value, list | dict | set):
             state[name] = id(value), len(value)
