@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch import nn
 
 from vescale.static._call_tree import CallTree
 from vescale.static._exchanged_code import ExchangedFunction, code_of, is_exchanged
@@ -56,6 +58,29 @@ def test_the_function_is_found_among_all_objects(exchanged: ExchangedFunction, m
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # the tests freeze what they have loaded
     monkeypatch.setattr(gc, "get_objects", lambda: [two, one, three])
     assert functions_with(exchanged.original, None, {}) == [one]
+
+
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_called_functions_are_known(is_filtered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether C++ tells of calls in the files alone that are followed, or Python of all."""
+    monkeypatch.setattr("vescale.static._call_tree.is_recorded", lambda file: file == __file__)
+    if not is_filtered:
+        monkeypatch.setattr("vescale.static._call_tree.native_static", mock.Mock(return_value=None))
+
+    def outer() -> None:
+        nn.Identity()(one())
+        with tree.paused():
+            two()
+        three()
+
+    tree = CallTree(lambda: None)
+    with tree:
+        outer()
+        before = sys.gettrace()
+    assert [code.co_name for code in tree.functions] == ["outer", "one", "three"]
+    (called,) = tree.forwards.values()
+    assert len(called.visits) > 10 and [one.code.co_name for one in called.all_below()] == ["outer", "one", "three"]
+    assert before is not None and sys.gettrace() is not before
 
 
 def test_a_record_of_exchanged_code_is_known(exchanged: ExchangedFunction, monkeypatch: pytest.MonkeyPatch) -> None:

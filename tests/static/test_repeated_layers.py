@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -83,15 +85,101 @@ class LayerOfATable(Layer):
         return x + self.down(torch.softmax(h, DIMS.get(id(self), 1)) * h)
 
 
+class LayerWithAnotherNumber(Layer):
+    """Which changes no placement."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(torch.softmax(self.norm(x), DIMS.get(id(self), 1))))
+
+
+class LayerWithAnotherValue(Layer):
+    """Of the same type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [torch.tanh(x), torch.relu(x)]
+        number = DIMS.get(id(self), 1)
+        return x + self.down(self.up(values[number - 1] - values[2 - number]))
+
+
 class OfATable(Stack):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Layer] = LayerOfATable) -> None:
         super().__init__((1,) * 7)
         for layer in self.layers:
-            layer.__class__ = LayerOfATable
+            layer.__class__ = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         DIMS[id(self.layers[4])] = 2
+        OTHERS[id(self.layers[4])] = self.layers[0]
         return super().forward(x)
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class LayerThatCallsAnother(Layer):
+    """Another function, which does the same."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = twice if id(self) in DIMS else double
+        return x + self.down(scale(self.up(self.norm(x))))
+
+
+class LayerThatBranches(Layer):
+    """Between torch functions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dims = [1]
+        if id(self) in DIMS:
+            dims.append(2)
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+OTHERS: dict[int, Any] = {}
+
+
+class LayerWithAParameterOfAnother(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        owner: Any = OTHERS.get(id(self), self)
+        return x + self.down(torch.relu(self.up(x * owner.norm.weight)))
+
+
+class Fails(Layer):
+    """After the first torch functions, where the model catches it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if id(self) in DIMS:
+            raise LookupError
+        return y
+
+
+MADE: list[weakref.ref[torch.Tensor]] = []
+
+
+class LayerThatIsWatched(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(self.norm(x))
+        MADE.append(weakref.ref(h))
+        return x + self.down(h)
+
+
+class Catches(OfATable):
+    def __init__(self) -> None:
+        super().__init__(Fails)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        DIMS[id(self.layers[4])] = 2
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except LookupError:
+                x = x * 2
+        return x
 
 
 def batch(seed: int) -> torch.Tensor:
@@ -139,6 +227,46 @@ def a_layer_with_other_arguments() -> None:
     assert found.recordings == 2 and found.static_steps == 2 and str(found).count("softmax:") == 1, found
 
 
+def a_layer_with_another_number() -> None:
+    found, _ = run(functools.partial(OfATable, LayerWithAnotherNumber))
+    assert found.recordings == 2 and found.static_steps == 2 and not found.fallbacks, found
+
+
+def a_layer_with_another_value() -> None:
+    found, _ = run(functools.partial(OfATable, LayerWithAnotherValue))
+    assert found.recordings == 2 and found.static_steps == 2 and not found.fallbacks, found
+
+
+def a_layer_that_calls_another_function() -> None:
+    found, _ = run(functools.partial(OfATable, LayerThatCallsAnother))
+    assert found.recordings == 2 and found.static_steps == 2 and not found.fallbacks, found
+
+
+def a_layer_that_branches_between_functions() -> None:
+    """The first static step refuses the branch."""
+    found, _ = run(functools.partial(OfATable, LayerThatBranches))
+    assert found.recordings == 2 and found.static_steps == 1, found
+    assert [one.steps for one in found.fallbacks if "was not recorded" in one.reason] == [1], found
+
+
+def a_layer_with_a_parameter_of_another() -> None:
+    found, _ = run(functools.partial(OfATable, LayerWithAParameterOfAnother))
+    assert found.recordings == 2 and found.static_steps == 2, found
+
+
+def a_layer_that_fails() -> None:
+    found, _ = run(Catches)
+    assert found.recordings == 2 and found.static_steps == 2, found
+
+
+def tensors_that_are_not_kept() -> None:
+    model = both(functools.partial(OfATable, LayerThatIsWatched), _plan)[1]
+    with torch.no_grad():
+        model(batch(0))
+    gc.collect()
+    assert len(MADE) == 7 and not any(x() is not None for x in MADE), MADE
+
+
 def parameters_that_are_used_outside() -> None:
     found, _ = run(functools.partial(UsesParameters, (1,) * 7))
     assert found.recordings == 2 and found.static_steps == 2, found
@@ -154,6 +282,13 @@ CASES = (
     attributes_that_are_read,
     a_layer_with_another_gradient,
     a_layer_with_other_arguments,
+    a_layer_with_another_number,
+    a_layer_with_another_value,
+    a_layer_that_calls_another_function,
+    a_layer_that_branches_between_functions,
+    a_layer_with_a_parameter_of_another,
+    a_layer_that_fails,
+    tensors_that_are_not_kept,
     parameters_that_are_used_outside,
     layers_that_run_twice,
 )

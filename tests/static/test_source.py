@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from vescale.static import _source
 from vescale.static._branches import untaken_branches
 from vescale.static._call_tree import CallTree, FunctionCall
 from vescale.static._patch import REFUSE, SLICE, Patch, callee_of, can_be_site, make_function, patched_code, site_name
@@ -68,6 +73,64 @@ def rewritten(function: types.FunctionType, patch: Patch, **cells: Any) -> types
 def test_source_compiles_to_the_same_code(function: Any) -> None:
     source = known(function)
     assert set(source.node_of[0].values()) <= set(range(len(source.nodes)))
+
+
+LAYOUTS = '''
+import functools
+from math import (
+    pi,
+    tau,
+)
+
+if True:
+    import operator
+
+
+class Outer:
+    @functools.lru_cache(
+        maxsize=4,
+    )
+    def decorated(
+        self, x,
+    ):
+        return functools.reduce(lambda a, b: a + b, [x, pi])
+
+    def margins(self, x):
+        """Text
+at the margin."""
+        return x * 2
+
+    def last(self, x):
+        return [x for x in (x, tau)]
+
+
+def comments(x):
+    y = x
+# at the margin
+    return y + 1
+
+
+def imports(x):
+    import random
+    return random.random() + operator.add(x, 1)
+'''
+
+
+@pytest.mark.parametrize(
+    "name, by_lines", [("decorated", True), ("margins", True), ("last", True), ("comments", False), ("imports", False)]
+)
+def test_definitions_are_found_by_their_lines(name: str, by_lines: bool, tmp_path: Path) -> None:
+    """Or, where those tell too little, in the whole file."""
+    path = tmp_path / "layouts.py"
+    path.write_text(LAYOUTS)
+    held: dict[str, Any] = {}
+    exec(compile(LAYOUTS, str(path), "exec"), held)
+    function = held[name] if name in held else vars(held["Outer"])[name]
+    with mock.patch.object(_source, "_definition", side_effect=_source._definition) as searched:
+        source = source_of(inspect.unwrap(function).__code__)
+    assert source is not None and searched.called is not by_lines
+    (line,) = {node.lineno for node in source.nodes if isinstance(node, ast.Return)}
+    assert LAYOUTS.splitlines()[line - 1].strip().startswith("return")
 
 
 def test_functions_without_source() -> None:

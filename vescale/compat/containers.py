@@ -13,6 +13,8 @@ __all__ = ["hides_tensors", "map_tensors", "tensors_in"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Tensor)
 
+_WITHOUT_TENSORS = frozenset(_PLAIN) - {torch.Tensor}
+
 
 def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """``value`` with every tensor in nested tuples, lists, mappings and dataclasses replaced.
@@ -50,6 +52,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors that :func:`map_tensors` would visit."""
     if isinstance(value, torch.Tensor):
         yield value
+        return
+    if type(value) in _WITHOUT_TENSORS:
         return
     items = (
         value if isinstance(value, list | tuple) else (value if isinstance(value, Mapping) else _fields(value)).values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -10,6 +11,25 @@ import torch
 from vescale import csrc
 
 __all__ = ["NativeStatic", "native_static"]
+
+
+class NativeLayerTrace(Protocol):
+    """``objects``: those of a trace that is kept, which it adds to, and with which others are compared."""
+
+    def note(
+        self,
+        objects: list[Any],
+        called: Any,
+        given: Any,
+        returned: Any,
+        names: dict[int, str],
+        is_recorded: Callable[[str], bool],
+        /,
+    ) -> None: ...
+
+    def end(self, objects: list[Any], /) -> None: ...
+
+    def differs(self) -> bool: ...
 
 
 class NativeStatic(Protocol):
@@ -39,6 +59,15 @@ class NativeStatic(Protocol):
             grad_after: placements of the gradient of the result.
             accept: called with the spec of the result where it is another one than before; may raise.
         """
+
+    def LayerTrace(
+        self, frame: types.FrameType, prefix: str, placements: dict[Any, Any], like: Any, /
+    ) -> NativeLayerTrace:
+        """As :class:`vescale.static._layer_trace.LayerTrace`; ``prefix``: of the names of what is in the layer."""
+
+    def filter_trace(self, wants: Callable[[str], bool], /) -> None:
+        """Let the trace function of this thread see calls of functions only in files for which ``wants`` answers True, until
+        ``sys.settrace`` sets another one."""
 
     def kept(self, placements: tuple[Any, ...]) -> tuple[Any, ...]:
         """The one of all equal tuples of placements that is found without comparing."""

@@ -15,6 +15,7 @@
 #include "held_tensors.h"
 #include "kernel.h"
 #include "layer_norm.h"
+#include "layer_trace.h"
 #include "linear.h"
 #include "links.h"
 #include "local_conversion.h"
@@ -23,6 +24,7 @@
 #include "plain_labels.h"
 #include "rms_norm.h"
 #include "thread_settings.h"
+#include "trace_filter.h"
 
 #include <algorithm>
 #include <string>
@@ -239,6 +241,12 @@ PYBIND11_MODULE(_dispatch, module) {
              py::object, const py::object&, const py::tuple&, const py::tuple&, const py::object&, py::object, py::object,
              py::object, const py::object&, py::object>())
         .def("__call__", torch::wrap_pybind_function(&vescale::convert_local));
+    py::class_<vescale::LayerTrace, std::shared_ptr<vescale::LayerTrace>>(module, "LayerTrace")
+        .def(py::init<const py::object&, std::string, const py::dict&, std::shared_ptr<vescale::LayerTrace>>())
+        .def("note", torch::wrap_pybind_function(&vescale::LayerTrace::note))
+        .def("end", &vescale::LayerTrace::end)
+        .def("differs", &vescale::LayerTrace::differs);
+    module.def("filter_trace", &vescale::filter_trace);
     module.def("first_resized", torch::wrap_pybind_function(&vescale::first_resized));
     module.def("first_changed", torch::wrap_pybind_function(&vescale::first_changed));
     module.def("set_entries", torch::wrap_pybind_function(&vescale::set_entries));

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.static._gradients import is_whole, without_single_ranks
 from vescale.static._local_functions import local_function
 from vescale.static._local_run import LocalRun
-from vescale.static._record import Call
 from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS
+from vescale.static._step_records import Call
 from vescale.static._tensor_type import TensorType, merged_types, types_of
 
 __all__ = [

@@ -30,9 +30,10 @@ from vescale.static._fixed_arguments import CallArguments
 from vescale.static._gradients import settle_gradients
 from vescale.static._patch import Patch, can_be_site, mark_of
 from vescale.static._placing import PlacedTensor, placed_tensors
-from vescale.static._record import Call, ModuleCall, Recorder
+from vescale.static._record import Recorder
 from vescale.static._source import FunctionSource, source_of
 from vescale.static._state import is_inside
+from vescale.static._step_records import Call, ModuleCall
 from vescale.static._tensor_type import TensorType, merged_types, types_of
 
 __all__ = ["Analysis", "FunctionPlan", "ModulePlan", "analyze", "module_types"]
@@ -46,11 +47,12 @@ class FunctionPlan:
     """What is changed in a function; nodes are numbers of ``source.nodes``.
 
     Attributes:
+        code: of the function itself; ``source.code`` may be an equal one.
         swaps: of the functions called at a node, by their code; None: the function runs as it is.
         has_sites: whether functions are changed in it, or in functions that it calls.
     """
 
-    call: FunctionCall
+    code: CodeType
     source: FunctionSource
     patch: Patch
     actions: dict[int, Action]
@@ -115,11 +117,6 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> Analysis:
             continue
         function, part, offset = call.site
         by_call.setdefault(function, {}).setdefault((part, offset), []).append(call)
-    twins: dict[FunctionCall, FunctionCall] = {}
-    for one, other in recorder.layers.functions(recorder.tree):
-        twins[other] = one
-        if one in by_call:
-            by_call[other] = by_call[one]
     boundaries = {placing: placed_tensors(calls, mesh) for placing, calls in recorder.boundaries.items()}
     for placing, placed in boundaries.items():
         path = placing.instruction.path
@@ -128,7 +125,7 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> Analysis:
     plans: dict[str, ModulePlan] = {}
     planner = _Planner(recorder, by_call, mesh)
     for path in recorder.module_calls:
-        if path not in recorder.tree.forwards:
+        if path not in recorder.tree.forwards and path == recorder.layers.origin(path):
             is_region = path in recorder.regions
             problem = problems.get(path, "" if is_region else "its forward is not a Python function of the model's")
             plans[path] = ModulePlan(path, problem)
@@ -138,12 +135,17 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> Analysis:
             continue
         problem = problems.get(path, "")
         planner.unreached = []
-        plan = planner.plan_forward(forward, twins.get(forward)) if not problem else Problem(problem)
+        plan = planner.plan(forward) if not problem else Problem(problem)
         if isinstance(plan, Problem):
             plans[path] = ModulePlan(path, plan.reason)
         else:
             plans[path] = ModulePlan(path, forward=plan)
             unreached += planner.unreached
+    for path in recorder.module_calls:
+        origin = recorder.layers.origin(path)
+        if path != origin:
+            problem = problems.get(path, plans[origin].problem)
+            plans[path] = ModulePlan(path, problem, None if problem else plans[origin].forward)
     for path, found in plans.items():
         if path and not found.problem and path not in recorder.regions:
             continue
@@ -157,9 +159,10 @@ def _path(
     recorder: Recorder, plans: Mapping[str, ModulePlan], marked: Mapping[FunctionCall, frozenset[int]]
 ) -> Iterator[int]:
     eager = [path for path, plan in plans.items() if plan.problem or path in recorder.regions]
-    for call, nodes in recorder.tree.decided:
+    is_eager = functools.cache(lambda module: any(is_inside(module, path) for path in eager))
+    for call, nodes, module in recorder.tree.decided:
         found = marked.get(call)
-        if found and not any(is_inside(call.module, path) for path in eager):
+        if found and not is_eager(module):
             yield from (mark_of(call.code, node) for node in nodes if node in found)
 
 
@@ -183,22 +186,6 @@ class _Planner:
         self._ran = frozenset(code.co_name for code in self._globals)
         self.unreached: list[FunctionCall] = []
         self.marked: dict[FunctionCall, frozenset[int]] = {}
-        self._planned: dict[FunctionCall, tuple[FunctionPlan | Problem | None, list[FunctionCall]]] = {}
-
-    def plan_forward(self, call: FunctionCall, twin: FunctionCall | None) -> FunctionPlan | Problem | None:
-        """``twin``: the forward of another module that ran alike and has been planned; None: there is none."""
-        known = self._planned.get(twin) if twin is not None else None
-        if twin is None or known is None:
-            plan = self.plan(call)
-            self._planned[call] = plan, self.unreached
-            return plan
-        plan, unreached = known
-        counterparts = dict(zip(twin.all_below(), call.all_below(), strict=True))
-        self.unreached = [counterparts[one] for one in unreached]
-        for one, other in counterparts.items():
-            if one in self.marked:
-                self.marked[other] = self.marked[one]
-        return _moved(plan, counterparts) if isinstance(plan, FunctionPlan) else plan
 
     def plan(self, call: FunctionCall, is_reached: bool = True) -> FunctionPlan | Problem | None:
         """None where nothing changes; ``is_reached``: whether a caller can be changed to run another function."""
@@ -270,7 +257,7 @@ class _Planner:
         called_plans = [plan for plans in swaps.values() for plan in plans.values() if plan is not None]
         is_changed = any(not isinstance(action, Checked) for action in actions.values())
         has_sites = is_changed or any(plan.has_sites for plan in called_plans)
-        return FunctionPlan(call, source, patch, actions, swaps, has_sites) if patch else None
+        return FunctionPlan(call.code, source, patch, actions, swaps, has_sites) if patch else None
 
     def _action(self, calls: Sequence[Call]) -> Action | Problem | None:
         """What the calls of one site have in common; None if they are those of the function on the local tensors."""
@@ -316,15 +303,6 @@ class _Planner:
             )
             for calls in sites
         )
-
-
-def _moved(plan: FunctionPlan, counterparts: Mapping[FunctionCall, FunctionCall]) -> FunctionPlan:
-    """The plan of functions that ran alike."""
-    swaps = {
-        node: {code: None if inner is None else _moved(inner, counterparts) for code, inner in plans.items()}
-        for node, plans in plan.swaps.items()
-    }
-    return replace(plan, call=counterparts[plan.call], swaps=swaps)
 
 
 def _is_open(source: FunctionSource | None, node: int, arguments: CallArguments | None) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from types import CodeType
@@ -46,7 +45,7 @@ def untaken_of(source: FunctionSource, visits: Mapping[tuple[int, int], int]) ->
 def _untaken(source: FunctionSource, visited: frozenset[tuple[tuple[int, int], int]]) -> Patch:
     """``visited``: how often the instruction at a position ran. It is the same for most of a model's layers."""
     numbers = source.numbers
-    visits = _Visits(Counter(dict(visited)), source, numbers)
+    visits = _Visits(dict(visited), source)
     refused: list[int] = []
     refused_else: list[int] = []
     for node in source.nodes:
@@ -106,20 +105,15 @@ def _arms(node: ast.AST) -> Iterator[list[ast.stmt] | ast.expr]:
 
 
 class _Visits:
-    def __init__(self, counts: Counter[tuple[int, int]], source: FunctionSource, numbers: Mapping[int, int]) -> None:
-        self.numbers = numbers
-        self.entered = {part for (part, _), count in counts.items() if count}
-        # node -> (part, offset) -> visits
-        self.by_node: dict[int, dict[tuple[int, int], int]] = {}
-        for part, offsets in enumerate(source.node_of):
-            for offset, node in offsets.items():
-                self.by_node.setdefault(node, {})[part, offset] = counts[part, offset]
+    """``counts``: how often instructions ran."""
+
+    def __init__(self, counts: Mapping[tuple[int, int], int], source: FunctionSource) -> None:
+        self._counts, self._source = counts, source
+        self._entered = {part for part, _ in counts}
 
     def of(self, node: ast.AST) -> int | None:
         """How often a node was reached: visits of its first instruction; None if that cannot be told."""
-        found: dict[tuple[int, int], int] = {}
-        for inner in ast.walk(node):
-            found.update(self.by_node.get(self.numbers[id(inner)], {}))
-        if not found or min(found)[0] not in self.entered:
+        place = first_instruction(self._source, self._source.numbers[id(node)])
+        if place is None or place[0] not in self._entered:
             return None  # a function that is defined here, and may run elsewhere
-        return found[min(found)]
+        return self._counts.get(place, 0)

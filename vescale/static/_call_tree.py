@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.compat import MODULE_CALL
+from vescale.compat import MODULE_CALL, native_static
 from vescale.runtime import CheckpointedForward
 from vescale.static._decisions import decision_points
 from vescale.static._exchanged_code import is_exchanged
@@ -87,8 +88,8 @@ class CallTree:
         self.functions: dict[types.CodeType, dict[str, Any]] = {}  # all that ran, with their globals
         self.on_function: Callable[[types.CodeType, dict[str, Any]], None] = lambda code, held: None
         """Called with the code and the globals of each function before it runs for the first time."""
-        self.decided: list[tuple[FunctionCall, tuple[int, ...]]] = []
-        """What ran at ``points`` of functions, in order."""
+        self.decided: list[tuple[FunctionCall, tuple[int, ...], str]] = []
+        """What ran at ``points`` of functions, in order, and in which module."""
         self.has_exchanged_code = False
         """Whether another thread had exchanged the code of a function that ran, of which nothing is known then."""
         self._current_module = current_module
@@ -98,13 +99,34 @@ class CallTree:
     def __enter__(self) -> CallTree:
         self._before, self._collects = sys.gettrace(), gc.isenabled()
         gc.disable()  # callbacks of the garbage collector are no functions of the model
-        sys.settrace(self._called)
+        self._follow()
         return self
 
     def __exit__(self, *_: Any) -> None:
         sys.settrace(self._before)
         if self._collects:
             gc.enable()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, functions are not followed."""
+        sys.settrace(None)
+        try:
+            yield
+        finally:
+            self._follow()
+
+    def _follow(self) -> None:
+        sys.settrace(self._called)
+        native = native_static()
+        if native is not None:  # most functions that run are none of the model's
+            native.filter_trace(is_recorded)
+
+    def repeat_decided(self, decided: slice, path: str, other: str) -> None:
+        """The module ``other`` has decided what ``path`` had."""
+        self.decided += [
+            (call, nodes, other + module.removeprefix(path)) for call, nodes, module in self.decided[decided]
+        ]
 
     def site(self, frame: types.FrameType | None) -> tuple[Site, bool] | None:
         """Where the recorded functions are, and whether only PyTorch's own wrappers of functions are between there and
@@ -143,7 +165,7 @@ class CallTree:
                 place = part, frame.f_lasti
                 visits[place] = visits.get(place, 0) + 1
                 if place in points:
-                    decided.append((call, points[place]))
+                    decided.append((call, points[place], call.module))
             elif event == "return":
                 while self._running and self._running.pop()[0] is not frame:
                     pass

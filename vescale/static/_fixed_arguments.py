@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from vescale.static._call_tree import FunctionCall, is_of_torch
-from vescale.static._record import Call
 from vescale.static._source import FunctionSource, code_objects
+from vescale.static._step_records import Call
 
 __all__ = ["CallArguments"]
 

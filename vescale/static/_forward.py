@@ -182,7 +182,10 @@ class StaticForward:
         except Exception as problem:
             if program.is_proven and not isinstance(problem, UnrecordedError):
                 raise  # of the model's own code, as in eager mode
-            if isinstance(problem, UnrecordedError):
+            if isinstance(problem, UnrecordedError) and program.recorded.has_repeats and not program.is_proven:
+                self._layers_differ = True  # in branches between torch functions; each is recorded in the next step
+                self.programs.pop(key, None)
+            elif isinstance(problem, UnrecordedError):
                 self._others.note_miss(key, program, may_record=not self._records_too_often())
             elif program.recorded.step is not None:
                 for known in [known for known, other in self.programs.items() if other is program]:

@@ -9,8 +9,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ops import entries
-from vescale.static._record import Placements, Recorder, TensorRecord, Value
+from vescale.static._record import Recorder
 from vescale.static._state import is_inside
+from vescale.static._step_records import Placements, TensorRecord, Value
 
 __all__ = ["is_whole", "local_gradient", "settle_gradients", "without_single_ranks"]
 
@@ -158,10 +159,6 @@ def _by_module(recorder: Recorder, wrong: Mapping[Value, str]) -> dict[str, str]
             path = path.rpartition(".")[0]
         name = f"the parameter {value.name}" if value.is_parameter else "a tensor"
         problems.setdefault(path, f"of {name}, {reason}")
-    for path, first in recorder.layers.repeats.items():
-        for outer, reason in list(problems.items()):
-            if outer and is_inside(outer, first):
-                problems.setdefault(path + outer.removeprefix(first), reason)
     return problems
 
 

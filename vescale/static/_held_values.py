@@ -24,7 +24,7 @@ from vescale.static._source import code_objects
 
 __all__ = ["SCALARS", "HeldValues", "is_same_list", "is_value", "read_attribute"]
 
-SCALARS = (bool, int, float, complex, str, bytes, range, slice, type(None), torch.dtype, torch.device)
+SCALARS = frozenset((bool, int, float, complex, str, bytes, range, slice, type(None), torch.dtype, torch.device))
 _SKIPPED = frozenset(
     (*nn.Module().__dict__, "forward", CALL_OVERRIDE)
 )  # what every module has, and what the runtime adds

@@ -128,7 +128,7 @@ def patched_code(source: FunctionSource, patch: Patch, calls_constant: bool = Fa
     if calls_constant:
         changed = _CallsConstant().visit(changed)
     names = [site_name(node) for node in (*patch.sites, *patch.swaps)]
-    return compile_function(changed, source.code, (*names, REFUSE, SLICE, MARK))
+    return compile_function(changed, source.code, source.imported, (*names, REFUSE, SLICE, MARK))
 
 
 def make_function(original: types.FunctionType, code: types.CodeType, cells: Mapping[str, Any]) -> types.FunctionType:

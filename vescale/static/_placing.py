@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import native_static
 from vescale.runtime import Placing
 from vescale.static._call_site_functions import map_in_order
-from vescale.static._record import Boundary
+from vescale.static._step_records import Boundary
 from vescale.static._tensor_type import TensorType, UnrecordedError, merged_types, types_of
 
 __all__ = ["LocalPlacing", "PlacedTensor", "placed_tensors"]

@@ -117,18 +117,18 @@ class StaticProgram:
     def eager_calls(self) -> Iterator[tuple[str, str, str]]:
         """(module, function, reason) of each call that runs on DTensors."""
 
-        def of(plan: FunctionPlan) -> Iterator[tuple[str, str, str]]:
+        def of(plan: FunctionPlan, path: str) -> Iterator[tuple[str, str, str]]:
             for action in plan.actions.values():
-                if isinstance(action, Eager) and self._local(action, plan.call.module) is None:
-                    yield plan.call.module, name_of(action.function), action.reason
+                if isinstance(action, Eager) and self._local(action, path) is None:
+                    yield path, name_of(action.function), action.reason
             for plans in plan.swaps.values():
                 for inner in filter(None, plans.values()):
-                    yield from of(inner)
+                    yield from of(inner, path)
 
         for path in self.static_modules():
             forward = self.plans[path].forward
             if forward is not None:
-                yield from of(forward)
+                yield from of(forward, path)
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any = None, entered: Entered | None = None
@@ -254,31 +254,33 @@ class StaticProgram:
         checkpoint = checkpoint_of(module)
         forward = own_forward(module, plan.path)
         if plan.forward is not None:
-            forward = self._patched(forward, plan.forward, module)
+            forward = self._patched(forward, plan.forward, module, plan.path)
         return forward if checkpoint is None else checkpoint.around(forward)
 
-    def _patched(self, function: Any, plan: FunctionPlan, module: nn.Module) -> Any:
+    def _patched(self, function: Any, plan: FunctionPlan, module: nn.Module, path: str) -> Any:
         if isinstance(function, types.MethodType):
-            return types.MethodType(self._patched(function.__func__, plan, module), function.__self__)
+            return types.MethodType(self._patched(function.__func__, plan, module, path), function.__self__)
         patch = replace(plan.patch, marked=()) if self.compiling.is_on else plan.patch
         code = patched_code(plan.source, patch)
         own = code_of(function)
         if code is None or not isinstance(function, types.FunctionType) or own is None:
             raise UnrecordedError(f"{function} is no function in Python")
-        if self.originals.get(own, own) is not plan.call.code:
+        if self.originals.get(own, own) is not plan.code:
             raise UnrecordedError(f"{function} is another function than was recorded")
         self.needs_mode |= plan.runs_on_dtensors  # also in functions that are changed when they are called
-        self.originals.update(zip(code_objects(code), code_objects(plan.call.code), strict=False))
-        cells: dict[str, Any] = {REFUSE: functools.partial(_refuse, plan.call.code.co_filename), SLICE: slice}
+        self.originals.update(zip(code_objects(code), code_objects(plan.code), strict=False))
+        cells: dict[str, Any] = {REFUSE: functools.partial(_refuse, plan.code.co_filename), SLICE: slice}
         cells[MARK] = self._path.append
         for node, action in plan.actions.items():
             callee = callee_of(plan.source.nodes[node])
             if isinstance(action, Checked):
                 cells[site_name(node)] = self._checked(action, callee, plan, node)
             else:
-                cells[site_name(node)] = self._site(action, callee, plan.call.module, module)
+                cells[site_name(node)] = self._site(action, callee, path, module)
         for node, plans in plan.swaps.items():
-            swap = Swap(plans, functools.partial(self._patched, module=module), self._guarded, self.originals)
+            swap = Swap(
+                plans, functools.partial(self._patched, module=module, path=path), self._guarded, self.originals
+            )
             cells[site_name(node)] = self.compiling.aside(swap)
         return make_function(function, code, cells)
 
@@ -297,10 +299,10 @@ class StaticProgram:
         """Layers share what they know about arguments."""
         if self.compiling.is_on:
             return unchecked(callee)
-        key = plan.call.code, node, action
+        key = plan.code, node, action
         found = self._checks.get(key)
         if found is None:
-            where = f"{plan.call.code.co_filename}:{getattr(plan.source.nodes[node], 'lineno', 0)}"
+            where = f"{plan.code.co_filename}:{getattr(plan.source.nodes[node], 'lineno', 0)}"
             found = self._checks[key] = CheckedCall(where, action.function, action.inputs, action.outputs, callee)
         return found
 

@@ -2,117 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from vescale.comm import Ledger, record_comms
 from vescale.compat import call_module, local_of, no_torch_function, spec_of, take_moves, tensors_in, versions
 from vescale.ops import entries
 from vescale.runtime import Placing, Stages
-from vescale.static._call_tree import CallTree, Site
+from vescale.static._call_tree import CallTree
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_run import LocalRun, run_on_locals
 from vescale.static._observed_ops import ObservedOps, WithObservedOps, random_state
 from vescale.static._repeated_layers import RepeatedLayers
+from vescale.static._step_records import Boundary, Call, ModuleCall, TensorRecord, Value
 
-__all__ = ["Boundary", "Call", "ModuleCall", "Placements", "Recorder", "TensorRecord", "Value"]
-
-Placements = tuple[Placement, ...]
-
-
-@dataclass(eq=False)
-class Value:
-    """A DTensor that the forward computed, or was given.
-
-    Attributes:
-        name: of a parameter, buffer or input; "" for others.
-        is_parameter: whether it is a parameter or a buffer.
-        grads: placements of the gradients that arrived, each the sum over its uses.
-        is_grad_moved: whether they arrived as parts where the tensor is whole, or the other way round.
-    """
-
-    name: str = ""
-    is_parameter: bool = False
-    grads: set[Placements] = field(default_factory=set)
-    is_grad_moved: bool = False
-
-
-@dataclass(eq=False)
-class TensorRecord:
-    """A tensor among the arguments or results of a call.
-
-    Attributes:
-        placements: None for a plain tensor, which is the same on every rank.
-        shape, local_shape: global and of this rank; ``strides``: of the local tensor.
-        value: None for a plain tensor.
-        grads: placements of the gradients that this use of the value sent back.
-    """
-
-    placements: Placements | None
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    value: Value | None
-    grads: set[Placements] = field(default_factory=set)
-
-
-@dataclass(eq=False)
-class Call:
-    """One call of a torch function.
-
-    Attributes:
-        site: where it was called; None if the code around it was not recorded.
-        is_direct: whether the site's own instruction calls the function.
-        changed: why the call is not that of the function on the local tensors; "" if it is.
-        local_run: what the function did on the local tensors.
-        moves_gradients: whether its backward moved tensors.
-        has_gaps: whether the elements of an argument are not next to each other in memory.
-        is_random: whether it drew random numbers.
-        writes: whether it wrote to one of its arguments.
-        communication: collectives that it started, as ``all_reduce over tp``.
-        num_fractions: how many of its arguments are numbers other than whole ones, which decide about nothing.
-    """
-
-    site: Site | None
-    is_direct: bool
-    function: Any
-    inputs: list[TensorRecord]
-    outputs: list[TensorRecord] = field(default_factory=list)
-    changed: str = ""
-    local_run: LocalRun = LocalRun.DIFFERS
-    moves_gradients: bool = False
-    has_gaps: bool = False
-    is_random: bool = False
-    writes: bool = False
-    communication: Sequence[str] = ()
-    num_fractions: int = 0
-
-
-ModuleCall = tuple[list[TensorRecord], list[TensorRecord]]
-
-
-@dataclass(eq=False)
-class Boundary:
-    """One tensor that an entry of the plan places at a module's boundary."""
-
-    placing: Placing
-    stages: Stages
-    is_shared: bool
-    input: TensorRecord
-    output: TensorRecord
-    communication: Sequence[str] = ()
+__all__ = ["Recorder"]
 
 
 class Recorder(TorchFunctionMode):
@@ -158,11 +71,12 @@ class Recorder(TorchFunctionMode):
         self.guards: Any = None
         self.named: dict[str, Value] = {}
         self._read_names = names
-        self._names = names()
+        self.names = names()
         self._nodes: set[Any] = set()  # of the graph that are watched
         self._placed: list[tuple[DTensor, tuple[int, ...]]] = []  # by entries of the modules that run
         self._taken_over = ""
         self._is_unrecorded = False  # inside of a module that runs in eager mode, whatever its calls are
+        self._is_repeated = False  # inside of a layer that is compared with another
         self.recomputes = False
         self._known_ops: dict[Any, bool] = {}
 
@@ -201,10 +115,10 @@ class Recorder(TorchFunctionMode):
 
     def name_of(self, x: torch.Tensor) -> str:
         """Of a parameter or a buffer; "" for others."""
-        name = self._names.get(id(x))
+        name = self.names.get(id(x))
         if name is None and x.is_leaf and isinstance(x, nn.Parameter):
-            self._names = self._read_names()  # a unit has gathered it for the first time
-            name = self._names.get(id(x))
+            self.names = self._read_names()  # a unit has gathered it for the first time
+            name = self.names.get(id(x))
         return name or ""
 
     def _record(self, x: torch.Tensor) -> TensorRecord:
@@ -246,7 +160,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._is_unrecorded or ("" in self.problems and not self.recomputes):
-            return self.layers.note(func, args, kwargs, func(*args, **kwargs))
+            return self.layers.note(self.names, func, (args, kwargs), func(*args, **kwargs))
         with no_torch_function():
             found = self.tree.site(sys._getframe(1))
             tensors = list(tensors_in((args, kwargs)))
@@ -289,7 +203,7 @@ class Recorder(TorchFunctionMode):
                 if isinstance(x, DTensor) and id(x) not in given and not self.name_of(x):
                     self._value_of_result(x)
             call.outputs = [self._record(x) for x in made]
-        return self.layers.note(func, args, kwargs, result)
+        return self.layers.note(self.names, func, (args, kwargs), result)
 
     def take_over(self, what: str) -> None:
         """The runtime runs something in place of the current call."""
@@ -320,9 +234,14 @@ class Recorder(TorchFunctionMode):
 
     def boundary(self, placing: Placing, x: DTensor, stages: Stages, is_shared: bool) -> DTensor:
         """A tensor that an entry of the plan brings to other placements at the boundary of a module."""
+        convert = stages.convert_once if is_shared else stages.convert
+        if self._is_repeated:
+            with no_torch_function():
+                made = convert(x, placing.requester, placing.outdated)
+                self.layers.note_part(self.names, placing.name, x, made)
+            return made
         record = self._record(x)
         edges = _edges([x], [record])
-        convert = stages.convert_once if is_shared else stages.convert
         with no_torch_function(), record_comms() as ledger:
             made = convert(x, placing.requester, placing.outdated)
         if getattr(made, "_vescale_value", None) is None:
@@ -333,31 +252,49 @@ class Recorder(TorchFunctionMode):
         self.boundaries[placing][-1].append(boundary)
         with no_torch_function():
             self._placed.append((made, versions(made)))
+            self.layers.note_part(self.names, placing.name, x, made)
         return made
 
     def begin_boundary(self, placing: Placing) -> None:
-        self.boundaries.setdefault(placing, []).append([])
+        if not self._is_repeated:
+            self.boundaries.setdefault(placing, []).append([])
 
     def call_module(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call of a part of the model."""
+        if self._is_repeated:
+            return self._call_repeated(path, module, args, kwargs)
         with no_torch_function():
             inputs = [self._record(x) for x in tensors_in((args, kwargs))]
             is_unrecorded = self._is_unrecorded
             is_repeated = not is_unrecorded and self.layers.begin(self, path, (args, kwargs), inputs)
         num_placed = len(self._placed)
+        self._is_repeated = is_repeated
         self._is_unrecorded = is_unrecorded or is_repeated or path in self.problems
         try:
-            result = call_module(module, args, kwargs)
+            with self.tree.paused() if is_repeated else contextlib.nullcontext():
+                result = call_module(module, args, kwargs)
+        except BaseException:
+            self.layers.abandon(path)
+            raise
         finally:
-            self._is_unrecorded = is_unrecorded
-        self.layers.end(path)
+            self._is_unrecorded, self._is_repeated = is_unrecorded, False
         with no_torch_function():
+            self.layers.note_part(self.names, (path, ""), (args, kwargs), result)
+            self.layers.end(self, path)
             outputs = [self._record(x) for x in tensors_in(result)]
             is_written = any(versions(x) != before for x, before in self._placed[num_placed:])
         if is_written:
             self.problems[""] = f"{path} writes to an input that the plan places"
         del self._placed[num_placed:]
         self.module_calls.setdefault(path, []).append((inputs, outputs))
+        return result
+
+    def _call_repeated(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The call of a part of a layer that is compared with another."""
+        result = call_module(module, args, kwargs)
+        with no_torch_function():
+            self.layers.note_part(self.names, (path, ""), (args, kwargs), result)
+        self.module_calls.setdefault(path, self.module_calls.get(self.layers.origin(path), []))
         return result
 
 

@@ -123,7 +123,7 @@ def _patch(plan: FunctionPlan, functions: Mapping[CodeType, RecordedFunction]) -
         patches = ((functions[code], None if p is None else _patch(p, functions)) for code, p in called.items())
         calls.append((node, tuple(patches)))
     return RecordedPatch(
-        functions[plan.call.code],
+        functions[plan.code],
         tuple(sorted(sites, key=lambda site: _ORDER.get(site.action, len(_ORDER)))),
         tuple(calls),
         plan.patch.refused,

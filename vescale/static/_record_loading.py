@@ -17,7 +17,6 @@ from vescale.errors import StaticRecordError
 from vescale.ir import Program
 from vescale.static._actions import Action, Checked, Eager, ReadSizes, TakeSizes
 from vescale.static._analysis import FunctionPlan, ModulePlan
-from vescale.static._call_tree import FunctionCall
 from vescale.static._fingerprint import code_digest, state_digest
 from vescale.static._function_names import function_named
 from vescale.static._patch import Patch, can_be_site
@@ -182,7 +181,7 @@ def _function_plan(patch: RecordedPatch, code: CodeType, path: str, mesh: Device
             raise StaticRecordError(f"{name} has no call {node}")
     swaps = {node: _CalledFunctions(called, path, mesh) for node, called in patch.calls}
     return FunctionPlan(
-        FunctionCall(path, code, None, True),
+        code,
         source,
         Patch(
             tuple(site.node for site in patch.sites),

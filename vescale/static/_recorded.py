@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.static._analysis import ModulePlan, analyze, module_types
 from vescale.static._placing import PlacedTensor
-from vescale.static._record import Placements, Recorder
+from vescale.static._record import Recorder
 from vescale.static._record_values import RecordedStep
+from vescale.static._step_records import Placements
 from vescale.static._tensor_type import TensorType, types_of
 from vescale.static._unreached import UnreachedFunctions
 
@@ -38,6 +39,7 @@ class Recorded:
         functions: all Python functions that ran, with their globals; empty if it comes from a file.
         step: what it comes from, if that is a file.
         path: what marked nodes tell, in order.
+        has_repeats: whether layers are in it that were not recorded, because they did the same as another.
         unreached: functions that no call in the source reaches.
     """
 
@@ -53,6 +55,7 @@ class Recorded:
     functions: Mapping[CodeType, dict[str, Any]] = field(default_factory=dict)
     step: RecordedStep | None = None
     path: tuple[int, ...] = ()
+    has_repeats: bool = False
     unreached: UnreachedFunctions = field(default_factory=UnreachedFunctions)
 
 
@@ -67,8 +70,11 @@ def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
         if found is not None:
             types[path] = (found[0], found[1])
     grads = {name: next(iter(value.grads)) for name, value in recorder.named.items() if value.grads}
-    recorder.layers.add_gradients(grads)
     boundaries = {placing.name: placed or () for placing, placed in analysis.boundaries.items()}
+    for name, placements in list(grads.items()):
+        grads.update((other, placements) for other in recorder.layers.counterparts(name) if other not in grads)
+    for (path, text), placed in list(boundaries.items()):
+        boundaries.update(((other, text), placed) for other in recorder.layers.counterparts(path))
     return Recorded(
         plans,
         types,
@@ -81,6 +87,7 @@ def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
         recorder.recomputes,
         recorder.tree.functions,
         path=analysis.path,
+        has_repeats=bool(recorder.layers.repeats),
         unreached=UnreachedFunctions(
             analysis.unreached,
             (c for f in recorder.tree.forwards.values() for c in f.all_below()),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import dis
+import functools
+import sys
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +15,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import CALL_OVERRIDE, HOOKS_OF_MODULES, local_of, native_static, spec_of
+from vescale.compat import (
+    CALL_OVERRIDE,
+    HOOKS_OF_MODULES,
+    local_of,
+    native_static,
+    no_torch_function,
+    spec_of,
+    tensors_in,
+)
 from vescale.fsdp import state_of
 from vescale.runtime import Runtime
 from vescale.static._call_tree import CallTree, FunctionCall
-from vescale.static._function_trace import FunctionTrace, structure
+from vescale.static._layer_trace import LayerTrace, structure
 from vescale.static._source import source_of
 from vescale.static._state import is_inside
 
@@ -32,20 +43,30 @@ _READS_ALL = frozenset(("vars", "__dict__", "__getattribute__"))
 
 @dataclass
 class _Template:
-    """The only call of a layer that is recorded. ``form``: what it was given, and the settings of the thread."""
+    """The only call of a layer that is recorded.
+
+    Attributes:
+        form: what it was given, and the settings of the thread.
+        trace: what it did.
+        decided: of ``CallTree.decided``, what it has added; None while it runs.
+        read: names of attributes that it may have read.
+    """
 
     form: Any
-    is_done: bool = False
+    trace: LayerTrace
+    first_decided: int
+    decided: slice | None = None
     read: frozenset[str] | None = None
 
 
 class RepeatedLayers:
     """In a list of modules, the layers after the second and before the last that are like the second one, the template.
 
-    Their functions run as in eager mode. Which instructions ran is noted, what torch functions were given and returned, and
-    the tensors at the boundaries of modules in them, with gradients. What was recorded of the template then holds for them,
-    if all of this is the same in both. A layer with another value of an attribute that the template may have read is
-    recorded. The first and the last layer have other neighbors.
+    Their functions run as in eager mode, and are not followed. It is noted from where torch functions were called, what they
+    and modules were given and returned, and which placements gradients had. What was recorded of the template then holds for
+    them, if all of this is the same in both. Branches are not compared: a static step refuses those that the template has
+    not taken. A layer with another value of an attribute that the template may have read is recorded. The first and the
+    last layer have other neighbors.
 
     Methods get the :class:`Recorder` of the step, and its records of tensors.
 
@@ -58,10 +79,13 @@ class RepeatedLayers:
 
     def __init__(self, model: nn.Module, runtime: Runtime, is_on: bool) -> None:
         self.repeats: dict[str, str] = {}
+        self._repeats_of: dict[str, list[str]] = {}
         self._templates: dict[str, _Template | None] = {}
         self._alike: dict[str, tuple[str, frozenset[str]]] = {}  # by path: the template, and attributes that differ
-        self._traces: dict[str, FunctionTrace] = {}
-        self._running: list[FunctionTrace] = []
+        self._traces: list[LayerTrace] = []  # of the repeats
+        self._running: list[LayerTrace] = []
+        self._placements: dict[Any, Any] = {}
+        self._differs = ""
         if not is_on or any(state_of(module) is not None for module in model.modules()):
             return
         entries: dict[str, list[Any]] = {}
@@ -77,17 +101,22 @@ class RepeatedLayers:
                         self._alike[name] = names[1], differing
 
     def begin(self, recorder: Any, path: str, given: Any, inputs: Sequence[Any]) -> bool:
-        """Before the call of a part of the model: whether its functions need not be recorded."""
+        """Before the call of a part of the model, in the function that calls it: whether it need not be recorded."""
         if path in self._templates:
-            is_second = self._templates[path] is not None
-            self._templates[path] = _Template(_form(given, inputs))
-            if is_second:
+            if self._templates[path] is not None:  # a second call
                 del self._templates[path]
-            self._trace(recorder, path)
+                if path in self._repeats_of:
+                    self._differs = path
+            else:
+                trace = LayerTrace(sys._getframe(1), path, self._placements)
+                self._templates[path] = _Template(_form(given, inputs), trace, len(recorder.tree.decided))
+                self._running.append(trace)
             return False
+        if path in self.repeats:
+            self._differs = path
         first, differing = self._alike.get(path, ("", frozenset[str]()))
         template = self._templates.get(first)
-        if template is None or path in recorder.module_calls or not template.is_done or recorder.recomputes:
+        if template is None or path in recorder.module_calls or template.decided is None or recorder.recomputes:
             return False
         if any(is_inside(problem, outer) for problem in recorder.problems for outer in (first, path)):
             return False
@@ -98,76 +127,77 @@ class RepeatedLayers:
         if differing and (_ALL in template.read or differing & template.read):
             return False
         self.repeats[path] = first
-        self._trace(recorder, path)
+        self._repeats_of.setdefault(first, []).append(path)
+        trace = LayerTrace(sys._getframe(1), path, self._placements, template.trace)
+        self._running.append(trace)
+        self._traces.append(trace)
         return True
 
-    def _trace(self, recorder: Any, path: str) -> None:
-        self._traces[path] = trace = FunctionTrace(path, recorder.name_of)
-        self._running.append(trace)
+    def note(self, names: dict[int, str], called: Any, given: Any, returned: Any) -> Any:
+        """After each torch function: returns its result. ``names``: of parameters and buffers, by ``id``."""
+        if self._running:
+            with no_torch_function():
+                for trace in self._running:
+                    trace.note(called, given, returned, names)
+        return returned
 
-    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """After each torch function: returns its result."""
+    def note_part(self, names: dict[int, str], part: tuple[str, str], given: Any, returned: Any) -> None:
+        """After the call of a module, or what an entry of the plan does at its boundary. Only tensors are compared.
+
+        Args:
+            part: the path of the module, and the text of the entry.
+        """
         for trace in self._running:
-            trace.note(func, args, kwargs, result)
-        return result
+            name = part[0].removeprefix(trace.path), part[1]
+            trace.note(name, list(tensors_in(given)), list(tensors_in(returned)), names)
 
-    def end(self, path: str) -> None:
+    def end(self, recorder: Any, path: str) -> None:
         """After the call."""
-        if self._running and self._running[-1].layer == path:
-            self._running.pop().end()
+        if not self._running or self._running[-1].path != path:
+            return
+        self._running.pop().end()
         template = self._templates.get(path)
         if template is not None:
-            template.is_done = True
+            template.decided = slice(template.first_decided, len(recorder.tree.decided))
+        elif path in self.repeats:
+            template = self._templates[self.repeats[path]]
+            assert template is not None and template.decided is not None
+            recorder.tree.repeat_decided(template.decided, self.repeats[path], path)
+
+    def abandon(self, path: str) -> None:
+        """After an exception in the call, which the model may catch."""
+        while any(trace.path == path for trace in self._running):
+            self._differs = self._running.pop().path
 
     def differs(self, recorder: Any) -> str:
         """After the backward: the path of a layer that did not run like its template; "" if all did."""
-        forwards, calls = self._by_layer(recorder.tree.forwards), self._by_layer(recorder.module_calls)
-        boundaries = {
-            layer: {name: [_boundary(*call) for call in own] for name, own in parts.items()}
-            for layer, parts in calls.items()
-        }
-        for path, first in self.repeats.items():
-            if any(is_inside(name, path) for name in recorder.named):
-                return path  # functions outside of the layer use its parameters, too
-            own, others = forwards[first], forwards[path]
-            if own.keys() != others.keys() or not all(_ran_alike(own[name], others[name]) for name in own):
-                return path
-            trace, template = self._traces[path], self._traces[first]
-            if boundaries[first] != boundaries[path] or trace.calls != template.calls:
-                return path
-            if trace.gradients != template.gradients:
-                return path
+        if self._differs:
+            return self._differs
+        outside = list(recorder.named)  # what functions outside of the repeated layers use
+        for trace in self._traces:
+            if trace.differs or any(is_inside(name, trace.path) for name in outside):
+                return trace.path
         return ""
 
-    def functions(self, tree: CallTree) -> Iterator[tuple[FunctionCall, FunctionCall]]:
-        """Each function of a template, and the one at its place in a layer that ran like it."""
-        forwards = self._by_layer(tree.forwards)
-        for path, first in self.repeats.items():
-            for name, forward in forwards[first].items():
-                yield from zip(forward.all_below(), forwards[path][name].all_below(), strict=True)
+    def origin(self, path: str) -> str:
+        """The module that was recorded in place of one; itself for others. Templates may have repeated layers themselves."""
+        outer = path
+        while outer:
+            first = self.repeats.get(outer)
+            if first is not None:
+                return self.origin(first + path.removeprefix(outer))
+            outer = outer.rpartition(".")[0]
+        return path
 
-    def add_gradients(self, grads: dict[str, Any]) -> None:
-        """Add the parameters of these layers to ``grads``, which has those of the templates by name."""
-        parts = self._by_layer(grads)
-        for path, first in self.repeats.items():
-            for name, found in parts[first].items():
-                grads.setdefault(path + name, found)
-            for outer in parts:  # a template may have repeated layers itself
-                if outer != path and is_inside(path, outer):
-                    parts[outer].update(
-                        (path.removeprefix(outer) + name, found) for name, found in parts[first].items()
-                    )
-
-    def _by_layer(self, found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """What has a name in a template or in a layer that ran like it, by the rest of its name."""
-        layers: dict[str, dict[str, Any]] = {layer: {} for layer in (*self.repeats.values(), *self.repeats)}
-        for path, value in found.items():
-            outer = path
-            while outer:
-                if outer in layers:
-                    layers[outer][path.removeprefix(outer)] = value
-                outer = outer.rpartition(".")[0]
-        return layers
+    def counterparts(self, path: str) -> Iterator[str]:
+        """The names in repeated layers at the place of a module's or a tensor's."""
+        outer = path
+        while outer:
+            for other in self._repeats_of.get(outer, ()):
+                made = other + path.removeprefix(outer)
+                yield made
+                yield from self.counterparts(made)
+            outer = outer.rpartition(".")[0]
 
 
 def _inside(found: Mapping[str, Any], outer: str) -> dict[str, Any]:
@@ -221,23 +251,23 @@ def _kind(record: Any) -> Any:
     return record.placements, record.shape, record.local_shape, record.strides, record.dtype, record.requires_grad
 
 
-def _boundary(inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    """What a module was given and returned, with the placements of gradients."""
-    return [[(_kind(x), None if x.value is None else x.value.grads) for x in records] for records in (inputs, outputs)]
-
-
 def _names_read(tree: CallTree, layer: str) -> Iterator[str]:
     """Attributes that the functions of a layer may have read: names in instructions that ran, and all texts."""
     for forward in _inside(tree.forwards, layer).values():
         for call in forward.all_below():
             for code, part in call.parts.items():
-                ran = {offset for number, offset in call.visits if number == part}
-                yield from (i.argval for i in dis.get_instructions(code) if i.offset in ran and type(i.argval) is str)
+                yield from (name for offset, name in _names_in(code) if (part, offset) in call.visits)
                 yield from (constant for constant in code.co_consts if type(constant) is str)
                 if call.code.co_name not in _ASKED and (
                     _READS_ALL.intersection(code.co_names) or ("getattr" in code.co_names and _computes_names(call))
                 ):
                     yield _ALL
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> list[tuple[int, str]]:
+    """The texts that instructions use, with their offsets."""
+    return [(one.offset, one.argval) for one in dis.get_instructions(code) if type(one.argval) is str]
 
 
 def _computes_names(call: FunctionCall) -> bool:
@@ -248,14 +278,3 @@ def _computes_names(call: FunctionCall) -> bool:
     uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == "getattr"]
     constant = [n for n in asks if len(n.args) > 1 and isinstance(n.args[1], ast.Constant)]
     return source is None or len(constant) < len(uses)
-
-
-def _ran_alike(one: FunctionCall, other: FunctionCall) -> bool:
-    """Whether the same instructions of the same functions ran, as often."""
-    if one.code is not other.code or one.is_direct != other.is_direct or one.owner is not other.owner:
-        return False
-    if not dict.__eq__(one.visits, other.visits):  # that of counters takes longer
-        return False
-    if list(one.called) != list(other.called):
-        return False
-    return all(map(_ran_alike, one.called.values(), other.called.values()))

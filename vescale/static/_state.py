@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from vescale.runtime import CheckpointedForward, ExpertRegion, LocalRegion
 
 __all__ = ["ModuleStates", "checkpoint_of", "is_inside", "own_forward", "problems_of_modules", "regions_of"]
 
-_OURS = ("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES)
+_OURS = frozenset(("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 class ModuleStates:
@@ -27,16 +28,17 @@ class ModuleStates:
 
     def __init__(self, model: nn.Module, managed: Collection[tuple[int, str]]) -> None:
         self._managed = managed
-        self._held = {path: _state(module, managed) for path, module in model.named_modules()}
         self._modules = dict(model.named_modules())
+        self._held = list(_states(self._modules.values(), managed))
 
     def changes(self) -> Iterator[tuple[str, str]]:
         """(path, attribute) of each attribute that was written to, with a tensor in it or a number."""
-        for path, module in self._modules.items():
-            before, after = self._held[path], _state(module, self._managed)
-            for name in before.keys() | after.keys():
-                if before.get(name) != after.get(name):
-                    yield path, name
+        now = _states(self._modules.values(), self._managed)
+        for path, before, after in zip(self._modules, self._held, now, strict=True):
+            if before != after:
+                yield from (
+                    (path, name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+                )
 
 
 def problems_of_modules(model: nn.Module) -> dict[str, str]:
@@ -88,18 +90,28 @@ def _num_ours(kind: str, module: nn.Module) -> int:
     return 1 + num_of_unit
 
 
-def _state(module: nn.Module, managed: Collection[tuple[int, str]]) -> dict[str, Any]:
-    """Attributes by identity, and the sizes of those that can grow."""
+def _states(modules: Iterable[nn.Module], managed: Collection[tuple[int, str]]) -> Iterator[dict[str, Any]]:
+    """Attributes of each module, by identity, and the sizes of those that can grow."""
+    holds: dict[int, bool] = {}  # whether there are tensors in an object, which modules may share
+    return (_state(module, managed, holds) for module in modules)
+
+
+def _state(module: nn.Module, managed: Collection[tuple[int, str]], holds: dict[int, bool]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, value in module.__dict__.items():
         if name in _OURS:
             continue
-        if isinstance(value, bool | int | float | str | type(None)):
+        if type(value) in _PLAIN or isinstance(value, bool | int | float | str):
             state[name] = value
         elif isinstance(value, list | dict | set):
             state[name] = id(value), len(value)
-        elif isinstance(value, torch.Tensor) or any(True for _ in tensors_in(value)):
+        elif isinstance(value, torch.Tensor):
             state[name] = id(value)
+        else:
+            if id(value) not in holds:
+                holds[id(value)] = any(True for _ in tensors_in(value))
+            if holds[id(value)]:
+                state[name] = id(value)
     for kind in ("_parameters", "_buffers"):
         for name, value in module.__dict__[kind].items():
             if (id(module), name) not in managed:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import DTensorSpec, local_of, native_static, spec_of
 from vescale.ops import convert, cut, enter_local, leave_local
 from vescale.static._gradients import local_gradient
-from vescale.static._record import TensorRecord
+from vescale.static._step_records import TensorRecord
 
 __all__ = ["TensorType", "UnrecordedError", "merged_types", "types_of"]
 

@@ -1,0 +1,103 @@
+"""What a recorded step consists of: tensors, calls of torch functions, what entries of the plan place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.runtime import Placing, Stages
+from vescale.static._call_tree import Site
+from vescale.static._local_run import LocalRun
+
+__all__ = ["Boundary", "Call", "ModuleCall", "Placements", "TensorRecord", "Value"]
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(eq=False)
+class Value:
+    """A DTensor that the forward computed, or was given.
+
+    Attributes:
+        name: of a parameter, buffer or input; "" for others.
+        is_parameter: whether it is a parameter or a buffer.
+        grads: placements of the gradients that arrived, each the sum over its uses.
+        is_grad_moved: whether they arrived as parts where the tensor is whole, or the other way round.
+    """
+
+    name: str = ""
+    is_parameter: bool = False
+    grads: set[Placements] = field(default_factory=set)
+    is_grad_moved: bool = False
+
+
+@dataclass(eq=False)
+class TensorRecord:
+    """A tensor among the arguments or results of a call.
+
+    Attributes:
+        placements: None for a plain tensor, which is the same on every rank.
+        shape, local_shape: global and of this rank; ``strides``: of the local tensor.
+        value: None for a plain tensor.
+        grads: placements of the gradients that this use of the value sent back.
+    """
+
+    placements: Placements | None
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    value: Value | None
+    grads: set[Placements] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a torch function.
+
+    Attributes:
+        site: where it was called; None if the code around it was not recorded.
+        is_direct: whether the site's own instruction calls the function.
+        changed: why the call is not that of the function on the local tensors; "" if it is.
+        local_run: what the function did on the local tensors.
+        moves_gradients: whether its backward moved tensors.
+        has_gaps: whether the elements of an argument are not next to each other in memory.
+        is_random: whether it drew random numbers.
+        writes: whether it wrote to one of its arguments.
+        communication: collectives that it started, as ``all_reduce over tp``.
+        num_fractions: how many of its arguments are numbers other than whole ones, which decide about nothing.
+    """
+
+    site: Site | None
+    is_direct: bool
+    function: Any
+    inputs: list[TensorRecord]
+    outputs: list[TensorRecord] = field(default_factory=list)
+    changed: str = ""
+    local_run: LocalRun = LocalRun.DIFFERS
+    moves_gradients: bool = False
+    has_gaps: bool = False
+    is_random: bool = False
+    writes: bool = False
+    communication: Sequence[str] = ()
+    num_fractions: int = 0
+
+
+ModuleCall = tuple[list[TensorRecord], list[TensorRecord]]
+
+
+@dataclass(eq=False)
+class Boundary:
+    """One tensor that an entry of the plan places at a module's boundary."""
+
+    placing: Placing
+    stages: Stages
+    is_shared: bool
+    input: TensorRecord
+    output: TensorRecord
+    communication: Sequence[str] = ()
