@@ -40,6 +40,15 @@ class NativeStatic(Protocol):
             accept: called with the spec of the result where it is another one than before; may raise.
         """
 
+    def CheckedCall(
+        self, callee: Callable[..., Any] | None, check: Callable[[Any, tuple[Any, ...], dict[str, Any]], None], /
+    ) -> Callable[..., Any]:
+        """A function ``(f, *args, **kwargs)`` that runs ``callee``, or ``f`` if that is None, with the arguments.
+
+        ``check(f, args, kwargs)`` is called first, unless one of the last calls was alike: had tensors of these sizes, and
+        equal numbers, texts, containers and objects; of fractions, only 0 and 1 count. What it raises, the call raises.
+        """
+
     def kept(self, placements: tuple[Any, ...]) -> tuple[Any, ...]:
         """The one of all equal tuples of placements that is found without comparing."""
 

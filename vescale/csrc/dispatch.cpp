@@ -9,6 +9,7 @@
 // torch: setup.py passes its name.
 
 #include "batched_matmul.h"
+#include "checked_call.h"
 #include "conversion.h"
 #include "function_filter.h"
 #include "function_passes.h"
@@ -239,6 +240,7 @@ PYBIND11_MODULE(_dispatch, module) {
              py::object, const py::object&, const py::tuple&, const py::tuple&, const py::object&, py::object, py::object,
              py::object, const py::object&, py::object>())
         .def("__call__", torch::wrap_pybind_function(&vescale::convert_local));
+    module.attr("CheckedCall") = vescale::CheckedCall::type();
     module.def("first_resized", torch::wrap_pybind_function(&vescale::first_resized));
     module.def("first_changed", torch::wrap_pybind_function(&vescale::first_changed));
     module.def("set_entries", torch::wrap_pybind_function(&vescale::set_entries));

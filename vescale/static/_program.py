@@ -20,7 +20,7 @@ from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Checked, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import FunctionPlan, ModulePlan
 from vescale.static._call_site_functions import EagerCall, map_in_order, read_sizes, take_sizes
-from vescale.static._checked_calls import CheckedCall, unchecked
+from vescale.static._checked_calls import checked_call, unchecked
 from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._early_inputs import Entered
 from vescale.static._exchanged_code import code_of
@@ -90,7 +90,7 @@ class StaticProgram:
         self._guarded = GuardedFunctions(UnreachedFunctions() if compiles else recorded.unreached)
         self._path: list[int] = []  # of the last forward, of branches and loops
         self._expected_path = [] if compiles else list(recorded.path)
-        self._checks: dict[Any, CheckedCall] = {}
+        self._checks: dict[Any, Callable[..., Any]] = {}
         self._parameters: list[LocalParameter] = []  # of the model's own unit
         self._root: Callable[..., Any] | None = None
         if self._guarded.missing:
@@ -301,7 +301,7 @@ class StaticProgram:
         found = self._checks.get(key)
         if found is None:
             where = f"{plan.call.code.co_filename}:{getattr(plan.source.nodes[node], 'lineno', 0)}"
-            found = self._checks[key] = CheckedCall(where, action.function, action.inputs, action.outputs, callee)
+            found = self._checks[key] = checked_call(where, action.function, action.inputs, action.outputs, callee)
         return found
 
     def _local(self, action: Eager, path: str) -> Any:
