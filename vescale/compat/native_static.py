@@ -71,6 +71,18 @@ class NativeStatic(Protocol):
             by_identity: another object is another value; otherwise, values are the same if they are equal and of one type.
         """
 
+    def first_other_attribute(
+        self, holders: Sequence[Any], names: Sequence[str], values: Sequence[Any], start: int
+    ) -> int:
+        """The first attribute, from number ``start`` on, that is missing or another object; -1: there is none."""
+
+    def inputs_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
+        """What decides about plain inputs: the settings of this thread, shapes, dtypes and devices of tensors without
+        gradients, and the values of numbers, flags and texts. None: some are of other kinds."""
+
+    def local_part(self, tensor: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> torch.Tensor | None:
+        """The local tensor of what :func:`vescale.ops.wrap_global` makes of it; None where Python has to."""
+
     def first_other_flag(self, tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> int:
         """The first tensor of which ``requires_grad`` is another one; -1: there is none."""
 

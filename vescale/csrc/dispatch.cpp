@@ -21,6 +21,7 @@
 #include "local_conversion.h"
 #include "local_regions.h"
 #include "module_entries.h"
+#include "plain_inputs.h"
 #include "plain_labels.h"
 #include "rms_norm.h"
 #include "thread_settings.h"
@@ -243,6 +244,9 @@ PYBIND11_MODULE(_dispatch, module) {
     module.attr("CheckedCall") = vescale::CheckedCall::type();
     module.def("first_resized", torch::wrap_pybind_function(&vescale::first_resized));
     module.def("first_changed", torch::wrap_pybind_function(&vescale::first_changed));
+    module.def("first_other_attribute", torch::wrap_pybind_function(&vescale::first_other_attribute));
+    module.def("inputs_key", &vescale::inputs_key);
+    module.def("local_part", torch::wrap_pybind_function(&vescale::local_part));
     module.def("set_entries", torch::wrap_pybind_function(&vescale::set_entries));
     module.def("delete_entries", torch::wrap_pybind_function(&vescale::delete_entries));
     module.def("first_other_flag", torch::wrap_pybind_function(&vescale::first_other_flag));

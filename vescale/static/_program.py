@@ -334,7 +334,7 @@ class StaticProgram:
         is_any = len(inputs) == 1 and inputs[0].index is None  # of one entry for all inputs
         position = local.position_of(inputs[0].index) if len(inputs) == 1 and not is_any else None
         is_whole = len(outputs) == 1 and outputs[0].index is None and not local.hands_out
-        place_output = outputs[0] if is_whole else local.place_outputs if outputs else None
+        place_output: Any = outputs[0] if is_whole else local.place_outputs if outputs else None
 
         def placed(*args: Any, **kwargs: Any) -> Any:
             if is_any and not kwargs:
@@ -345,11 +345,11 @@ class StaticProgram:
                 args, kwargs, _ = local.place_inputs(args, kwargs)
             return inner(*args, **kwargs) if unit is None else unit.run(inner, args, kwargs)
 
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            result = forward(*args, **kwargs)
-            return result if place_output is None else place_output(result)
+        def placing_output(*args: Any, **kwargs: Any) -> Any:
+            return place_output(forward(*args, **kwargs))
 
-        return self.compiling.aside(placed)
+        inner = forward if place_output is None else placing_output
+        return self.compiling.aside(inner if unit is None and not inputs else placed)
 
     def _on_dtensors(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """The module's call as in eager mode, between local tensors."""
