@@ -8,10 +8,13 @@ The process group is fake (collectives return at once) and the model small, so t
 * ``eager``: the same in eager mode;
 * ``stock``: ``torch.distributed.tensor.parallel.parallelize_module`` for tp, and by hand what it does not do.
 
-python benchmarks/static.py [--layers 4] [--hidden 64] [--tokens 16] [--repeat 60] [--meshes tp sp dp_tp tp_cp]
+python benchmarks/static.py [--layers 4] [--hidden 64] [--tokens 16] [--repeat 300] [--processes 3]
+                            [--meshes tp sp dp_tp tp_cp] [--pairs static/hand static/local eager/hand stock/hand]
 
-Times are processor time. The rows take turns, and figures are medians: of a row, and of its ratio to ``hand`` and to
-``local`` in the same turn. The number of collectives of a step is counted for each row.
+Two rows are compared at a time: their steps alternate in a process that has no other model, as in a program that trains
+one, and each row comes first as often as second. (With all rows in turn, each finds the caches full of the others' code and
+objects, and rows that run more of them once in a step pay most.) Times are processor time, and figures medians: of the
+ratios of the pairs of one process, one figure for each process. The number of collectives of a step is counted for each row.
 """
 
 from __future__ import annotations
@@ -365,17 +368,15 @@ def stock_of(model: HandLlama, name: str, mesh: DeviceMesh) -> HandLlama:
     return model
 
 
-def models_of(name: str, mesh: DeviceMesh, args: argparse.Namespace) -> dict[str, nn.Module]:
+def model_of(row: str, name: str, mesh: DeviceMesh, args: argparse.Namespace) -> nn.Module:
     sizes = args.layers, args.hidden, args.tokens
-    plans = {
-        mode: parallelize(Llama(*sizes), plan_of(name, mesh), strict=True, mode=mode) for mode in ("static", "eager")
-    }
-    return {
-        "local": HandLlama(*sizes, 2, f"{name} alone"),
-        "hand": HandLlama(*sizes, 2, name, mesh),
-        **plans,
-        "stock": stock_of(HandLlama(*sizes, 1, name, mesh), name, mesh),
-    }
+    if row == "local":
+        return HandLlama(*sizes, 2, f"{name} alone")
+    if row == "hand":
+        return HandLlama(*sizes, 2, name, mesh)
+    if row == "stock":
+        return stock_of(HandLlama(*sizes, 1, name, mesh), name, mesh)
+    return parallelize(Llama(*sizes), plan_of(name, mesh), strict=True, mode=row)
 
 
 class _Counted(TorchDispatchMode):
@@ -406,42 +407,38 @@ def step_of(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> Calla
     return run
 
 
-def measure(name: str, args: argparse.Namespace) -> None:
-    sizes = MESHES[name]
+def measure(name: str, pair: str, args: argparse.Namespace) -> None:
+    sizes, rows = MESHES[name], pair.split("/")
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    models = models_of(name, mesh, args)
+    models = [model_of(row, name, mesh, args) for row in rows]
     ids, targets = torch.randint(VOCABULARY, (2, args.tokens)), torch.randint(VOCABULARY, (2, args.tokens))
-    # A rank's part without collectives gets the part of the batch.
-    part = {"dp_tp": (1, args.tokens), "tp_cp": (2, args.tokens // 2)}.get(name, (2, args.tokens))
-    inputs = dict.fromkeys(models, (ids, targets))
-    inputs["local"] = ids[: part[0], : part[1]].contiguous(), targets[: part[0], : part[1]].contiguous()
-    if name == "tp_cp":
-        models["local"].cos, models["local"].sin = (x[: part[1]] for x in (models["local"].cos, models["local"].sin))
-    steps = {row: step_of(model, *inputs[row]) for row, model in models.items()}
-    seconds: dict[str, list[float]] = {row: [] for row in steps}
-    for number in range(args.repeat + 5):
-        for row, run in steps.items():
-            models[row].zero_grad()
+    steps = []
+    for row, model in zip(rows, models):
+        given = ids, targets
+        if row == "local":  # a rank's part without collectives gets the part of the batch
+            num_rows, length = {"dp_tp": (1, args.tokens), "tp_cp": (2, args.tokens // 2)}.get(name, (2, args.tokens))
+            given = ids[:num_rows, :length].contiguous(), targets[:num_rows, :length].contiguous()
+            model.cos, model.sin = (x[:length] for x in (model.cos, model.sin))
+        steps.append(step_of(model, *given))
+    seconds: list[list[float]] = [[], []]
+    for number in range(args.repeat + 20):
+        for one in (0, 1) if number % 2 else (1, 0):
+            models[one].zero_grad()
             start = time.process_time()
-            run()
-            if number >= 5:
-                seconds[row].append(time.process_time() - start)
-    found = report(models["static"])
-    assert not found.fallbacks, found
-    print(f"{name}: {sizes}, {len(found.static)} static modules, {len(found.eager_functions)} functions on DTensors")
-    for row, own in seconds.items():
-        to_hand, to_local = (
-            statistics.median(a / b for a, b in zip(own, seconds[other], strict=True)) for other in ("hand", "local")
-        )
-        count = collectives(steps[row])
-        print(
-            f"  {row:7} {statistics.median(own) * 1e3:8.2f} ms, {to_hand:6.3f} of hand, {to_local:6.3f} of local, "
-            f"{count} collectives"
-        )
+            steps[one]()
+            if number >= 20:
+                seconds[one].append(time.process_time() - start)
+    if rows[0] == "static":
+        found = report(models[0])
+        assert not found.fallbacks and not found.eager_functions, found
+    ratio = statistics.median(a / b for a, b in zip(*seconds, strict=True))
+    both = " and ".join(f"{statistics.median(own) * 1e3:.2f} ms" for own in seconds)
+    counts = " and ".join(str(collectives(step)) for step in steps)
+    print(f"{name:6} {pair:12} {ratio:6.3f}, {both}, {counts} collectives", flush=True)
     if args.profile:
         gc.collect()
         profile = cProfile.Profile()
-        profile.runcall(lambda: [steps["static"]() for _ in range(20)])
+        profile.runcall(lambda: [steps[0]() for _ in range(20)])
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 
 
@@ -450,17 +447,21 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--repeat", type=int, default=60)
+    parser.add_argument("--repeat", type=int, default=300, help="how many pairs of steps of a process")
+    parser.add_argument("--processes", type=int, default=3, help="how many processes for each pair; 0: this one")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
-    parser.add_argument("--profile", action="store_true", help="print where a static step spends its time")
+    parser.add_argument("--pairs", nargs="+", default=["static/hand"], help="of rows, each as ROW/ROW")
+    parser.add_argument("--profile", action="store_true", help="print where a step of the first row spends its time")
     args = parser.parse_args()
-    if len(args.meshes) > 1:  # a process for each mesh: none meets what another one has left in caches
-        own = [word for word in sys.argv[1:] if word not in ("--meshes", *MESHES)]
-        commands = [[sys.executable, __file__, *own, "--meshes", name] for name in args.meshes]
+    if args.processes:
+        sizes = [f"--{name}={getattr(args, name)}" for name in ("layers", "hidden", "tokens", "repeat")]
+        sizes += ["--processes=0", *["--profile"] * args.profile]
+        cases = [(name, pair) for _ in range(args.processes) for name in args.meshes for pair in args.pairs]
+        commands = [[sys.executable, __file__, *sizes, "--meshes", name, "--pairs", pair] for name, pair in cases]
         return max(subprocess.run(command).returncode for command in commands)
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(MESHES[args.meshes[0]].values()))
-    measure(args.meshes[0], args)
+    measure(args.meshes[0], args.pairs[0], args)
     return 0
 
 

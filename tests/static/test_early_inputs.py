@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.ranks import RankPools
 from tests.static.models import Mlp, both, compare, tp_plan
 from vescale import Plan
+from vescale.compat import native_static
 from vescale.static import report
 
 pytestmark = pytest.mark.helper("dispatch")
@@ -140,3 +141,24 @@ def test_steps_that_fall_back(ranks: RankPools) -> None:
 
 def test_hooks_of_users(ranks: RankPools) -> None:
     ranks.run(hooks_get_dtensors, world_size=2)
+
+
+def test_keys() -> None:
+    """Inputs that differ in what decides about a program have different keys; their numbers do not count."""
+    key = native_static().inputs_key
+    x = torch.zeros(2, 3)
+    inputs: list[Any] = [
+        (x,), (x, x), (x.T,), (x.double(),), (x.to("meta"),), (x, 2),
+        (1,), (1.0,), (True,), (None,), ("1",), ("11",), ("1", "1"),
+    ]  # fmt: skip
+    keys = [key(args, {}) for args in inputs] + [key((), {"x": x}), key((), {"y": x}), key((x,), {"x": 1})]
+    with torch.no_grad():
+        keys.append(key((x,), {}))
+    with torch.autocast("cpu"):
+        keys.append(key((x,), {}))
+    assert None not in keys and len(set(keys)) == len(keys)
+    assert key((torch.ones(2, 3),), {}) == keys[0]
+    others = (x, [x]), (x.requires_grad_(),), (nn.Parameter(x),), (x.detach().to_sparse(),), (2**70,), ("\ud800",)
+    assert all(key(args, {}) is None for args in others)
+    with torch.inference_mode():
+        assert key((torch.zeros(2),), {}) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +85,25 @@ class SliceOfCut(Base):
         return self.up(x)[..., : 2 * x.shape[1]].square().mean()
 
 
+class ViewBySize(Base):
+    """Equal arguments, which mean the columns of a rank in the recorded step, and parts of several rows in others."""
+
+    is_read = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x.flatten(0, 1)).view(8 + int(x[0, 0, 0] > 9) if self.is_read else 8, -1)
+
+
+class ViewByRead(ViewBySize):
+    is_read = True
+
+
+class Splits(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.up(x).split(2)
+        return self.down(first * second)
+
+
 class Flips(Base):
     """The recorded step takes both branches, in one order."""
 
@@ -162,6 +182,27 @@ def other_arguments() -> None:
         assert (found.static_steps > 0 and "other arguments" in str(found)) or build is SliceOfCut, found
 
 
+def equal_arguments_of_other_sizes() -> None:
+    for build in (ViewBySize, ViewByRead):
+        found = report(steps(build, (2, 2, 2, 4, 2)))
+        assert found.static_steps == 3 and "other arguments" in str(found), found
+
+
+def tensors_of_checked_calls() -> None:
+    """A function that is a method of a tensor, which Python defines, keeps no tensor."""
+
+    def num_tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+    model, x = both(Splits, plan_of)[1], batch(0)
+    counts = []
+    for _ in range(8):
+        model(x).square().mean().backward()
+        counts.append(num_tensors())
+    assert report(model).static_steps == 7 and counts[-1] <= max(counts[2:4]), counts
+
+
 def values_that_are_replaced() -> None:
     def tuples(model: Any, step: int) -> None:
         model.dims = (1 + (step > 2), 0)
@@ -225,7 +266,15 @@ def buffers_that_count() -> None:
     assert report(steps(Normalizes)).static_steps == 4
 
 
-CASES = other_arguments, values_that_are_replaced, other_ways, ways_that_last, buffers_that_count
+CASES = (
+    other_arguments,
+    equal_arguments_of_other_sizes,
+    tensors_of_checked_calls,
+    values_that_are_replaced,
+    other_ways,
+    ways_that_last,
+    buffers_that_count,
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

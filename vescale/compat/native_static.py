@@ -69,6 +69,15 @@ class NativeStatic(Protocol):
         """Let the trace function of this thread see calls of functions only in files for which ``wants`` answers True, until
         ``sys.settrace`` sets another one."""
 
+    def CheckedCall(
+        self, callee: Callable[..., Any] | None, check: Callable[[Any, tuple[Any, ...], dict[str, Any]], None], /
+    ) -> Callable[..., Any]:
+        """A function ``(f, *args, **kwargs)`` that runs ``callee``, or ``f`` if that is None, with the arguments.
+
+        ``check(f, args, kwargs)`` is called first, unless one of the last calls was alike: had tensors of these sizes, and
+        equal numbers, texts, containers and objects; of fractions, only 0 and 1 count. What it raises, the call raises.
+        """
+
     def kept(self, placements: tuple[Any, ...]) -> tuple[Any, ...]:
         """The one of all equal tuples of placements that is found without comparing."""
 
@@ -90,6 +99,18 @@ class NativeStatic(Protocol):
         Args:
             by_identity: another object is another value; otherwise, values are the same if they are equal and of one type.
         """
+
+    def first_other_attribute(
+        self, holders: Sequence[Any], names: Sequence[str], values: Sequence[Any], start: int
+    ) -> int:
+        """The first attribute, from number ``start`` on, that is missing or another object; -1: there is none."""
+
+    def inputs_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
+        """What decides about plain inputs: the settings of this thread, shapes, dtypes and devices of tensors without
+        gradients, and the values of numbers, flags and texts. None: some are of other kinds."""
+
+    def local_part(self, tensor: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> torch.Tensor | None:
+        """The local tensor of what :func:`vescale.ops.wrap_global` makes of it; None where Python has to."""
 
     def first_other_flag(self, tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> int:
         """The first tensor of which ``requires_grad`` is another one; -1: there is none."""

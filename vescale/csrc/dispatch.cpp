@@ -9,6 +9,7 @@
 // torch: setup.py passes its name.
 
 #include "batched_matmul.h"
+#include "checked_call.h"
 #include "conversion.h"
 #include "function_filter.h"
 #include "function_passes.h"
@@ -21,6 +22,7 @@
 #include "local_conversion.h"
 #include "local_regions.h"
 #include "module_entries.h"
+#include "plain_inputs.h"
 #include "plain_labels.h"
 #include "rms_norm.h"
 #include "thread_settings.h"
@@ -247,8 +249,12 @@ PYBIND11_MODULE(_dispatch, module) {
         .def("end", &vescale::LayerTrace::end)
         .def("differs", &vescale::LayerTrace::differs);
     module.def("filter_trace", &vescale::filter_trace);
+    module.attr("CheckedCall") = vescale::CheckedCall::type();
     module.def("first_resized", torch::wrap_pybind_function(&vescale::first_resized));
     module.def("first_changed", torch::wrap_pybind_function(&vescale::first_changed));
+    module.def("first_other_attribute", torch::wrap_pybind_function(&vescale::first_other_attribute));
+    module.def("inputs_key", &vescale::inputs_key);
+    module.def("local_part", torch::wrap_pybind_function(&vescale::local_part));
     module.def("set_entries", torch::wrap_pybind_function(&vescale::set_entries));
     module.def("delete_entries", torch::wrap_pybind_function(&vescale::delete_entries));
     module.def("first_other_flag", torch::wrap_pybind_function(&vescale::first_other_flag));

@@ -325,20 +325,23 @@ inline void share_version(const at::Tensor& tensor, const at::Tensor& with) {
     }
 }
 
+// A local tensor with the memory of `tensor` gets a version of its own. False: it has other memory, or none.
+inline bool give_own_version(const at::Tensor& local, const at::Tensor& tensor) {
+    const bool is_alias = tensor.has_storage() && local.has_storage() && local.storage().is_alias_of(tensor.storage());
+    if (!is_alias || local.is_inference() || tensor.is_inference() || local.is_same(tensor)) {
+        return false;
+    }
+    local.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(0));
+    return true;
+}
+
 // Writes to `tensor`, which `made` is a DTensor of, count as writes to it. Its local tensor keeps a version of its own: the two
 // that a boundary has made of one share that of the DTensor, and a write to one of them is none to the other's memory.
 inline void share_outer_version(const at::Tensor& made, const at::Tensor& tensor) {
     PyObject* dtensor = dtensor_of(made);
-    if (dtensor == nullptr) {
-        return;
+    if (dtensor != nullptr && give_own_version(local_of(dtensor), tensor)) {
+        share_version(made, tensor);
     }
-    const at::Tensor& local = local_of(dtensor);
-    const bool is_alias = tensor.has_storage() && local.has_storage() && local.storage().is_alias_of(tensor.storage());
-    if (!is_alias || local.is_inference() || tensor.is_inference() || local.is_same(tensor)) {
-        return;
-    }
-    local.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(0));
-    share_version(made, tensor);
 }
 
 // Of a DTensor, with another one or with the plain tensor that it is made of.

@@ -310,16 +310,19 @@ class WrapGlobalBackward final : public PythonNode {
     std::string name() const override { return "WrapGlobalBackward"; }
 };
 
+inline std::shared_ptr<const Crossing> find_wrapping(const at::Tensor& tensor, py::handle mesh, const py::object& placements) {
+    return find_crossing(Way::kWrap, tensor, {borrowed(mesh), placements}, {}, [&](const py::object& given) {
+        return local_regions().wrapping(given, mesh, placements);
+    });
+}
+
 // A DTensor of a tensor that every rank has; None where Python has to make it.
 inline py::object wrap_global(const at::Tensor& tensor, py::handle mesh, py::handle placements, py::handle requester) {
     if (is_unusual(tensor)) {
         return py::none();
     }
     const Running running;
-    const py::object own = kept(placements);
-    const auto crossing = find_crossing(Way::kWrap, tensor, {borrowed(mesh), own}, {}, [&](const py::object& given) {
-        return local_regions().wrapping(given, mesh, own);
-    });
+    const auto crossing = find_wrapping(tensor, mesh, kept(placements));
     at::Tensor local = moved(crossing->move.program ? tensor : tensor.detach(), crossing->move);
     if (!local.defined()) {
         return py::none();

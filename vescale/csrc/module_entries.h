@@ -61,6 +61,26 @@ inline Py_ssize_t first_changed(const py::list& dicts, const py::list& keys, con
     return -1;
 }
 
+// The first attribute, from `start` on, that is missing or another object; -1: there is none.
+inline Py_ssize_t first_other_attribute(const py::list& holders, const py::list& names, const py::list& values, Py_ssize_t start) {
+    for (Py_ssize_t i = start; i < length_of(holders); ++i) {
+        const auto holder = py::reinterpret_borrow<py::object>(at(holders, i));
+        const auto value = py::reinterpret_borrow<py::object>(at(values, i));
+        PyObject* found = PyObject_GetAttr(holder.ptr(), at(names, i));
+        if (found == nullptr) {
+            if (!PyErr_ExceptionMatches(PyExc_AttributeError) && !PyErr_ExceptionMatches(PyExc_ValueError)) {
+                throw python_error();
+            }
+            PyErr_Clear();  // an empty cell has a ValueError
+            return i;
+        }
+        if (!owned(found).is(value)) {
+            return i;
+        }
+    }
+    return -1;
+}
+
 inline void set_entries(const py::list& dicts, const py::list& keys, const py::list& values) {
     for (Py_ssize_t i = 0; i < length_of(dicts); ++i) {
         if (PyDict_SetItem(dict_at(dicts, i), at(keys, i), at(values, i)) < 0) {

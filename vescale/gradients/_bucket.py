@@ -22,9 +22,9 @@ from vescale.placements import unpack
 
 __all__ = ["Bucket", "Versions"]
 
-_LARGE_BYTES = 2**16
-"""A gradient on the CPU of at least this size is copied when it arrives, while it is in the cache; copying
-smaller ones together is faster."""
+_LARGE_BYTES = 2**20
+"""A gradient on the CPU of at least this size is copied when it arrives, and divided by the way, and its memory is free;
+copying smaller ones together is faster."""
 
 Versions = Mapping[int, int]
 """Of the gradients that exist when a backward begins: the version, by id of the parameter. A contribution increases it."""

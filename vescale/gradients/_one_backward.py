@@ -42,7 +42,7 @@ class OneBackward:
         # A backward inside of another one (reentrant activation checkpointing) runs on the same thread.
         if running.thread != thread and running.number != current_backward():
             raise ConcurrentBackwardError(
-                f"{threading.current_thread().name} begins a backward of {name()} while {running.thread_name} runs one. "
+                f"{_name_of(thread)} begins a backward of {name()} while {_name_of(running.thread)} runs one. "
                 "Which of their collectives come first may differ between ranks. Run one after the other, in the same order "
                 "on every rank, or one backward of the sum of both losses, which gives the same gradients"
             )
@@ -52,11 +52,14 @@ class _Running:
     """A backward, from where it has entered to its end."""
 
     def __init__(self, thread: int) -> None:
-        self.thread, self.thread_name = thread, threading.current_thread().name
-        self.number = current_backward()
+        self.thread, self.number = thread, current_backward()
 
     def end(self) -> None:
         """Nothing: the engine drops it now."""
+
+
+def _name_of(thread: int) -> str:
+    return next((found.name for found in threading.enumerate() if found.ident == thread), "another thread")
 
 
 _LOCK = threading.Lock()  # held for microseconds, by no rank while it waits for another

@@ -6,13 +6,14 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
+from vescale.compat import local_of, make_dtensor, make_spec, native_static, no_torch_function
 from vescale.fsdp import ManagedParameter
 from vescale.gradients import GradientReducer, GradientRule
 from vescale.ir import Annotate, Instruction, Program, Redistribute
@@ -51,7 +52,9 @@ class GradientHooks:
         self._managed: dict[tuple[int, str], ManagedParameter] = {}
         self._modules: list[weakref.ref[nn.Module]] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._known: list[nn.Parameter | None] = []  # as of the last search
+        # As of the last search, with the dictionaries that they are in, and their names there.
+        self._known: list[nn.Parameter | None] = []
+        self._places: tuple[list[dict[str, Any]], list[str]] = [], []
         self._frozen: list[nn.Parameter] = []  # or without values
 
     @classmethod
@@ -97,12 +100,18 @@ class GradientHooks:
         """Whether there may be parameters to give to the reducer: others than before, or unfrozen ones."""
         if self._managed or (self._frozen and any(parameter.requires_grad for parameter in self._frozen)):
             return True
-        found = [owner._parameters.get(attribute) for owner, attribute, _ in self._slots]
-        return len(found) != len(self._known) or not all(map(operator.is_, found, self._known))
+        if len(self._slots) != len(self._known):
+            return True
+        native = native_static()
+        if native is not None:
+            return native.first_changed(*self._places, self._known, True) >= 0
+        dicts, names = self._places
+        return not all(map(operator.is_, map(dict.get, dicts, names), self._known))
 
     def _search(self) -> list[tuple[str, nn.Parameter, GradientRule]]:
         new: list[tuple[str, nn.Parameter, GradientRule]] = []
         self._known, self._frozen = [], []
+        self._places = [owner._parameters for owner, _, _ in self._slots], [name for _, name, _ in self._slots]
         for owner, attribute, name in self._slots:
             parameter = owner._parameters.get(attribute)
             self._known.append(parameter)

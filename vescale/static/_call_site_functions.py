@@ -26,9 +26,16 @@ def read_sizes(function: Any, callee: Callee | None, factors: Sequence[int]) -> 
     is a call."""
     factors = tuple(factors)
     read = SIZE_READERS[function]
+    known: tuple[Any, torch.Size] = None, torch.Size()  # the last local shape, and the global one
 
     def whole(x: torch.Tensor) -> torch.Size:
-        return torch.Size([size * factor for size, factor in zip(x.shape, factors, strict=True)])
+        nonlocal known
+        part, found = known
+        shape = x.shape
+        if shape != part:
+            found = torch.Size([size * factor for size, factor in zip(shape, factors, strict=True)])
+            known = shape, found
+        return found
 
     if callee is not None:
         return lambda _, x: whole(x)
@@ -45,8 +52,9 @@ def read_sizes(function: Any, callee: Callee | None, factors: Sequence[int]) -> 
 def take_sizes(factors: Sequence[int]) -> Callable[..., Any]:
     """A site that calls one of :data:`SIZE_TAKERS`; ``factors`` are those of the result."""
     factors = tuple(factors)
+    known: tuple[Any, tuple[int, ...]] = None, ()  # the last sizes, and the local ones
 
-    def localized(sizes: Sequence[int]) -> list[int]:
+    def localized(sizes: Sequence[int]) -> tuple[int, ...]:
         made = []
         for size, factor in zip(sizes, factors, strict=True):
             if factor > 1 and size > 0:
@@ -54,12 +62,17 @@ def take_sizes(factors: Sequence[int]) -> Callable[..., Any]:
                     raise UnrecordedError(f"size {size} is not divisible by {factor}")
                 size //= factor
             made.append(size)
-        return made
+        return tuple(made)
 
     def call(f: Callee, *sizes: Any, **kwargs: Any) -> Any:
+        nonlocal known
         if len(sizes) == 1 and not isinstance(sizes[0], int):
-            sizes = sizes[0]
-        return f(localized(sizes), **kwargs)
+            sizes = tuple(sizes[0])  # a list may change
+        given, local = known
+        if sizes != given:
+            local = localized(sizes)
+            known = sizes, local
+        return f(local, **kwargs)
 
     return call
 

@@ -9,19 +9,25 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from vescale.compat import no_torch_function, with_torch_function
+from vescale.compat import native_static, no_torch_function, with_torch_function
 from vescale.ops import entries
 from vescale.static._call_site_functions import map_in_order
 from vescale.static._local_run import LocalRun, run_on_locals
 from vescale.static._observed_ops import ObservedOps, random_state, set_random_state
 from vescale.static._tensor_type import TensorType, UnrecordedError
 
-__all__ = ["CheckedCall", "unchecked"]
+__all__ = ["checked_call", "unchecked"]
 
 _MAX_KNOWN = 1024
 
 
-class CheckedCall:
+def checked_call(
+    where: str,
+    function: Any,
+    inputs: Sequence[TensorType],
+    outputs: Sequence[TensorType],
+    callee: Callable[..., Any] | None,
+) -> Callable[..., Any]:
     """A site whose arguments other than tensors may differ from those of the recorded step.
 
     The first time that it gets some, with tensors of these shapes, the function runs on DTensors as well, where it must not
@@ -32,6 +38,11 @@ class CheckedCall:
         function: the recorded torch function; ``inputs``, ``outputs``: of its tensors, in order.
         callee: for sites that are no calls: what runs there.
     """
+    return native_static().CheckedCall(callee, _Arguments(where, function, inputs, outputs, callee).accept)
+
+
+class _Arguments:
+    """Those that a site may get, as of :func:`checked_call`."""
 
     def __init__(
         self,
@@ -45,22 +56,15 @@ class CheckedCall:
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self._known: set[Any] = set()
 
-    def __call__(self, f: Any, *args: Any, **kwargs: Any) -> Any:
-        called = f if self.callee is None else self.callee
-        name = (f.__name__, type(f.__self__)) if type(f) is types.BuiltinMethodType else f
-        described = [name]  # by a loop: a comprehension is another Python function
-        for v in args:
-            kind = type(v)
-            described.append(v if kind is int else v.shape if kind is torch.Tensor else _described(v))
-        if kwargs:
-            described += [(k, _described(v)) for k, v in kwargs.items()]
-        key = tuple(described)
-        if key not in self._known:
-            self._check(called, args, kwargs)
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known.add(key)
-        return called(*args, **kwargs)
+    def accept(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called for arguments that differ from those of the last calls. Raises UnrecordedError."""
+        key = _function(f), _described(args), _described(kwargs)
+        if key in self._known:
+            return
+        self._check(f if self.callee is None else self.callee, args, kwargs)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known.add(key)
 
     def _check(self, called: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Raises UnrecordedError. No communication."""
@@ -80,7 +84,7 @@ class CheckedCall:
 class _SeesArguments(TorchFunctionMode):
     """Checks the one torch function that runs inside of it, and runs it on copies of its tensors."""
 
-    def __init__(self, site: CheckedCall) -> None:
+    def __init__(self, site: _Arguments) -> None:
         super().__init__()
         self.site = site
         self.is_checked = False
@@ -140,6 +144,13 @@ def unchecked(callee: Callable[..., Any] | None) -> Callable[..., Any]:
 
 def _name(function: Any) -> str:
     return getattr(function, "__name__", str(function))
+
+
+def _function(f: Any) -> Any:
+    """A method of a tensor by what it is, and the sizes of the tensor."""
+    if type(f) is types.BuiltinMethodType:
+        return f.__name__, type(f.__self__), _described(f.__self__)
+    return (f.__func__, _described(f.__self__)) if type(f) is types.MethodType else _described(f)
 
 
 def _described(value: Any) -> Any:

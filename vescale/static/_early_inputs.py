@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
@@ -19,7 +18,6 @@ from vescale.runtime import Frame
 __all__ = ["EarlyInputs", "Entered"]
 
 _MAX_ENTRIES = 64
-_CONSTANTS = frozenset((type(None), bool, int, float, str))
 
 Cut = tuple[DeviceMesh, tuple[Placement, ...]]  # of an input; None in its place: it stays
 
@@ -48,15 +46,16 @@ class EarlyInputs:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Any, tuple[str, list[Cut | None]]] = {}
+        self._entries: dict[bytes, tuple[str, list[Cut | None]]] = {}
+        self._native = native_static()
         self._thread = threading.local()
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, list[Cut | None]] | None:
         """The key of the program, and what happens to each input; None: inputs like these have not been seen."""
         if not self._entries:
             return None
-        described = _description(args, kwargs)
-        return None if described is None else self._entries.get(described)
+        key = self._native.inputs_key(args, kwargs)
+        return None if key is None else self._entries.get(key)
 
     def remember(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame) -> None:
         """After a static step: ``args`` and ``kwargs`` are what the entries of the plan have made of the inputs."""
@@ -72,9 +71,9 @@ class EarlyInputs:
             if not isinstance(op, Wrap) or op.given != "global":
                 return
             given.append(one.given)
-            cuts.append((one.result.device_mesh, native_static().kept(tuple(one.result.placements))))
+            cuts.append((one.result.device_mesh, self._native.kept(tuple(one.result.placements))))
         names = dict(zip(kwargs, given[len(args) :], strict=True))
-        described = _description(tuple(given[: len(args)]), names)
+        described = self._native.inputs_key(tuple(given[: len(args)]), names)
         if described is not None:
             if len(self._entries) >= _MAX_ENTRIES:
                 self._entries.clear()
@@ -86,7 +85,10 @@ class EarlyInputs:
         """The local tensors, which :meth:`take` recognizes."""
         values = []
         for value, cut in zip((*args, *kwargs.values()), cuts, strict=True):
-            values.append(value if cut is None else local_of(wrap_global(value, *cut)))
+            if cut is not None:
+                part = self._native.local_part(value, *cut)
+                value = local_of(wrap_global(value, *cut)) if part is None else part
+            values.append(value)
         local_args, local_kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :]))
         self._thread.entered = Entered(key, program, args, kwargs, local_args, local_kwargs)
         return local_args, local_kwargs
@@ -102,19 +104,3 @@ class EarlyInputs:
         others = map(entered.local_kwargs.__getitem__, kwargs)
         is_same = all(map(operator.is_, args, entered.local_args)) and all(map(operator.is_, kwargs.values(), others))
         return entered if is_same else None
-
-
-def _description(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What decides about plain inputs; None: some are of other kinds."""
-    found: list[Any] = [native_static().thread_settings(), len(args), *kwargs]
-    for value in (*args, *kwargs.values()):
-        kind = type(value)
-        if kind is torch.Tensor:
-            if value.requires_grad or value.layout is not torch.strided or value.is_inference():
-                return None
-            found.append((value.dtype, value.device, value.shape))
-        elif kind in _CONSTANTS:
-            found.append((kind, value))
-        else:
-            return None
-    return tuple(found)

@@ -18,11 +18,13 @@ from vescale.static._step_records import Call
 
 __all__ = ["CallArguments"]
 
-# What these return for a part of a dim depends on its size, whatever the arguments are.
-_CUTTING = frozenset((
+# Whether these do for the parts of a dim what they do for the whole depends on sizes, whatever the other arguments are.
+_BY_SIZE = frozenset((
     torch.Tensor.narrow, torch.narrow, torch.Tensor.split, torch.split, torch.Tensor.chunk, torch.chunk,
     torch.Tensor.tensor_split, torch.tensor_split, torch.Tensor.split_with_sizes, torch.split_with_sizes,
-    torch.Tensor.unfold, torch.Tensor.__getitem__,
+    torch.Tensor.unfold, torch.Tensor.__getitem__, torch.Tensor.view, torch.Tensor.view_as, torch.Tensor.reshape,
+    torch.reshape, torch.Tensor.reshape_as, torch.Tensor.unflatten, torch.unflatten, torch.Tensor.flatten, torch.flatten,
+    torch.Tensor.squeeze, torch.squeeze,
 ))  # fmt: skip
 _ITERATORS = frozenset(("enumerate", "zip", "reversed", "range", "len", "list", "tuple"))
 
@@ -56,7 +58,7 @@ class CallArguments:
             return False
         if not self.has_fixed_function(node, getattr(first.function, "__name__", "")):
             return True
-        if first.function in _CUTTING and _is_cut(first):
+        if first.function in _BY_SIZE and _is_cut(first):
             return True
         given = [part for value in (*node.args, *(k.value for k in node.keywords)) for part in _parts(value)]
         if any(isinstance(part, ast.Starred) for part in given) or any(k.arg is None for k in node.keywords):

@@ -51,7 +51,8 @@ class Guards:
             (self._functions if is_function else self._attributes).add_value(name, held, key, value)
         for name, held, size in values.sizes:
             self._containers.add_dict(name, held, size)
-        self._lists, self._of_objects = values.lists, values.attributes
+        self._lists = values.lists
+        self._holders, self._names, self._values = ([row[i] for row in values.attributes] for i in range(3))
         self._tensors = [x for x in self._objects.values if isinstance(x, torch.Tensor)]
         self._requires_grad = [x.requires_grad for x in self._tensors]
         self._num_hooks = list(map(len, self._hooks))
@@ -79,10 +80,12 @@ class Guards:
         for name, held, before in self._lists:
             if not is_same_list(held, before):
                 return f"the list {name} has changed"
-        for holder, name, value in self._of_objects:
-            now = read_attribute(holder, name)
-            if now is not value and not is_same_list([now], [value]):
+        changed = native.first_other_attribute(self._holders, self._names, self._values, 0)
+        while changed >= 0:  # another object, which may be an equal value
+            holder, name = self._holders[changed], self._names[changed]
+            if not is_same_list([read_attribute(holder, name)], [self._values[changed]]):
                 return f"the attribute {name} of {_name_of(holder)} has changed"
+            changed = native.first_other_attribute(self._holders, self._names, self._values, changed + 1)
         if native.first_other_flag(self._tensors, self._requires_grad) >= 0:
             return "requires_grad of parameters has changed"
         if self.have_replaced():

@@ -20,7 +20,7 @@ from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Checked, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import FunctionPlan, ModulePlan
 from vescale.static._call_site_functions import EagerCall, map_in_order, read_sizes, take_sizes
-from vescale.static._checked_calls import CheckedCall, unchecked
+from vescale.static._checked_calls import checked_call, unchecked
 from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._early_inputs import Entered
 from vescale.static._exchanged_code import code_of
@@ -90,7 +90,7 @@ class StaticProgram:
         self._guarded = GuardedFunctions(UnreachedFunctions() if compiles else recorded.unreached)
         self._path: list[int] = []  # of the last forward, of branches and loops
         self._expected_path = [] if compiles else list(recorded.path)
-        self._checks: dict[Any, CheckedCall] = {}
+        self._checks: dict[Any, Callable[..., Any]] = {}
         self._parameters: list[LocalParameter] = []  # of the model's own unit
         self._root: Callable[..., Any] | None = None
         if self._guarded.missing:
@@ -303,7 +303,7 @@ class StaticProgram:
         found = self._checks.get(key)
         if found is None:
             where = f"{plan.code.co_filename}:{getattr(plan.source.nodes[node], 'lineno', 0)}"
-            found = self._checks[key] = CheckedCall(where, action.function, action.inputs, action.outputs, callee)
+            found = self._checks[key] = checked_call(where, action.function, action.inputs, action.outputs, callee)
         return found
 
     def _local(self, action: Eager, path: str) -> Any:
@@ -336,7 +336,7 @@ class StaticProgram:
         is_any = len(inputs) == 1 and inputs[0].index is None  # of one entry for all inputs
         position = local.position_of(inputs[0].index) if len(inputs) == 1 and not is_any else None
         is_whole = len(outputs) == 1 and outputs[0].index is None and not local.hands_out
-        place_output = outputs[0] if is_whole else local.place_outputs if outputs else None
+        place_output: Any = outputs[0] if is_whole else local.place_outputs if outputs else None
 
         def placed(*args: Any, **kwargs: Any) -> Any:
             if is_any and not kwargs:
@@ -347,11 +347,11 @@ class StaticProgram:
                 args, kwargs, _ = local.place_inputs(args, kwargs)
             return inner(*args, **kwargs) if unit is None else unit.run(inner, args, kwargs)
 
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            result = forward(*args, **kwargs)
-            return result if place_output is None else place_output(result)
+        def placing_output(*args: Any, **kwargs: Any) -> Any:
+            return place_output(forward(*args, **kwargs))
 
-        return self.compiling.aside(placed)
+        inner = forward if place_output is None else placing_output
+        return self.compiling.aside(inner if unit is None and not inputs else placed)
 
     def _on_dtensors(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """The module's call as in eager mode, between local tensors."""
