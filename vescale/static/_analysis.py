@@ -24,9 +24,10 @@ from vescale.static._actions import (
     name_of,
 )
 from vescale.static._branches import both_ways, untaken_branches
-from vescale.static._call_tree import FunctionCall
+from vescale.static._call_tree import FunctionCall, is_of_torch
 from vescale.static._decisions import decisions_of, first_instruction
 from vescale.static._fixed_arguments import CallArguments
+from vescale.static._fixed_indices import FixedIndices
 from vescale.static._gradients import settle_gradients
 from vescale.static._patch import Patch, can_be_site, mark_of
 from vescale.static._placing import PlacedTensor, placed_tensors
@@ -183,13 +184,15 @@ class _Planner:
         self._ran = frozenset(code.co_name for code in self._globals)
         self.unreached: list[FunctionCall] = []
         self.marked: dict[FunctionCall, frozenset[int]] = {}
+        self._selections, self._module_calls = recorder.tree.selections, recorder.module_calls
+        self._indices = FixedIndices(recorder.tree.functions)
         self._planned: dict[FunctionCall, tuple[FunctionPlan | Problem | None, list[FunctionCall]]] = {}
 
     def plan_forward(self, call: FunctionCall, twin: FunctionCall | None) -> FunctionPlan | Problem | None:
         """``twin``: the forward of another module that ran alike and has been planned; None: there is none."""
         known = self._planned.get(twin) if twin is not None else None
         if twin is None or known is None:
-            plan = self.plan(call)
+            plan = self._selected(call) or self.plan(call)
             self._planned[call] = plan, self.unreached
             return plan
         plan, unreached = known
@@ -200,11 +203,27 @@ class _Planner:
                 self.marked[other] = self.marked[one]
         return _moved(plan, counterparts) if isinstance(plan, FunctionPlan) else plan
 
+    def _selected(self, call: FunctionCall) -> Problem | None:
+        """The first place, here or in functions that are called, where a value may decide which tensor is used."""
+        for one in call.all_below():
+            arguments = None if is_of_torch(one.code.co_filename) else self._arguments(one)
+            if arguments is not None and self._selections is not None:
+                problem = self._selections.problem(
+                    one, self._by_call, arguments, self._indices, self._module_calls, self._mesh
+                )
+                if problem:
+                    return Problem(problem)
+        return None
+
+    def _arguments(self, call: FunctionCall) -> CallArguments | None:
+        source = source_of(call.code)
+        return None if source is None else CallArguments(call, source, self._globals.get(call.code, {}), self._ran)
+
     def plan(self, call: FunctionCall, is_reached: bool = True) -> FunctionPlan | Problem | None:
         """None where nothing changes; ``is_reached``: whether a caller can be changed to run another function."""
         source = source_of(call.code)
         where = f"{call.code.co_filename}:{call.code.co_firstlineno}"
-        arguments = None if source is None else CallArguments(call, source, self._globals.get(call.code, {}), self._ran)
+        arguments = self._arguments(call)
         actions: dict[int, Action] = {}
         seen: dict[int, list[Call]] = {}
         for (part, offset), calls in self._by_call.get(call, {}).items():

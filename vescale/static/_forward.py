@@ -43,6 +43,7 @@ from vescale.static._record_loading import load_step
 from vescale.static._record_values import RecordedStep
 from vescale.static._recorded import recorded
 from vescale.static._repeated_layers import RepeatedLayers
+from vescale.static._selections import Selections
 from vescale.static._state import ModuleStates, problems_of_modules, regions_of
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
@@ -296,6 +297,7 @@ class StaticForward:
         recorder.problems, recorder.regions = problems_of_modules(model), regions_of(model)
         states, values = ModuleStates(model, units.parameters), HeldValues(model.named_modules())
         recorder.tree.on_function = values.add_globals
+        recorder.tree.selections = Selections(recorder._record, model)
         host_state = host_random_state()
         try:
             result = recorder.run(functools.partial(type(model).forward, model), args, kwargs)
