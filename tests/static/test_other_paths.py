@@ -15,6 +15,8 @@ from tests.ranks import RankPools
 from tests.static.models import both
 from vescale import Plan
 from vescale.static import report
+from vescale.static._pauses import PAUSED, Pauses
+from vescale.static._program import StaticProgram
 
 pytestmark = pytest.mark.helper("dispatch")
 
@@ -203,7 +205,7 @@ def ways_that_last() -> None:
     static_steps, recordings = [], []
     for kind in (0, 1, 0, 1, 2, 0, 2):
         before = report(models[1])
-        for step in range(8):
+        for step in range(12):
             x = batch(step)
             x[0, 0, 0] = kind
             outputs = [model(x) for model in models]
@@ -216,7 +218,43 @@ def ways_that_last() -> None:
         static_steps.append(report(models[1]).static_steps - before.static_steps)
         recordings.append(report(models[1]).recordings - before.recordings)
     assert recordings == [1, 1, 0, 0, 1, 0, 0], (recordings, report(models[1]))
-    assert static_steps[:5] == [7, 3, 4, 4, 2] and min(static_steps[5:]) > 2, (static_steps, report(models[1]))
+    assert static_steps[:5] == [11, 7, 8, 8, 6] and min(static_steps[5:]) > 6, (static_steps, report(models[1]))
+
+
+class Draws(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        if random.random() < 0.8:
+            h = torch.tanh(h)
+        if random.random() < 0.5:
+            h = torch.relu(h)
+        return self.down(h)
+
+
+def ways_that_change_always() -> None:
+    """Nearly no step runs twice after the first ones."""
+    models = both(Draws, plan_of)
+    with pytest.MonkeyPatch.context() as patch:
+        tries: list[bool] = []
+        patch.setattr(StaticProgram, "run", _counted(StaticProgram.run, tries))
+        for step in range(300):
+            outputs = []
+            for model in models:
+                random.seed(step)
+                model.zero_grad()
+                outputs.append(model(batch(step)))
+                outputs[-1].square().mean().backward()
+            assert torch.equal(*(out.full_tensor() for out in outputs)), step
+    found = report(models[1])
+    assert PAUSED in str(found) and len(tries) - found.static_steps < 60, (len(tries), found)
+
+
+def _counted(run: Any, tries: list[bool]) -> Any:
+    def counted(*args: Any) -> Any:
+        tries.append(True)
+        return run(*args)
+
+    return counted
 
 
 def buffers_that_count() -> None:
@@ -225,9 +263,43 @@ def buffers_that_count() -> None:
     assert report(steps(Normalizes)).static_steps == 4
 
 
-CASES = other_arguments, values_that_are_replaced, other_ways, ways_that_last, buffers_that_count
+CASES = (
+    other_arguments,
+    values_that_are_replaced,
+    other_ways,
+    ways_that_last,
+    ways_that_change_always,
+    buffers_that_count,
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_other_paths(ranks: RankPools, case: Any) -> None:
     ranks.run(case, world_size=2)
+
+
+def test_pauses() -> None:
+    """They are twice as long each time, and end with steps that succeed."""
+    pauses = Pauses()
+
+    def pause() -> int:
+        count = 0
+        while pauses.skips("key"):
+            count += 1
+        return count
+
+    lengths = []
+    for _ in range(9):
+        for _ in range(16):
+            assert not pauses.is_on("key")
+            pauses.note("key", True)
+        lengths.append(pause())
+    assert lengths == [16, 32, 64, 128, 256, 512, 1024, 1024, 1024]
+    for _ in range(16):
+        pauses.note("key", False)
+    for failed in [True, False] * 40:
+        pauses.note("key", failed)
+        assert not pauses.is_on("key")
+    for _ in range(16):
+        pauses.note("key", True)
+    assert pauses.is_on("key") and not pauses.is_on("other") and pause() == 16

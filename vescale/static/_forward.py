@@ -37,6 +37,7 @@ from vescale.static._observed_ops import (
     set_random_state,
 )
 from vescale.static._other_programs import OtherPrograms
+from vescale.static._pauses import PAUSED, Pauses
 from vescale.static._program import StaticProgram
 from vescale.static._record import Recorder
 from vescale.static._record_loading import load_step
@@ -90,7 +91,7 @@ class StaticForward:
         self._record_steps = {step.call: step for step in record}
         self._recorders: dict[str, Recorder] = {}
         self._waiting: Counter[str] = Counter()
-        self._others = OtherPrograms(self.programs)
+        self._others, self._pauses = OtherPrograms(self.programs), Pauses()
         # Keys by what takes less time to find out, with the specs whose addresses that has.
         self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
@@ -111,6 +112,8 @@ class StaticForward:
         program, model = self.programs.get(found[0]), self.model()
         if program is None or not program.is_static or model is None or not native_static().is_installed():
             return None
+        if self._pauses.is_on(found[0]):
+            return None
         # What the user calls before the forward gets DTensors.
         if len(model.__dict__["_forward_pre_hooks"]) > 1 or any(GLOBAL_HOOKS) or program.guards.broken():
             return None
@@ -128,6 +131,8 @@ class StaticForward:
                 return self._eager(model, reason, args, kwargs)
             assert activation is not None
             key = self._key(args, kwargs)
+            if self._pauses.skips(key):
+                return self._eager(model, PAUSED, args, kwargs)
             program = self.programs.get(key) or self._finish(model, key) or self._loaded(model, key)
             if program is None:
                 return self._record(model, activation, key, args, kwargs)
@@ -185,6 +190,7 @@ class StaticForward:
                 raise  # of the model's own code, as in eager mode
             if isinstance(problem, UnrecordedError):
                 self._others.note_miss(key, program, may_record=not self._records_too_often())
+                self._pauses.note(key, True)
             elif program.recorded.step is not None:
                 for known in [known for known, other in self.programs.items() if other is program]:
                     del self.programs[known]
@@ -211,6 +217,7 @@ class StaticForward:
         if program.writes is None:
             program.writes = written.written()
         program.is_proven, program.misses = True, 0
+        self._pauses.note(key, False)
         self.static_steps += 1
         return result
 
