@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from tests.ranks import RankPools
 from tests.static.models import both
 from vescale import Plan
 from vescale.static import report
+from vescale.static._forward import StaticForward
 from vescale.static._pauses import PAUSED, Pauses
 from vescale.static._program import StaticProgram
 
@@ -68,6 +70,49 @@ class ByTuple(Base):
 class ByDefault(Base):
     def dim(self, x: torch.Tensor, dim: int = 1) -> int:
         return dim
+
+
+class ByPartial(Base):
+    def sums(self, h: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cumsum(h, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functools.partial(self.sums, dim=1 + int(x[0, 0, 0] > 0))(self.up(x)))
+
+
+class ByHeldPartial(ByPartial):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sums = functools.partial(self.sums, dim=1 + int(x[0, 0, 0] > 0))
+        return self.down(sums(self.up(x)))
+
+
+class Sums:
+    def __init__(self, h: torch.Tensor, dim: int) -> None:
+        self.value, self.dim = torch.cumsum(h, dim), dim
+
+
+class ByConstructor(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(Sums(self.up(x), 1 + int(x[0, 0, 0] > 0)).value)
+
+
+class Sum(Sums):
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.cumsum(h, self.dim)
+
+
+class ByObject(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(Sum(1 + int(x[0, 0, 0] > 0))(self.up(x)))
+
+
+class ByMadeModule(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(nn.Softmax(1 + int(x[0, 0, 0] > 0))(h) * h)
 
 
 class FunctionByData(Base):
@@ -162,6 +207,21 @@ def other_arguments() -> None:
     for build, lengths in ((BySize, (4, 4, 5, 7)), (ByData, range(5, 10)), (SliceOfCut, (8, 8, 4, 9, 8))):
         found = report(steps(build, lengths))
         assert (found.static_steps > 0 and "other arguments" in str(found)) or build is SliceOfCut, found
+
+
+def arguments_by_others() -> None:
+    """Other code than a call of the function by its name gives it arguments."""
+    for build in (ByPartial, ByHeldPartial, ByConstructor, ByObject, ByMadeModule):
+        assert "other arguments" in str(report(steps(build, range(5, 10)))), build
+
+
+def compiled_steps() -> None:
+    def compiled(model: Any, step: int) -> None:
+        if step == 0 and model.forward.__class__ is StaticForward:
+            model.compile(backend="eager")
+
+    assert "other arguments" in str(report(steps(ByData, range(5, 10), compiled)))
+    assert "in another order" in str(report(steps(Rounds, (2, 2, 4, 2), compiled)))
 
 
 def values_that_are_replaced() -> None:
@@ -264,12 +324,8 @@ def buffers_that_count() -> None:
 
 
 CASES = (
-    other_arguments,
-    values_that_are_replaced,
-    other_ways,
-    ways_that_last,
-    ways_that_change_always,
-    buffers_that_count,
+    *(other_arguments, arguments_by_others, compiled_steps, values_that_are_replaced, other_ways),
+    *(ways_that_last, ways_that_change_always, buffers_that_count),
 )
 
 

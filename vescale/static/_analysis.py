@@ -231,10 +231,15 @@ class _Planner:
             seen.setdefault(node, []).extend(calls)
         for node, calls in seen.items():
             action = self._action(calls)
-            if action is None and is_reached and source is not None and node >= 0 and calls[0].is_direct:
+            if action is None and source is not None and node >= 0 and calls[0].is_direct:
                 site = source.nodes[node]
                 if arguments is not None and arguments.may_differ(site, calls) and can_be_site(site, source.nodes):
                     action = checked_action(calls, self._mesh)
+                    if action is not None and not is_reached:
+                        function = name_of(calls[0].function)
+                        action = Problem(
+                            f"{function} may get other arguments, in a function that its caller does not name"
+                        )
             if action is None:
                 continue
             line = f"{call.code.co_filename}:{_line(source, node)}"

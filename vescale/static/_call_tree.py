@@ -51,6 +51,7 @@ class FunctionCall:
         visits: how often the instruction at a position ran.
         called: the functions called from here, by position and code object.
         owner: the class of ``self``, if that was one module or several of a class.
+        is_of_made_module: whether it is that of a module which the forward has made, whose attributes nobody compares.
         points: where it decides what runs next: nodes of the source, by position.
         selections: where it may choose one of several tensors: nodes, by position.
     """
@@ -62,6 +63,7 @@ class FunctionCall:
         self.called: dict[tuple[int, int, types.CodeType], FunctionCall] = {}
         self.recursive_callers: set[Site] = set()
         self.owner: type[nn.Module] | None = None
+        self.is_of_made_module = False
         self._is_called = False
         source = source_of(code)
         self.points = {} if source is None else decision_points(source)
@@ -70,7 +72,7 @@ class FunctionCall:
     def note_owner(self, owner: Any) -> None:
         """Before the function runs; ``owner``: what it calls ``self``."""
         kind = type(owner) if isinstance(owner, nn.Module) else None
-        self.owner = kind if not self._is_called or kind is self.owner else None
+        self.owner = None if self.is_of_made_module else kind if not self._is_called or kind is self.owner else None
         self._is_called = True
 
     def all_below(self) -> Iterator[FunctionCall]:
@@ -201,9 +203,11 @@ class CallTree:
         position = call.parts[top.f_code], top.f_lasti
         key = (*position, code)
         if key not in call.called:
+            is_module = back is not None and back.f_code in _MODULE_CALLS
             while back is not None and back is not top and back.f_code in _MODULE_CALLS:
                 back = back.f_back  # a module that the function has made for itself
-            call.called[key] = FunctionCall(call.module, code, (call, *position), back is top)
+            made = call.called[key] = FunctionCall(call.module, code, (call, *position), back is top)
+            made.is_of_made_module = is_module
         return call.called[key]
 
 

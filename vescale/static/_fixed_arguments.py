@@ -42,7 +42,7 @@ class CallArguments:
 
     def may_differ(self, node: ast.AST, calls: Sequence[Call]) -> bool:
         """Whether another step may run another function there, or give it other arguments than tensors and fractions."""
-        if is_of_torch(self._call.code.co_filename):
+        if is_of_torch(self._call.code.co_filename) and not self._call.is_of_made_module:
             return False
         first = calls[0]
         if isinstance(node, ast.Subscript):
@@ -89,6 +89,8 @@ class CallArguments:
         if not isinstance(node, ast.Call) or code.co_name in ("__init__", "__new__"):
             return False
         named = node.func
+        if code.co_name == "__call__":  # of an object
+            return not (isinstance(named, ast.Name) and hasattr(builtins, named.id))
         if isinstance(named, ast.Name):
             return named.id in self._locals or isinstance(self._held.get(named.id), types.FunctionType)
         if not isinstance(named, ast.Attribute):
