@@ -78,6 +78,15 @@ class Router(nn.Module):
         return torch.softmax(self.router(x), -1)
 
 
+class Hooked(Scaled):
+    """Whose hook changes the gradient of a tensor inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(x)
+        h.register_hook(lambda grad: grad * 0.5)
+        return h * self.scale
+
+
 def data_plan(mesh: DeviceMesh) -> Plan:
     return Plan(mesh).shard("<in>", {axis: Shard(0) for axis in mesh.mesh_dim_names or ()})
 
@@ -125,6 +134,11 @@ def test_bits_of_eager_mode(ranks: RankPools, build: Any, plan: Any, loss: str) 
 def test_places_in_buckets(ranks: RankPools) -> None:
     for found in ranks.run(steps, Router, data_plan, "square", {"dp": 2, "tp": 2}, world_size=4):
         assert found.static_steps == 3, found
+
+
+def test_hooks_inside(ranks: RankPools) -> None:
+    for found in ranks.run(steps, Hooked, data_plan, "square", world_size=2):
+        assert "register_hook belongs to the tensor" in str(found), found
 
 
 def test_a_whole_gradient_inside(ranks: RankPools) -> None:

@@ -61,7 +61,7 @@ class CallArguments:
         given = [part for value in (*node.args, *(k.value for k in node.keywords)) for part in _parts(value)]
         if any(isinstance(part, ast.Starred) for part in given) or any(k.arg is None for k in node.keywords):
             return True
-        is_method = isinstance(node.func, ast.Attribute) and not self._is_fixed(node.func.value)
+        is_method = isinstance(node.func, ast.Attribute) and self._module(node.func.value) is None
         # Attributes of modules are compared, and may be tensors.
         num_attributes = sum(1 for part in given if not isinstance(part, ast.Constant) and self._is_fixed(part))
         num_known = len(first.inputs) - is_method + first.num_fractions - num_attributes
