@@ -81,11 +81,11 @@ class Problem:
 
 Action = ReadSizes | TakeSizes | Eager | Checked
 
+_Tensor: Any = torch.Tensor
 # What they do is seen in the backward of this tensor alone.
 _OF_TENSOR_ITSELF = frozenset((
-    torch.Tensor.backward, torch.Tensor.detach_, torch.Tensor.register_hook, torch.Tensor.requires_grad_,
-    torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad,
-    torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__,
+    _Tensor.backward, _Tensor.detach_, _Tensor.register_hook, _Tensor.register_post_accumulate_grad_hook,
+    _Tensor.retain_grad, _Tensor.requires_grad_, _Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.requires_grad.__set__,
 ))  # fmt: skip
 
 
