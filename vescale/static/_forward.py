@@ -304,7 +304,7 @@ class StaticForward:
         recorder.problems, recorder.regions = problems_of_modules(model), regions_of(model)
         states, values = ModuleStates(model, units.parameters), HeldValues(model.named_modules())
         recorder.tree.on_function = values.add_globals
-        recorder.tree.selections = Selections(recorder._record, model)
+        recorder.tree.selections = Selections(recorder._record, lambda: not recorder._is_unrecorded, model)
         host_state = host_random_state()
         try:
             result = recorder.run(functools.partial(type(model).forward, model), args, kwargs)

@@ -55,11 +55,14 @@ class Selections:
 
     Args:
         record: of a tensor.
+        is_recorded: whether the functions of the running module are recorded: a layer that stands for others is enough.
         model: whose modules may be chosen.
     """
 
-    def __init__(self, record: Callable[[torch.Tensor], TensorRecord], model: nn.Module) -> None:
-        self._record = record
+    def __init__(
+        self, record: Callable[[torch.Tensor], TensorRecord], is_recorded: Callable[[], bool], model: nn.Module
+    ) -> None:
+        self._record, self._is_recorded = record, is_recorded
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._found: dict[FunctionCall, dict[int, _Selection]] = {}
 
@@ -67,6 +70,8 @@ class Selections:
         """Before instructions of ``nodes`` run."""
         source = source_of(call.code)
         assert source is not None
+        if not self._is_recorded():
+            return
         with no_torch_function():
             values = FrameValues(frame)
             for number in nodes:
