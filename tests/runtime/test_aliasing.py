@@ -630,7 +630,7 @@ def read_only_views() -> None:
 
 
 def returned_views() -> None:
-    """One device returns a view that autograd refuses to use, and raises when it is used. So does a model without checks."""
+    """One device returns a view that autograd refuses to use, and raises when it is used. So does a model on a mesh."""
 
     def use(m: Any, h: Any) -> Any:
         y = h.split(3, dim=1)[1]
@@ -638,15 +638,17 @@ def returned_views() -> None:
             y.mul_(2)
         return y
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VESCALE_CHECK", "off")  # checks look at the graph of outputs, which raises
-        both = model_and_copy(Model(use), {"<in>": S0}, make_mesh(tp=2))
+    mesh = make_mesh(tp=2)
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
-    expected, found = (each(x) for each in both)
-    torch.testing.assert_close(whole(found.detach()), expected.detach())
-    for y in (expected, found):
-        with pytest.raises(RuntimeError, match="is a view and its base"):
-            y.sum()
+    for checks in ("off", "steps", ""):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VESCALE_CHECK", checks)
+            both = model_and_copy(Model(use), {"<in>": S0}, mesh)
+        expected, found = (each(x) for each in both)
+        torch.testing.assert_close(whole(found.detach()), expected.detach())
+        for y in (expected, found):
+            with pytest.raises(RuntimeError, match="is a view and its base"):
+                y.sum()
 
 
 def test_views_that_may_not_be_written_to(ranks: RankPools) -> None:

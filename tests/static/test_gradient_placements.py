@@ -67,8 +67,28 @@ class Widths(nn.Module):
         return self.down(torch.softmax(self.up(x), -1))
 
 
+class Router(nn.Module):
+    """Whose weight and bias are reduced together: which element is added in which order depends on their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.router(x), -1)
+
+
+class Hooked(Scaled):
+    """Whose hook changes the gradient of a tensor inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(x)
+        h.register_hook(lambda grad: grad * 0.5)
+        return h * self.scale
+
+
 def data_plan(mesh: DeviceMesh) -> Plan:
-    return Plan(mesh).shard("<in>", {"tp": Shard(0)})
+    return Plan(mesh).shard("<in>", {axis: Shard(0) for axis in mesh.mesh_dim_names or ()})
 
 
 def sequence_plan(mesh: DeviceMesh) -> Plan:
@@ -79,8 +99,8 @@ def width_plan(mesh: DeviceMesh) -> Plan:
     return Plan(mesh).shard("up.(weight|bias)", Shard(0)).shard("up.<in>", Replicate())
 
 
-def steps(build: Any, plan: Any, loss: str) -> Any:
-    models = both(build, plan)
+def steps(build: Any, plan: Any, loss: str, sizes: Any = None) -> Any:
+    models = both(build, plan, sizes)
     for step in range(4):
         for model in models:
             model.zero_grad()
@@ -109,6 +129,16 @@ def steps(build: Any, plan: Any, loss: str) -> Any:
 def test_bits_of_eager_mode(ranks: RankPools, build: Any, plan: Any, loss: str) -> None:
     for found in ranks.run(steps, build, plan, loss, world_size=2):
         assert found.static_steps == 3 and not found.fallbacks, found
+
+
+def test_places_in_buckets(ranks: RankPools) -> None:
+    for found in ranks.run(steps, Router, data_plan, "square", {"dp": 2, "tp": 2}, world_size=4):
+        assert found.static_steps == 3, found
+
+
+def test_hooks_inside(ranks: RankPools) -> None:
+    for found in ranks.run(steps, Hooked, data_plan, "square", world_size=2):
+        assert "register_hook belongs to the tensor" in str(found), found
 
 
 def test_a_whole_gradient_inside(ranks: RankPools) -> None:

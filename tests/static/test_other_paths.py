@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from tests.ranks import RankPools
 from tests.static.models import both
 from vescale import Plan
 from vescale.static import report
+from vescale.static._forward import StaticForward
+from vescale.static._pauses import PAUSED, Pauses
+from vescale.static._program import StaticProgram
 
 pytestmark = pytest.mark.helper("dispatch")
 
@@ -67,6 +71,49 @@ class ByTuple(Base):
 class ByDefault(Base):
     def dim(self, x: torch.Tensor, dim: int = 1) -> int:
         return dim
+
+
+class ByPartial(Base):
+    def sums(self, h: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cumsum(h, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functools.partial(self.sums, dim=1 + int(x[0, 0, 0] > 0))(self.up(x)))
+
+
+class ByHeldPartial(ByPartial):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sums = functools.partial(self.sums, dim=1 + int(x[0, 0, 0] > 0))
+        return self.down(sums(self.up(x)))
+
+
+class Sums:
+    def __init__(self, h: torch.Tensor, dim: int) -> None:
+        self.value, self.dim = torch.cumsum(h, dim), dim
+
+
+class ByConstructor(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(Sums(self.up(x), 1 + int(x[0, 0, 0] > 0)).value)
+
+
+class Sum(Sums):
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.cumsum(h, self.dim)
+
+
+class ByObject(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(Sum(1 + int(x[0, 0, 0] > 0))(self.up(x)))
+
+
+class ByMadeModule(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(nn.Softmax(1 + int(x[0, 0, 0] > 0))(h) * h)
 
 
 class FunctionByData(Base):
@@ -203,6 +250,21 @@ def tensors_of_checked_calls() -> None:
     assert report(model).static_steps == 7 and counts[-1] <= max(counts[2:4]), counts
 
 
+def arguments_by_others() -> None:
+    """Other code than a call of the function by its name gives it arguments."""
+    for build in (ByPartial, ByHeldPartial, ByConstructor, ByObject, ByMadeModule):
+        assert "other arguments" in str(report(steps(build, range(5, 10)))), build
+
+
+def compiled_steps() -> None:
+    def compiled(model: Any, step: int) -> None:
+        if step == 0 and model.forward.__class__ is StaticForward:
+            model.compile(backend="eager")
+
+    assert "other arguments" in str(report(steps(ByData, range(5, 10), compiled)))
+    assert "in another order" in str(report(steps(Rounds, (2, 2, 4, 2), compiled)))
+
+
 def values_that_are_replaced() -> None:
     def tuples(model: Any, step: int) -> None:
         model.dims = (1 + (step > 2), 0)
@@ -244,7 +306,7 @@ def ways_that_last() -> None:
     static_steps, recordings = [], []
     for kind in (0, 1, 0, 1, 2, 0, 2):
         before = report(models[1])
-        for step in range(8):
+        for step in range(12):
             x = batch(step)
             x[0, 0, 0] = kind
             outputs = [model(x) for model in models]
@@ -257,7 +319,43 @@ def ways_that_last() -> None:
         static_steps.append(report(models[1]).static_steps - before.static_steps)
         recordings.append(report(models[1]).recordings - before.recordings)
     assert recordings == [1, 1, 0, 0, 1, 0, 0], (recordings, report(models[1]))
-    assert static_steps[:5] == [7, 3, 4, 4, 2] and min(static_steps[5:]) > 2, (static_steps, report(models[1]))
+    assert static_steps[:5] == [11, 7, 8, 8, 6] and min(static_steps[5:]) > 6, (static_steps, report(models[1]))
+
+
+class Draws(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        if random.random() < 0.8:
+            h = torch.tanh(h)
+        if random.random() < 0.5:
+            h = torch.relu(h)
+        return self.down(h)
+
+
+def ways_that_change_always() -> None:
+    """Nearly no step runs twice after the first ones."""
+    models = both(Draws, plan_of)
+    with pytest.MonkeyPatch.context() as patch:
+        tries: list[bool] = []
+        patch.setattr(StaticProgram, "run", _counted(StaticProgram.run, tries))
+        for step in range(300):
+            outputs = []
+            for model in models:
+                random.seed(step)
+                model.zero_grad()
+                outputs.append(model(batch(step)))
+                outputs[-1].square().mean().backward()
+            assert torch.equal(*(out.full_tensor() for out in outputs)), step
+    found = report(models[1])
+    assert PAUSED in str(found) and len(tries) - found.static_steps < 60, (len(tries), found)
+
+
+def _counted(run: Any, tries: list[bool]) -> Any:
+    def counted(*args: Any) -> Any:
+        tries.append(True)
+        return run(*args)
+
+    return counted
 
 
 def buffers_that_count() -> None:
@@ -267,16 +365,38 @@ def buffers_that_count() -> None:
 
 
 CASES = (
-    other_arguments,
-    equal_arguments_of_other_sizes,
-    tensors_of_checked_calls,
-    values_that_are_replaced,
-    other_ways,
-    ways_that_last,
-    buffers_that_count,
+    *(other_arguments, equal_arguments_of_other_sizes, tensors_of_checked_calls, arguments_by_others, compiled_steps),
+    *(values_that_are_replaced, other_ways, ways_that_last, ways_that_change_always, buffers_that_count),
 )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_other_paths(ranks: RankPools, case: Any) -> None:
     ranks.run(case, world_size=2)
+
+
+def test_pauses() -> None:
+    """They are twice as long each time, and end with steps that succeed."""
+    pauses = Pauses()
+
+    def pause() -> int:
+        count = 0
+        while pauses.skips("key"):
+            count += 1
+        return count
+
+    lengths = []
+    for _ in range(9):
+        for _ in range(16):
+            assert not pauses.is_on("key")
+            pauses.note("key", True)
+        lengths.append(pause())
+    assert lengths == [16, 32, 64, 128, 256, 512, 1024, 1024, 1024]
+    for _ in range(16):
+        pauses.note("key", False)
+    for failed in [True, False] * 40:
+        pauses.note("key", failed)
+        assert not pauses.is_on("key")
+    for _ in range(16):
+        pauses.note("key", True)
+    assert pauses.is_on("key") and not pauses.is_on("other") and pause() == 16

@@ -32,6 +32,7 @@ __all__ = [
     "in_dual_level",
     "in_transform",
     "is_captured",
+    "is_computed",
     "is_tracing",
     "node_sequence",
     "num_storage_users",
@@ -185,6 +186,15 @@ def saved_values(node: Node) -> Iterator[tuple[str, Any]]:
         except RuntimeError:
             continue
         yield name.removeprefix("_saved_"), value
+
+
+def is_computed(x: torch.Tensor) -> bool:
+    """Whether a tensor is in a graph, and no leaf. False for a view whose base was written to where autograd does not allow
+    it: using it raises."""
+    try:
+        return not x.is_leaf
+    except RuntimeError:
+        return False
 
 
 def before_backward(tensor: torch.Tensor, call: Callable[[], None]) -> None:

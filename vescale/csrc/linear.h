@@ -40,8 +40,8 @@ inline std::vector<at::Tensor> run_linear(c10::ArrayRef<at::Tensor> operands) {
     return {std::move(output)};
 }
 
-// As the backward of mm and addmm. The operands: gradient, input, weight. The results: the wanted gradients of input, weight
-// and bias, in the order in which PyTorch computes them.
+// As the backward of mm and addmm. The operands: gradient, input, weight. The results: the wanted gradients of bias, input and
+// weight, computed in the order in which PyTorch does it.
 inline std::vector<at::Tensor> run_linear_backward(
     c10::ArrayRef<at::Tensor> operands, const Wanted& wanted, bool has_bias) {
     const auto &gradient = operands[0], &input = operands[1], &weight = operands[2];
@@ -49,18 +49,18 @@ inline std::vector<at::Tensor> run_linear_backward(
     const auto rows = is_matrix ? gradient : gradient.reshape({num_rows(gradient), gradient.size(-1)});
     std::vector<at::Tensor> found(3);
     const auto of_input = [&] {
-        if (wanted[0]) {
-            found[0] = at::mm(rows, weight);
+        if (wanted[1]) {
+            found[1] = at::mm(rows, weight);
             if (!is_matrix) {
                 auto sizes = gradient.sizes().vec();
-                sizes.back() = found[0].size(1);
-                found[0] = found[0].view(sizes);
+                sizes.back() = found[1].size(1);
+                found[1] = found[1].view(sizes);
             }
         }
     };
     const auto of_weight = [&] {
-        if (wanted[1]) {
-            found[1] = at::mm(rows.t(), is_matrix ? input : input.view({num_rows(input), input.size(-1)}));
+        if (wanted[2]) {
+            found[2] = at::mm(rows.t(), is_matrix ? input : input.view({num_rows(input), input.size(-1)}));
         }
     };
     if (has_bias) {
@@ -70,8 +70,8 @@ inline std::vector<at::Tensor> run_linear_backward(
         of_weight();
         of_input();
     }
-    if (wanted[2]) {
-        found[2] = at::sum_to(rows, at::IntArrayRef{rows.size(1)});
+    if (wanted[0]) {
+        found[0] = at::sum_to(rows, at::IntArrayRef{rows.size(1)});
     }
     return found;
 }
@@ -119,10 +119,11 @@ inline at::Tensor linear(
     c10::intrusive_ptr<LinearBackward> node;
     if (torch::autograd::compute_requires_grad(input, weight, bias)) {
         node = c10::make_intrusive<LinearBackward>(bias.defined());
-        node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
+        // In this order, so that gradients arrive at parameters in PyTorch's order, which determines their places in buckets.
+        node->set_next_edges(torch::autograd::collect_next_edges(bias, input, weight));
         // Before the product, as PyTorch does: a block that is computed again for its saved tensors ends here.
-        node->save(node->should_compute_output(1) ? input : at::Tensor());
-        node->save(node->should_compute_output(0) ? weight : at::Tensor());
+        node->save(node->should_compute_output(2) ? input : at::Tensor());
+        node->save(node->should_compute_output(1) ? weight : at::Tensor());
     }
     at::Tensor output = run_forward(linear_forward(), operands, {}, run_linear)[0];
     if (node) {

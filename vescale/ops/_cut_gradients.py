@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import unserializable_hook
 
-from vescale.compat import spec_of
+from vescale.compat import is_computed, spec_of
 from vescale.ops._conversion import convert
 
 __all__ = ["with_cut_gradient"]
@@ -19,16 +19,9 @@ def with_cut_gradient(x: DTensor) -> DTensor:
     """Return ``x``, an output of a model, with a hook that shards its gradient like ``x`` on each axis where the gradient is
     Replicate. The backward then runs on local shards. The hook does not communicate."""
     placements = spec_of(x).placements
-    if x.requires_grad and _is_computed(x) and any(not (p.is_replicate() or p.is_partial()) for p in placements):
+    if x.requires_grad and is_computed(x) and any(not (p.is_replicate() or p.is_partial()) for p in placements):
         x.register_hook(functools.partial(_cut, placements))
     return x
-
-
-def _is_computed(x: DTensor) -> bool:
-    try:
-        return not x.is_leaf
-    except RuntimeError:  # its base was written to, so that autograd refuses to differentiate this view
-        return False
 
 
 @unserializable_hook

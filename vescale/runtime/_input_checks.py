@@ -39,6 +39,7 @@ from vescale.compat import (
     has_dispatch_modes,
     in_backward,
     in_transform,
+    is_computed,
     no_torch_function,
     spec_of,
     tensors_in,
@@ -286,7 +287,7 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
     else:
         ScriptGraph.end(checks)
     for tensor in (outputs,) if type(outputs) is DTensor else tensors_in(outputs):
-        if not tensor.is_leaf:
+        if is_computed(tensor):
             step, reducer = checks.await_backward(model, runtime.number), runtime.gradients.reducer
             before_backward(tensor, functools.partial(_begin_backward, runtime, reducer, graph, model, step))
             return

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.static._gradients import is_whole, without_single_ranks
@@ -80,6 +81,13 @@ class Problem:
 
 Action = ReadSizes | TakeSizes | Eager | Checked
 
+_Tensor: Any = torch.Tensor
+# What they do is seen in the backward of this tensor alone.
+_OF_TENSOR_ITSELF = frozenset((
+    _Tensor.backward, _Tensor.detach_, _Tensor.register_hook, _Tensor.register_post_accumulate_grad_hook,
+    _Tensor.retain_grad, _Tensor.requires_grad_, _Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.requires_grad.__set__,
+))  # fmt: skip
+
 
 def name_of(function: Any) -> str:
     """The name of a torch function, of an attribute that of its getter's owner."""
@@ -95,6 +103,8 @@ def is_plain(call: Call, mesh: DeviceMesh) -> bool:
 
 def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
     """What happens at the site of a call; None: nothing but the function on the local tensors."""
+    if call.function in _OF_TENSOR_ITSELF and any(record.placements is not None for record in call.inputs):
+        return Problem(f"{name_of(call.function)} belongs to the tensor itself, of which there would be two")
     reason = _why_not_plain(call, mesh)
     if not reason:
         return None

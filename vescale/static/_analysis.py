@@ -24,9 +24,10 @@ from vescale.static._actions import (
     name_of,
 )
 from vescale.static._branches import both_ways, untaken_branches
-from vescale.static._call_tree import FunctionCall
+from vescale.static._call_tree import FunctionCall, is_of_torch
 from vescale.static._decisions import decisions_of, first_instruction
 from vescale.static._fixed_arguments import CallArguments
+from vescale.static._fixed_indices import FixedIndices
 from vescale.static._gradients import settle_gradients
 from vescale.static._patch import Patch, can_be_site, mark_of
 from vescale.static._placing import PlacedTensor, placed_tensors
@@ -135,7 +136,7 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> Analysis:
             continue
         problem = problems.get(path, "")
         planner.unreached = []
-        plan = planner.plan(forward) if not problem else Problem(problem)
+        plan = planner.plan_forward(forward) if not problem else Problem(problem)
         if isinstance(plan, Problem):
             plans[path] = ModulePlan(path, plan.reason)
         else:
@@ -186,12 +187,34 @@ class _Planner:
         self._ran = frozenset(code.co_name for code in self._globals)
         self.unreached: list[FunctionCall] = []
         self.marked: dict[FunctionCall, frozenset[int]] = {}
+        self._selections, self._module_calls = recorder.tree.selections, recorder.module_calls
+        self._indices = FixedIndices(recorder.tree.functions)
+
+    def plan_forward(self, call: FunctionCall) -> FunctionPlan | Problem | None:
+        """Of the forward of a module, with all functions that it calls."""
+        return self._selected(call) or self.plan(call)
+
+    def _selected(self, call: FunctionCall) -> Problem | None:
+        """The first place, here or in functions that are called, where a value may decide which tensor is used."""
+        for one in call.all_below():
+            arguments = None if is_of_torch(one.code.co_filename) else self._arguments(one)
+            if arguments is not None and self._selections is not None:
+                problem = self._selections.problem(
+                    one, self._by_call, arguments, self._indices, self._module_calls, self._mesh
+                )
+                if problem:
+                    return Problem(problem)
+        return None
+
+    def _arguments(self, call: FunctionCall) -> CallArguments | None:
+        source = source_of(call.code)
+        return None if source is None else CallArguments(call, source, self._globals.get(call.code, {}), self._ran)
 
     def plan(self, call: FunctionCall, is_reached: bool = True) -> FunctionPlan | Problem | None:
         """None where nothing changes; ``is_reached``: whether a caller can be changed to run another function."""
         source = source_of(call.code)
         where = f"{call.code.co_filename}:{call.code.co_firstlineno}"
-        arguments = None if source is None else CallArguments(call, source, self._globals.get(call.code, {}), self._ran)
+        arguments = self._arguments(call)
         actions: dict[int, Action] = {}
         seen: dict[int, list[Call]] = {}
         for (part, offset), calls in self._by_call.get(call, {}).items():
@@ -199,10 +222,15 @@ class _Planner:
             seen.setdefault(node, []).extend(calls)
         for node, calls in seen.items():
             action = self._action(calls)
-            if action is None and is_reached and source is not None and node >= 0 and calls[0].is_direct:
+            if action is None and source is not None and node >= 0 and calls[0].is_direct:
                 site = source.nodes[node]
                 if arguments is not None and arguments.may_differ(site, calls) and can_be_site(site, source.nodes):
                     action = checked_action(calls, self._mesh)
+                    if action is not None and not is_reached:
+                        function = name_of(calls[0].function)
+                        action = Problem(
+                            f"{function} may get other arguments, in a function that its caller does not name"
+                        )
             if action is None:
                 continue
             line = f"{call.code.co_filename}:{_line(source, node)}"

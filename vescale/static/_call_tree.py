@@ -21,6 +21,7 @@ from vescale.compat import MODULE_CALL, native_static
 from vescale.runtime import CheckpointedForward
 from vescale.static._decisions import decision_points
 from vescale.static._exchanged_code import is_exchanged
+from vescale.static._selection_points import selection_points
 from vescale.static._source import code_objects, source_of
 
 __all__ = ["CallTree", "FunctionCall", "Site", "is_of_torch", "is_recorded", "makes_context_of_another"]
@@ -45,12 +46,15 @@ class FunctionCall:
         module: path of the module whose forward leads here.
         code: of the function.
         caller: (function, part, offset) of the call; None for the module's forward.
+        recursive_callers: further calls, of functions that this one leads to.
         is_direct: whether the caller's own instruction calls the function, and no other code between them.
         parts: the code objects of the function and of those defined in it; a position in a function is (part, offset).
         visits: how often the instruction at a position ran.
         called: the functions called from here, by position and code object.
         owner: the class of ``self``, if that was one module or several of a class.
+        is_of_made_module: whether it is that of a module which the forward has made, whose attributes nobody compares.
         points: where it decides what runs next: nodes of the source, by position.
+        selections: where it may choose one of several tensors: nodes, by position.
     """
 
     def __init__(self, module: str, code: types.CodeType, caller: Site | None, is_direct: bool) -> None:
@@ -58,15 +62,18 @@ class FunctionCall:
         self.parts = {part: number for number, part in enumerate(code_objects(code))}
         self.visits: Counter[tuple[int, int]] = Counter()
         self.called: dict[tuple[int, int, types.CodeType], FunctionCall] = {}
+        self.recursive_callers: set[Site] = set()
         self.owner: type[nn.Module] | None = None
+        self.is_of_made_module = False
         self._is_called = False
         source = source_of(code)
         self.points = {} if source is None else decision_points(source)
+        self.selections = {} if source is None else selection_points(source)
 
     def note_owner(self, owner: Any) -> None:
         """Before the function runs; ``owner``: what it calls ``self``."""
         kind = type(owner) if isinstance(owner, nn.Module) else None
-        self.owner = kind if not self._is_called or kind is self.owner else None
+        self.owner = None if self.is_of_made_module else kind if not self._is_called or kind is self.owner else None
         self._is_called = True
 
     def all_below(self) -> Iterator[FunctionCall]:
@@ -92,6 +99,8 @@ class CallTree:
         """What ran at ``points`` of functions, in order, and in which module."""
         self.has_exchanged_code = False
         """Whether another thread had exchanged the code of a function that ran, of which nothing is known then."""
+        self.selections: Any = None
+        """The :class:`Selections` of the step; None: nobody looks at them."""
         self._current_module = current_module
         self._is_root = True
         self._running: list[tuple[types.FrameType, FunctionCall]] = []
@@ -159,6 +168,7 @@ class CallTree:
             call.note_owner(frame.f_locals.get("self"))
         self._running.append((frame, call))
         part, visits, points, decided = call.parts[frame.f_code], call.visits, call.points, self.decided
+        selections = {} if self.selections is None else call.selections
 
         def trace(frame: types.FrameType, event: str, _: Any) -> Any:
             if event == "opcode":
@@ -166,6 +176,8 @@ class CallTree:
                 visits[place] = visits.get(place, 0) + 1
                 if place in points:
                     decided.append((call, points[place], call.module))
+                if place in selections:
+                    self.selections.note(frame, call, selections[place])
             elif event == "return":
                 while self._running and self._running.pop()[0] is not frame:
                     pass
@@ -205,14 +217,19 @@ class CallTree:
             return None
         for below, call in reversed(self._running):
             if code in call.parts and (code is not call.code or _is_same_function(frame, below)):
+                if code is call.code:
+                    top, by = self._running[-1]
+                    call.recursive_callers.add((by, by.parts[top.f_code], top.f_lasti))
                 return call
         top, call = self._running[-1]
         position = call.parts[top.f_code], top.f_lasti
         key = (*position, code)
         if key not in call.called:
+            is_module = back is not None and back.f_code in _MODULE_CALLS
             while back is not None and back is not top and back.f_code in _MODULE_CALLS:
                 back = back.f_back  # a module that the function has made for itself
-            call.called[key] = FunctionCall(call.module, code, (call, *position), back is top)
+            made = call.called[key] = FunctionCall(call.module, code, (call, *position), back is top)
+            made.is_of_made_module = is_module
         return call.called[key]
 
 

@@ -16,7 +16,7 @@ from vescale.static._local_run import LocalRun, run_on_locals
 from vescale.static._observed_ops import ObservedOps, random_state, set_random_state
 from vescale.static._tensor_type import TensorType, UnrecordedError
 
-__all__ = ["checked_call", "unchecked"]
+__all__ = ["checked_call"]
 
 _MAX_KNOWN = 1024
 
@@ -131,15 +131,6 @@ class _OnlyLocalOps(ObservedOps):
         if is_random or not self.runs_on_locals(func, args, kwargs or {}):
             raise UnrecordedError(f"{self._where} gets other arguments than in the recorded step")
         return func(*args, **(kwargs or {}))
-
-
-def unchecked(callee: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A site that checks nothing, of which compilers see all."""
-
-    def call(f: Any, *args: Any, **kwargs: Any) -> Any:
-        return (f if callee is None else callee)(*args, **kwargs)
-
-    return call
 
 
 def _name(function: Any) -> str:

@@ -44,7 +44,7 @@ class CallArguments:
 
     def may_differ(self, node: ast.AST, calls: Sequence[Call]) -> bool:
         """Whether another step may run another function there, or give it other arguments than tensors and fractions."""
-        if is_of_torch(self._call.code.co_filename):
+        if is_of_torch(self._call.code.co_filename) and not self._call.is_of_made_module:
             return False
         first = calls[0]
         if isinstance(node, ast.Subscript):
@@ -63,7 +63,7 @@ class CallArguments:
         given = [part for value in (*node.args, *(k.value for k in node.keywords)) for part in _parts(value)]
         if any(isinstance(part, ast.Starred) for part in given) or any(k.arg is None for k in node.keywords):
             return True
-        is_method = isinstance(node.func, ast.Attribute) and not self._is_fixed(node.func.value)
+        is_method = isinstance(node.func, ast.Attribute) and self._module(node.func.value) is None
         # Attributes of modules are compared, and may be tensors.
         num_attributes = sum(1 for part in given if not isinstance(part, ast.Constant) and self._is_fixed(part))
         num_known = len(first.inputs) - is_method + first.num_fractions - num_attributes
@@ -91,6 +91,8 @@ class CallArguments:
         if not isinstance(node, ast.Call) or code.co_name in ("__init__", "__new__"):
             return False
         named = node.func
+        if code.co_name == "__call__":  # of an object
+            return not (isinstance(named, ast.Name) and hasattr(builtins, named.id))
         if isinstance(named, ast.Name):
             return named.id in self._locals or isinstance(self._held.get(named.id), types.FunctionType)
         if not isinstance(named, ast.Attribute):

@@ -37,12 +37,14 @@ from vescale.static._observed_ops import (
     set_random_state,
 )
 from vescale.static._other_programs import OtherPrograms
+from vescale.static._pauses import PAUSED, Pauses
 from vescale.static._program import StaticProgram
 from vescale.static._record import Recorder
 from vescale.static._record_loading import load_step
 from vescale.static._record_values import RecordedStep
 from vescale.static._recorded import recorded
 from vescale.static._repeated_layers import RepeatedLayers
+from vescale.static._selections import Selections
 from vescale.static._state import ModuleStates, problems_of_modules, regions_of
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
@@ -89,7 +91,7 @@ class StaticForward:
         self._record_steps = {step.call: step for step in record}
         self._recorders: dict[str, Recorder] = {}
         self._waiting: Counter[str] = Counter()
-        self._others = OtherPrograms(self.programs)
+        self._others, self._pauses = OtherPrograms(self.programs), Pauses()
         # Keys by what takes less time to find out, with the specs whose addresses that has.
         self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
@@ -110,6 +112,8 @@ class StaticForward:
         program, model = self.programs.get(found[0]), self.model()
         if program is None or not program.is_static or model is None or not native_static().is_installed():
             return None
+        if self._pauses.is_on(found[0]):
+            return None
         # What the user calls before the forward gets DTensors.
         if len(model.__dict__["_forward_pre_hooks"]) > 1 or any(GLOBAL_HOOKS) or program.guards.broken():
             return None
@@ -127,6 +131,8 @@ class StaticForward:
                 return self._eager(model, reason, args, kwargs)
             assert activation is not None
             key = self._key(args, kwargs)
+            if self._pauses.skips(key):
+                return self._eager(model, PAUSED, args, kwargs)
             program = self.programs.get(key) or self._finish(model, key) or self._loaded(model, key)
             if program is None:
                 return self._record(model, activation, key, args, kwargs)
@@ -187,6 +193,7 @@ class StaticForward:
                 self.programs.pop(key, None)
             elif isinstance(problem, UnrecordedError):
                 self._others.note_miss(key, program, may_record=not self._records_too_often())
+                self._pauses.note(key, True)
             elif program.recorded.step is not None:
                 for known in [known for known, other in self.programs.items() if other is program]:
                     del self.programs[known]
@@ -213,6 +220,7 @@ class StaticForward:
         if program.writes is None:
             program.writes = written.written()
         program.is_proven, program.misses = True, 0
+        self._pauses.note(key, False)
         self.static_steps += 1
         return result
 
@@ -299,6 +307,7 @@ class StaticForward:
         recorder.problems, recorder.regions = problems_of_modules(model), regions_of(model)
         states, values = ModuleStates(model, units.parameters), HeldValues(model.named_modules())
         recorder.tree.on_function = values.add_globals
+        recorder.tree.selections = Selections(recorder._record, lambda: not recorder._is_unrecorded, model)
         host_state = host_random_state()
         try:
             result = recorder.run(functools.partial(type(model).forward, model), args, kwargs)

@@ -8,7 +8,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -20,7 +19,7 @@ from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Checked, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import FunctionPlan, ModulePlan
 from vescale.static._call_site_functions import EagerCall, map_in_order, read_sizes, take_sizes
-from vescale.static._checked_calls import checked_call, unchecked
+from vescale.static._checked_calls import checked_call
 from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._early_inputs import Entered
 from vescale.static._exchanged_code import code_of
@@ -89,7 +88,7 @@ class StaticProgram:
         self._shown = ShownEntries()
         self._guarded = GuardedFunctions(UnreachedFunctions() if compiles else recorded.unreached)
         self._path: list[int] = []  # of the last forward, of branches and loops
-        self._expected_path = [] if compiles else list(recorded.path)
+        self._expected_path = list(recorded.path)
         self._checks: dict[Any, Callable[..., Any]] = {}
         self._parameters: list[LocalParameter] = []  # of the model's own unit
         self._root: Callable[..., Any] | None = None
@@ -260,8 +259,7 @@ class StaticProgram:
     def _patched(self, function: Any, plan: FunctionPlan, module: nn.Module, path: str) -> Any:
         if isinstance(function, types.MethodType):
             return types.MethodType(self._patched(function.__func__, plan, module, path), function.__self__)
-        patch = replace(plan.patch, marked=()) if self.compiling.is_on else plan.patch
-        code = patched_code(plan.source, patch)
+        code = patched_code(plan.source, plan.patch)
         own = code_of(function)
         if code is None or not isinstance(function, types.FunctionType) or own is None:
             raise UnrecordedError(f"{function} is no function in Python")
@@ -270,7 +268,7 @@ class StaticProgram:
         self.needs_mode |= plan.runs_on_dtensors  # also in functions that are changed when they are called
         self.originals.update(zip(code_objects(code), code_objects(plan.code), strict=False))
         cells: dict[str, Any] = {REFUSE: functools.partial(_refuse, plan.code.co_filename), SLICE: slice}
-        cells[MARK] = self._path.append
+        cells[MARK] = self.compiling.aside(self._mark) if self.compiling.is_on else self._path.append
         for node, action in plan.actions.items():
             callee = callee_of(plan.source.nodes[node])
             if isinstance(action, Checked):
@@ -295,16 +293,17 @@ class StaticProgram:
         )
         return self.compiling.aside(call)
 
+    def _mark(self, node: int) -> None:
+        self._path.append(node)
+
     def _checked(self, action: Checked, callee: Any, plan: FunctionPlan, node: int) -> Any:
         """Layers share what they know about arguments."""
-        if self.compiling.is_on:
-            return unchecked(callee)
         key = plan.code, node, action
         found = self._checks.get(key)
         if found is None:
             where = f"{plan.code.co_filename}:{getattr(plan.source.nodes[node], 'lineno', 0)}"
             found = self._checks[key] = checked_call(where, action.function, action.inputs, action.outputs, callee)
-        return found
+        return self.compiling.aside(found)
 
     def _local(self, action: Eager, path: str) -> Any:
         methods = self.runtime.attention_methods(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +35,8 @@ class Swap:
 
     def __call__(self, called: Any) -> Any:
         function, own = called, None
+        if type(called) is functools.partial and type(called.func) in (types.FunctionType, types.MethodType):
+            return functools.partial(self(called.func), *called.args, **called.keywords)
         if type(called) is types.MethodType:
             function, own = called.__func__, called.__self__
         elif type(called) is not types.FunctionType:
@@ -46,6 +49,8 @@ class Swap:
                     missing = self.guarded.add(self.plans, called)
                     if missing:
                         raise UnrecordedError(f"the function at {missing[0]} cannot be found")
+                    if any(plan is not None and plan.actions for plan in self.plans.values()):
+                        raise UnrecordedError(f"{called} calls functions of which the arguments cannot be checked")
                 self.is_guarded = True
                 return called  # getattr, or a class, which calls the recorded function in turn
         made = self.made.get(function)

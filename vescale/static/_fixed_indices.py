@@ -1,0 +1,228 @@
+"""Which indices are the same in each step, as long as guards hold and branches and loops run as recorded."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from vescale.static._call_tree import FunctionCall, Site
+from vescale.static._decisions import first_instruction
+from vescale.static._selection_points import parents_of
+from vescale.static._source import FunctionSource, code_objects, source_of
+
+__all__ = ["FixedIndices"]
+
+_FIXED_FUNCTIONS = frozenset(
+    ("enumerate", "fields", "getattr", "len", "list", "range", "reversed", "sorted", "str", "tuple", "zip")
+)
+_FIXED_METHODS = frozenset(("get", "items", "keys", "values"))
+
+
+class FixedIndices:
+    """Expressions of constants, of what guards compare, and of names that are set to nothing else: local variables, what
+    loops count with, and arguments of which the caller's expression is such a one.
+
+    Args:
+        held: the globals of functions.
+    """
+
+    def __init__(self, held: Mapping[types.CodeType, Mapping[str, Any]]) -> None:
+        self._held = held
+        self._assumed: set[tuple[FunctionCall, str]] = set()  # names that are looked at, and may be set to each other
+
+    def is_fixed(self, call: FunctionCall, node: ast.AST | None) -> bool:
+        source = source_of(call.code)
+        if source is None:
+            return False
+
+        def fixed(part: ast.AST | None) -> bool:
+            return self.is_fixed(call, part)
+
+        match node:
+            case None | ast.Constant():
+                return True
+            case ast.Name(id=name):
+                key = call, name
+                if key in self._assumed:
+                    return True
+                self._assumed.add(key)
+                try:
+                    return self._is_fixed_name(call, source, node, name)
+                finally:
+                    self._assumed.remove(key)
+            case ast.Attribute(value=holder):
+                return self._is_owner(call, holder) or fixed(holder)
+            case ast.BinOp(left=left, right=right):
+                return fixed(left) and fixed(right)
+            case ast.UnaryOp(operand=operand):
+                return fixed(operand)
+            case ast.JoinedStr(values=parts) | ast.Tuple(elts=parts) | ast.List(elts=parts):
+                return all(map(fixed, parts))
+            case ast.FormattedValue(value=value):
+                return fixed(value)
+            case ast.Subscript(value=value, slice=index):
+                return fixed(value) and fixed(index)
+            case ast.Slice(lower=lower, upper=upper, step=step):
+                return fixed(lower) and fixed(upper) and fixed(step)
+            case ast.Call(func=function, args=args, keywords=[]):
+                return self._is_fixed_call(call, function, args) or self._returns_fixed(call, source, node)
+        return False
+
+    def _is_fixed_call(self, call: FunctionCall, function: ast.expr, args: list[ast.expr]) -> bool:
+        def fixed(part: ast.AST) -> bool:
+            return self._is_owner(call, part) or self.is_fixed(call, part)
+
+        if isinstance(function, ast.Attribute):
+            if function.attr in ("items", "keys") and _is_first_argument(call, function.value):
+                return True  # an object has its keys in the order in which its class sets them
+            return function.attr in _FIXED_METHODS and fixed(function.value) and all(map(fixed, args))
+        if not isinstance(function, ast.Name) or function.id not in _FIXED_FUNCTIONS:
+            return False
+        if function.id == "fields" and args:  # of a dataclass
+            return _is_first_argument(call, args[0]) or fixed(args[0])
+        if function.id == "len" and args and isinstance(args[0], ast.Name):
+            source = source_of(call.code)  # what is appended to a list is not known, but how often
+            setters = [] if source is None else _setters(source).get(args[0].id, [])
+            if setters and all(isinstance(value, ast.List) for _, value in setters):
+                return True
+        return all(map(fixed, args))
+
+    def _returns_fixed(self, call: FunctionCall, source: FunctionSource, node: ast.AST) -> bool:
+        """Whether a call runs a function of the model's that returns what is fixed."""
+        number = source.numbers[id(node)]
+        found = [
+            called
+            for (part, offset, _), called in call.called.items()
+            if source.node_of[part].get(offset, -1) == number
+        ]
+        for called in found:
+            inner = source_of(called.code)
+            returns = (
+                [] if inner is None else [n for n in inner.nodes if isinstance(n, ast.Return) and n.value is not None]
+            )
+            if inner is None or not returns:
+                return False
+            for one in returns:
+                place = first_instruction(inner, inner.numbers[id(one)])
+                if (place is None or called.visits[place]) and not self.is_fixed(called, one.value):
+                    return False
+        return bool(found)
+
+    def _is_owner(self, call: FunctionCall, node: ast.AST) -> bool:
+        """Whether an expression is ``self`` of a module, of which guards compare the attributes."""
+        return call.owner is not None and _is_first_argument(call, node)
+
+    def _is_fixed_name(self, call: FunctionCall, source: FunctionSource, node: ast.AST, name: str) -> bool:
+        code = call.code
+        if name in code.co_freevars:  # which guards compare unless the forward has made the function
+            return not any(code in other.co_consts for other in self._held)
+        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        setters = _setters_of(call, source, node, name)
+        if name in arguments and not self._is_fixed_argument(call, arguments.index(name), name):
+            return False
+        if not setters and name not in arguments:
+            is_local = any(name in (*part.co_varnames, *part.co_cellvars) for part in code_objects(code))
+            return not is_local and (name in self._held.get(code, {}) or hasattr(builtins, name))
+        values = [value for _, value in setters]
+        if any(isinstance(value, ast.List) for value in values) and not _is_only_read(source, name):
+            return False
+        return all(value is not None and self.is_fixed(call, value) for value in values)
+
+    def _is_fixed_argument(self, call: FunctionCall, index: int, name: str) -> bool:
+        """Whether the caller gives a fixed value, or none."""
+        if call.caller is None:
+            return False
+        callers = (call.caller, *call.recursive_callers)
+        return all(self._gives_fixed(call, caller, index, name) for caller in callers)
+
+    def _gives_fixed(self, call: FunctionCall, site: Site, index: int, name: str) -> bool:
+        caller, part, offset = site
+        source = source_of(caller.code)
+        number = -1 if source is None else source.node_of[part].get(offset, -1)
+        node = None if source is None or number < 0 else source.nodes[number]
+        if isinstance(node, ast.Subscript):
+            return index == 1 and self.is_fixed(caller, node.slice)
+        if not isinstance(node, ast.Call) or any(isinstance(a, ast.Starred) for a in node.args):
+            return False
+        named = {keyword.arg: keyword.value for keyword in node.keywords}
+        if None in named:
+            return False
+        is_method = isinstance(node.func, ast.Attribute) and call.code.co_varnames[:1] in (("self",), ("cls",))
+        position = index - is_method
+        given = node.args[position] if 0 <= position < len(node.args) else named.get(name)
+        return given is None or self.is_fixed(caller, given)
+
+
+def _is_first_argument(call: FunctionCall, node: ast.AST) -> bool:
+    code = call.code
+    return isinstance(node, ast.Name) and code.co_argcount > 0 and node.id == code.co_varnames[0]
+
+
+def _is_only_read(source: FunctionSource, name: str) -> bool:
+    """Whether a function only runs over a list, or reads its items."""
+    parents = parents_of(source)
+    uses = [n for n in source.nodes if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+    return all(
+        (isinstance(parent := parents[id(use)], ast.For | ast.comprehension) and parent.iter is use)
+        or isinstance(parent, ast.Compare)
+        or (isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Load))
+        for use in uses
+    )
+
+
+def _setters_of(
+    call: FunctionCall, source: FunctionSource, node: ast.AST, name: str
+) -> list[tuple[ast.AST, ast.AST | None]]:
+    """What has set a name that is read at ``node``."""
+    found = _setters(source).get(name, [])
+    parents = parents_of(source)
+    inner: ast.AST | None = node
+    while inner is not None:  # a comprehension has names of its own
+        if isinstance(inner, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            own = [setter for setter in found if parents.get(id(setter[0])) in inner.generators]
+            if own:
+                return own
+        inner = parents.get(id(inner))
+    return [setter for setter in found if _has_run(call, source, setter[0])]
+
+
+def _has_run(call: FunctionCall, source: FunctionSource, name: ast.AST) -> bool:
+    place = first_instruction(source, source.numbers[id(name)])
+    return place is None or bool(call.visits[place])
+
+
+@functools.lru_cache(maxsize=4096)
+def _setters(source: FunctionSource) -> dict[str, list[tuple[ast.AST, ast.AST | None]]]:
+    """Where each name of a function is set, and to what: an expression, or that of what a loop runs over; None: something
+    else."""
+    parents = parents_of(source)
+    found: dict[str, list[tuple[ast.AST, ast.AST | None]]] = {}
+    for node in source.nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            outer = parents[id(node)]
+            target: ast.AST = outer if isinstance(outer, ast.Tuple) else node
+            found.setdefault(node.id, []).append((target, _setter(node, target, parents[id(target)])))
+    return found
+
+
+def _setter(node: ast.Name, target: ast.AST, parent: ast.AST) -> ast.AST | None:
+    match parent:
+        case ast.Assign(targets=targets, value=value) if target in targets:
+            return value
+        case ast.For(target=own, iter=iterated) | ast.comprehension(target=own, iter=iterated) if own is target:
+            return _counted(iterated, node, target)
+    return None
+
+
+def _counted(iterated: ast.expr, node: ast.Name, target: ast.AST) -> ast.AST:
+    """What decides about a variable of a loop. The number of an item does not depend on the items."""
+    match iterated:
+        case ast.Call(func=ast.Name(id="enumerate"), args=[_], keywords=[]) if (
+            isinstance(target, ast.Tuple) and target.elts[0] is node
+        ):
+            return ast.Constant(0)
+    return iterated
