@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.examples import NIGHTLY
 from tests.fsdp.compare import by_block, full, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
@@ -151,6 +152,8 @@ def checkpoints() -> None:
         expected = values(model)
         results = {}
         for target, make_other in kinds.items():
+            if not NIGHTLY and target == source != "stock":
+                continue  # onto what wrote it
             other, other_optimizer = make_other(1)
             found = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True))
             dcp.load(found, checkpoint_id=path)
