@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -51,9 +52,21 @@ def sources() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "cli" / "starter")
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """The tree of a source file, which several tests read."""
+    return ast.parse(text)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_parsed() -> Iterator[None]:
+    yield
+    parsed.cache_clear()
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import in a file, also those inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -155,7 +168,7 @@ def module_name(path: Path) -> str:
 def imported_files(path: Path, files: Collection[str]) -> set[str]:
     """Of `from a import b` the file is a.b if there is one, else a."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -219,7 +232,7 @@ def test_private_torch_names_live_in_compat() -> None:
         wrong += [
             f"{path.relative_to(ROOT)}:{line}: imports {module}" for line, module in imports(path) if is_private(module)
         ]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.Attribute) and is_private(dotted(node)):
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: uses {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
@@ -257,7 +270,7 @@ ALLOWED_CALLS = {
 
 def calls(path: Path) -> Iterator[tuple[int, str, ast.Call]]:
     """(line, dotted name, call) of every call in a file; names imported from a module have it before them."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path.read_text())
     origin = {
         alias.asname or alias.name: f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
         for node in ast.walk(tree)
@@ -322,7 +335,7 @@ def test_circles_are_seen(late: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_modules_say_what_they_export() -> None:
     silent = []
     for path in sources():
-        tree = ast.parse(path.read_text())
+        tree = parsed(path.read_text())
         names = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
         names += [n.target.id for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
         if tree.body and path.name != "__main__.py" and "__all__" not in names:

@@ -227,7 +227,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "--model",
         config(tmp_path),
         "--devices",
-        "2",
+        "1",
         "--batch",
         "input_ids=4x32",
         "--device",

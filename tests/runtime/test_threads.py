@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from tests.debug.jobs import run_processes
 from vescale.compat import clear_sharding_caches, local_of
 from vescale.ops import OpCall, register_rule
 from vescale.plans import Plan
@@ -144,18 +145,20 @@ def on_threads() -> None:
     assert not problems, problems
 
 
-@pytest.mark.parametrize("without", ["", "VESCALE_DISPATCH=stock"])
-def test_tables_under_threads(without: str) -> None:
+def test_tables_under_threads(tmp_path: Path) -> None:
     """In a process of its own, which a wrong access to memory would end."""
-    name, _, value = without.partition("=")
-    environment = {**os.environ, **({name: value} if name else {}), "PYTHONPATH": str(Path(__file__).parents[2])}
-    code = "from tests.runtime.test_threads import on_threads; on_threads()"
+    done = run_processes(on_threads, tmp_path, world_size=1, limit=300)
+    assert done.codes == [0], done.text
+
+
+@pytest.mark.slow
+def test_tables_under_threads_without_helpers() -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code],
+        [sys.executable, "-X", "faulthandler", "-c", f"from {__name__} import on_threads; on_threads()"],
         capture_output=True,
         text=True,
         check=False,
-        env=environment,
+        env={**os.environ, "VESCALE_DISPATCH": "stock", "PYTHONPATH": str(Path(__file__).parents[2])},
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
