@@ -30,7 +30,7 @@ from typing import Any
 from tests.examples import daily_sample
 from tests.fork_server import fork_context
 
-__all__ = ["GARBAGE_THRESHOLDS", "STARTS", "RankError", "RankPool", "RankPools", "run_cases"]
+__all__ = ["GARBAGE_THRESHOLDS", "STARTS", "RankError", "RankPool", "RankPools", "error_of", "run_cases"]
 
 
 class RankError(AssertionError):
@@ -287,6 +287,15 @@ class RankPools:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+
+
+def error_of(fn: Callable[..., Any], *args: Any) -> str:
+    """Run on a rank: the traceback of ``fn(*args)``, which raises on every rank; the pool is not replaced."""
+    try:
+        fn(*args)
+    except BaseException:  # as CheckpointException is
+        return traceback.format_exc()
+    raise AssertionError(f"{fn.__qualname__} has raised nothing")
 
 
 def run_cases(fn: Callable[..., None], cases: Sequence[tuple[Any, ...]]) -> int:
