@@ -153,6 +153,7 @@ def test_tables_under_threads(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tables_under_threads_without_helpers() -> None:
+    """In a new interpreter, which reads the environment variable when it imports vescale."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", f"from {__name__} import on_threads; on_threads()"],
         capture_output=True,

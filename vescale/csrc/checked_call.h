@@ -6,12 +6,10 @@
 
 #pragma once
 
-#include "interpreter.h"
+#include "vectorcall.h"
 
 #include <torch/csrc/Size.h>
 #include <torch/csrc/autograd/python_variable.h>
-
-#include <structmember.h>
 
 #include <algorithm>
 #include <array>
@@ -184,15 +182,7 @@ struct CheckedCall {
     }
 
     void require(PyObject* const* given, Py_ssize_t num_given, PyObject* names) {
-        const auto args = owned(PyTuple_New(num_given - 1)), kwargs = owned(PyDict_New());
-        for (Py_ssize_t i = 1; i < num_given; ++i) {
-            PyTuple_SET_ITEM(args.ptr(), i - 1, Py_NewRef(given[i]));
-        }
-        for (Py_ssize_t i = 0; names != nullptr && i < PyTuple_GET_SIZE(names); ++i) {
-            if (PyDict_SetItem(kwargs.ptr(), PyTuple_GET_ITEM(names, i), given[num_given + i]) != 0) {
-                throw python_error();
-            }
-        }
+        const auto [args, kwargs] = packed_arguments(given + 1, num_given - 1, names);
         owned(PyObject_CallFunctionObjArgs(check, given[0], args.ptr(), kwargs.ptr(), nullptr));
         if (current.describe(given, num_given, names)) {  // again: the check may have run this very site
             std::rotate(known.begin(), known.end() - 1, known.end());
@@ -254,22 +244,7 @@ struct CheckedCall {
         Py_DECREF(type);
     }
 
-    static py::object type() {
-        static PyMemberDef members[] = {
-            {"__vectorcalloffset__", T_PYSSIZET, offsetof(CheckedCall, call), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
-        static PyType_Slot slots[] = {
-            {Py_tp_new, reinterpret_cast<void*>(make)},
-            {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-            {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-            {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-            {Py_tp_clear, reinterpret_cast<void*>(clear)},
-            {Py_tp_members, members},
-            {0, nullptr}};
-        PyType_Spec spec = {
-            "vescale.csrc._dispatch.CheckedCall", sizeof(CheckedCall), 0,
-            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
-        return owned(PyType_FromSpec(&spec));
-    }
+    static py::object type() { return vectorcall_type<CheckedCall>("vescale.csrc._dispatch.CheckedCall"); }
 };
 
 }  // namespace vescale

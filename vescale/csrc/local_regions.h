@@ -8,6 +8,7 @@
 #include "python_node.h"
 
 #include <unordered_map>
+#include <utility>
 
 namespace vescale {
 
@@ -316,14 +317,21 @@ inline std::shared_ptr<const Crossing> find_wrapping(const at::Tensor& tensor, p
     });
 }
 
+// How a tensor that every rank has becomes a DTensor, and its local tensor, which is undefined where Python has to move it.
+inline std::pair<std::shared_ptr<const Crossing>, at::Tensor> part_of_global(
+    const at::Tensor& tensor, py::handle mesh, py::handle placements) {
+    auto crossing = find_wrapping(tensor, mesh, kept(placements));
+    at::Tensor local = moved(crossing->move.program ? tensor : tensor.detach(), crossing->move);
+    return {std::move(crossing), std::move(local)};
+}
+
 // A DTensor of a tensor that every rank has; None where Python has to make it.
 inline py::object wrap_global(const at::Tensor& tensor, py::handle mesh, py::handle placements, py::handle requester) {
     if (is_unusual(tensor)) {
         return py::none();
     }
     const Running running;
-    const auto crossing = find_wrapping(tensor, mesh, kept(placements));
-    at::Tensor local = moved(crossing->move.program ? tensor : tensor.detach(), crossing->move);
+    auto [crossing, local] = part_of_global(tensor, mesh, placements);
     if (!local.defined()) {
         return py::none();
     }

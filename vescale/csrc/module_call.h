@@ -5,9 +5,7 @@
 
 #pragma once
 
-#include "interpreter.h"
-
-#include <structmember.h>
+#include "vectorcall.h"
 
 #include <torch/csrc/jit/frontend/tracer.h>
 
@@ -70,15 +68,7 @@ struct ModuleCall {
     }
 
     PyObject* run(PyObject* const* given, Py_ssize_t num_args, PyObject* named) const {
-        auto args = owned(PyTuple_New(num_args)), kwargs = owned(PyDict_New());
-        for (Py_ssize_t i = 0; i < num_args; ++i) {
-            PyTuple_SET_ITEM(args.ptr(), i, Py_NewRef(given[i]));
-        }
-        for (Py_ssize_t i = 0; named != nullptr && i < PyTuple_GET_SIZE(named); ++i) {
-            if (PyDict_SetItem(kwargs.ptr(), PyTuple_GET_ITEM(named, i), given[num_args + i]) != 0) {
-                throw python_error();
-            }
-        }
+        auto [args, kwargs] = packed_arguments(given, num_args, named);
         if (!has_own_hooks_only() || torch::jit::tracer::isTracing()) {
             return PyObject_Call(owned(PyObject_GetAttr(module, python().call_impl.ptr())).ptr(), args.ptr(), kwargs.ptr());
         }
@@ -166,22 +156,7 @@ struct ModuleCall {
         Py_DECREF(type);
     }
 
-    static py::object type() {
-        static PyMemberDef members[] = {
-            {"__vectorcalloffset__", T_PYSSIZET, offsetof(ModuleCall, call), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
-        static PyType_Slot slots[] = {
-            {Py_tp_new, reinterpret_cast<void*>(make)},
-            {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-            {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-            {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-            {Py_tp_clear, reinterpret_cast<void*>(clear)},
-            {Py_tp_members, members},
-            {0, nullptr}};
-        PyType_Spec spec = {
-            "vescale.csrc._module_hooks.ModuleCall", sizeof(ModuleCall), 0,
-            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
-        return owned(PyType_FromSpec(&spec));
-    }
+    static py::object type() { return vectorcall_type<ModuleCall>("vescale.csrc._module_hooks.ModuleCall"); }
 };
 
 inline void set_call_functions(py::object hooks_of_all, py::object run_hooks, py::object fail) {

@@ -104,8 +104,7 @@ inline py::object local_part(const at::Tensor& tensor, py::handle mesh, py::hand
         return py::none();
     }
     const Running running;
-    const auto crossing = find_wrapping(tensor, mesh, kept(placements));
-    at::Tensor local = moved(crossing->move.program ? tensor : tensor.detach(), crossing->move);
+    const auto local = part_of_global(tensor, mesh, placements).second;
     if (!local.defined()) {
         return py::none();
     }
