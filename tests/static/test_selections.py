@@ -181,7 +181,7 @@ class Fixed(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = 1
+        self.index, self.names = 1, ["first", "first"]
 
     def at(self, items: Any, index: int) -> torch.Tensor:
         return items[index]
@@ -192,6 +192,8 @@ class Fixed(Base):
         alike = [a, a * 2]
         for k in range(2):
             total = total + alike[k]
+        for name in set(self.names):
+            total = total + named[name]
         return total + alike[i]
 
 
