@@ -162,7 +162,7 @@ class Log:
     def __init__(self) -> None:
         self.sentences: list[str] = []
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019
+    @functools.cache  # noqa: B019
     def once(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
