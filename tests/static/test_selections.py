@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,12 +176,20 @@ OPEN = [
 ]
 
 
+class Outputs(OrderedDict[str, torch.Tensor]):
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return dict(self.items())[key]
+
+
 class Fixed(Base):
-    """Nothing but constants, attributes and loops decides."""
+    """Nothing but constants, attributes, loops and the keys of what is unpacked decides."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index, self.names = 1, ["first", "first"]
+
+    def difference(self, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        return c - d
 
     def at(self, items: Any, index: int) -> torch.Tensor:
         return items[index]
@@ -194,6 +202,8 @@ class Fixed(Base):
             total = total + alike[k]
         for name in set(self.names):
             total = total + named[name]
+        unpacked = {**Outputs(c=a, d=b)}
+        total = total + self.difference(**Outputs(c=a, d=b)) + unpacked["c"]
         return total + alike[i]
 
 

@@ -157,6 +157,8 @@ class FixedIndices:
         node = None if source is None or number < 0 else source.nodes[number]
         if isinstance(node, ast.Subscript):
             return index == 1 and self.is_fixed(caller, node.slice)
+        if call.code.co_name == "__getitem__" and _unpacks(node):
+            return index == 1  # each of the keys is read once
         if not isinstance(node, ast.Call) or any(isinstance(a, ast.Starred) for a in node.args):
             return False
         named = {keyword.arg: keyword.value for keyword in node.keywords}
@@ -166,6 +168,18 @@ class FixedIndices:
         position = index - is_method
         given = node.args[position] if 0 <= position < len(node.args) else named.get(name)
         return given is None or self.is_fixed(caller, given)
+
+
+def _unpacks(node: ast.AST | None) -> bool:
+    """Whether an expression unpacks a mapping, and does not call ``__getitem__`` by name."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="__getitem__")):
+            return False
+        case ast.Call(keywords=keywords):
+            return any(keyword.arg is None for keyword in keywords)
+        case ast.Dict(keys=keys):
+            return None in keys
+    return False
 
 
 def _is_first_argument(call: FunctionCall, node: ast.AST) -> bool:
