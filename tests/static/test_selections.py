@@ -170,9 +170,43 @@ class Indices(Base):
         return next((a, b)[k] for k in indices)
 
 
+def passed_on(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "at" in kwargs:
+            kwargs["index"] = kwargs.pop("at")
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class At(nn.Module):
+    @passed_on
+    @passed_on
+    def forward(self, items: Any, index: int) -> torch.Tensor:
+        return items[index]
+
+
+class Passes(Base):
+    """Decorators pass the index of a module on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = At()
+
+    def pick(self, a: torch.Tensor, b: torch.Tensor, i: int) -> Any:
+        return self.at((a, b), index=i)
+
+
+class Renames(Passes):
+    def pick(self, a: torch.Tensor, b: torch.Tensor, i: int) -> Any:
+        return self.at((a, b), at=1)
+
+
 OPEN = [
     *(Item, OfResults, OfModules, Get, Keys, Pairs, Choice, Largest, Sorts, Unpacks, Iterates, Filters, Inserts),
     *(Stores, Deletes, Rotates, Repeats, Binds, Attributes, Names, Indices),
+    *(Passes, Renames),
 ]
 
 
@@ -186,7 +220,7 @@ class Fixed(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index, self.names = 1, ["first", "first"]
+        self.index, self.names, self.one = 1, ["first", "first"], At()
 
     def difference(self, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
         return c - d
@@ -202,6 +236,7 @@ class Fixed(Base):
             total = total + alike[k]
         for name in set(self.names):
             total = total + named[name]
+        total = total + self.one([a, b], self.index) + self.one(index=0, items=[a, b])
         unpacked = {**Outputs(c=a, d=b)}
         total = total + self.difference(**Outputs(c=a, d=b)) + unpacked["c"]
         return total + alike[i]

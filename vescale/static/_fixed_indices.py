@@ -10,8 +10,9 @@ import types
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from vescale.static._call_tree import FunctionCall, Site
+from vescale.static._call_tree import FunctionCall
 from vescale.static._decisions import first_instruction
+from vescale.static._given_arguments import given_arguments
 from vescale.static._selection_points import parents_of
 from vescale.static._source import FunctionSource, code_objects, source_of
 
@@ -128,7 +129,7 @@ class FixedIndices:
             return not any(code in other.co_consts for other in self._held)
         arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         setters = _setters_of(call, source, node, name)
-        if name in arguments and not self._is_fixed_argument(call, arguments.index(name), name):
+        if name in arguments and not self._is_fixed_argument(call, name):
             return False
         if not setters and name not in arguments:
             return self._global(call, name) is not None
@@ -143,43 +144,10 @@ class FixedIndices:
             return None
         return self._held.get(call.code, {}).get(name, getattr(builtins, name, None))
 
-    def _is_fixed_argument(self, call: FunctionCall, index: int, name: str) -> bool:
-        """Whether the caller gives a fixed value, or none."""
-        if call.caller is None:
-            return False
-        callers = (call.caller, *call.recursive_callers)
-        return all(self._gives_fixed(call, caller, index, name) for caller in callers)
-
-    def _gives_fixed(self, call: FunctionCall, site: Site, index: int, name: str) -> bool:
-        caller, part, offset = site
-        source = source_of(caller.code)
-        number = -1 if source is None else source.node_of[part].get(offset, -1)
-        node = None if source is None or number < 0 else source.nodes[number]
-        if isinstance(node, ast.Subscript):
-            return index == 1 and self.is_fixed(caller, node.slice)
-        if call.code.co_name == "__getitem__" and _unpacks(node):
-            return index == 1  # each of the keys is read once
-        if not isinstance(node, ast.Call) or any(isinstance(a, ast.Starred) for a in node.args):
-            return False
-        named = {keyword.arg: keyword.value for keyword in node.keywords}
-        if None in named:
-            return False
-        is_method = isinstance(node.func, ast.Attribute) and call.code.co_varnames[:1] in (("self",), ("cls",))
-        position = index - is_method
-        given = node.args[position] if 0 <= position < len(node.args) else named.get(name)
-        return given is None or self.is_fixed(caller, given)
-
-
-def _unpacks(node: ast.AST | None) -> bool:
-    """Whether an expression unpacks a mapping, and does not call ``__getitem__`` by name."""
-    match node:
-        case ast.Call(func=ast.Attribute(attr="__getitem__")):
-            return False
-        case ast.Call(keywords=keywords):
-            return any(keyword.arg is None for keyword in keywords)
-        case ast.Dict(keys=keys):
-            return None in keys
-    return False
+    def _is_fixed_argument(self, call: FunctionCall, name: str) -> bool:
+        """Whether the callers give a fixed value, or none."""
+        given = given_arguments(call, name)
+        return given is not None and all(self.is_fixed(caller, node) for caller, node in given)
 
 
 def _is_first_argument(call: FunctionCall, node: ast.AST) -> bool:
