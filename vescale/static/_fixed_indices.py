@@ -11,8 +11,8 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from vescale.static._call_tree import FunctionCall
+from vescale.static._caller_arguments import caller_arguments
 from vescale.static._decisions import first_instruction
-from vescale.static._given_arguments import given_arguments
 from vescale.static._selection_points import parents_of
 from vescale.static._source import FunctionSource, code_objects, source_of
 
@@ -146,7 +146,7 @@ class FixedIndices:
 
     def _is_fixed_argument(self, call: FunctionCall, name: str) -> bool:
         """Whether the callers give a fixed value, or none."""
-        given = given_arguments(call, name)
+        given = caller_arguments(call, name)
         return given is not None and all(self.is_fixed(caller, node) for caller, node in given)
 
 

@@ -1,4 +1,4 @@
-"""``given_arguments``: the expressions that callers give for an argument of a function."""
+"""``caller_arguments``: the expressions that callers give for an argument of a function."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from vescale.static._decisions import first_instruction
 from vescale.static._selection_points import parents_of
 from vescale.static._source import FunctionSource, source_of
 
-__all__ = ["GivenArgument", "given_arguments"]
+__all__ = ["CallerArgument", "caller_arguments"]
 
-GivenArgument = tuple[FunctionCall, ast.AST]
+CallerArgument = tuple[FunctionCall, ast.AST]
 _METHODS_OF_OBJECTS = ("__init__", "__new__", "__call__")
 
 
-def given_arguments(call: FunctionCall, name: str) -> list[GivenArgument] | None:
+def caller_arguments(call: FunctionCall, name: str) -> list[CallerArgument] | None:
     """For each caller that gives the argument, that caller and its expression; also if decorators (functions with ``*args``
     and ``**kwargs``) pass it on. None: one of them is not known. Where nobody gives
     it, it has its default value."""
@@ -33,7 +33,7 @@ def given_arguments(call: FunctionCall, name: str) -> list[GivenArgument] | None
 
 def _given(
     call: FunctionCall, index: int | None, name: str, has_self: bool, seen: set[tuple[FunctionCall, int | None]]
-) -> Iterator[GivenArgument]:
+) -> Iterator[CallerArgument]:
     """Raises LookupError for a caller that is not known.
 
     Args:
@@ -59,7 +59,7 @@ def _given_at(
     name: str,
     has_self: bool,
     seen: set[tuple[FunctionCall, int | None]],
-) -> Iterator[GivenArgument]:
+) -> Iterator[CallerArgument]:
     caller, part, offset = site
     source = source_of(caller.code)
     number = -1 if source is None else source.node_of[part].get(offset, -1)
