@@ -156,6 +156,35 @@ def functions_of_one_decorator() -> Any:
     return report(models[1])
 
 
+class Log:
+    """Says each sentence once."""
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+
+    @functools.cache  # noqa: B019
+    def once(self, sentence: str) -> None:
+        self.sentences.append(sentence)
+
+
+LOG = Log()
+
+
+class Logs(Wrapped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        LOG.once("slow")  # runs Python code in the recorded step only
+        return self.mlp(x)
+
+
+def cached_methods() -> Any:
+    models = both(Logs)
+    LOG.once.cache_clear()
+    compare((models[1], models[0]), batch())  # the recorded step comes first
+    for step in range(3):
+        compare(models, batch(seed=step))
+    return report(models[1])
+
+
 def sizes_as_numbers() -> Any:
     models = both(SumOverSize)
     for step in range(3):
@@ -381,6 +410,7 @@ STATIC = (
     other_sizes,
     one_row,
     functions_of_one_decorator,
+    cached_methods,
     random_numbers,
     accumulation,
     sizes_as_numbers,

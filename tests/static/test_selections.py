@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,18 +170,60 @@ class Indices(Base):
         return next((a, b)[k] for k in indices)
 
 
-OPEN = [
-    *(Item, OfResults, OfModules, Get, Keys, Pairs, Choice, Largest, Sorts, Unpacks, Iterates, Filters, Inserts),
-    *(Stores, Deletes, Rotates, Repeats, Binds, Attributes, Names, Indices),
-]
+def passed_on(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "at" in kwargs:
+            kwargs["index"] = kwargs.pop("at")
+        return function(*args, **kwargs)
+
+    return wrapper
 
 
-class Fixed(Base):
-    """Nothing but constants, attributes and loops decides."""
+class At(nn.Module):
+    @passed_on
+    @passed_on
+    def forward(self, items: Any, index: int) -> torch.Tensor:
+        return items[index]
+
+
+class Passes(Base):
+    """Decorators pass the index of a module on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = 1
+        self.at = At()
+
+    def pick(self, a: torch.Tensor, b: torch.Tensor, i: int) -> Any:
+        return self.at((a, b), index=i)
+
+
+class Renames(Passes):
+    def pick(self, a: torch.Tensor, b: torch.Tensor, i: int) -> Any:
+        return self.at((a, b), at=1)
+
+
+OPEN = [
+    *(Item, OfResults, OfModules, Get, Keys, Pairs, Choice, Largest, Sorts, Unpacks, Iterates, Filters, Inserts),
+    *(Stores, Deletes, Rotates, Repeats, Binds, Attributes, Names, Indices),
+    *(Passes, Renames),
+]
+
+
+class Outputs(OrderedDict[str, torch.Tensor]):
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return dict(self.items())[key]
+
+
+class Fixed(Base):
+    """Nothing but constants, attributes, loops and the keys of what is unpacked decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index, self.names, self.one = 1, ["first", "first"], At()
+
+    def difference(self, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        return c - d
 
     def at(self, items: Any, index: int) -> torch.Tensor:
         return items[index]
@@ -192,6 +234,11 @@ class Fixed(Base):
         alike = [a, a * 2]
         for k in range(2):
             total = total + alike[k]
+        for name in set(self.names):
+            total = total + named[name]
+        total = total + self.one([a, b], self.index) + self.one(index=0, items=[a, b])
+        unpacked = {**Outputs(c=a, d=b)}
+        total = total + self.difference(**Outputs(c=a, d=b)) + unpacked["c"]
         return total + alike[i]
 
 

@@ -30,12 +30,13 @@ from vescale.checks._replaced_parameters import (
     replacement_of,
 )
 from vescale.checks._settings import check_every, check_mode, is_unchecked, unchecked
-from vescale.checks._start import start_checks, start_checks_among, step_checks
+from vescale.checks._start import HASHES_OF_CHECKED_MESHES, start_checks, start_checks_among, step_checks
 from vescale.checks._steps import StepChecks
 
 __all__ = [
     "DRAWN",
     "GENERATING",
+    "HASHES_OF_CHECKED_MESHES",
     "MADE",
     "NUMBERS",
     "PARTS",

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.checks._optimizer_steps import watch_optimizers
 from vescale.checks._steps import StepChecks
 
-__all__ = ["start_checks", "start_checks_among", "step_checks"]
+__all__ = ["HASHES_OF_CHECKED_MESHES", "start_checks", "start_checks_among", "step_checks"]
 
 # By default group. Equal meshes share one: ops give results on any of them (PyTorch remembers decisions by equal specs), and
 # which of them are still there depends on each rank's garbage collector.
@@ -23,7 +23,7 @@ _BY_WORLD: weakref.WeakKeyDictionary[Any, dict[DeviceMesh | tuple[object, ...], 
 
 def step_checks(mesh: DeviceMesh) -> StepChecks | None:
     """The checks on a mesh; None: no model has been parallelized on it."""
-    if hash(mesh) not in _HASHES:
+    if hash(mesh) not in HASHES_OF_CHECKED_MESHES:
         return None
     return _BY_WORLD.get(dist.group.WORLD, _NONE).get(mesh) if dist.is_initialized() else None
 
@@ -52,12 +52,12 @@ def _begun(
     known = _BY_WORLD.setdefault(dist.group.WORLD, {})
     found = known.get(key)
     if found is None:
-        _HASHES.add(hash(key))
+        HASHES_OF_CHECKED_MESHES.add(hash(key))
         found = known[key] = StepChecks(ranks, coordinates)
     found.begin()
     return found
 
 
 # Of all keys that have ever been there: most DTensors of other code are told apart by them.
-_HASHES: set[int] = set()
+HASHES_OF_CHECKED_MESHES: set[int] = set()
 _NONE: dict[DeviceMesh | tuple[object, ...], StepChecks] = {}

@@ -95,7 +95,8 @@ def _redistribute(hooks: DTensorHooks) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
-        placements = _again(placements)
+        if placements is not None and type(placements) is not tuple:
+            placements = tuple(placements)
         if placements is None or (is_stock(map(type, self._spec.placements)) and is_stock(map(type, placements))):
             return original(self, device_mesh, placements, **options)
         return hooks.redistribute(self, device_mesh, placements, **options)
@@ -104,11 +105,11 @@ def _redistribute(hooks: DTensorHooks) -> Callable[..., Any]:
 
 
 def _full_tensor(hooks: DTensorHooks) -> Callable[..., Any]:
-    original, has_custom = _STOCK.full_tensor, hooks.has_custom
+    original, is_stock = _STOCK.full_tensor, hooks.custom_types.isdisjoint
 
     @functools.wraps(original)
     def full_tensor(self: Any, *, grad_placements: Any = None) -> Any:
-        if not (has_custom(self._spec.placements) or (grad_placements and has_custom(grad_placements))):
+        if is_stock(map(type, self._spec.placements)) and is_stock(map(type, grad_placements or ())):
             return original(self, grad_placements=grad_placements)
         return hooks.full_tensor(self, grad_placements=grad_placements)
 

@@ -50,6 +50,10 @@ class OpHandler:
 class DispatchListener:
     """What the dispatcher tells, and asks."""
 
+    # Of the meshes whose DTensors the script may read and move in an order that has to be checked: a set that may grow.
+    # ``full_tensor`` and ``redistribute`` of other DTensors call neither ``reads`` nor ``moves``.
+    hashes_of_checked_meshes: AbstractSet[int] = frozenset()
+
     def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, DTensorSpec, DTensorSpec]]) -> None:
         """Before an op brings operands (position, local tensor, from, to) to other placements on its own account."""
 

@@ -160,9 +160,12 @@ def _telling_of_locals(method: Callable[..., Any], listener: Any) -> Callable[..
 def _telling_of_reads(
     method: Callable[..., Any], require: Callable[[DTensor], None], listener: Any
 ) -> Callable[..., Any]:
+    checked = listener.hashes_of_checked_meshes
+
     @functools.wraps(method)
     def full_tensor(self: Any, *, grad_placements: Any = None) -> Any:
-        listener.reads(self, "full_tensor()", True)
+        if hash(self._spec.mesh) in checked:
+            listener.reads(self, "full_tensor()", True)
         require(self)
         return method(self, grad_placements=grad_placements)
 
@@ -172,9 +175,11 @@ def _telling_of_reads(
 def _telling_of_moves(
     method: Callable[..., Any], require: Callable[[DTensor], None], listener: Any
 ) -> Callable[..., Any]:
+    checked = listener.hashes_of_checked_meshes
+
     @functools.wraps(method)
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if placements is not None:
+        if placements is not None and hash(self._spec.mesh) in checked:
             placements = tuple(placements)
             listener.moves(self, placements, "redistribute()")
         require(self)

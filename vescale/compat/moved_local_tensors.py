@@ -23,20 +23,20 @@ def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
 
     @functools.wraps(original)
     def redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec: Any, **options: Any) -> Any:
-        if is_stock(map(type, current_spec.placements)) and is_stock(map(type, target_spec.placements)):
-            reduced = _reduced_where_ops_differ(current_spec, target_spec)
-            if reduced is not None:
+        source, target = current_spec.placements, target_spec.placements
+        if is_stock(map(type, source)) and is_stock(map(type, target)):
+            if True in map(_IS_PARTIAL, target) and (reduced := _reduced_where_ops_differ(current_spec, target_spec)):
                 local_tensor = original(local_tensor, current_spec, reduced)
                 return original(local_tensor, reduced, target_spec, **options)
             try:
                 found = original(local_tensor, current_spec, target_spec, **options)
-                if 0 not in local_tensor.stride() or not _only_copies(current_spec.placements, target_spec.placements):
+                if 0 not in local_tensor.stride() or not _only_copies(source, target):
                     return found
                 return expanded_as(local_tensor, found)
             except RuntimeError:
                 # PyTorch does not turn a shard into a summand, which adding one to a pending gradient asks for: the
                 # gradients of two microbatches may be placed differently.
-                if not _becomes_summand(current_spec.placements, target_spec.placements):
+                if not _becomes_summand(source, target):
                     raise
         return hooks.redistribute_local(
             local_tensor, current_spec, target_spec, async_op=options.get("async_op", False)
@@ -56,8 +56,6 @@ def _becomes_summand(source: Any, target: Any) -> bool:
 def _reduced_where_ops_differ(source: Any, target: Any) -> Any:
     """The spec between a pending mean and a pending sum, which PyTorch does not turn into each other (``torch.cat`` of a
     loss of each kind); None: there is no such axis."""
-    if not any(map(_IS_PARTIAL, source.placements)):
-        return None
     differ = [
         before.is_partial() and after.is_partial() and before != after
         for before, after in zip(source.placements, target.placements)

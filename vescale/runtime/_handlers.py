@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from vescale.checks import describe_graphs, follows_graphs, step_checks
+from vescale.checks import HASHES_OF_CHECKED_MESHES, describe_graphs, follows_graphs, step_checks
 from vescale.comm import record
 from vescale.compat import (
     DispatchListener,
@@ -161,6 +161,8 @@ def _masked_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _Listener(DispatchListener):
+    hashes_of_checked_meshes = HASHES_OF_CHECKED_MESHES
+
     def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, Any, Any]]) -> None:
         if running_module() is None:
             for _, _, source, target in moves:

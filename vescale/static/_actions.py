@@ -119,7 +119,9 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
             return ReadSizes(call.function, inputs[0].factors)
         if call.function in SIZE_TAKERS and call.local_run is LocalRun.TAKES_SIZES and outputs[0].is_even:
             return TakeSizes(call.function, outputs[0].factors)
-    is_grad_moved = any(r.value is not None and r.value.is_grad_moved for r in call.inputs)
+    # The gradient of what is copied is brought to the placements that it has, as that of a function on DTensors is.
+    checked = call.inputs[:1] if call.function is torch.Tensor.copy_ else call.inputs
+    is_grad_moved = any(r.value is not None and r.value.is_grad_moved for r in checked)
     is_on_locals = not is_grad_moved and local_function(call.function, inputs, outputs) is not None
     has_grads = any(r.requires_grad for r in (*call.inputs, *call.outputs))
     if call.writes and (call.has_gaps or has_grads) and not is_on_locals:

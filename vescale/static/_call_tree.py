@@ -45,8 +45,8 @@ class FunctionCall:
     Attributes:
         module: path of the module whose forward leads here.
         code: of the function.
-        caller: (function, part, offset) of the call; None for the module's forward.
-        recursive_callers: further calls, of functions that this one leads to.
+        callers: (function, part, offset) of each call; None: other code than the model's is between them.
+        is_of_module: whether it is the forward of a module, which is called with the module's arguments.
         is_direct: whether the caller's own instruction calls the function, and no other code between them.
         parts: the code objects of the function and of those defined in it; a position in a function is (part, offset).
         visits: how often the instruction at a position ran.
@@ -57,12 +57,12 @@ class FunctionCall:
         selections: where it may choose one of several tensors: nodes, by position.
     """
 
-    def __init__(self, module: str, code: types.CodeType, caller: Site | None, is_direct: bool) -> None:
-        self.module, self.code, self.caller, self.is_direct = module, code, caller, is_direct
+    def __init__(self, module: str, code: types.CodeType, is_of_module: bool, is_direct: bool) -> None:
+        self.module, self.code, self.is_of_module, self.is_direct = module, code, is_of_module, is_direct
         self.parts = {part: number for number, part in enumerate(code_objects(code))}
         self.visits: Counter[tuple[int, int]] = Counter()
         self.called: dict[tuple[int, int, types.CodeType], FunctionCall] = {}
-        self.recursive_callers: set[Site] = set()
+        self.callers: set[Site | None] = set()
         self.owner: type[nn.Module] | None = None
         self.is_of_made_module = False
         self._is_called = False
@@ -201,7 +201,8 @@ class CallTree:
     def _find(self, frame: types.FrameType) -> FunctionCall | None:
         code, back = frame.f_code, _without_checkpoint(frame.f_back)
         if self._is_root and not self.forwards:
-            root = self.forwards[""] = FunctionCall("", code, None, True)
+            root = self.forwards[""] = FunctionCall("", code, True, True)
+            root.callers.add(None)
             return root
         if back is not None and back.f_code in _MODULE_CALLS:
             running = self._current_module()
@@ -211,15 +212,15 @@ class CallTree:
             if back.f_locals.get("self") is module:
                 known = self.forwards.get(path)
                 if known is None or known.code is not code:
-                    known = self.forwards[path] = FunctionCall(path, code, None, True)
+                    known = self.forwards[path] = FunctionCall(path, code, True, True)
+                known.callers.add(self._caller(back))
                 return known
         if not self._running:
             return None
         for below, call in reversed(self._running):
             if code in call.parts and (code is not call.code or _is_same_function(frame, below)):
                 if code is call.code:
-                    top, by = self._running[-1]
-                    call.recursive_callers.add((by, by.parts[top.f_code], top.f_lasti))
+                    call.callers.add(self._caller(back))
                 return call
         top, call = self._running[-1]
         position = call.parts[top.f_code], top.f_lasti
@@ -228,9 +229,19 @@ class CallTree:
             is_module = back is not None and back.f_code in _MODULE_CALLS
             while back is not None and back is not top and back.f_code in _MODULE_CALLS:
                 back = back.f_back  # a module that the function has made for itself
-            made = call.called[key] = FunctionCall(call.module, code, (call, *position), back is top)
+            made = call.called[key] = FunctionCall(call.module, code, is_module, back is top)
             made.is_of_made_module = is_module
+        call.called[key].callers.add(self._caller(back))
         return call.called[key]
+
+    def _caller(self, back: types.FrameType | None) -> Site | None:
+        """The running function's call, if nothing but a module's call is between it and the function above ``back``."""
+        if not self._running:
+            return None
+        top, call = self._running[-1]
+        while back is not None and back is not top and back.f_code.co_filename.startswith((_MODULE_FILE, _OURS)):
+            back = back.f_back
+        return (call, call.parts[top.f_code], top.f_lasti) if back is top else None
 
 
 def makes_context_of_another(frame: types.FrameType) -> bool:

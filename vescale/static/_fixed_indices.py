@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
-from vescale.static._call_tree import FunctionCall, Site
+from vescale.static._call_tree import FunctionCall
+from vescale.static._caller_arguments import caller_arguments
 from vescale.static._decisions import first_instruction
 from vescale.static._selection_points import parents_of
 from vescale.static._source import FunctionSource, code_objects, source_of
 
 __all__ = ["FixedIndices"]
 
+# What they return depends on nothing but their arguments.
 _FIXED_FUNCTIONS = frozenset(
-    ("enumerate", "fields", "getattr", "len", "list", "range", "reversed", "sorted", "str", "tuple", "zip")
+    (
+        *(abs, all, any, bool, dict, enumerate, float, frozenset, getattr, int, isinstance, len, list, max, min, range),
+        *(reversed, round, set, sorted, str, sum, tuple, zip, dataclasses.fields),
+    )
 )
 _FIXED_METHODS = frozenset(("get", "items", "keys", "values"))
 
@@ -80,11 +86,12 @@ class FixedIndices:
             if function.attr in ("items", "keys") and _is_first_argument(call, function.value):
                 return True  # an object has its keys in the order in which its class sets them
             return function.attr in _FIXED_METHODS and fixed(function.value) and all(map(fixed, args))
-        if not isinstance(function, ast.Name) or function.id not in _FIXED_FUNCTIONS:
+        called = self._global(call, function.id) if isinstance(function, ast.Name) else None
+        if not isinstance(called, Hashable) or called not in _FIXED_FUNCTIONS:
             return False
-        if function.id == "fields" and args:  # of a dataclass
+        if called is dataclasses.fields and args:
             return _is_first_argument(call, args[0]) or fixed(args[0])
-        if function.id == "len" and args and isinstance(args[0], ast.Name):
+        if called is len and args and isinstance(args[0], ast.Name):
             source = source_of(call.code)  # what is appended to a list is not known, but how often
             setters = [] if source is None else _setters(source).get(args[0].id, [])
             if setters and all(isinstance(value, ast.List) for _, value in setters):
@@ -122,39 +129,25 @@ class FixedIndices:
             return not any(code in other.co_consts for other in self._held)
         arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         setters = _setters_of(call, source, node, name)
-        if name in arguments and not self._is_fixed_argument(call, arguments.index(name), name):
+        if name in arguments and not self._is_fixed_argument(call, name):
             return False
         if not setters and name not in arguments:
-            is_local = any(name in (*part.co_varnames, *part.co_cellvars) for part in code_objects(code))
-            return not is_local and (name in self._held.get(code, {}) or hasattr(builtins, name))
+            return self._global(call, name) is not None
         values = [value for _, value in setters]
         if any(isinstance(value, ast.List) for value in values) and not _is_only_read(source, name):
             return False
         return all(value is not None and self.is_fixed(call, value) for value in values)
 
-    def _is_fixed_argument(self, call: FunctionCall, index: int, name: str) -> bool:
-        """Whether the caller gives a fixed value, or none."""
-        if call.caller is None:
-            return False
-        callers = (call.caller, *call.recursive_callers)
-        return all(self._gives_fixed(call, caller, index, name) for caller in callers)
+    def _global(self, call: FunctionCall, name: str) -> Any:
+        """What a function calls by the name, if that is no local variable of its own; else None."""
+        if any(name in (*part.co_varnames, *part.co_cellvars) for part in code_objects(call.code)):
+            return None
+        return self._held.get(call.code, {}).get(name, getattr(builtins, name, None))
 
-    def _gives_fixed(self, call: FunctionCall, site: Site, index: int, name: str) -> bool:
-        caller, part, offset = site
-        source = source_of(caller.code)
-        number = -1 if source is None else source.node_of[part].get(offset, -1)
-        node = None if source is None or number < 0 else source.nodes[number]
-        if isinstance(node, ast.Subscript):
-            return index == 1 and self.is_fixed(caller, node.slice)
-        if not isinstance(node, ast.Call) or any(isinstance(a, ast.Starred) for a in node.args):
-            return False
-        named = {keyword.arg: keyword.value for keyword in node.keywords}
-        if None in named:
-            return False
-        is_method = isinstance(node.func, ast.Attribute) and call.code.co_varnames[:1] in (("self",), ("cls",))
-        position = index - is_method
-        given = node.args[position] if 0 <= position < len(node.args) else named.get(name)
-        return given is None or self.is_fixed(caller, given)
+    def _is_fixed_argument(self, call: FunctionCall, name: str) -> bool:
+        """Whether the callers give a fixed value, or none."""
+        given = caller_arguments(call, name)
+        return given is not None and all(self.is_fixed(caller, node) for caller, node in given)
 
 
 def _is_first_argument(call: FunctionCall, node: ast.AST) -> bool:

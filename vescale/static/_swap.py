@@ -37,7 +37,7 @@ class Swap:
         function, own = called, None
         if type(called) is functools.partial and type(called.func) in (types.FunctionType, types.MethodType):
             return functools.partial(self(called.func), *called.args, **called.keywords)
-        if type(called) is types.MethodType:
+        if type(called) is types.MethodType and type(called.__func__) is types.FunctionType:
             function, own = called.__func__, called.__self__
         elif type(called) is not types.FunctionType:
             if isinstance(called, nn.Module):  # one that the function has made for itself
