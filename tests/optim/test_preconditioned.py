@@ -276,11 +276,15 @@ STEPS = 20 if NIGHTLY else 12
 
 def on_lines(num_ranks: int) -> int:
     cases = with_vectors(LINES[num_ranks], num_ranks)
-    return run_cases(steps_equal_one_device, [(cases, *kind, STEPS if i % 2 == 0 else 5) for i, kind in enumerate(KINDS)])
+    return run_cases(
+        steps_equal_one_device, [(cases, *kind, STEPS if i % 2 == 0 else 5) for i, kind in enumerate(KINDS)]
+    )
 
 
 def on_grids() -> int:
-    return run_cases(steps_equal_one_device, [(GRIDS, *kind, STEPS if i % 2 == 0 else 5) for i, kind in enumerate(KINDS)])
+    return run_cases(
+        steps_equal_one_device, [(GRIDS, *kind, STEPS if i % 2 == 0 else 5) for i, kind in enumerate(KINDS)]
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

@@ -24,12 +24,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from tests.debug.jobs import run_processes
+from tests.examples import NIGHTLY
 from vescale.compat import clear_sharding_caches, local_of
 from vescale.ops import OpCall, register_rule
 from vescale.plans import Plan
 from vescale.runtime import parallelize
 
-SECONDS = 2.0
+SECONDS = 2.0 if NIGHTLY else 1.0
 aten = torch.ops.aten
 
 
