@@ -1,8 +1,11 @@
 """Fixtures and options shared by the whole suite."""
 
+import contextlib
 import gc
+import importlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Ranks and sub-processes already fill the cores: a second thread per process only waits. Read when torch is loaded.
@@ -33,9 +36,27 @@ def ranks() -> Iterator[RankPools]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    absent: Any
+    for absent in (torch.cuda, torch.xpu, torch.mtia):
+        if not absent.is_available():  # torch.manual_seed would keep its stack for each of them, up to 0.5 ms
+            absent.manual_seed_all = lambda seed: None
     config.pluginmanager.register(Durations(config), "durations")
     if hasattr(config, "workerinput"):
         os.environ.pop("COLUMNS", None)  # set for a worker, whose output is no terminal
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """In a new clone every process of pytest-xdist would compile all test files. Each imports its share first, and then
+    finds those of the others compiled."""
+    worker: dict[str, Any] | None = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return  # one process, or a choice of files
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for file in sorted(Path(__file__).parent.rglob("test_*.py"))[number::count]:
+        name = ".".join(file.relative_to(session.config.rootpath).with_suffix("").parts)
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting the file reports it
+            importlib.import_module(name)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -53,20 +54,20 @@ def sources() -> list[Path]:
 
 
 @functools.cache
-def parsed(text: str) -> ast.Module:
-    """The tree of a source file, which several tests read."""
-    return ast.parse(text)
+def nodes(text: str) -> tuple[ast.AST, ...]:
+    """All of a source file, its module first; several tests read them."""
+    return tuple(ast.walk(ast.parse(text)))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forget_parsed() -> Iterator[None]:
+def forget_nodes() -> Iterator[None]:
     yield
-    parsed.cache_clear()
+    nodes.cache_clear()
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import in a file, also those inside functions."""
-    for node in ast.walk(parsed(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -168,7 +169,7 @@ def module_name(path: Path) -> str:
 def imported_files(path: Path, files: Collection[str]) -> set[str]:
     """Of `from a import b` the file is a.b if there is one, else a."""
     found = set()
-    for node in ast.walk(parsed(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -232,7 +233,7 @@ def test_private_torch_names_live_in_compat() -> None:
         wrong += [
             f"{path.relative_to(ROOT)}:{line}: imports {module}" for line, module in imports(path) if is_private(module)
         ]
-        for node in ast.walk(parsed(path.read_text())):
+        for node in nodes(path.read_text()):
             if isinstance(node, ast.Attribute) and is_private(dotted(node)):
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: uses {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
@@ -268,18 +269,24 @@ ALLOWED_CALLS = {
 }
 
 
+def source_of(node: ast.expr) -> str:
+    """The source of an expression; ``ast.unparse`` of a name takes ten times as long."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{source_of(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
+
+
 def calls(path: Path) -> Iterator[tuple[int, str, ast.Call]]:
     """(line, dotted name, call) of every call in a file; names imported from a module have it before them."""
-    tree = parsed(path.read_text())
     origin = {
         alias.asname or alias.name: f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-        for node in ast.walk(tree)
+        for node in nodes(path.read_text())
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    for node in ast.walk(tree):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.Call):
-            first, dot, rest = ast.unparse(node.func).partition(".")
+            first, dot, rest = source_of(node.func).partition(".")
             yield node.lineno, origin.get(first, first) + dot + rest, node
 
 
@@ -335,7 +342,7 @@ def test_circles_are_seen(late: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_modules_say_what_they_export() -> None:
     silent = []
     for path in sources():
-        tree = parsed(path.read_text())
+        tree = cast(ast.Module, nodes(path.read_text())[0])
         names = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
         names += [n.target.id for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
         if tree.body and path.name != "__main__.py" and "__all__" not in names:

@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from tests.compat.test_exact_matches import DTYPES, OPS
 from vescale import ops
-from vescale.compat.meta_shapes import meta_of_result
+from vescale.compat import meta_shapes
+from vescale.compat.meta_shapes import meta_of_result, result_on_meta
 
 aten = torch.ops.aten
 
@@ -101,3 +103,35 @@ def test_what_tells_calls_apart() -> None:
     pieces = meta_of_result(aten.split.Tensor, (of_x, 2, 1), {})
     pieces.clear()  # the caller's own
     assert len(meta_of_result(aten.split.Tensor, (of_x, 2, 1), {})) == 2
+
+
+def test_results_on_meta() -> None:
+    """New tensors are made like those of an earlier call, without the op's kernel; views and writes run as before."""
+    x, bias = torch.empty(4, 2, 6, device="meta").transpose(0, 1), torch.empty(6, device="meta")
+    numbers, mean = torch.empty(4, dtype=torch.int64, device="meta"), torch.empty(2, 4, 1, device="meta")
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (aten.native_layer_norm.default, (x, [6], bias, None, 1e-5), {}),
+        (aten.native_layer_norm_backward.default, (x, x, [6], mean, mean, bias, bias, [True, False, True]), {}),
+        (aten.gelu.default, (x,), {"approximate": "tanh"}),
+        (aten.cat.default, ([x, x], 1), {}),
+        (aten._to_copy.default, (x,), {"dtype": torch.bfloat16}),
+        (aten.add.Tensor, (x, 2), {"alpha": 3}),
+        (aten.embedding.default, (x[0], numbers), {}),
+    ]
+    for op, args, kwargs in calls:
+        expected = tree_leaves(op(*args, **kwargs))
+        found = tree_leaves(result_on_meta(op, args, kwargs))
+        before = meta_shapes._run_once.cache_info().hits
+        again = tree_leaves(result_on_meta(op, args, kwargs))
+        assert meta_shapes._run_once.cache_info().hits == before + 1, op
+        for results in (found, again):
+            for result, like in zip(results, expected, strict=True):
+                assert repr(result) == repr(like) and (like is None or result.stride() == like.stride()), op
+        assert found[0].untyped_storage()._cdata != again[0].untyped_storage()._cdata
+    for op, args in (
+        (aten.view.default, (bias, [3, 2])),
+        (aten._unsafe_view.default, (bias, [2, 3])),
+        (aten.mul_.Tensor, (x, x)),
+    ):
+        assert result_on_meta(op, args, {}).untyped_storage()._cdata == args[0].untyped_storage()._cdata, op
+    assert result_on_meta(aten.mul.Tensor, (torch.ones(2), 3.0), {}).tolist() == [3.0, 3.0]

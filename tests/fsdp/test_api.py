@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -240,7 +241,7 @@ def settings() -> None:
         net_loss(m, 0, dist.get_rank()).backward()
     assert len(calls) == 1
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(p.grad), 4 * full(q.grad))  # type: ignore[operator]
+        torch.testing.assert_close(full(p.grad), dist.get_world_size() * full(q.grad))  # type: ignore[operator]
 
     order: list[str] = []
 
@@ -326,7 +327,8 @@ def reports() -> None:
     assert [one.path for one in found] == ["", "blocks.0", "blocks.1", "blocks.2"]
     block = found[1]
     assert block.num_elements == sum(p.numel() for p in model.blocks[0].parameters())
-    assert block.resting_bytes * 4 == block.whole_bytes == 4 * (block.num_elements + block.padding_elements)
+    world = dist.get_world_size()
+    assert block.resting_bytes * world == block.whole_bytes == 4 * (block.num_elements + block.padding_elements)
     with record_comms() as ledger:
         net_loss(model, 0, dist.get_rank())
     assert block.all_gather_bytes in [r.bytes for r in ledger.records if r.requester == "blocks.0"]
@@ -422,7 +424,7 @@ def beside_replicate() -> None:
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
-            ranks = range(4) if model is models[2] else [rank]
+            ranks = range(dist.get_world_size()) if model is models[2] else [rank]
             with warnings.catch_warnings():
                 warnings.simplefilter("error", UserWarning)  # of parameters that nothing reduces
                 loss = torch.stack([model(data((2, 5), step, one)).square().sum() for one in ranks]).mean()
@@ -446,9 +448,8 @@ def marks() -> None:
         assert [one.get(attribute) for one in ours] == [one.get(attribute) for one in stock] == [True] * 5
 
 
-PARTS = {
-    f.__name__: f
-    for f in (
+PARTS = {  # by the number of ranks
+    2: (
         phases,
         siblings_rest_when_the_last_has_run,
         one_reduction_in_a_backward,
@@ -458,24 +459,25 @@ PARTS = {
         optimizer_in_backward,
         direct_gradients,
         reports,
-        what_hooks_see,
         as_torch_sees_it,
         beside_replicate,
         marks,
-    )
+    ),
+    4: (what_hooks_see,),
 }
 
 
-def run_part(name: str) -> None:
-    PARTS[name]()
+def run_part(part: Callable[[], None]) -> None:
+    part()
 
 
-def run_parts() -> int:
-    return run_cases(run_part, [(name,) for name in PARTS])
+def run_parts(num_ranks: int) -> int:
+    return run_cases(run_part, [(part,) for part in PARTS[num_ranks]])
 
 
-def test_engine(ranks: RankPools) -> None:
-    assert ranks.run(run_parts, world_size=4) == [len(PARTS)] * 4
+@pytest.mark.parametrize("num_ranks", PARTS)
+def test_engine(ranks: RankPools, num_ranks: int) -> None:
+    assert ranks.run(run_parts, num_ranks, world_size=num_ranks) == [len(PARTS[num_ranks])] * num_ranks
 
 
 def errors() -> None:

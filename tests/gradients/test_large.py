@@ -25,7 +25,7 @@ def compare(bucket_bytes: int | list[int], order: tuple[int, ...], no_sync: bool
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)])
     reference = copy.deepcopy(model)
-    reducer = GradientReducer(model, meshes((4,)), bucket_bytes=bucket_bytes)
+    reducer = GradientReducer(model, meshes((dist.get_world_size(),)), bucket_bytes=bucket_bytes)
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def loss(layers: nn.ModuleList, step: int, index: int, recompute: bool) -> torch.Tensor:
@@ -69,4 +69,4 @@ def several_times() -> None:
 
 @pytest.mark.parametrize("case", [with_small_ones, alone, several_times], ids=lambda case: case.__name__)
 def test_large_gradients(ranks: RankPools, case: Callable[[], None]) -> None:
-    ranks.run(case, timeout=60)
+    ranks.run(case, world_size=2, timeout=60)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.examples import NIGHTLY
 from tests.optim.meshes import GRIDS, LINES, Case, assert_equal, build, missing_gradients, on_mesh, set_gradients
 from tests.optim.references import shampoo_steps, soap_steps
 from tests.pipeline.steps import Net, mesh_of
@@ -270,13 +271,20 @@ def with_vectors(cases: list[Case], num_ranks: int) -> list[Case]:
     return [*cases, *extra]
 
 
+STEPS = 20 if NIGHTLY else 12
+
+
 def on_lines(num_ranks: int) -> int:
     cases = with_vectors(LINES[num_ranks], num_ranks)
-    return run_cases(steps_equal_one_device, [(cases, *kind, 20 if i % 2 == 0 else 5) for i, kind in enumerate(KINDS)])
+    return run_cases(
+        steps_equal_one_device, [(cases, *kind, STEPS if i % 2 == 0 else 5) for i, kind in enumerate(KINDS)]
+    )
 
 
 def on_grids() -> int:
-    return run_cases(steps_equal_one_device, [(GRIDS, *kind, 20 if i % 2 == 0 else 5) for i, kind in enumerate(KINDS)])
+    return run_cases(
+        steps_equal_one_device, [(GRIDS, *kind, STEPS if i % 2 == 0 else 5) for i, kind in enumerate(KINDS)]
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

@@ -215,10 +215,6 @@ def test_stages_have_as_much_as_their_blocks() -> None:
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = search(decoder("Llama"), devices=1, batch={"input_ids": (4, 24)}, device=small(1e6))
-    assert not found.fits and found.best is None
-    nearest, other = found.advice()[:2]
-    assert re.search(r"GiB more than small has: .*ZeRO-\d, checkpointing \w+", nearest) and "more devices" in other
     table = tmp_path / "tiny.yaml"
     data = yaml.safe_load((Path(vescale.__file__).parent / "estimation/devices/h100-80g.yaml").read_text())
     table.write_text(yaml.safe_dump({**data, "memory_bytes": 1_000_000}))
@@ -236,7 +232,9 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     output = tmp_path / "plan.yaml"
     assert main([*call, "--output", str(output), "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
-    assert data["proposals"] == [] and data["advice"] and not output.exists()
+    assert data["proposals"] == [] and not output.exists()
+    nearest, other = data["advice"][:2]
+    assert re.search(r"GiB more than \S+ has: .*ZeRO-\d, checkpointing \w+", nearest) and "more devices" in other
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Shapes, strides and dtypes of an op's results, from a run on meta tensors.
 
 PyTorch finds them with a new ``FakeTensorMode`` per op, which takes 0.5 to 1.5 ms at each first call and for each new shape.
-For the ops here, what the mode does is to call the op's meta kernel, which takes a tenth of that by itself.
+For the ops here, what the mode does is to call the op's meta kernel, which takes a tenth of that by itself. Forwards on meta
+tensors take results from here, too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from vescale.compat.grouped_products import take_more_dtypes
 from vescale.compat.patching import Changes
 
-__all__ = ["forget_metas", "has_meta_kernel", "meta_of_result", "run_on_meta"]
+__all__ = ["forget_metas", "has_meta_kernel", "meta_of_result", "result_on_meta", "run_on_meta"]
 
 _aten = torch.ops.aten
 
@@ -115,6 +117,33 @@ def meta_of_result(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return list(found) if isinstance(found, list) else found
 
 
+def result_on_meta(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``op(*args, **kwargs)`` of tensors on the meta device, below autograd. New tensors are made like those of an earlier
+    call with the same sizes, because many meta kernels are written in Python and take 0.1 to 1 ms."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if (
+        not tensors
+        or not _makes_tensors(op)
+        or not has_meta_kernel(op, kwargs)
+        or not all(type(x) in _PLAIN and x.is_meta and x.layout is torch.strided for x in tensors)
+        or _is_observed()
+    ):
+        return op(*args, **kwargs)
+    found = meta_of_result(op, args, kwargs)
+    return _made(found) if isinstance(found, TensorMeta) else type(found)(map(_made, found))
+
+
+@functools.cache
+def _makes_tensors(op: Any) -> bool:
+    """Whether each result is a tensor with memory of its own."""
+    schema = op._schema
+    return (
+        not schema.is_mutable
+        and op is not _aten._unsafe_view.default  # shares memory, which its schema does not tell
+        and all(str(one.type) in ("Tensor", "List[Tensor]") and one.alias_info is None for one in schema.returns)
+    )
+
+
 def forget_metas() -> None:
     """The next calls run."""
     _run_once.cache_clear()
@@ -127,6 +156,7 @@ def _run(op: Any, args: Any, kwargs: Any, _: torch.dtype) -> Any:
     return _meta_of(result)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Soon full where sizes change, so that memory does not grow for long.
 _run_once = functools.lru_cache(maxsize=512)(_run)
 
@@ -138,15 +168,23 @@ def _known(value: Any) -> Any:
         return value.tensor_meta
     if isinstance(value, TensorMeta):
         return value
+    if isinstance(value, torch.Tensor):
+        return _meta_of(value)
     return type(value), tuple(map(_known, value)) if isinstance(value, list | tuple) else value
 
 
 def _given(known: Any) -> Any:
     """What :func:`_known` was given, with tensors on the meta device."""
     if isinstance(known, TensorMeta):
-        return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+        return _made(known)
     kind, value = known
     return kind(map(_given, value)) if issubclass(kind, list | tuple) else value
+
+
+def _made(known: TensorMeta | None) -> torch.Tensor | None:
+    if known is None:
+        return None
+    return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
 
 
 def _meta_of(result: Any) -> TensorMeta | None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vescale.compat import TorchDispatchMode
+from vescale.compat.meta_shapes import result_on_meta
 from vescale.ir._flow_mode import FlowMode
 from vescale.ir._model_index import ModelIndex
 
@@ -112,7 +113,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note(str(func))
-        return func(*args, **(kwargs or {}))
+        return result_on_meta(func, args, kwargs or {})
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if name == "scaled_dot_product_attention":

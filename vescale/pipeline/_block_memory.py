@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_leaves
 from vescale.ir import Checkpoint, FlowMode, Local, Program, stand_in_for_experts
 from vescale.pipeline._block_work import guessed_inputs, num_tokens
@@ -129,7 +130,7 @@ class _Held(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = result_on_meta(func, args, kwargs or {})
         if self._within and self._rule is not None and self._rule.saves(func, str):
             self._add(result)
         return result

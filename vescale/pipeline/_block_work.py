@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode
 from vescale.errors import PlanError
 from vescale.ir import FlowMode, example_inputs
@@ -104,7 +105,7 @@ class _Counter(TorchDispatchMode):
             self._running = len(self.work) - 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = result_on_meta(func, args, kwargs or {})
         count: Any = flop_registry.get(func.overloadpacket)
         if count is not None:
             self.work[self._running] += count(*args, **(kwargs or {}), out_val=result)

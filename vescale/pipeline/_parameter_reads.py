@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_leaves
 from vescale.ir import FlowMode
 from vescale.pipeline._block_work import guessed_inputs
@@ -113,4 +114,4 @@ class _Reads(TorchDispatchMode):
             name = self._names.get(id(leaf))
             if name is not None:
                 self.found.setdefault(name, set()).add(self.stage)
-        return func(*args, **kwargs)
+        return result_on_meta(func, args, kwargs)

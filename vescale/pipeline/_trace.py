@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tree_unflatten
 from vescale.errors import PipelineTraceError
 from vescale.pipeline._batch_reads import BatchReads, Place, ReadCalls
@@ -269,7 +270,7 @@ class _Recorder(TorchDispatchMode):
             args, kwargs = tree_unflatten(moved, tree)
             if kwargs.get("device") is not None:
                 kwargs = {**kwargs, "device": torch.device("meta")}
-            return func(*args, **kwargs), False
+            return result_on_meta(func, args, kwargs), False
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return func(*args, **kwargs), not is_mutation
