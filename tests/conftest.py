@@ -36,10 +36,6 @@ def ranks() -> Iterator[RankPools]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    absent: Any
-    for absent in (torch.cuda, torch.xpu, torch.mtia):
-        if not absent.is_available():  # torch.manual_seed would keep its stack for each of them, up to 0.5 ms
-            absent.manual_seed_all = lambda seed: None
     config.pluginmanager.register(Durations(config), "durations")
     if hasattr(config, "workerinput"):
         os.environ.pop("COLUMNS", None)  # set for a worker, whose output is no terminal
