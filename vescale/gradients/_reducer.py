@@ -229,11 +229,11 @@ class GradientReducer:
             self._backward.follow()
             self._is_begun, self._is_synced = True, self._syncs
             self._parameters.turn.begin(self._backward.current, self._give_up)
-            self._prepare()
-            self._schedule.count_arrivals(in_hooks=self._syncs)
+            has_grads = self._prepare()
+            self._schedule.count_arrivals(in_hooks=self._syncs, may_place=not has_grads)
 
-    def _prepare(self) -> None:
-        """Set complete gradients aside: what arrives now is this rank's contribution."""
+    def _prepare(self) -> bool:
+        """Set complete gradients aside: what arrives now is this rank's contribution. Returns whether there may be any."""
         self._arrived = False
         if not self._has_checked:  # the module's own forward has not run
             self._check_changes()
@@ -251,6 +251,7 @@ class GradientReducer:
             self._may_hide = self._has_previous
         self._has_older = bool(versions)
         self._complete.begin(self._syncs, may_have)
+        return may_have
 
     def _check_changes(self) -> None:
         self._schedule.release_works()
