@@ -135,6 +135,8 @@ class ParameterRow(TensorRow):
 
     def give_grads(self, gradients: TensorRow) -> bool:
         """Make each gradient its parameter's ``grad``. Returns False, and changes nothing, if a parameter has one."""
+        if self._module is not None:  # which needs no addresses
+            return bool(self._module.give_grads(self.tensors, gradients.tensors))
         if self._library is not None:
             return bool(self._library.give_grads(len(self.tensors), self.addresses(), gradients.addresses()))
         if any(parameter.grad is not None for parameter in self.tensors):

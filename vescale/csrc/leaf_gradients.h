@@ -202,6 +202,21 @@ inline bool take_local_grads(
     return true;
 }
 
+// Makes each gradient its parameter's. Returns False, and changes nothing, if one has a gradient.
+inline bool give_grads(const py::list& parameters, const py::list& gradients) {
+    const auto count = PyList_GET_SIZE(parameters.ptr());
+    TORCH_CHECK_VALUE(PyList_GET_SIZE(gradients.ptr()) == count, "lists of different lengths");
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (tensor_at(parameters, i).grad().defined()) {
+            return false;
+        }
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        tensor_at(parameters, i).mutable_grad() = tensor_at(gradients, i);
+    }
+    return true;
+}
+
 enum class Gradients : int { kNone, kComplete, kOther };
 
 // What `grad` of some parameters is: None of all; a DTensor of each, with its spec and an ordinary local tensor; or else.

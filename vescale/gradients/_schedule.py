@@ -98,6 +98,7 @@ class Schedule:
         return [
             slot
             for bucket in self.buckets
+            if bucket.muting.parameters.have_grads()
             for slot, parameter in zip(bucket.muting.collected, bucket.muting.parameters.tensors)
             if parameter.grad is not None
         ]
