@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tests.ranks import RankPools
 from vescale import Plan, csrc, parallelize
-from vescale.compat import ParameterRow, TensorRow, num_storage_users
+from vescale.compat import ZEROED, ParameterRow, TensorRow, num_storage_users, spec_of
 from vescale.compat import gradient_rows as grads_module
 
 native = pytest.mark.helper("grads")
@@ -227,6 +227,29 @@ def of_dtensors() -> None:
     assert row.take_grads(TensorRow(views_of(flat)), torch.float32)
     assert torch.equal(flat, torch.cat([value.flatten() for value in values]))
     assert all(parameter.grad is None for parameter in parameters)
+
+
+def with_zero_signs() -> None:
+    """C++ replaces -0.0 at the start of a target, and nothing else."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    parallelize(nn.Identity(), Plan(mesh))
+    for dtype in sorted(ZEROED, key=str):
+        values = [torch.tensor(row, dtype=dtype) for row in ([-0.0, -0.0], [0.0, -0.0], [-1.5, 1.0])]
+        parameters = [nn.Parameter(DTensor.from_local(value, mesh, [Replicate()])) for value in values]
+        for parameter, value in zip(parameters, values):
+            parameter.grad = DTensor.from_local(value.clone(), mesh, [Replicate()])
+        flat = torch.full((6,), 7.0, dtype=dtype)
+        row = ParameterRow(parameters, [spec_of(x.grad) for x in parameters if isinstance(x.grad, DTensor)])
+        targets = TensorRow([part.view(2) for part in flat.split(2)])
+        assert row.take_local_grads(targets, zeroes_signs=True)
+        assert flat.tolist() == [0.0, 0.0, 0.0, 0.0, -1.5, 1.0]
+        assert torch.signbit(flat).tolist() == [False, True, False, True, True, False], dtype
+
+
+@pytest.mark.helper("dispatch")
+def test_zero_signs(ranks: RankPools, side: str) -> None:
+    if side == "native":
+        ranks.run(with_zero_signs, world_size=1)
 
 
 def test_dtensors(ranks: RankPools, side: str) -> None:

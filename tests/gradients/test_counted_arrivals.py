@@ -16,6 +16,7 @@ from vescale import Plan, parallelize
 from vescale.comm import record_comms
 from vescale.compat import arrival_count
 from vescale.gradients import _reducer
+from vescale.gradients._bucket import Bucket
 from vescale.runtime import gradient_reducer, no_sync
 from vescale.static import report
 
@@ -122,6 +123,50 @@ def one_call_a_bucket(pair: Pair) -> None:
         assert report(pair.model).static_steps >= 4, report(pair.model)
 
 
+def placed(pair: Pair) -> None:
+    """In static mode, all gradients of a bucket but the first and the last of a backward are in it when it collects them;
+    where it does not, they become the parameters' again."""
+    found: list[int] = []
+    collected, returned = Bucket._collect, Bucket._return_placed
+
+    def collect(self: Bucket, versions: Any) -> bool:
+        found.append(len(self.arrivals.placed()))
+        return collected(self, versions)
+
+    def give_back(self: Bucket) -> None:
+        num_placed = len(self.arrivals.placed())
+        returned(self)
+        if num_placed:
+            found.append(-sum(slot.parameter is not None and slot.parameter.grad is not None for slot in self.slots))
+
+    Bucket._collect, Bucket._return_placed = collect, give_back  # type: ignore[method-assign]
+    try:
+        for step in range(6):
+            pair.step(step)
+        num_placed, total = max(found), len(list(pair.model.parameters()))
+        assert num_placed == (total - 2 if pair.mode == "static" and pair.reducer.num_buckets == 1 else 0), found
+        del found[:]
+        pair.zero()
+        loss = pair.loss(6, FORWARD)
+        handle = pair.model.blocks[0].up.weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        for step in range(7, 9):
+            pair.step(step)
+        assert (min(found) < 0) == (pair.mode == "static"), found
+        pair.zero()
+        loss = pair.loss(9, FORWARD)
+        extra = 0
+        for parameter, other in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
+            extra = extra + parameter.square().sum()  # a second gradient of each, from outside of the model
+            other.grad.add_(other.detach(), alpha=2)  # type: ignore[union-attr]
+        (loss + extra).backward()
+        pair.same()
+    finally:
+        Bucket._collect, Bucket._return_placed = collected, returned  # type: ignore[method-assign]
+
+
 def orders_and_parts(pair: Pair) -> None:
     orders = [FORWARD, FORWARD, BACKWARD, BACKWARD, (2,), FORWARD, (1, 2), (0, 1, 0, 3), FORWARD, FORWARD]
     for step, order in enumerate(orders):
@@ -201,7 +246,7 @@ def frozen(pair: Pair) -> None:
         pair.step(step, (0, 1, 2) if step == 4 else FORWARD)
 
 
-CASES = [one_call_a_bucket, orders_and_parts, on_top, exceptions, hooks_of_users, captured, frozen]
+CASES = [one_call_a_bucket, placed, orders_and_parts, on_top, exceptions, hooks_of_users, captured, frozen]
 
 
 def in_mode(mode: str, case: Callable[[Pair], None]) -> None:

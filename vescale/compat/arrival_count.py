@@ -13,13 +13,29 @@ import torch
 
 from vescale import csrc
 
-__all__ = ["ArrivalCount", "stop_counting_gradients"]
+__all__ = ["ArrivalCount", "GradientPlaces", "stop_counting_gradients"]
+
+
+class GradientPlaces:
+    """Where gradients that are DTensors may be copied to as they arrive.
+
+    Args:
+        tensors: for each slot, where the local tensor goes; None: nowhere.
+        specs: for each slot, the spec that the gradient has to have.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[Any]) -> None:
+        self._held = list(tensors), list(specs)
+        addresses = ctypes.c_void_p * len(self._held[0])
+        self.targets = addresses(*(None if x is None else x._cdata for x in tensors))
+        self.specs = addresses(*(None if spec is None else id(spec) for spec in specs))
 
 
 class ArrivalCount:
     """Counts gradients by slot. While :meth:`start` is in force, hooks of parameters that :meth:`attach` was given count in
     C++, and call Python only where this parameter has other hooks, too, where a gradient arrives that is not expected or
-    has a graph, and for the last one that is missing, which Python counts.
+    has a graph, and for the last one that is missing, which Python counts. A gradient that would be set in C++ (of a local
+    tensor in static mode) is *placed*, if there is a place for it: copied there, so that no DTensor is made of it.
 
     Without the helper ``csrc/hook_gate.cpp`` Python is called for all of them, and counts them. The numbers are the same.
 
@@ -32,15 +48,18 @@ class ArrivalCount:
         self._left, self._missing = list(expected), 0
         self._library = _library()
         self._count: Any = None
+        self.address_of_placed = 0
+        """Of a byte for each slot, which is not 0 where the gradient is placed; 0: none can be."""
         if self._library is not None:
             self._count = self._library.new_count(len(expected), (ctypes.c_int32 * len(expected))(*expected))
+            self.address_of_placed = self._library.placed_of(self._count)
             weakref.finalize(self, self._library.free_count, self._count)
 
     def __reduce__(self) -> Any:
         return ArrivalCount, (self._expected,)  # a copy has a count of its own: the one in C++ goes with this object
 
     def reset(self, num_missing: int) -> None:
-        """Nothing has arrived; hooks call Python."""
+        """Nothing has arrived, or is placed; hooks call Python."""
         if self._library is not None:
             self._library.reset_count(self._count, num_missing)
             return
@@ -58,14 +77,31 @@ class ArrivalCount:
             self._left[index] -= 1
             self._missing -= 1
 
-    def start(self) -> None:
-        """Let hooks count until :meth:`stop` or :meth:`reset`."""
-        if self._library is not None:
-            self._library.set_counting(self._count, 1)
+    def start(self, places: GradientPlaces | None = None) -> None:
+        """Let hooks count until :meth:`stop` or :meth:`reset`, and place gradients. The caller keeps ``places``."""
+        if self._library is None:
+            return
+        if places is None:
+            self._library.start_counting(self._count, None, None)
+        else:
+            self._library.start_counting(self._count, places.targets, places.specs)
 
     def stop(self) -> None:
+        """What is placed stays."""
         if self._library is not None:
-            self._library.set_counting(self._count, 0)
+            self._library.stop_counting(self._count)
+
+    def placed(self) -> list[int]:
+        """The slots whose gradients are placed."""
+        if not self.address_of_placed:
+            return []
+        flags = ctypes.string_at(self.address_of_placed, len(self._expected))
+        return [index for index, is_placed in enumerate(flags) if is_placed]
+
+    def forget_placed(self) -> None:
+        """They have been taken, or returned."""
+        if self._library is not None:
+            self._library.forget_placed(self._count)
 
     def attach(self, parameter: torch.Tensor, index: int) -> None:
         """Count the gradients that are accumulated in a leaf that has one hook for them, and no others' any more."""
@@ -93,7 +129,10 @@ def _typed(library: ctypes.CDLL) -> Any:
         new_count=of("new_count", address, size, address),
         free_count=of("free_count", None, address),
         reset_count=of("reset_count", None, address, number),
-        set_counting=of("set_counting", None, address, ctypes.c_int),
+        start_counting=of("start_counting", None, address, address, address),
+        stop_counting=of("stop_counting", None, address),
+        placed_of=of("placed_of", address, address),
+        forget_placed=of("forget_placed", None, address),
         add_arrival=of("add_arrival", None, address, size),
         num_missing=of("num_missing", number, address),
         count_gradients=of("count_gradients", None, address, size, address, ctypes.py_object),

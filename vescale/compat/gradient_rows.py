@@ -18,6 +18,7 @@ from vescale.compat.dtensor import local_of, spec_of
 from vescale.compat.foreach import foreach_copy_
 
 __all__ = [
+    "ZEROED",
     "ParameterRow",
     "TensorRow",
     "dense_part",
@@ -65,7 +66,7 @@ class ParameterRow(TensorRow):
         super().__init__(parameters)
         self._library = _library()
         self._specs = list(specs)
-        self._has_dtensors = any(spec is not None for spec in specs)
+        self.has_dtensors = any(spec is not None for spec in specs)
 
     def take_grads(self, targets: TensorRow, dtype: torch.dtype) -> bool:
         """Copy each ``grad`` to its target and leave None. Returns False, and changes nothing, unless each is there, dense
@@ -90,14 +91,27 @@ class ParameterRow(TensorRow):
         return True
 
     def _take_natively(self, targets: TensorRow) -> bool:
-        if self._has_dtensors:
-            return self._module is not None and bool(
-                self._module.take_local_grads(self.tensors, self._specs, targets.tensors)
-            )
+        if self.has_dtensors:
+            return self.take_local_grads(targets)
         library = self._library
         return library is not None and bool(
             library.take_grads(len(self.tensors), self.addresses(), targets.addresses())
         )
+
+    def take_local_grads(
+        self, targets: TensorRow, placed: int = 0, indices: list[int] | None = None, *, zeroes_signs: bool = False
+    ) -> bool:
+        """:meth:`take_grads` in C++, where gradients are DTensors; returns False where there is none.
+
+        Args:
+            placed: :attr:`ArrivalCount.address_of_placed`: those that are placed are in their targets already.
+            indices: the slot of each parameter.
+            zeroes_signs: replace -0.0 by 0.0 in the first element of each target, whose dtype is in ``ZEROED``.
+        """
+        if self._module is None:
+            return False
+        tensors, specs = self.tensors, self._specs
+        return bool(self._module.take_local_grads(tensors, specs, targets.tensors, placed, indices or [], zeroes_signs))
 
     def have_grads(self) -> bool:
         """Whether any of them has a ``grad``."""
@@ -121,6 +135,8 @@ class ParameterRow(TensorRow):
 
     def give_grads(self, gradients: TensorRow) -> bool:
         """Make each gradient its parameter's ``grad``. Returns False, and changes nothing, if a parameter has one."""
+        if self._module is not None:  # which needs no addresses
+            return bool(self._module.give_grads(self.tensors, gradients.tensors))
         if self._library is not None:
             return bool(self._library.give_grads(len(self.tensors), self.addresses(), gradients.addresses()))
         if any(parameter.grad is not None for parameter in self.tensors):
@@ -131,6 +147,8 @@ class ParameterRow(TensorRow):
 
 
 _NO_GRADIENTS, _COMPLETE_GRADIENTS = 0, 1  # of csrc/leaf_gradients.h
+ZEROED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+"""Dtypes whose -0.0 C++ replaces."""
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

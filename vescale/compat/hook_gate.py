@@ -57,14 +57,15 @@ class HookGate:
         self._state.value = _OPEN
 
 
-def addresses_about_hooks() -> tuple[int, int]:
-    """Of the functions by which other C++ code asks whether a hook would be skipped now, and whether one only counts
-    gradients (:class:`ArrivalCount`); 0 where there is none."""
+def addresses_about_hooks() -> tuple[int, int, int]:
+    """Of the functions by which other C++ code asks whether a hook would be skipped now, whether one only counts gradients
+    (:class:`ArrivalCount`), and has that one place a gradient; 0 where there is none."""
     library = _library()
     if library is None:
-        return 0, 0
-    found = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (library.lets_pass, library.is_only_count)]
-    return found[0], found[1]
+        return 0, 0, 0
+    functions = library.lets_pass, library.is_only_count, library.place_gradient
+    found = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+    return found[0], found[1], found[2]
 
 
 @functools.cache

@@ -261,6 +261,7 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("have_locals", torch::wrap_pybind_function(&vescale::have_locals));
     module.def("set_hook_gate", &vescale::set_hook_gate);
     module.def("take_local_grads", torch::wrap_pybind_function(&vescale::take_local_grads));
+    module.def("give_grads", torch::wrap_pybind_function(&vescale::give_grads));
     module.def("are_dtensors_unheld", torch::wrap_pybind_function(&vescale::are_dtensors_unheld));
     module.def("gradients_of", torch::wrap_pybind_function(&vescale::gradients_of));
     module.def("link_view", torch::wrap_pybind_function(&vescale::link_view));

@@ -141,15 +141,28 @@ EXPORT void* new_count(std::size_t num, const std::int32_t* expected) {
 // The tensors whose gradients it counts keep it.
 EXPORT void free_count(void* count) {
     std::unique_ptr<vescale::SharedCount> owned(static_cast<vescale::SharedCount*>(count));
-    (*owned)->is_counting.store(false);
+    (*owned)->stop();
 }
 
 EXPORT void reset_count(void* count, std::int32_t missing) {
     (*static_cast<vescale::SharedCount*>(count))->reset(missing);
 }
 
-EXPORT void set_counting(void* count, int is_counting) {
-    (*static_cast<vescale::SharedCount*>(count))->is_counting.store(is_counting != 0);
+EXPORT void start_counting(void* count, void* const* targets, void* const* specs) {
+    (*static_cast<vescale::SharedCount*>(count))->start(targets, specs);
+}
+
+EXPORT void stop_counting(void* count) {
+    (*static_cast<vescale::SharedCount*>(count))->stop();
+}
+
+// A byte for each slot.
+EXPORT void* placed_of(void* count) {
+    return (*static_cast<vescale::SharedCount*>(count))->placed().data();
+}
+
+EXPORT void forget_placed(void* count) {
+    (*static_cast<vescale::SharedCount*>(count))->forget_placed();
 }
 
 EXPORT void add_arrival(void* count, std::size_t index) {
@@ -178,4 +191,11 @@ EXPORT void count_gradients(void* count, std::size_t index, void* tensor, PyObje
 EXPORT int is_only_count(void* hook) {
     const auto* counting = dynamic_cast<vescale::CountingHooks*>(static_cast<torch::autograd::PostAccumulateGradHook*>(hook));
     return counting != nullptr && counting->is_alone();
+}
+
+// Copies the local tensor of a gradient, which has this spec, to the bucket for which such a hook counts. Returns 0, and
+// does nothing, where the gradient has to become the parameter's.
+EXPORT int place_gradient(void* hook, void* spec, void* gradient) {
+    const auto* counting = dynamic_cast<vescale::CountingHooks*>(static_cast<torch::autograd::PostAccumulateGradHook*>(hook));
+    return counting != nullptr && counting->place(spec, *static_cast<const at::Tensor*>(gradient));
 }

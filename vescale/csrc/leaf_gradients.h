@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dtensor.h"
+#include "zero_signs.h"
 
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -14,11 +15,14 @@
 
 namespace vescale {
 
-// Of hook_gate.cpp: whether a hook would do nothing now; whether one counts gradients, and nobody has others.
+// Of hook_gate.cpp: whether a hook would do nothing now; whether one counts gradients, and nobody has others; and whether that
+// one has copied the local tensor of a gradient, with its spec, to a bucket.
 using AboutHook = int (*)(void* hook);
+using PlaceGradient = int (*)(void* hook, void* spec, void* gradient);
 
 struct HookGate {
     AboutHook lets_pass = nullptr, is_only_count = nullptr;  // null: not built
+    PlaceGradient place = nullptr;
 };
 
 inline HookGate& hook_gate() {
@@ -27,8 +31,10 @@ inline HookGate& hook_gate() {
 }
 
 // Addresses of the functions, or 0.
-inline void set_hook_gate(std::uintptr_t lets_pass, std::uintptr_t is_only_count) {
-    hook_gate() = {reinterpret_cast<AboutHook>(lets_pass), reinterpret_cast<AboutHook>(is_only_count)};
+inline void set_hook_gate(std::uintptr_t lets_pass, std::uintptr_t is_only_count, std::uintptr_t place) {
+    hook_gate() = {
+        reinterpret_cast<AboutHook>(lets_pass), reinterpret_cast<AboutHook>(is_only_count),
+        reinterpret_cast<PlaceGradient>(place)};
 }
 
 // A gradient that no other gradient shares its memory with, with the strides of `parameter` if there is one. A DTensor hides
@@ -42,6 +48,14 @@ inline at::Tensor alone(at::Tensor gradient, const at::Tensor& parameter) {
                                : gradient.clone(is_dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
 }
 
+// Whether nothing but an edge holds the node that it leads to. A Python object of the node, which static mode makes of each when
+// it records, holds it and lives as long as it does. The lock is held.
+inline bool is_only_holder(const torch::autograd::Edge& edge) {
+    const auto num_holders = edge.function.use_count();
+    PyObject* object = edge.function->pyobj_slot()->load_pyobj();
+    return object == nullptr ? num_holders == 1 : num_holders == 2 && Py_REFCNT(object) == 1;
+}
+
 // Whether autograd would do nothing with a gradient that `node` sends along `edge`, to `leaf`, but make it the `grad` of the
 // leaf, the Python object `parameter`, and count it. It does so where the gradient is put there and none is sent. The lock is
 // held.
@@ -51,7 +65,7 @@ inline bool accumulates_plainly(
     if (variable.grad().defined() || torch::autograd::AnomalyMode::is_enabled()) {
         return false;
     }
-    if (edge.function.use_count() != 1) {  // others may send a part of the gradient, and the order of additions counts
+    if (!is_only_holder(edge)) {  // others may send a part of the gradient, and the order of additions counts
         return false;
     }
     // torch.autograd.grad, and backward(inputs=...), accumulate in no leaf, or in some.
@@ -135,10 +149,17 @@ inline const at::Tensor* takeable(const at::Tensor& gradient, PyObject* spec, co
 // Copies `grad` of each parameter, the local tensor of a DTensor with its spec, to its target, and leaves none. Returns False,
 // and changes nothing, unless each is there, like its target, and in its place already or in other memory than all of them,
 // which are in one block.
-inline bool take_local_grads(const py::list& parameters, const py::list& specs, const py::list& targets) {
+//
+// `placed`: the address of a byte for each slot of a bucket, or 0. Where that of a parameter's slot, which is in `indices`, is
+// not 0, the gradient is in its target, and there is none in `grad`. `zeroes_signs`: see `zero_sign`; targets are not empty.
+inline bool take_local_grads(
+    const py::list& parameters, const py::list& specs, const py::list& targets, std::uintptr_t placed, const py::list& indices,
+    bool zeroes_signs) {
     const auto count = PyList_GET_SIZE(parameters.ptr());
     TORCH_CHECK_VALUE(
-        PyList_GET_SIZE(specs.ptr()) == count && PyList_GET_SIZE(targets.ptr()) == count, "lists of different lengths");
+        PyList_GET_SIZE(specs.ptr()) == count && PyList_GET_SIZE(targets.ptr()) == count &&
+            (placed == 0 || PyList_GET_SIZE(indices.ptr()) == count),
+        "lists of different lengths");
     if (dtensor_class().type == nullptr) {
         return false;
     }
@@ -146,15 +167,18 @@ inline bool take_local_grads(const py::list& parameters, const py::list& specs, 
     std::vector<c10::IValue> copied;
     for (Py_ssize_t i = 0; i < count; ++i) {
         const auto& target = tensor_at(targets, i);
-        locals.push_back(takeable(tensor_at(parameters, i).grad(), PyList_GET_ITEM(specs.ptr(), i), target));
-        if (locals.back() == nullptr) {
+        const at::Tensor& gradient = tensor_at(parameters, i).grad();
+        const bool is_there =
+            placed != 0 && reinterpret_cast<const std::uint8_t*>(placed)[PyLong_AsSize_t(PyList_GET_ITEM(indices.ptr(), i))] != 0;
+        locals.push_back(is_there ? nullptr : takeable(gradient, PyList_GET_ITEM(specs.ptr(), i), target));
+        if (is_there ? gradient.defined() : locals.back() == nullptr) {
             return false;
         }
     }
     at::RecordFunction profiled(at::RecordScope::FUNCTION);
     if (profiled.isActive()) {  // its inputs are what is copied
         for (Py_ssize_t i = 0; profiled.needsInputs() && i < count; ++i) {
-            if (locals[i]->const_data_ptr() != tensor_at(targets, i).const_data_ptr()) {
+            if (locals[i] != nullptr && locals[i]->const_data_ptr() != tensor_at(targets, i).const_data_ptr()) {
                 copied.emplace_back(*locals[i]);
             }
         }
@@ -162,11 +186,33 @@ inline bool take_local_grads(const py::list& parameters, const py::list& specs, 
     }
     std::vector<at::Tensor> taken;  // whose ends may run Python
     for (Py_ssize_t i = 0; i < count; ++i) {
-        void* place = tensor_at(targets, i).mutable_data_ptr();
+        if (locals[i] == nullptr) {
+            continue;
+        }
+        const at::Tensor& target = tensor_at(targets, i);
+        void* place = target.mutable_data_ptr();
         if (place != locals[i]->const_data_ptr()) {
             std::memcpy(place, locals[i]->const_data_ptr(), locals[i]->nbytes());
         }
+        if (zeroes_signs) {
+            zero_sign(target);
+        }
         taken.push_back(std::exchange(tensor_at(parameters, i).mutable_grad(), at::Tensor()));
+    }
+    return true;
+}
+
+// Makes each gradient its parameter's. Returns False, and changes nothing, if one has a gradient.
+inline bool give_grads(const py::list& parameters, const py::list& gradients) {
+    const auto count = PyList_GET_SIZE(parameters.ptr());
+    TORCH_CHECK_VALUE(PyList_GET_SIZE(gradients.ptr()) == count, "lists of different lengths");
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (tensor_at(parameters, i).grad().defined()) {
+            return false;
+        }
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        tensor_at(parameters, i).mutable_grad() = tensor_at(gradients, i);
     }
     return true;
 }

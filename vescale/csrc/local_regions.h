@@ -145,8 +145,11 @@ class EnterLocalBackward final : public PythonNode {
         if (!at::GradMode::is_enabled() && is_plain(gradient) && dtensor_class().type != nullptr) {
             const at::Tensor none, &parameter = leaf == nullptr ? none : leaf->variable;
             PyObject* dtensor = parameter.defined() ? dtensor_of(parameter) : nullptr;
-            gradient = alone(std::move(gradient), dtensor == nullptr ? none : local_of(dtensor));
             const Running running;
+            if (dtensor != nullptr && goes_to_bucket(i, gradient, *leaf, dtensor)) {
+                return;
+            }
+            gradient = alone(std::move(gradient), dtensor == nullptr ? none : local_of(dtensor));
             const Spec* spec = gradient_spec(gradient, held(2 * i), held(2 * i + 1));
             if (spec != nullptr) {
                 found = wrap(std::move(gradient), *spec);
@@ -157,6 +160,19 @@ class EnterLocalBackward final : public PythonNode {
             }
         }
         found = to_tensor(local_regions().enter_gradient(to_object(gradient), held(2 * i), held(2 * i + 1)));
+    }
+
+    // Whether a gradient has been copied to the bucket in which it is reduced, so that no DTensor is made of it.
+    bool goes_to_bucket(std::size_t i, at::Tensor& gradient, torch::autograd::AccumulateGrad& leaf, PyObject* dtensor) {
+        const at::Tensor& parameter = leaf.variable;
+        const auto& after = torch::autograd::impl::post_acc_grad_hooks(parameter);
+        if (after == nullptr || hook_gate().place == nullptr || !gradient.is_contiguous() ||
+            !accumulates_plainly(*this, next_edge(i), leaf, dtensor)) {
+            return false;
+        }
+        const Spec* spec = gradient_spec(gradient, held(2 * i), held(2 * i + 1));
+        return spec != nullptr && parameter.sizes() == c10::IntArrayRef(spec->sizes) &&
+            hook_gate().place(after.get(), spec->object.ptr(), &gradient) != 0;
     }
 
     std::vector<std::optional<std::pair<Sizes, at::TensorOptions>>> unused_;  // gradients of zeros where there are none

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
-from vescale.compat import ParameterRow, TensorRow, dense_part, is_dense, num_storage_users
+from vescale.compat import ZEROED, ParameterRow, TensorRow, dense_part, is_dense, make_dtensor, num_storage_users
 from vescale.gradients._bucket_memory import BucketMemory
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._buffer_reduction import BufferReduction
 from vescale.gradients._comm_hook import CommHook, GradientBucket, call_hook
+from vescale.gradients._complete_gradient import added, local_part
 from vescale.gradients._hook_muting import HookMuting
 from vescale.gradients._reduction import Reduction, copy_scaled, divide_, is_exact_before_sum
 from vescale.gradients._unused_marks import clear_signs, is_unused, neutral
@@ -43,7 +44,8 @@ class Bucket:
     ============  ==================================================================================================
 
     Contributions are handed over with ``arrive``. The bucket collects those of *collected* slots from their parameters in
-    one call, when the gradient that usually arrives last has arrived; see :class:`HookMuting`.
+    one call, when the gradient that usually arrives last has arrived; see :class:`HookMuting`. In static mode, in a backward
+    that begins without any gradients, most are *placed* in the bucket's memory by then; see :class:`ArrivalCount`.
 
     If the bucket has a single slot and nothing else references the gradient, it is reduced in place, without a copy.
 
@@ -59,6 +61,7 @@ class Bucket:
     """The works that were waited for last, until the bucket is closed."""
     _is_open: bool
     _has_all: bool  # contributions
+    _has_marks: bool  # no contribution begins with -0.0
     _is_irregular: bool  # a gradient was missing when all notified slots had theirs
     _last: BucketSlot[Bucket] | None  # that was notified
     _given: dict[int, torch.Tensor]  # contributions by slot index, except collected ones
@@ -108,6 +111,7 @@ class Bucket:
         others = f" with {len(self.slots) - 1} others" if len(self.slots) > 1 else ""
         self.requester = requester or f"bucket {index}: {self.slots[0].name}.grad: reduced{others}"
         self._running = BufferReduction(reduction, self._all_reduce, self.requester)
+        self._may_place = self.op == "sum" and not self._casts and reduction.dtype in ZEROED
         self._reset()
 
     @property
@@ -134,6 +138,24 @@ class Bucket:
             self._memory.open()
 
     # One reduction
+
+    def count_arrivals(self, *, may_place: bool) -> None:
+        """Let hooks count gradients in C++, and place them if ``may_place`` and the memory is free."""
+        if may_place and self._may_place and self.muting.may_place:
+            self._is_open = self._is_open or self._memory.open(may_allocate=False)
+            if self._is_open:
+                self.muting.start(self._memory.places(self.muting.indices))
+                return
+        self.arrivals.start()
+
+    def _return_placed(self) -> None:
+        """Make gradients that are placed the parameters' again, as if they had not been."""
+        for index in self.arrivals.placed():
+            slot = self.slots[index]
+            assert slot.parameter is not None
+            later, gradient = slot.parameter.grad, make_dtensor(self._memory.view(index).clone(), slot.spec)
+            slot.parameter.grad = gradient if later is None else added(gradient, local_part(later), slot.spec)
+        self.arrivals.forget_placed()
 
     def arrive(self, slot: BucketSlot[Bucket], gradient: torch.Tensor) -> None:
         """Hand over a contribution that nothing else writes to any more; a second one is added to the first."""
@@ -202,7 +224,15 @@ class Bucket:
         ):
             return False
         self._open()
-        return muting.parameters.take_grads(self._memory.places(muting.indices), self.reduction.dtype)
+        places, parameters = self._memory.places(muting.indices), muting.parameters
+        if self._may_place and parameters.has_dtensors:
+            placed, zeroes = self.arrivals.address_of_placed, self._early_scale == 1
+            if parameters.take_local_grads(places, placed, muting.indices, zeroes_signs=zeroes):
+                self.arrivals.forget_placed()
+                self._has_marks = zeroes and len(muting.indices) == len(self.slots)
+                return True
+            self._return_placed()
+        return parameters.take_grads(places, self.reduction.dtype)
 
     def has_unannounced(self, versions: Versions) -> bool:
         """Whether a gradient has arrived at a collected slot."""
@@ -214,6 +244,7 @@ class Bucket:
 
     def _take_present(self, versions: Versions | None) -> None:
         """Take the gradients of collected slots that are there; with ``versions``, only those of this backward."""
+        self._return_placed()
         for slot in self.muting.collected:
             assert slot.parameter is not None
             gradient = slot.parameter.grad
@@ -253,7 +284,7 @@ class Bucket:
             return self._only
         self._open()
         self._memory.fill(given, missing, scale, self.absent)
-        if self.op == "sum":
+        if self.op == "sum" and not self._has_marks:
             self._memory.clear_signs(self.absent)
         return self._memory.local
 
@@ -326,7 +357,7 @@ class Bucket:
         self.arrivals.reset(self.muting.num_expected)
         self.absent = []
         self.is_launched = self._is_open = False
-        self._has_all = self._is_irregular = False
+        self._has_all = self._has_marks = self._is_irregular = False
         self._last = self._only = self._result = None
         self._given, self.waited = {}, []
 

@@ -111,9 +111,13 @@ class BucketMemory:
 
     # Contributions
 
-    def open(self) -> None:
-        """Prepare for contributions. New memory is allocated if the old one is still referenced."""
-        if self._views and not self._is_unreferenced():
+    def open(self, *, may_allocate: bool = True) -> bool:
+        """Prepare for contributions. New memory is allocated if the old one is still referenced, or, if it may not be, False
+        returned."""
+        is_free = bool(self._views) and self._is_unreferenced()
+        if not may_allocate and not (is_free and self.buffer.is_allocated):
+            return False
+        if self._views and not is_free:
             self.buffer, self._views, self._results = self.buffer.like(), [], TensorRow(())
             self._gradients = None
         if not self.buffer.is_allocated:
@@ -121,6 +125,7 @@ class BucketMemory:
         if not self._views:
             self._views, self._places = self._new_views(), None
             self._num_users = num_storage_users(self.buffer.local)
+        return True
 
     def _is_unreferenced(self) -> bool:
         results = self._results.tensors

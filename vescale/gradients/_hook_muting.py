@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vescale.compat import ArrivalCount, ParameterRow
+from vescale.compat import ArrivalCount, GradientPlaces, ParameterRow, TensorRow
 from vescale.gradients._bucket_slot import BucketSlot
 
 __all__ = ["HookMuting"]
@@ -44,6 +44,7 @@ class HookMuting:
         self._dtensors = {slot for slot in slots if slot.spec is not None}
         self._num_regular = 0  # consecutive backwards in which all slots were notified and all gradients arrived
         self._num_required = 1
+        self._places: tuple[TensorRow, GradientPlaces] | None = None
         self._notify_all()
 
     def _notify_all(self) -> None:
@@ -61,6 +62,19 @@ class HookMuting:
             slot.is_notified, slot.is_collected = slot in notified, slot not in handed_over
             slot.owner.notify(slot.is_notified)
             slot.owner.count(self.arrivals if slot.is_notified and slot.is_collected else None, slot.index)
+
+    @property
+    def may_place(self) -> bool:
+        """Whether hooks may copy gradients of collected slots to the bucket."""
+        return self.parameters.has_dtensors and bool(self.arrivals.address_of_placed)
+
+    def start(self, row: TensorRow) -> None:
+        """Let hooks count gradients, and copy those of collected slots to ``row``."""
+        if self._places is None or self._places[0] is not row:
+            targets = dict(zip(self.indices, row.tensors, strict=True))
+            found = GradientPlaces([targets.get(s.index) for s in self._slots], [s.spec for s in self._slots])
+            self._places = row, found
+        self.arrivals.start(self._places[1])
 
     def never_collect(self, slot: BucketSlot[Any]) -> None:
         """From now on the slot is notified, and its gradients are handed over."""

@@ -22,6 +22,7 @@ from vescale.gradients._comm_hook import CommHook
 from vescale.gradients._complete_arrivals import CompleteArrivals
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._hooked_parameters import HookedParameters
+from vescale.gradients._one_backward import OneBackward
 from vescale.gradients._parameter import GradientRule, ReducedParameter
 from vescale.gradients._reduction import Arrival, Policy
 from vescale.gradients._schedule import Schedule, make_buckets, new_slots
@@ -117,11 +118,13 @@ class GradientReducer:
         self._schedule = Schedule(self._parameters.turn)
         self._handle = module.register_forward_pre_hook(lambda *_: self.recover())
 
-    def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
-        """Reduce the gradients of more ``parameters``, on the meshes of known ones; called alike on every rank.
+    def share_backward(self, one_backward: OneBackward) -> None:
+        """Others note the running backward of this model there, too."""
+        self._parameters.turn.one_backward = one_backward
 
-        Raises GradientMismatchError and ValueError as the constructor does.
-        """
+    def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
+        """Reduce the gradients of more ``parameters``, on the meshes of known ones; called alike on every rank. Raises
+        GradientMismatchError and ValueError as the constructor does."""
         self._parameters.add(parameters)
 
     # Public
@@ -229,11 +232,10 @@ class GradientReducer:
             self._backward.follow()
             self._is_begun, self._is_synced = True, self._syncs
             self._parameters.turn.begin(self._backward.current, self._give_up)
-            self._prepare()
-            self._schedule.count_arrivals(in_hooks=self._syncs)
+            self._schedule.count_arrivals(in_hooks=self._syncs, may_place=not self._prepare())
 
-    def _prepare(self) -> None:
-        """Set complete gradients aside: what arrives now is this rank's contribution."""
+    def _prepare(self) -> bool:
+        """Set complete gradients aside: what arrives now is this rank's contribution. Returns whether there may be any."""
         self._arrived = False
         if not self._has_checked:  # the module's own forward has not run
             self._check_changes()
@@ -251,6 +253,7 @@ class GradientReducer:
             self._may_hide = self._has_previous
         self._has_older = bool(versions)
         self._complete.begin(self._syncs, may_have)
+        return may_have
 
     def _check_changes(self) -> None:
         self._schedule.release_works()
@@ -295,10 +298,7 @@ class GradientReducer:
             reduced.remember_complete(gradient)
             return
         known = self._unplaced.get((reduced, arrival))
-        if known is None:
-            self._unplaced[reduced, arrival] = (local, 1)
-        else:
-            self._unplaced[reduced, arrival] = (known[0].add_(local), known[1] + 1)
+        self._unplaced[reduced, arrival] = (local, 1) if known is None else (known[0].add_(local), known[1] + 1)
 
     def _end(self) -> None:
         """The outermost backward has ended."""
@@ -353,8 +353,8 @@ class GradientReducer:
     def _reduce(self) -> None:
         """Launch the remaining buckets, add slots for new gradients, and complete all gradients."""
         self._parameters.turn.take()
-        removed = self._parameters.agree_on_changes()
-        self._unplaced = {key: value for key, value in self._unplaced.items() if key[0] not in removed}
+        if removed := self._parameters.agree_on_changes():
+            self._unplaced = {key: value for key, value in self._unplaced.items() if key[0] not in removed}
         if self._has_older:
             for reduced in self._parameters.agreed:  # accumulated under no_sync, and not reached by the last backward
                 gradient = reduced.parameter.grad

@@ -55,7 +55,7 @@ class ReducerTurn:
         self._current: Callable[[], object | None] = lambda: None
         self._give_up: Callable[[], None] = lambda: None
         self._is_removed = False
-        self._one_backward = OneBackward(device.type)
+        self.one_backward = OneBackward(device.type)
         self._reference = weakref.ref(self)
         self._among.add()
 
@@ -67,7 +67,7 @@ class ReducerTurn:
         """Called inside of a backward whose gradients are reduced, or will be with later ones. Raises
         ConcurrentBackwardError while another thread runs one."""
         if len(self._among.ranks) > 1:
-            self._one_backward.enter(lambda: self.name)
+            self.one_backward.enter(lambda: self.name)
 
     def begin(self, current: Callable[[], object | None], give_up: Callable[[], None]) -> None:
         """The gradients of a backward have begun to arrive. ``current`` returns None when it has ended; ``give_up`` forgets

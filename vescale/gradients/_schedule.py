@@ -80,10 +80,14 @@ class Schedule:
         program exits; see :meth:`Pending.works`."""
         self._works = []
 
-    def count_arrivals(self, *, in_hooks: bool) -> None:
-        """Set whether hooks may count gradients without calling Python."""
+    def count_arrivals(self, *, in_hooks: bool, may_place: bool = False) -> None:
+        """Set whether hooks may count gradients without calling Python; ``may_place``: and copy them to their buckets, as no
+        parameter has another gradient."""
         for bucket in self.buckets:
-            bucket.arrivals.start() if in_hooks and not bucket.is_launched else bucket.arrivals.stop()
+            if in_hooks and not bucket.is_launched:
+                bucket.count_arrivals(may_place=may_place)
+            else:
+                bucket.arrivals.stop()
 
     def has_untaken(self) -> bool:
         """Whether a gradient has arrived that no hook announced to Python."""
@@ -94,6 +98,7 @@ class Schedule:
         return [
             slot
             for bucket in self.buckets
+            if bucket.muting.parameters.have_grads()
             for slot, parameter in zip(bucket.muting.collected, bucket.muting.parameters.tensors)
             if parameter.grad is not None
         ]

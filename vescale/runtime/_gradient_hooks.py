@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of, make_dtensor, make_spec, native_static, no_torch_function
 from vescale.fsdp import ManagedParameter
-from vescale.gradients import GradientReducer, GradientRule
+from vescale.gradients import GradientReducer, GradientRule, OneBackward
 from vescale.ir import Annotate, Instruction, Program, Redistribute
 from vescale.ops import convert, wrap_global
 from vescale.placements import contiguous_stride, without_partials
@@ -34,7 +34,7 @@ class GradientHooks:
 
     Attributes:
         reducer: None on ranks outside the mesh, and before the first forward.
-        before_finish: for the reducer.
+        before_finish, one_backward: for the reducer.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class GradientHooks:
         self.has_accumulated = False
         """Whether a backward has run under ``no_sync``."""
         self.before_finish: Callable[[], None] = lambda: None
+        self.one_backward = OneBackward(mesh.device_type)
         self._instructions, self._mesh, self._reduce_dtypes = instructions, mesh, reduce_dtypes
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._managed: dict[tuple[int, str], ManagedParameter] = {}
@@ -92,6 +93,7 @@ class GradientHooks:
             self.reducer = GradientReducer(nn.Module(), self._mesh)
             self.reducer.around_no_sync = self._accumulating
             self.reducer.before_finish = self.before_finish
+            self.reducer.share_backward(self.one_backward)
         self.reducer.recover()
         if new:
             self.reducer.add(new)

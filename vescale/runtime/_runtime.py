@@ -15,7 +15,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.checks import RandomStates, StepChecks, start_checks
 from vescale.compat import living_items
 from vescale.errors import NotPicklableError
-from vescale.gradients import OneBackward
 from vescale.ir import Attention, Factory, Local, Program
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._gradient_hooks import GradientHooks
@@ -108,7 +107,7 @@ class Runtime:
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self.checks: StepChecks = start_checks(mesh)
         self.number = self.checks.num_models
-        self.one_backward = OneBackward(mesh.device_type)
+        self.one_backward = gradients.one_backward
         if self._local_regions:
             self.checks.names_gradients = False
         gradients.before_finish = self.checks.finish

@@ -103,6 +103,10 @@ class Recorder(TorchFunctionMode):
         linked = [r.value for r in self.outputs if r.requires_grad and r.value is not None]
         return "" in self.problems or not linked or any(value.grads for value in linked)
 
+    def release_graph(self) -> None:
+        """Of the forward, whose backward has been seen. Its nodes hold those that accumulate gradients of parameters."""
+        self._nodes.clear()
+
     def _value(self, x: DTensor) -> Value:
         found: Value | None = getattr(x, "_vescale_value", None)
         if found is not None:
