@@ -6,11 +6,12 @@ import ast
 import builtins
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from vescale.static._call_tree import FunctionCall, Site
 from vescale.static._decisions import first_instruction
+from vescale.static._fixed_arguments import is_computed
 from vescale.static._selection_points import parents_of
 from vescale.static._source import FunctionSource, code_objects, source_of
 
@@ -28,10 +29,11 @@ class FixedIndices:
 
     Args:
         held: the globals of functions.
+        changed: names of globals and attributes that the recorded step has changed.
     """
 
-    def __init__(self, held: Mapping[types.CodeType, Mapping[str, Any]]) -> None:
-        self._held = held
+    def __init__(self, held: Mapping[types.CodeType, Mapping[str, Any]], changed: Collection[str]) -> None:
+        self._held, self._changed = held, changed
         self._assumed: set[tuple[FunctionCall, str]] = set()  # names that are looked at, and may be set to each other
 
     def is_fixed(self, call: FunctionCall, node: ast.AST | None) -> bool:
@@ -54,8 +56,12 @@ class FixedIndices:
                     return self._is_fixed_name(call, source, node, name)
                 finally:
                     self._assumed.remove(key)
-            case ast.Attribute(value=holder):
-                return self._is_owner(call, holder) or fixed(holder)
+            case ast.Attribute(attr=name) if name in self._changed:
+                return False
+            case ast.Attribute(value=holder, attr=name):
+                if call.owner is not None and self._is_owner(call, holder):
+                    return not is_computed(call.owner, name)
+                return fixed(holder)
             case ast.BinOp(left=left, right=right):
                 return fixed(left) and fixed(right)
             case ast.UnaryOp(operand=operand):
@@ -126,7 +132,8 @@ class FixedIndices:
             return False
         if not setters and name not in arguments:
             is_local = any(name in (*part.co_varnames, *part.co_cellvars) for part in code_objects(code))
-            return not is_local and (name in self._held.get(code, {}) or hasattr(builtins, name))
+            is_open = is_local or name in self._changed
+            return not is_open and (name in self._held.get(code, {}) or hasattr(builtins, name))
         values = [value for _, value in setters]
         if any(isinstance(value, ast.List) for value in values) and not _is_only_read(source, name):
             return False
