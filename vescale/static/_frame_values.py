@@ -214,6 +214,8 @@ class FrameValues:
                     self._add(holder, found)  # a property
                 elif name not in _NUMBERS_OF_TENSORS:
                     found.computed.append(node)
+            case ast.Subscript(slice=ast.Constant()) if self._value(node) is not _MISSING:
+                self._add_value(self._value(node), found)
             case ast.Subscript(value=holder):
                 if isinstance(self._value(holder), torch.Tensor):
                     found.computed.append(node)

@@ -202,7 +202,8 @@ class Recorder(TorchFunctionMode):
             self._refuse_unseen(tensors, sys._getframe(1))
             site, is_direct = found if found is not None else (None, False)
             call = Call(site, is_direct, func, [self._record(x) for x in tensors])
-            call.num_values, call.num_positional = num_values(func, args, kwargs), len(args)
+            call.num_values = num_values(func, args, kwargs)
+            call.num_positional, call.num_keywords = len(args), len(kwargs)
             edges = _edges(tensors, call.inputs)
             versions = list(map(_versions, tensors))
         self._taken_over = ""

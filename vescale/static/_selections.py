@@ -193,4 +193,5 @@ def _modules_differ(modules: Sequence[_Module], module_calls: Mapping[str, list[
     are_alike = (
         all(merged_types([types_of(call[i], mesh) for call in calls]) is not None for i in (0, 1)) if calls else True
     )
-    return not are_alike or len({held for _, held in modules}) > 1
+    placed, values = {held[0] for _, held in modules}, {held[1] for path, held in modules if path}
+    return not are_alike or len(placed) > 1 or len(values) > 1

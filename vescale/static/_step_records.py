@@ -72,7 +72,7 @@ class Call:
         communication: collectives that it started, as ``all_reduce over tp``.
         num_values: how many of the arguments that it was given are tensors, lists of them, or numbers other than whole ones:
             other ones of these decide about nothing.
-        num_positional: how many it got by position.
+        num_positional: how many it got by position; num_keywords: and by name.
     """
 
     site: Site | None
@@ -89,6 +89,7 @@ class Call:
     communication: Sequence[str] = ()
     num_values: int = 0
     num_positional: int = 0
+    num_keywords: int = 0
 
 
 ModuleCall = tuple[list[TensorRecord], list[TensorRecord]]
