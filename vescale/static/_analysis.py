@@ -224,7 +224,8 @@ class _Planner:
             seen.setdefault(node, []).extend(calls)
         for node, calls in seen.items():
             action = self._action(calls)
-            takes_others = any(one.num_positional + one.num_keywords > one.num_values for one in calls)
+            is_one = len({one.function for one in calls}) == 1
+            takes_others = is_one and any(one.num_positional + one.num_keywords > one.num_values for one in calls)
             if action is None and source is not None and node >= 0 and (calls[0].is_direct or takes_others):
                 site = source.nodes[node]
                 if arguments is not None and arguments.may_differ(site, calls) and can_be_site(site, source.nodes):
