@@ -70,7 +70,8 @@ class CallArguments:
         if any(isinstance(part, ast.Starred) for part in parts) or any(k.arg is None for k in node.keywords):
             return True
         is_method = isinstance(node.func, ast.Attribute) and self._module(node.func.value) is None
-        if any(call.is_direct and call.num_positional > len(node.args) + is_method for call in calls):
+        is_one = len({call.function for call in calls}) == 1
+        if is_one and first.is_direct and first.num_positional > len(node.args) + is_method:
             return True  # a wrapper has taken lists apart
         num_open = sum(not all(map(self._is_fixed, _parts(value))) for value in given)
         num_values = min(call.num_values for call in calls) - is_method
