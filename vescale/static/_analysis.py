@@ -184,11 +184,11 @@ class _Planner:
     def __init__(self, recorder: Recorder, by_call: _CallsBySite, mesh: DeviceMesh) -> None:
         self._by_call, self._mesh = by_call, mesh
         self._globals = recorder.tree.functions
-        self._ran = frozenset(code.co_name for code in self._globals)
+        self._open_names = recorder.changed_names.union(code.co_name for code in self._globals)
         self.unreached: list[FunctionCall] = []
         self.marked: dict[FunctionCall, frozenset[int]] = {}
         self._selections, self._module_calls = recorder.tree.selections, recorder.module_calls
-        self._indices = FixedIndices(recorder.tree.functions)
+        self._indices = FixedIndices(recorder.tree.functions, recorder.changed_names)
 
     def plan_forward(self, call: FunctionCall) -> FunctionPlan | Problem | None:
         """Of the forward of a module, with all functions that it calls."""
@@ -208,7 +208,9 @@ class _Planner:
 
     def _arguments(self, call: FunctionCall) -> CallArguments | None:
         source = source_of(call.code)
-        return None if source is None else CallArguments(call, source, self._globals.get(call.code, {}), self._ran)
+        return (
+            None if source is None else CallArguments(call, source, self._globals.get(call.code, {}), self._open_names)
+        )
 
     def plan(self, call: FunctionCall, is_reached: bool = True) -> FunctionPlan | Problem | None:
         """None where nothing changes; ``is_reached``: whether a caller can be changed to run another function."""
@@ -222,11 +224,13 @@ class _Planner:
             seen.setdefault(node, []).extend(calls)
         for node, calls in seen.items():
             action = self._action(calls)
-            if action is None and source is not None and node >= 0 and calls[0].is_direct:
+            is_one = len({one.function for one in calls}) == 1
+            takes_others = is_one and any(one.num_positional + one.num_keywords > one.num_values for one in calls)
+            if action is None and source is not None and node >= 0 and (calls[0].is_direct or takes_others):
                 site = source.nodes[node]
                 if arguments is not None and arguments.may_differ(site, calls) and can_be_site(site, source.nodes):
                     action = checked_action(calls, self._mesh)
-                    if action is not None and not is_reached:
+                    if action is not None and not (is_reached and calls[0].is_direct):
                         function = name_of(calls[0].function)
                         action = Problem(
                             f"{function} may get other arguments, in a function that its caller does not name"
@@ -280,6 +284,7 @@ class _Planner:
             sites=tuple(sorted(actions)),
             swaps=tuple(sorted(swaps)),
             marked=tuple(sorted(marked)),
+            wrapped=tuple(_wrapped(call, source, arguments)),
         )
         self.marked[call] = marked
         called_plans = [plan for plans in swaps.values() for plan in plans.values() if plan is not None]
@@ -331,6 +336,14 @@ class _Planner:
             )
             for calls in sites
         )
+
+
+def _wrapped(call: FunctionCall, source: FunctionSource, arguments: CallArguments) -> Iterator[int]:
+    """``with`` statements that ran, of which the end of the body may be left out."""
+    for number, node in enumerate(source.nodes):
+        place = first_instruction(source, number)
+        if isinstance(node, ast.With) and place is not None and call.visits[place] and arguments.may_suppress(node):
+            yield number
 
 
 def _is_open(source: FunctionSource | None, node: int, arguments: CallArguments | None) -> bool:

@@ -49,6 +49,10 @@ def _untaken(source: FunctionSource, visited: frozenset[tuple[tuple[int, int], i
     refused: list[int] = []
     refused_else: list[int] = []
     for node in source.nodes:
+        for statements in _sequences(node):
+            left = _never_reached(statements, visits)
+            if left is not None:
+                refused.append(numbers[id(left)])
         for arm in _arms(node):
             count = visits.of(arm[0] if isinstance(arm, list) else arm)
             if count == 0:
@@ -102,6 +106,25 @@ def _arms(node: ast.AST) -> Iterator[list[ast.stmt] | ast.expr]:
                 yield node.orelse
         case ast.Match():
             yield from (case.body for case in node.cases)
+
+
+def _sequences(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Statements that run after each other, as far as none leaves them."""
+    for name in ("body", "orelse", "finalbody"):
+        statements = getattr(node, name, None)
+        if isinstance(statements, list) and len(statements) > 1:
+            yield statements
+
+
+def _never_reached(statements: list[ast.stmt], visits: _Visits) -> ast.stmt | None:
+    """The first statement that has not run behind one that has."""
+    has_run = False
+    for statement in statements:
+        count = visits.of(statement)
+        if has_run and count == 0:
+            return statement
+        has_run |= bool(count)
+    return None
 
 
 class _Visits:

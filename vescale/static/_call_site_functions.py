@@ -33,7 +33,9 @@ def read_sizes(function: Any, callee: Callee | None, factors: Sequence[int]) -> 
         part, found = known
         shape = x.shape
         if shape != part:
-            found = torch.Size([size * factor for size, factor in zip(shape, factors, strict=True)])
+            if len(shape) != len(factors):
+                raise UnrecordedError(f"a tensor of {len(shape)} dims in place of one of {len(factors)}")
+            found = torch.Size([size * factor for size, factor in zip(shape, factors)])
             known = shape, found
         return found
 
@@ -56,7 +58,9 @@ def take_sizes(factors: Sequence[int]) -> Callable[..., Any]:
 
     def localized(sizes: Sequence[int]) -> tuple[int, ...]:
         made = []
-        for size, factor in zip(sizes, factors, strict=True):
+        if len(sizes) != len(factors):
+            raise UnrecordedError(f"{len(sizes)} sizes in place of {len(factors)}")
+        for size, factor in zip(sizes, factors):
             if factor > 1 and size > 0:
                 if size % factor:
                     raise UnrecordedError(f"size {size} is not divisible by {factor}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import logging
 import os
 import sys
@@ -16,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from vescale.compat import MODULE_CALL, native_static
+from vescale.compat import MODULE_CALL, native_static, tensors_in
 from vescale.runtime import CheckpointedForward
 from vescale.static._decisions import decision_points
 from vescale.static._exchanged_code import is_exchanged
@@ -34,6 +36,7 @@ _PACKAGES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("purelib", 
 _DECORATORS = os.path.join(_TORCH, "utils", "_contextlib.py")  # torch.no_grad() around a forward
 # What runs a module's forward.
 _MODULE_CALLS = frozenset([*code_objects(MODULE_CALL.__code__), nn.Module.__call__.__code__])
+_APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 _MODULE_FILE = MODULE_CALL.__code__.co_filename
 
 Site = tuple["FunctionCall", int, int]
@@ -101,6 +104,8 @@ class CallTree:
         """Whether another thread had exchanged the code of a function that ran, of which nothing is known then."""
         self.selections: Any = None
         """The :class:`Selections` of the step; None: nobody looks at them."""
+        self.applied: list[FunctionCall] = []
+        """Forwards of the model's own functions of autograd, of which a backward runs later."""
         self._current_module = current_module
         self._is_root = True
         self._running: list[tuple[types.FrameType, FunctionCall]] = []
@@ -151,6 +156,11 @@ class CallTree:
             return None
         return (call, call.parts[top.f_code], top.f_lasti), is_direct
 
+    @property
+    def running(self) -> tuple[types.FrameType, FunctionCall] | None:
+        """The function that runs; None outside of recorded functions."""
+        return self._running[-1] if self._running else None
+
     def _called(self, frame: types.FrameType, event: str, _: Any) -> Any:
         if not is_recorded(frame.f_code.co_filename) or self._is_of_the_runtime(frame.f_back):
             return None
@@ -163,6 +173,8 @@ class CallTree:
         call = self._find(frame)
         if call is None:
             return None
+        if _is_applied(frame):
+            self.applied.append(call)
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if frame.f_code is call.code:
             call.note_owner(frame.f_locals.get("self"))
@@ -251,6 +263,14 @@ def makes_context_of_another(frame: types.FrameType) -> bool:
     return frame.f_back is None or not is_recorded(frame.f_back.f_code.co_filename)
 
 
+def _is_applied(frame: types.FrameType) -> bool:
+    """Whether a frame runs the forward of a ``torch.autograd.Function`` that DTensors with gradients are given."""
+    if frame.f_back is None or frame.f_back.f_code is not _APPLY:
+        return False
+    given = tensors_in(list(frame.f_locals.values()))
+    return any(isinstance(x, DTensor) and x.requires_grad for x in given)
+
+
 def _is_same_function(frame: types.FrameType, other: types.FrameType) -> bool:
     """Whether two frames with the same code run the same function: functions that a decorator returns share their code and
     differ in their free variables."""
@@ -293,6 +313,7 @@ def _is_wrapper(code: types.CodeType) -> bool:
     return file.startswith(
         (_OURS, os.path.join(_TORCH, "overrides.py"), os.path.join(_TORCH, "_tensor.py"))
     ) or file in (
+        os.path.join(_TORCH, "_ops.py"),
         os.path.join(_TORCH, "functional.py"),
         os.path.join(_TORCH, "_jit_internal.py"),
         os.path.join(_TORCH, "nn", "functional.py"),

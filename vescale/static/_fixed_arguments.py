@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
+import inspect
 import math
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from vescale.static._call_tree import FunctionCall, is_of_torch
+from vescale.static._given_arguments import is_fraction
 from vescale.static._source import FunctionSource, code_objects
 from vescale.static._step_records import Call
 
-__all__ = ["CallArguments"]
+__all__ = ["CallArguments", "is_computed"]
 
 # Whether these do for the parts of a dim what they do for the whole depends on sizes, whatever the other arguments are.
 _BY_SIZE = frozenset((
@@ -34,13 +38,14 @@ class CallArguments:
 
     Args:
         held: the globals of the function.
-        ran: names of functions that ran: an attribute of such a name may be computed by one.
+        open_names: of globals and attributes that another step may find changed: functions that ran compute them, or have
+            changed them.
     """
 
     def __init__(
-        self, call: FunctionCall, source: FunctionSource, held: Mapping[str, Any], ran: Collection[str]
+        self, call: FunctionCall, source: FunctionSource, held: Mapping[str, Any], open_names: Collection[str]
     ) -> None:
-        self._call, self._source, self._held, self._ran = call, source, held, ran
+        self._call, self._source, self._held, self._open_names = call, source, held, open_names
 
     def may_differ(self, node: ast.AST, calls: Sequence[Call]) -> bool:
         """Whether another step may run another function there, or give it other arguments than tensors and fractions."""
@@ -60,14 +65,17 @@ class CallArguments:
             return True
         if first.function in _BY_SIZE and _is_cut(first):
             return True
-        given = [part for value in (*node.args, *(k.value for k in node.keywords)) for part in _parts(value)]
-        if any(isinstance(part, ast.Starred) for part in given) or any(k.arg is None for k in node.keywords):
+        given = [*node.args, *(k.value for k in node.keywords)]
+        parts = [part for value in given for part in _parts(value)]
+        if any(isinstance(part, ast.Starred) for part in parts) or any(k.arg is None for k in node.keywords):
             return True
         is_method = isinstance(node.func, ast.Attribute) and self._module(node.func.value) is None
-        # Attributes of modules are compared, and may be tensors.
-        num_attributes = sum(1 for part in given if not isinstance(part, ast.Constant) and self._is_fixed(part))
-        num_known = len(first.inputs) - is_method + first.num_fractions - num_attributes
-        return self._num_open(given) > max(num_known, 0)
+        is_one = len({call.function for call in calls}) == 1
+        if is_one and first.is_direct and first.num_positional > len(node.args) + is_method:
+            return True  # a wrapper has taken lists apart
+        num_open = sum(not all(map(self._is_fixed, _parts(value))) for value in given)
+        num_values = min(call.num_values for call in calls) - is_method
+        return num_open > max(num_values - sum(map(self._may_be_value, given)), 0)
 
     def has_fixed_function(self, node: ast.Call, method: str = "") -> bool:
         """Whether guards compare the function that a call runs: a global, an attribute of the module or of its class.
@@ -82,7 +90,7 @@ class CallArguments:
             if isinstance(called.value, ast.Call):
                 return isinstance(called.value.func, ast.Name) and called.value.func.id == "super"
         if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == self._own:
-            return self._call.owner is not None
+            return self._call.owner is not None and not is_computed(self._call.owner, called.attr)
         return self._is_fixed(called)
 
     def calls_itself(self, node: ast.AST | None, code: types.CodeType) -> bool:
@@ -102,6 +110,21 @@ class CallArguments:
             return isinstance(getattr(owner, named.attr, None), types.FunctionType)
         return named.attr == code.co_name
 
+    def may_suppress(self, node: ast.With) -> bool:
+        """Whether a context may be one that suppresses exceptions: none of PyTorch's does."""
+        return not all(map(self._is_of_torch, (item.context_expr for item in node.items)))
+
+    def _is_of_torch(self, node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call):
+            return False
+        called: Any = None
+        if isinstance(node.func, ast.Name) and node.func.id not in self._locals:
+            called = self._held.get(node.func.id)
+        elif isinstance(node.func, ast.Attribute):
+            called = getattr(self._module(node.func.value), node.func.attr, None)
+        package = getattr(called, "__module__", None)
+        return called is contextlib.nullcontext or (isinstance(package, str) and package.partition(".")[0] == "torch")
+
     def is_fixed_loop(self, node: ast.AST) -> bool:
         """Whether guards compare all that decides how often a loop runs."""
         if isinstance(node, ast.For):
@@ -119,6 +142,12 @@ class CallArguments:
                 return True
         return self._is_fixed(node)
 
+    def _may_be_value(self, node: ast.AST) -> bool:
+        """Whether a fixed argument may be a tensor or a fraction: attributes of modules are compared, and may be tensors."""
+        if isinstance(node, ast.Constant):
+            return is_fraction(node.value)
+        return all(map(self._is_fixed, _parts(node)))
+
     def _num_open(self, expressions: Iterable[ast.AST]) -> int:
         return sum(not self._is_fixed(one) for one in expressions)
 
@@ -128,10 +157,11 @@ class CallArguments:
             case None | ast.Constant():
                 return True
             case ast.Name(id=name):
-                return name not in self._locals and _is_compared(self._held.get(name, getattr(builtins, name, None)))
+                is_open = name in self._locals or name in self._open_names
+                return not is_open and _is_compared(self._held.get(name, getattr(builtins, name, None)))
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in self._locals:
-                is_self = self._call.owner is not None and name == self._own
-                return is_self and attribute not in self._ran and not self._computes_attributes
+                owner = self._call.owner if name == self._own else None
+                return owner is not None and attribute not in self._open_names and not is_computed(owner, attribute)
             case ast.Attribute(value=value):
                 return isinstance(self._module(value), types.ModuleType)
             case ast.UnaryOp(operand=operand):
@@ -159,9 +189,13 @@ class CallArguments:
         """The name of the first argument."""
         return self._call.code.co_varnames[0] if self._call.code.co_argcount else ""
 
-    @property
-    def _computes_attributes(self) -> bool:
-        return "__getattr__" in self._ran or "__getattribute__" in self._ran
+
+def is_computed(owner: type[nn.Module], attribute: str) -> bool:
+    """Whether code of the model may run where an attribute of a module is read."""
+    if owner.__getattr__ is not nn.Module.__getattr__ or owner.__getattribute__ is not nn.Module.__getattribute__:
+        return True
+    found = inspect.getattr_static(owner, attribute, None)
+    return hasattr(type(found), "__get__") and not isinstance(found, types.FunctionType | staticmethod | classmethod)
 
 
 def _is_compared(value: Any) -> bool:

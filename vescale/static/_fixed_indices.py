@@ -7,12 +7,13 @@ import builtins
 import dataclasses
 import functools
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 from vescale.static._call_tree import FunctionCall
 from vescale.static._caller_arguments import caller_arguments
 from vescale.static._decisions import first_instruction
+from vescale.static._fixed_arguments import is_computed
 from vescale.static._selection_points import parents_of
 from vescale.static._source import FunctionSource, code_objects, source_of
 
@@ -34,10 +35,11 @@ class FixedIndices:
 
     Args:
         held: the globals of functions.
+        changed: names of globals and attributes that the recorded step has changed.
     """
 
-    def __init__(self, held: Mapping[types.CodeType, Mapping[str, Any]]) -> None:
-        self._held = held
+    def __init__(self, held: Mapping[types.CodeType, Mapping[str, Any]], changed: Collection[str]) -> None:
+        self._held, self._changed = held, changed
         self._assumed: set[tuple[FunctionCall, str]] = set()  # names that are looked at, and may be set to each other
 
     def is_fixed(self, call: FunctionCall, node: ast.AST | None) -> bool:
@@ -60,8 +62,12 @@ class FixedIndices:
                     return self._is_fixed_name(call, source, node, name)
                 finally:
                     self._assumed.remove(key)
-            case ast.Attribute(value=holder):
-                return self._is_owner(call, holder) or fixed(holder)
+            case ast.Attribute(attr=name) if name in self._changed:
+                return False
+            case ast.Attribute(value=holder, attr=name):
+                if call.owner is not None and self._is_owner(call, holder):
+                    return not is_computed(call.owner, name)
+                return fixed(holder)
             case ast.BinOp(left=left, right=right):
                 return fixed(left) and fixed(right)
             case ast.UnaryOp(operand=operand):
@@ -132,7 +138,7 @@ class FixedIndices:
         if name in arguments and not self._is_fixed_argument(call, name):
             return False
         if not setters and name not in arguments:
-            return self._global(call, name) is not None
+            return name not in self._changed and self._global(call, name) is not None
         values = [value for _, value in setters]
         if any(isinstance(value, ast.List) for value in values) and not _is_only_read(source, name):
             return False

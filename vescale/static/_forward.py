@@ -112,8 +112,8 @@ class StaticForward:
         program, model = self.programs.get(found[0]), self.model()
         if program is None or not program.is_static or model is None or not native_static().is_installed():
             return None
-        if self._pauses.is_on(found[0]):
-            return None
+        if self._pauses.is_on(found[0]) or any(kind == "input" for kind, _ in program.writes or ()):
+            return None  # what is written to is the DTensor that an entry makes
         # What the user calls before the forward gets DTensors.
         if len(model.__dict__["_forward_pre_hooks"]) > 1 or any(GLOBAL_HOOKS) or program.guards.broken():
             return None
@@ -174,7 +174,7 @@ class StaticForward:
             switch_on(activation)
         state = random_state() if program.draws else None
         host_state = host_random_state() if self._draws_on_host else None
-        mark = program.units.mark()
+        mark, python_state = program.units.mark(), program.guards.changed.saved()
         frame = activation.frames[0]
         given = (args, kwargs) if entered is None else (entered.args, entered.kwargs)
         written = WrittenTensors(model, given, program.writes, bool(program.units.parameters))
@@ -185,7 +185,7 @@ class StaticForward:
             else:
                 with self._checked(program):
                     result = program.run(args, kwargs, frame.compiler, entered)
-        except Exception as problem:
+        except (Exception, UnrecordedError) as problem:
             if program.is_proven and not isinstance(problem, UnrecordedError):
                 raise  # of the model's own code, as in eager mode
             if isinstance(problem, UnrecordedError) and program.recorded.has_repeats and not program.is_proven:
@@ -203,6 +203,8 @@ class StaticForward:
                 set_random_state(state)
             if host_state is not None:
                 set_host_random_state(host_state)
+            for restore in python_state:
+                restore()
             written.undo(problem)
             activation.static = None
             program.units.return_to(mark)
@@ -308,13 +310,16 @@ class StaticForward:
         states, values = ModuleStates(model, units.parameters), HeldValues(model.named_modules())
         recorder.tree.on_function = values.add_globals
         recorder.tree.selections = Selections(recorder._record, lambda: not recorder._is_unrecorded, model)
-        host_state = host_random_state()
+        host_state, changed = host_random_state(), list[tuple[Any, str]]()
         try:
             result = recorder.run(functools.partial(type(model).forward, model), args, kwargs)
             for path, name in states.changes():
                 recorder.problems.setdefault(path, f"its forward writes to its attribute {name}")
+                kind, _, entry = name.rpartition(".")
+                held = model.get_submodule(path).__dict__
+                changed.append((held[kind], entry) if kind else (held, name))
             self._draws_on_host |= has_drawn(host_state)
-            container = values.keeps_tensors()
+            container = values.kept_tensors.changed()
             if container:
                 recorder.problems[""] = f"its forward keeps tensors in {container}"
             return result
@@ -327,7 +332,14 @@ class StaticForward:
                 held.pop(CALL_OVERRIDE, None)
                 if compiled is not None:
                     held[CALL_OVERRIDE] = compiled
-            recorder.guards = Guards(model.named_modules(), units.parameters, values.unchanged(recorder.tree.functions))
+            values = values.unchanged(recorder.tree.functions)
+            recorder.guards = Guards(model.named_modules(), units.parameters, values)
+            recorder.changed_names = frozenset(values.changed_names)
+            for holder, name in changed:
+                values.changed.add(holder, name)
+            if values.advanced:
+                reason = f"its forward may advance the iterator {values.advanced}, which cannot be repeated"
+                recorder.problems.setdefault("", reason)
 
     def _finish(self, model: nn.Module, key: str) -> StaticProgram | None:
         recorder = self._recorders.get(key)

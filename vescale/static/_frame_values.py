@@ -32,6 +32,7 @@ _WITHOUT_TENSORS = frozenset((
 _IN_ORDER = frozenset((enumerate, iter, list, next, reversed, sum, super, tuple, zip))
 _READS_NAMES = frozenset((getattr, setattr))
 _READS_ALL = frozenset((eval, exec, globals, locals, vars))
+_MODES = (torch.set_grad_enabled, torch.inference_mode, torch.autocast)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _CONTAINERS_OF_MODULES = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 _KEYED_METHODS = frozenset(("get", "pop", "insert", "setdefault", "__getitem__", "__setitem__", "__delitem__"))
@@ -99,6 +100,11 @@ class FrameValues:
             case ast.Call():
                 return self._given_to(node, found, is_dropped=isinstance(parent, ast.Expr))
         return found
+
+    def sets_mode(self, node: ast.Call) -> bool:
+        """Whether a call with arguments decides about gradients or autocast."""
+        called = self._called(node.func) if node.args or node.keywords else None
+        return called in _MODES or (isinstance(called, type) and issubclass(called, _MODES))
 
     def _given_to(self, node: ast.Call, found: Given, is_dropped: bool) -> Given | None:
         called = self._called(node.func)
@@ -208,6 +214,8 @@ class FrameValues:
                     self._add(holder, found)  # a property
                 elif name not in _NUMBERS_OF_TENSORS:
                     found.computed.append(node)
+            case ast.Subscript(slice=ast.Constant()) if self._value(node) is not _MISSING:
+                self._add_value(self._value(node), found)
             case ast.Subscript(value=holder):
                 if isinstance(self._value(holder), torch.Tensor):
                     found.computed.append(node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from vescale.compat import GLOBAL_HOOKS, HOOKS_OF_MODULES, native_static
 from vescale.fsdp import ManagedParameter
-from vescale.static._held_values import HeldValues, is_same_list, is_value, read_attribute
+from vescale.static._held_values import HeldValues, is_same_list, is_value, name_of_holder, read_attribute
 
 __all__ = ["Guards"]
 
@@ -24,6 +23,9 @@ class Guards:
     Args:
         managed: parameters of units, of which modules have one form or the other; by (``id`` of the module, name in it).
         values: what else a forward may read.
+
+    Attributes:
+        changed: what the recorded forward has changed.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Guards:
         for name, held, size in values.sizes:
             self._containers.add_dict(name, held, size)
         self._lists = values.lists
+        self.changed = values.changed
         self._holders, self._names, self._values = ([row[i] for row in values.attributes] for i in range(3))
         self._tensors = [x for x in self._objects.values if isinstance(x, torch.Tensor)]
         self._requires_grad = [x.requires_grad for x in self._tensors]
@@ -84,18 +87,13 @@ class Guards:
         while changed >= 0:  # another object, which may be an equal value
             holder, name = self._holders[changed], self._names[changed]
             if not is_same_list([read_attribute(holder, name)], [self._values[changed]]):
-                return f"the attribute {name} of {_name_of(holder)} has changed"
+                return f"the attribute {name} of {name_of_holder(holder)} has changed"
             changed = native.first_other_attribute(self._holders, self._names, self._values, changed + 1)
         if native.first_other_flag(self._tensors, self._requires_grad) >= 0:
             return "requires_grad of parameters has changed"
         if self.have_replaced():
             return "parameters, buffers or parts of modules were replaced"
         return ""
-
-
-def _name_of(holder: Any) -> str:
-    kind = "class" if isinstance(holder, type) else "function" if isinstance(holder, types.FunctionType) else "object"
-    return f"the {kind} {getattr(holder, '__qualname__', type(holder).__name__)}"
 
 
 class _Entries:

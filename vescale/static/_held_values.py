@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from vescale.compat import CALL_OVERRIDE, tensors_in
+from vescale.compat import CALL_OVERRIDE
 from vescale.static._call_tree import is_recorded
 from vescale.static._exchanged_code import code_of
+from vescale.static._kept_tensors import KeptTensors, names_of_globals_set
+from vescale.static._python_state import MISSING, PythonState, StateObjects
 from vescale.static._source import code_objects
 
-__all__ = ["SCALARS", "HeldValues", "is_same_list", "is_value", "read_attribute"]
+__all__ = ["SCALARS", "HeldValues", "is_same_list", "is_value", "name_of_holder", "read_attribute"]
 
 SCALARS = frozenset((bool, int, float, complex, str, bytes, range, slice, type(None), torch.dtype, torch.device))
 _SKIPPED = frozenset(
@@ -43,6 +44,8 @@ class HeldValues:
         is_function: whether an entry is compared by identity.
         lists: with what they, and sets, held; ``sizes``: dictionaries and the number of their entries.
         attributes: (object, name, value), of classes, functions, cells of closures, and objects without a dictionary.
+        changed: what has changed since; changed_names: of globals and attributes among it; advanced: the name of an iterator
+            that functions read, if there is one.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -54,10 +57,12 @@ class HeldValues:
         self.lists: list[tuple[str, Collection[Any], list[Any]]] = []
         self.sizes: list[tuple[str, dict[Any, Any], int]] = []
         self.attributes: list[tuple[Any, str, Any]] = []
+        self.changed, self.changed_names, self.advanced = PythonState(), set[str](), ""
         self._of_functions: dict[types.CodeType, list[tuple[Any, str, Any]]] = {}  # compared if the function has run
         self._of_modules: list[tuple[str, dict[Any, Any], Any, Any]] = []  # objects, compared if the attribute was read
         self._seen: dict[int, Any] = {}  # by id of what has been visited, which the value keeps alive
-        self._containers: list[tuple[str, Any, dict[int, torch.Tensor]]] = []  # with the DTensors in them, by id
+        self.kept_tensors, self._objects = KeptTensors(), StateObjects()
+        self._set_globals: list[tuple[dict[str, Any], str, Any]] = []
         self._seen_globals: set[tuple[int, str]] = set()
         for path, module in modules:
             for name, value in module.__dict__.items():
@@ -71,6 +76,8 @@ class HeldValues:
 
     def add_globals(self, code: types.CodeType, held: dict[str, Any]) -> None:
         """Of a function with the globals ``held``: those that it names."""
+        self.kept_tensors.add_globals(code, held)
+        self._set_globals += [(held, name, held.get(name, MISSING)) for name in names_of_globals_set(code)]
         names = {name for part in code_objects(code) for name in part.co_names}
         for name in names & held.keys():
             self._add_global(code, held, name)
@@ -78,10 +85,6 @@ class HeldValues:
             if isinstance(value, types.ModuleType) and is_recorded(getattr(value, "__file__", None) or ""):
                 for inner in names & value.__dict__.keys():
                     self._add_global(code, value.__dict__, inner)
-
-    def keeps_tensors(self) -> str:
-        """The name of a container that has other DTensors in it than before; "" if there is none."""
-        return next((name for name, held, before in self._containers if _dtensors_in(held).keys() - before.keys()), "")
 
     def unchanged(self, functions: Collection[types.CodeType]) -> HeldValues:
         """Those that are now as they were. ``functions``: all that ran."""
@@ -94,16 +97,42 @@ class HeldValues:
             text for code in functions for part in code_objects(code) for text in part.co_consts if type(text) is str
         }
         kept = HeldValues(())
+        kept.advanced = next((f"{name} of {where}" for where, name in self._objects.iterators if name in read), "")
+        for value in self._objects.changed():
+            kept.changed.add(value)
+        for held, name, value in self._set_globals:
+            if not is_same_list([held.get(name, MISSING)], [value]):
+                kept._note_change(held, name)
         for row in zip(self.names, self.dicts, self.keys, self.values, self.is_function, strict=True):
             if _is_unchanged(*row[1:]):
                 kept._append(*row)
+            else:
+                kept._note_change(row[1], row[2])
         for name, held, key, value in self._of_modules:
-            if key in read and _is_unchanged(held, key, value, True):
+            if not _is_unchanged(held, key, value, True):
+                kept._note_change(held, key)
+            elif key in read:
                 kept._append(name, held, key, value, True)
-        kept.lists = [row for row in self.lists if is_same_list(row[1], row[2])]
-        kept.sizes = [row for row in self.sizes if len(row[1]) == row[2]]
-        kept.attributes = [row for row in self.attributes if is_same_list([read_attribute(row[0], row[1])], [row[2]])]
+        for one in self.lists:
+            if is_same_list(one[1], one[2]):
+                kept.lists.append(one)
+            else:
+                kept.changed.add(one[1])
+        for name, held, size in self.sizes:
+            if len(held) == size:
+                kept.sizes.append((name, held, size))
+            else:
+                kept.changed.add(held)
+        for holder, name, value in self.attributes:
+            if is_same_list([read_attribute(holder, name)], [value]):
+                kept.attributes.append((holder, name, value))
+            else:
+                kept._note_change(holder, name)
         return kept
+
+    def _note_change(self, holder: Any, name: Any) -> None:
+        self.changed_names.add(str(name))
+        self.changed.add(holder, name)
 
     def _append(self, name: str, held: dict[Any, Any], key: Any, value: Any, is_function: bool) -> None:
         self.names.append(name)
@@ -133,8 +162,11 @@ class HeldValues:
         file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
         if not is_recorded(file) or file.startswith(_TORCH):
             return
+        self.kept_tensors.add(f"attributes of {kind.__name__}", kind)
         for name, value in list(vars(kind).items()):
-            if type(value) is types.FunctionType:
+            if isinstance(value, _CACHES):
+                self._add(f"{kind.__name__}.{name}", value, 1)
+            elif type(value) is types.FunctionType:
                 self._of_functions.setdefault(value.__code__, []).append((kind, name, value))
                 self._add_function(value)
             elif not name.startswith("__"):
@@ -150,8 +182,11 @@ class HeldValues:
         self._seen[id(function)] = function
         rows = self._of_functions.setdefault(code_of(function) or function.__code__, [])
         rows += [(function, name, getattr(function, name)) for name in ("__defaults__", "__kwdefaults__")]
-        for cell in function.__closure__ or ():
+        self.kept_tensors.add(f"attributes of {function.__name__}", function)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             held = read_attribute(cell, "cell_contents")
+            self.kept_tensors.add(f"the closure of {function.__name__}", cell)
+            self._objects.add(f"the closure of {function.__name__}", name, held)
             if type(held) is types.FunctionType:
                 self._add_function(held)
             if not isinstance(held, torch.Tensor):
@@ -173,6 +208,7 @@ class HeldValues:
             if not of_module:
                 self._append(name, held, key, value, False)
             return
+        self._objects.add(name, key, value)
         if isinstance(value, nn.Module | torch.Tensor | types.ModuleType):
             return
         if callable(value) or not of_module:
@@ -189,8 +225,8 @@ class HeldValues:
             value = [value.func, value.args, value.keywords]
         if depth > _MAX_DEPTH or is_value(value) or id(value) in self._seen:
             return
-        if is_watched and (isinstance(value, dict | list | set | deque) or _is_described(value)):
-            self._containers.append((name, value, _dtensors_in(value)))
+        if is_watched and (isinstance(value, _WATCHED) or _is_described(value)):
+            self.kept_tensors.add(name, value)
         if isinstance(value, dict):
             items = list(dict.items(value))
             held = value
@@ -199,6 +235,7 @@ class HeldValues:
             if not isinstance(value, tuple):
                 self.lists.append((name, value, list(value)))
             for item in value:
+                self._objects.add(name, "an item", item)
                 self._add(name, item, depth + 1)
             return
         elif _is_described(value):
@@ -206,7 +243,7 @@ class HeldValues:
             items = list(held.items())
         else:
             slots = (n for kind in type(value).__mro__ for n in _names_of_slots(kind)) if _is_of_model(value) else ()
-            self.attributes += [(value, n, v) for n in slots if (v := read_attribute(value, n)) is not _MISSING]
+            self.attributes += [(value, n, v) for n in slots if (v := read_attribute(value, n)) is not MISSING]
             return
         self._seen[id(value)] = value
         self.sizes.append((name, held, len(held)))
@@ -215,16 +252,6 @@ class HeldValues:
 
     def __iter__(self) -> Iterator[tuple[str, dict[Any, Any], Any, Any, bool]]:
         return zip(self.names, self.dicts, self.keys, self.values, self.is_function, strict=True)
-
-
-def _dtensors_in(value: Any) -> dict[int, torch.Tensor]:
-    if isinstance(value, dict):
-        value = list(dict.values(value))
-    elif isinstance(value, set | deque):
-        value = list(value)
-    elif not isinstance(value, list):
-        value = vars(value)
-    return {id(x): x for x in tensors_in(value) if isinstance(x, DTensor)}
 
 
 def _is_unchanged(held: dict[Any, Any], key: Any, value: Any, is_function: bool) -> bool:
@@ -247,15 +274,22 @@ def is_same_list(now: Collection[Any], before: list[Any]) -> bool:
     )
 
 
+def name_of_holder(holder: Any) -> str:
+    """Of what :func:`read_attribute` reads."""
+    kind = "class" if isinstance(holder, type) else "function" if isinstance(holder, types.FunctionType) else "object"
+    return f"the {kind} {getattr(holder, '__qualname__', type(holder).__name__)}"
+
+
 def read_attribute(holder: Any, name: str) -> Any:
     """Of a class, a function, a cell or an object with slots; a mark where there is none."""
     try:
-        return getattr(holder, name, _MISSING)
+        return getattr(holder, name, MISSING)
     except ValueError:  # an empty cell
-        return _MISSING
+        return MISSING
 
 
-_MISSING = object()
+_CACHES = type(functools.lru_cache(lambda: None))
+_WATCHED = (dict, list, set, deque, _CACHES)
 _TORCH = torch.__file__.rpartition("__init__")[0]
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of
-from vescale.ops import enter_local
+from vescale.static._missing_gradients import shown_local
 
 __all__ = ["LocalParameter"]
 
@@ -24,6 +24,7 @@ class LocalParameter:
         current: gives the parameter, which is another object than the one at rest.
         places: the ``__dict__`` of each module that has the parameter, and its name there.
         grad: placements of the local gradients; None: there are none.
+        requires_grad: whether the parameter does.
     """
 
     def __init__(
@@ -31,17 +32,18 @@ class LocalParameter:
         current: Callable[[], DTensor],
         places: list[tuple[dict[str, Any], str]],
         grad: tuple[Placement, ...] | None,
+        requires_grad: bool,
     ) -> None:
-        self._current, self._places, self._grad = current, places, grad
+        self._current, self._places, self._grad, self._requires_grad = current, places, grad, requires_grad
         self._source: torch.Tensor | None = None
         self._shown: torch.Tensor | None = None
 
     def show(self) -> None:
         x = self._current()
         local = local_of(x)
-        if self._grad is not None and torch.is_grad_enabled():
+        if self._requires_grad and torch.is_grad_enabled():
             if self._source is not local or self._shown is None or self._shown.data_ptr() != local.data_ptr():
-                self._source, self._shown = local, enter_local(x, self._grad)
+                self._source, self._shown = local, shown_local(x, self._grad, self._places[0][1])
             local = self._shown
         for held, name in self._places:
             held[name] = local

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, make_dtensor, spec_of
-from vescale.errors import StaticGradientError
 from vescale.static._call_site_functions import map_in_order
 from vescale.static._hidden_tensors import hidden_slots
+from vescale.static._missing_gradients import without_gradient
 from vescale.static._tensor_type import TensorType, UnrecordedError
 
 __all__ = ["handed_out"]
@@ -34,20 +33,5 @@ def _hand_out(kind: TensorType, local: torch.Tensor) -> torch.Tensor:
     """An output as a DTensor."""
     x = kind.to_global(local, "output")
     if kind.grad is None and x.requires_grad and isinstance(x, DTensor):
-        x = _NoGradient.apply(x)
+        x = without_gradient(x, "an output")
     return x
-
-
-class _NoGradient(torch.autograd.Function):
-    """An output of which no gradient has been recorded, so that nobody knows what gradients inside would stand for."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor) -> DTensor:
-        return make_dtensor(local_of(x), spec_of(x), requires_grad=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise StaticGradientError(
-            "an output of a model in static mode got a gradient, and got none in the step that was recorded; use the same "
-            "outputs in the loss of the first step, or parallelize with mode='eager'"
-        )

@@ -38,6 +38,7 @@ class Patch:
         refused_else: ``if`` statements that get a refusal as their ``else``.
         refused_false, refused_true: expressions whose value is refused if it is false, or true.
         marked: statements and expressions that are told when they begin to run.
+        wrapped: ``with`` statements whose body must not raise, because the context may suppress it.
     """
 
     sites: tuple[int, ...] = ()
@@ -47,6 +48,7 @@ class Patch:
     refused_false: tuple[int, ...] = ()
     refused_true: tuple[int, ...] = ()
     marked: tuple[int, ...] = ()
+    wrapped: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return self != Patch()
@@ -152,6 +154,7 @@ class _Rewriter(ast.NodeTransformer):
         self.refused_false: Collection[int] = frozenset(patch.refused_false)
         self.refused_true: Collection[int] = frozenset(patch.refused_true)
         self.marked: Collection[int] = frozenset(patch.marked)
+        self.wrapped: Collection[int] = frozenset(patch.wrapped)
 
     def visit(self, node: ast.AST) -> Any:
         number = self.numbers.get(id(node), -1)
@@ -164,6 +167,12 @@ class _Rewriter(ast.NodeTransformer):
         elif number in self.swaps:
             assert isinstance(node, ast.Call)
             node.func = _call(site_name(number), [node.func])
+        if number in self.wrapped:
+            assert isinstance(node, ast.With)
+            handler = ast.ExceptHandler(
+                ast.Name("Exception", ast.Load()), None, [ast.Expr(_refusal(node)), ast.Raise()]
+            )
+            node.body = [ast.Try(node.body, [handler], [], [])]
         if number in self.refused_else:
             assert isinstance(node, ast.If)
             node.orelse = [ast.Expr(_refusal(node))]

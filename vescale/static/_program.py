@@ -240,7 +240,9 @@ class StaticProgram:
             for parameter in [p for group in state.groups for p in group.parameters] if state is not None else ():
                 grad = recorded.grads.get(parameter.name) if parameter.sharded.requires_grad else None
                 gathered = functools.partial(_gathered, parameter)
-                shown.append(LocalParameter(gathered, of_units.get(parameter, []), grad))
+                shown.append(
+                    LocalParameter(gathered, of_units.get(parameter, []), grad, parameter.sharded.requires_grad)
+                )
             if path == "":
                 self._root = self.compiling.as_the_module(module, forward)
                 self._parameters += shown  # the hooks of its unit are around all of this

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +16,20 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from vescale.comm import Ledger, record_comms
-from vescale.compat import call_module, local_of, no_torch_function, spec_of, take_moves, tensors_in, versions
+from vescale.compat import (
+    call_module,
+    hides_tensors,
+    local_of,
+    no_torch_function,
+    spec_of,
+    take_moves,
+    tensors_in,
+    versions,
+)
 from vescale.ops import entries
 from vescale.runtime import Placing, Stages
 from vescale.static._call_tree import CallTree
+from vescale.static._given_arguments import num_values
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_run import LocalRun, run_on_locals
 from vescale.static._observed_ops import ObservedOps, WithObservedOps, random_state
@@ -47,7 +58,8 @@ class Recorder(TorchFunctionMode):
         problems: what rules a static forward out, by the path of the module.
         regions: paths of the modules that run on local tensors by the plan.
         recomputes: whether there are checkpoints, whose recomputations run the ops of recorded functions.
-        guards: what the step depended on; set by whoever records.
+        guards: what the step depended on; changed_names: of globals and attributes that it has changed. Both are set by
+            whoever records.
     """
 
     def __init__(
@@ -69,6 +81,7 @@ class Recorder(TorchFunctionMode):
         self.problems: dict[str, str] = {}
         self.regions: frozenset[str] = frozenset()
         self.guards: Any = None
+        self.changed_names: frozenset[str] = frozenset()
         self.named: dict[str, Value] = {}
         self._read_names = names
         self.names = names()
@@ -88,8 +101,14 @@ class Recorder(TorchFunctionMode):
             if isinstance(x, DTensor):
                 self._value_of_result(x)
         self.inputs = [self._record(x) for x in tensors_in((args, kwargs))]
+        held = list(_held((args, kwargs)))
         with self.tree, self:
             result = forward(*args, **kwargs)
+        if list(_held((args, kwargs))) != held or any(map(hides_tensors, (*args, *kwargs.values()))):
+            self.problems[""] = "its forward changes what an input holds"
+        for call in self.tree.applied:
+            where = f"{call.code.co_filename}:{call.code.co_firstlineno}"
+            self.problems.setdefault(call.module, f"{where}: the backward of this function would get local gradients")
         self.outputs = [self._record(x) for x in tensors_in(result)]
         try:
             self.hidden = [self._record(slot.get()) for slot in hidden_slots(result)]
@@ -133,6 +152,22 @@ class Recorder(TorchFunctionMode):
         shapes = tuple(spec.shape), tuple(local.shape), local.stride()
         return TensorRecord(spec.placements, *shapes, x.dtype, x.requires_grad, self._value(x))
 
+    def _refuse_unseen(self, tensors: Iterable[torch.Tensor], frame: types.FrameType) -> None:
+        """Where functions use a DTensor that no torch function of this thread has made in this forward."""
+        for x in tensors:
+            if isinstance(x, DTensor) and not self._is_seen(x):
+                call = self.tree.running
+                path, where = ("", frame) if call is None else (call[1].module, call[0])
+                line = f"{where.f_code.co_filename}:{where.f_lineno}"
+                self.problems.setdefault(
+                    path, f"{line}: a tensor comes from another thread, another step, or compiled code"
+                )
+
+    def _is_seen(self, x: torch.Tensor) -> bool:
+        """Units give their modules views of their inputs."""
+        base = x._base
+        return hasattr(x, "_vescale_value") or bool(self.name_of(x)) or (base is not None and self._is_seen(base))
+
     def _watch(self, made: list[torch.Tensor], before: dict[Any, TensorRecord], call: Call | None) -> None:
         """Learn the gradients of results, and those that the nodes that made them send to the tensors given.
         ``before``: these tensors' records, by gradient edge."""
@@ -168,19 +203,23 @@ class Recorder(TorchFunctionMode):
         with no_torch_function():
             found = self.tree.site(sys._getframe(1))
             tensors = list(tensors_in((args, kwargs)))
+            self._refuse_unseen(tensors, sys._getframe(1))
             site, is_direct = found if found is not None else (None, False)
             call = Call(site, is_direct, func, [self._record(x) for x in tensors])
-            call.num_fractions = sum(type(x) is float and not x.is_integer() for x in (*args, *kwargs.values()))
+            call.num_values = num_values(func, args, kwargs)
+            call.num_positional, call.num_keywords = len(args), len(kwargs)
             edges = _edges(tensors, call.inputs)
             versions = list(map(_versions, tensors))
         self._taken_over = ""
         self.calls.append(call)
-        before = random_state()
+        before, own = random_state(), [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+        own_before = [generator.get_state() for generator in own]
         observer = ObservedOps(self._known_ops)
         with observer, record_comms() as ledger:
             result = func(*args, **kwargs)
         call.communication = _collectives(ledger)
         is_random = observer.draws and not all(map(torch.equal, random_state(), before))
+        is_random |= not all(map(torch.equal, [generator.get_state() for generator in own], own_before))
         with no_torch_function():
             call.changed = observer.changed or self._taken_over
             if self._taken_over == "registered function" and not observer.changed and not observer.has_plain:
@@ -268,6 +307,8 @@ class Recorder(TorchFunctionMode):
         if self._is_repeated:
             return self._call_repeated(path, module, args, kwargs)
         with no_torch_function():
+            if not self._is_unrecorded:
+                self._refuse_unseen(tensors_in((args, kwargs)), sys._getframe(2))
             inputs = [self._record(x) for x in tensors_in((args, kwargs))]
             is_unrecorded = self._is_unrecorded
             is_repeated = not is_unrecorded and self.layers.begin(self, path, (args, kwargs), inputs)
@@ -300,6 +341,16 @@ class Recorder(TorchFunctionMode):
             self.layers.note_part(self.names, (path, ""), (args, kwargs), result)
         self.module_calls.setdefault(path, self.module_calls.get(self.layers.origin(path), []))
         return result
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """What lists and dictionaries hold, in order."""
+    if isinstance(value, dict):
+        yield tuple(value)
+    if isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield id(item) if isinstance(item, torch.Tensor) else type(item)
+            yield from _held(item)
 
 
 def _collectives(ledger: Ledger) -> list[str]:

@@ -18,6 +18,7 @@ from vescale.static._call_tree import FunctionCall
 from vescale.static._fixed_arguments import CallArguments
 from vescale.static._fixed_indices import FixedIndices
 from vescale.static._frame_values import FrameValues
+from vescale.static._held_values import is_value
 from vescale.static._record import Call, ModuleCall, TensorRecord
 from vescale.static._selection_points import parents_of
 from vescale.static._source import FunctionSource, source_of
@@ -27,7 +28,9 @@ __all__ = ["Selections"]
 
 
 CallsBySite = Mapping[FunctionCall, Mapping[tuple[int, int], list[Call]]]
-_Module = tuple[str, tuple[Any, ...]]  # its path, and names and placements of its parameters and buffers
+_Module = tuple[
+    str, tuple[Any, ...]
+]  # its path, names and placements of its parameters and buffers, and its attributes
 
 
 @dataclass(eq=False)
@@ -65,6 +68,7 @@ class Selections:
         self._record, self._is_recorded = record, is_recorded
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._found: dict[FunctionCall, dict[int, _Selection]] = {}
+        self._modes: dict[FunctionCall, set[int]] = {}  # calls that decide about gradients or autocast
 
     def note(self, frame: types.FrameType, call: FunctionCall, nodes: tuple[int, ...]) -> None:
         """Before instructions of ``nodes`` run."""
@@ -75,7 +79,10 @@ class Selections:
         with no_torch_function():
             values = FrameValues(frame)
             for number in nodes:
-                given = values.given(source.nodes[number], parents_of(source))
+                node = source.nodes[number]
+                if isinstance(node, ast.Call) and values.sets_mode(node):
+                    self._modes.setdefault(call, set()).add(number)
+                given = values.given(node, parents_of(source))
                 if given is None or not given.is_open:
                     continue
                 found = self._found.setdefault(call, {}).setdefault(number, _Selection(given.indices))
@@ -89,7 +96,14 @@ class Selections:
 
     def _module(self, module: nn.Module) -> _Module:
         held = [*module.named_parameters(), *module.named_buffers()]
-        return self._paths.get(id(module), ""), tuple((n, getattr(x, "placements", None), x.ndim) for n, x in held)
+        placed = tuple((n, getattr(x, "placements", None), x.ndim) for n, x in held)
+        values = tuple(
+            (path, type(part), name, value)
+            for path, part in module.named_modules()
+            for name, value in part.__dict__.items()
+            if is_value(value)
+        )
+        return self._paths.get(id(module), ""), (placed, values)
 
     def problem(
         self,
@@ -106,6 +120,11 @@ class Selections:
             calls: of torch functions.
         """
         source = source_of(call.code)
+        for number in self._modes.get(call, ()):
+            node = source.nodes[number] if source is not None else None
+            assert isinstance(node, ast.Call)
+            if not all(indices.is_fixed(call, part) for part in (*node.args, *(k.value for k in node.keywords))):
+                return f"{call.code.co_filename}:{node.lineno}: a value may decide whether there are gradients here"
         for number, selection in self._found.get(call, {}).items():
             assert source is not None
             node = source.nodes[number]
@@ -174,4 +193,5 @@ def _modules_differ(modules: Sequence[_Module], module_calls: Mapping[str, list[
     are_alike = (
         all(merged_types([types_of(call[i], mesh) for call in calls]) is not None for i in (0, 1)) if calls else True
     )
-    return not are_alike or len({held for _, held in modules}) > 1
+    placed, values = {held[0] for _, held in modules}, {held[1] for path, held in modules if path}
+    return not are_alike or len(placed) > 1 or len(values) > 1

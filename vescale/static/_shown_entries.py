@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, native_static
-from vescale.ops import enter_local
+from vescale.static._missing_gradients import shown_local
 
 __all__ = ["ShownEntries"]
 
@@ -95,7 +95,6 @@ class ShownEntries:
         for i, local in enumerate(self._locals):
             if before and before[i][0] is local and before[i][1] == self._addresses[i]:
                 continue
-            grad = self._grads[i]
-            shown = local if grad is None else enter_local(self._tensors[i], grad)
+            shown = shown_local(self._tensors[i], self._grads[i], self._names[self._entries[i][0]])
             for entry in self._entries[i]:
                 self._values[entry] = shown

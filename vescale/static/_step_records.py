@@ -70,7 +70,9 @@ class Call:
         is_random: whether it drew random numbers.
         writes: whether it wrote to one of its arguments.
         communication: collectives that it started, as ``all_reduce over tp``.
-        num_fractions: how many of its arguments are numbers other than whole ones, which decide about nothing.
+        num_values: how many of the arguments that it was given are tensors, lists of them, or numbers other than whole ones:
+            other ones of these decide about nothing.
+        num_positional: how many it got by position; num_keywords: and by name.
     """
 
     site: Site | None
@@ -85,7 +87,9 @@ class Call:
     is_random: bool = False
     writes: bool = False
     communication: Sequence[str] = ()
-    num_fractions: int = 0
+    num_values: int = 0
+    num_positional: int = 0
+    num_keywords: int = 0
 
 
 ModuleCall = tuple[list[TensorRecord], list[TensorRecord]]

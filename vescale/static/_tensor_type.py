@@ -21,8 +21,9 @@ from vescale.static._step_records import TensorRecord
 __all__ = ["TensorType", "UnrecordedError", "merged_types", "types_of"]
 
 
-class UnrecordedError(Exception):
-    """A static forward met what was not recorded; the step is repeated in eager mode."""
+class UnrecordedError(BaseException):
+    """A static forward met what was not recorded; the step is repeated in eager mode. The model's own handlers of exceptions
+    do not catch it."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class WrittenTensors:
         """Those that have been written to."""
         return frozenset(key for key, x, before, _ in self._held if versions(x) != before)
 
-    def undo(self, problem: Exception) -> None:
+    def undo(self, problem: BaseException) -> None:
         """They hold again what they held. Raises StaticStepError where that is not known."""
         for (kind, name), x, before, kept in self._held:
             if versions(x) == before:
