@@ -6,6 +6,7 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -127,15 +128,16 @@ def test_sequence_lengths(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(sharding_caches.INTERNED_SPECS) <= 600
 
 
+@pytest.mark.parametrize("mode", ["eager", pytest.param("static", marks=pytest.mark.helper("dispatch"))])
 @pytest.mark.parametrize("has_units", [False, True])
-def test_models(plan: Plan, has_units: bool) -> None:
+def test_models(plan: Plan, has_units: bool, mode: Literal["eager", "static"]) -> None:
     """Garbage collection frees a model with its parameters, as trained, and as built."""
     if has_units:
         plan.shard(".*", RaggedShard(), mesh="dp", phase=INIT).shard(".*", Replicate(), mesh="dp", phase=RUN)
         plan.unit("").unit("up")
     parts: list[weakref.ref[object]] = []
-    for num_steps in (0, 2):
-        model = parallelize(Model(), plan)
+    for num_steps in (0, 1, 3):
+        model = parallelize(Model(), plan, mode=mode)
         for _ in range(num_steps):
             model(torch.randint(32, (4, 8))).sum().backward()
         parts += [weakref.ref(x) for x in (model, model.up, *model.parameters(), local_of(model.norm.weight))]

@@ -119,7 +119,7 @@ class GradientReducer:
         self._handle = module.register_forward_pre_hook(lambda *_: self.recover())
 
     def share_backward(self, one_backward: OneBackward) -> None:
-        """Others note the running backward of this model there, too."""
+        """Note the running backward of this model in ``one_backward``, which others use, too."""
         self._parameters.turn.one_backward = one_backward
 
     def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:

@@ -99,7 +99,8 @@ class StaticForward:
         self._draws_on_host = bool(self._record_steps)  # whether a forward draws from Python's or numpy's generators
         self._layers_differ = False  # though they were taken for repeated ones
         runtime.compiles = runtime.switches_on_later = True
-        runtime.early_inputs = self.enter
+        # Weak: cached local tensors hold parameters, whose hooks hold the runtime, where the garbage collector cannot look.
+        runtime.early_inputs = functools.partial(_enter, weakref.ref(self))
         functools.update_wrapper(self, type(model).forward)
 
     def enter(
@@ -386,6 +387,11 @@ class StaticForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticForward:
         inner, runtime = copy.deepcopy(self.inner, memo), copy.deepcopy(self.runtime, memo)
         return StaticForward(runtime, memo[id(self.model())], inner, self._record_steps.values())
+
+
+def _enter(forward: weakref.ref[StaticForward], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = forward()
+    return None if found is None else found.enter(args, kwargs)
 
 
 def _call(recorder: Recorder, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
