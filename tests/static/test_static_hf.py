@@ -32,6 +32,12 @@ DAILY = {
 # Gradients of hyper-connections nearly cancel, and are computed in float32.
 TOLERANCE = {"hy_v4:HYV4Config": 1e-5, "hy_v4_vl:HYV4VLTextConfig": 1e-5}
 NUM_STEPS = 3
+# Models of which a part runs in eager mode: gradients of one tensor with several placements, autograd functions of the model,
+# masks by torch.vmap.
+PARTLY = {
+    *("embedding_gemma2:EmbeddingGemma2TextConfig", "gemma3n:Gemma3nTextConfig", "hrm_text:HrmTextConfig"),
+    *("phimoe:PhimoeConfig", "t5gemma2:T5Gemma2TextConfig", "unlimited_ocr:UnlimitedOcrTextConfig"),
+}
 
 
 def step(model: Any, inputs: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -90,9 +96,9 @@ def compare_if_it_runs(name: str) -> tuple[int, str] | None:
 
 @pytest.mark.slow
 def test_every_model_that_runs(ranks: RankPools) -> None:
-    """At least 60 of the 166, and 85 of 100 of them fully static (117 of 135)."""
+    """135 of the 166, and all but six of them are static as a whole."""
     found = {name: ranks.run(compare_if_it_runs, name, world_size=2)[0] for name in planned_configs()}
     ran = {name: one for name, one in found.items() if one is not None}
     assert not {name: wrong for name, (_, wrong) in ran.items() if wrong}
-    partly = [name for name, (num_fallbacks, _) in ran.items() if num_fallbacks]
-    assert len(ran) >= 60 and len(partly) <= 0.15 * len(ran), (len(ran), partly)
+    partly = {name for name, (num_fallbacks, _) in ran.items() if num_fallbacks}
+    assert len(ran) >= 130 and partly <= PARTLY, (len(ran), partly)
