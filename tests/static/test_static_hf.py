@@ -32,7 +32,7 @@ DAILY = {
 # Gradients of hyper-connections nearly cancel, and are computed in float32.
 TOLERANCE = {"hy_v4:HYV4Config": 1e-5, "hy_v4_vl:HYV4VLTextConfig": 1e-5}
 NUM_STEPS = 3
-# Models of which a part runs in eager mode: gradients of one tensor with several placements, autograd functions of the model,
+# Models of which a part runs in eager mode: gradients of one tensor with several placements, autograd functions of their own,
 # masks by torch.vmap.
 PARTLY = {
     *("embedding_gemma2:EmbeddingGemma2TextConfig", "gemma3n:Gemma3nTextConfig", "hrm_text:HrmTextConfig"),
