@@ -51,7 +51,8 @@ def pytest_collection(session: pytest.Session) -> None:
     number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
     for file in sorted(Path(__file__).parent.rglob("test_*.py"))[number::count]:
         name = ".".join(file.relative_to(session.config.rootpath).with_suffix("").parts)
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting the file reports it
+        # A file that raises, or skips itself, is imported again when it is collected; pytest reports it then.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(name)
 
 

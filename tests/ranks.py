@@ -30,7 +30,16 @@ from typing import Any
 from tests.examples import daily_sample
 from tests.fork_server import fork_context
 
-__all__ = ["GARBAGE_THRESHOLDS", "STARTS", "RankError", "RankPool", "RankPools", "error_of", "run_cases"]
+__all__ = [
+    "GARBAGE_THRESHOLDS",
+    "STARTS",
+    "RankError",
+    "RankPool",
+    "RankPools",
+    "error_of",
+    "run_cases",
+    "run_functions",
+]
 
 
 class RankError(AssertionError):
@@ -318,3 +327,8 @@ def run_cases(fn: Callable[..., None], cases: Sequence[tuple[Any, ...]]) -> int:
     if failures:
         raise AssertionError(f"{len(failures)} of {len(cases)} cases failed\n" + "\n".join(failures))
     return len(cases)
+
+
+def run_functions(functions: Sequence[Callable[[], None]]) -> int:
+    """Run on a rank: :func:`run_cases`, where each case is a function of its own."""
+    return run_cases(lambda function: function(), [(function,) for function in functions])

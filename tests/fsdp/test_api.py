@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -26,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import vescale
 from tests.fsdp.compare import by_block, data, full, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss, tokens
-from tests.ranks import RankPools, run_cases
+from tests.ranks import RankPools, run_functions
 from vescale.buffer import Allocation, BufferMismatchError
 from vescale.comm import record_comms
 from vescale.errors import ArgumentTypeError
@@ -467,17 +466,9 @@ PARTS = {  # by the number of ranks
 }
 
 
-def run_part(part: Callable[[], None]) -> None:
-    part()
-
-
-def run_parts(num_ranks: int) -> int:
-    return run_cases(run_part, [(part,) for part in PARTS[num_ranks]])
-
-
 @pytest.mark.parametrize("num_ranks", PARTS)
 def test_engine(ranks: RankPools, num_ranks: int) -> None:
-    assert ranks.run(run_parts, num_ranks, world_size=num_ranks) == [len(PARTS[num_ranks])] * num_ranks
+    assert ranks.run(run_functions, PARTS[num_ranks], world_size=num_ranks) == [len(PARTS[num_ranks])] * num_ranks
 
 
 def errors() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.fsdp.compare import by_block, data, gradients_of, mesh_of, same_gradients
 from tests.fsdp.copies import engine_copies
 from tests.fsdp.models import Net, net_loss
-from tests.ranks import RankPools, run_cases
+from tests.ranks import RankPools, run_cases, run_functions
 from vescale.fsdp import FSDPModule, fully_shard
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -157,7 +157,7 @@ def run() -> int:
     count += run_cases(
         several_graphs, [(name, order) for name in ("plain", "every layer used twice") for order in orders]
     )
-    return count + run_cases(lambda case: case(), [(frozen,), (autocast,), (second_derivatives,), (nothing_is_copied,)])
+    return count + run_functions([frozen, autocast, second_derivatives, nothing_is_copied])
 
 
 def test_direct_gradients(ranks: RankPools) -> None:

@@ -24,7 +24,7 @@ from tests.examples import NIGHTLY
 from tests.fsdp.compare import by_block, compare, data, full, gradients_of, mesh_of, parameters_of
 from tests.fsdp.extended import CALLS, Codes, MixedBlock, Rounded
 from tests.fsdp.models import Net, net_loss, tokens
-from tests.ranks import RankPools, run_cases
+from tests.ranks import RankPools, run_cases, run_functions
 from vescale import INIT, RUN, Plan, RaggedShard, deferred_init, parallelize
 from vescale.buffer import Allocation, DBuffer
 from vescale.comm import record_comms
@@ -445,7 +445,7 @@ def careless() -> None:
 
 
 def others() -> int:
-    return run_cases(lambda function: function(), [(copies,), (meta,), (clipped,), (thawed,), (pairs,), (careless,)])
+    return run_functions([copies, meta, clipped, thawed, pairs, careless])
 
 
 def test_like_plain_parameters(ranks: RankPools) -> None:

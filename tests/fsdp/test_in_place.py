@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.examples import daily_sample
 from tests.fsdp.compare import by_block, full, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
-from tests.ranks import RankPools, run_cases
+from tests.ranks import RankPools, run_cases, run_functions
 from vescale.fsdp import fully_shard
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
@@ -236,7 +236,7 @@ def run() -> int:
     count = run_cases(steps, daily_sample((name,) for name in CASES))
     cases = [accumulated, the_graph_is_kept, kept_after_backward, frozen_later, gradients_that_are_parameters]
     cases.append(what_is_still_needed_is_not_silently_wrong)
-    return count + run_cases(lambda case: case(), [(case,) for case in cases])
+    return count + run_functions(cases)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.fsdp.compare import by_block, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
-from tests.ranks import RankPools, run_cases
+from tests.ranks import RankPools, run_functions
 from vescale.comm import record_comms
 from vescale.fsdp import Residency, fully_shard
 
@@ -119,7 +119,7 @@ def the_same_numbers() -> None:
 
 def run() -> int:
     cases = [implicit, explicit_in_forward, explicit_in_backward, the_same_numbers]
-    return run_cases(lambda case: case(), [(case,) for case in cases])
+    return run_functions(cases)
 
 
 def test_prefetch(ranks: RankPools) -> None:

@@ -6,7 +6,6 @@ import copy
 import io
 import os
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.examples import NIGHTLY
 from tests.fsdp.compare import by_block, full, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss, tokens
-from tests.ranks import RankPools, run_cases
+from tests.ranks import RankPools, run_functions
 from tests.whole import whole_tensors
 from vescale import rng
 from vescale.fsdp import fully_shard
@@ -349,15 +348,7 @@ PARTS = {  # by the number of ranks
 }
 
 
-def run_part(part: Callable[[], None]) -> None:
-    part()
-
-
-def run_parts(num_ranks: int) -> int:
-    return run_cases(run_part, [(part,) for part in PARTS[num_ranks]])
-
-
 @pytest.mark.parametrize("num_ranks", PARTS)
 def test_state(ranks: RankPools, num_ranks: int) -> None:
     assert tokens(0, 0).shape == (2, 5)
-    assert ranks.run(run_parts, num_ranks, world_size=num_ranks) == [len(PARTS[num_ranks])] * num_ranks
+    assert ranks.run(run_functions, PARTS[num_ranks], world_size=num_ranks) == [len(PARTS[num_ranks])] * num_ranks

@@ -32,8 +32,8 @@ DAILY = {
 # Gradients of hyper-connections nearly cancel, and are computed in float32.
 TOLERANCE = {"hy_v4:HYV4Config": 1e-5, "hy_v4_vl:HYV4VLTextConfig": 1e-5}
 NUM_STEPS = 3
-# Models of which a part runs in eager mode: gradients of one tensor with several placements, autograd functions of their own,
-# masks by torch.vmap.
+# Models of which a part runs in eager mode: gradients of one tensor with several placements, autograd functions of the
+# model's own, masks by torch.vmap.
 PARTLY = {
     *("embedding_gemma2:EmbeddingGemma2TextConfig", "gemma3n:Gemma3nTextConfig", "hrm_text:HrmTextConfig"),
     *("phimoe:PhimoeConfig", "t5gemma2:T5Gemma2TextConfig", "unlimited_ocr:UnlimitedOcrTextConfig"),
