@@ -34,7 +34,7 @@ _IN_A_COLLECTIVE, _FOR_OTHERS, _ELSEWHERE = 1, 2, 3
 # Of a number: above this bit, how often ranks have begun anew.
 _TURN = 32
 # How long ago the last look of a rank is that still waits; how long ranks have been seen apart, if all of them wait where
-# they look, and if some do not: these may be about to tell the others that sizes differ.
+# they look, and if some do not, or if only sizes of gathers differ: ranks may be about to tell the others that they do.
 _RECENT_SECONDS, _SEEN_SECONDS, _DOUBT_SECONDS, _ALL_FOUND_SECONDS = 3.0, 1.5, 10.0, 6.0
 
 
@@ -45,6 +45,11 @@ class Apart:
 
     entries: dict[int, Entry]
     texts: dict[int, str]
+
+    @property
+    def are_all_gathers(self) -> bool:
+        """Whether every rank has begun a gather, the first kind; their sizes differ."""
+        return not self.texts and not any(kind for kind, _, _ in self.entries.values())
 
 
 class PostedOrder:
@@ -110,7 +115,8 @@ class PostedOrder:
             self._seen = found, now
         since = self._seen[1]
         all_wait = all(_WAIT.unpack_from(self._memory, base + _WAIT_AT)[0] / 1e9 >= since for base in self._bases())
-        return found if now - since >= (_SEEN_SECONDS if all_wait else _DOUBT_SECONDS) else None
+        is_certain = all_wait and found is not None and not found.are_all_gathers
+        return found if now - since >= (_SEEN_SECONDS if is_certain else _DOUBT_SECONDS) else None
 
     def wait_until_all_have_found_it(self) -> None:
         """A rank whose process ends would break the connections of the others. Not for long."""
