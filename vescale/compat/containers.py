@@ -50,16 +50,17 @@ def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors that :func:`map_tensors` would visit."""
+    kind = type(value)
     if isinstance(value, torch.Tensor):
         yield value
+    elif kind in _WITHOUT_TENSORS:
         return
-    if type(value) in _WITHOUT_TENSORS:
-        return
-    items = (
-        value if isinstance(value, list | tuple) else (value if isinstance(value, Mapping) else _fields(value)).values()
-    )
-    for item in items:
-        yield from tensors_in(item)
+    elif kind is tuple or isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    else:
+        for item in (value if kind is dict or isinstance(value, Mapping) else _fields(value)).values():
+            yield from tensors_in(item)
 
 
 def hides_tensors(value: Any) -> bool:

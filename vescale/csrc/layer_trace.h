@@ -9,9 +9,12 @@
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace vescale {
@@ -50,6 +53,40 @@ struct Arrivals {
     }
 };
 
+// What traces have found out about functions and their instructions.
+class KnownPlaces {
+  public:
+    using Place = std::array<int, 4>;  // first and last line, first and last column
+
+    // `is_recorded`: of a file, whether its functions are the model's.
+    bool is_recorded(const py::object& code, const py::object& is_recorded) {
+        const auto found = recorded_.find(code.ptr());
+        if (found != recorded_.end()) {
+            return found->second;
+        }
+        const auto file = reinterpret_cast<PyCodeObject*>(code.ptr())->co_filename;
+        const bool result = owned(PyObject_CallOneArg(is_recorded.ptr(), file)).ptr() == Py_True;
+        held_.push_back(code);  // so that no other code gets the address
+        return recorded_.emplace(code.ptr(), result).first->second;
+    }
+
+    // Where an instruction is, in a function that `is_recorded` was asked about: its offset depends on how it is specialized.
+    const Place& of(const py::object& code, int offset) {
+        const auto [found, is_new] = places_.try_emplace({code.ptr(), offset});
+        if (is_new) {
+            auto& [line, last_line, column, last_column] = found->second;
+            const auto held = reinterpret_cast<PyCodeObject*>(code.ptr());
+            PyCode_Addr2Location(held, offset, &line, &column, &last_line, &last_column);
+        }
+        return found->second;
+    }
+
+  private:
+    std::unordered_map<PyObject*, bool> recorded_;
+    std::map<std::pair<PyObject*, int>, Place> places_;
+    std::vector<py::object> held_;
+};
+
 // Numbers, and objects in between. The objects are in a list of Python's, so that its garbage collector sees what they hold;
 // it is passed to each call.
 //
@@ -61,7 +98,7 @@ class LayerTrace {
     // placements. `like`: the trace, with its objects, that this one is compared with as it grows; null: it is kept itself.
     LayerTrace(const py::object& frame, std::string prefix, const py::dict& placements, std::shared_ptr<LayerTrace> like)
         : outermost_(reinterpret_cast<PyFrameObject*>(frame.ptr())), prefix_(std::move(prefix)), like_(std::move(like)),
-          arrivals_(Arrivals::make(placements)) {}
+          known_(like_ == nullptr ? std::make_shared<KnownPlaces>() : like_->known_), arrivals_(Arrivals::make(placements)) {}
 
     // After a call. `names`: of parameters and buffers, by id. `is_recorded`: of a file, whether its functions are the model's.
     void note(
@@ -139,18 +176,16 @@ class LayerTrace {
         differs_ |= is_equal == 0;
     }
 
-    // Where the layer's own functions are: lines and columns, because an offset depends on how an instruction is specialized.
+    // Where the layer's own functions are.
     void add_places(const Step& step, const py::object& is_recorded) {
         py::object held;
         std::int64_t count = 0;
         for (PyFrameObject* running = PyEval_GetFrame(); running != nullptr && running != outermost_;) {
             const auto code = owned(reinterpret_cast<PyObject*>(PyFrame_GetCode(running)));
-            const auto file = reinterpret_cast<PyCodeObject*>(code.ptr())->co_filename;
-            if (owned(PyObject_CallOneArg(is_recorded.ptr(), file)).ptr() == Py_True) {
-                int place[4] = {};
-                PyCode_Addr2Location(
-                    reinterpret_cast<PyCodeObject*>(code.ptr()), PyFrame_GetLasti(running), place, place + 1, place + 2, place + 3);
-                std::for_each(std::begin(place), std::end(place), [this](int part) { add(static_cast<std::int64_t>(part)); });
+            if (known_->is_recorded(code, is_recorded)) {
+                for (const int part : known_->of(code, PyFrame_GetLasti(running))) {
+                    add(static_cast<std::int64_t>(part));
+                }
                 add_object(step, code.ptr(), true);
                 count += 1;
             }
@@ -256,6 +291,7 @@ class LayerTrace {
     PyFrameObject* outermost_;  // where a search ends; it runs as long as the layer, and is not looked into
     std::string prefix_;
     std::shared_ptr<LayerTrace> like_;
+    std::shared_ptr<KnownPlaces> known_;
     std::shared_ptr<Arrivals> arrivals_;
     std::vector<std::int64_t> numbers_;  // of a trace that is kept
     std::size_t at_ = 0;  // in those of the other trace

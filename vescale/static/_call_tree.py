@@ -38,6 +38,7 @@ _DECORATORS = os.path.join(_TORCH, "utils", "_contextlib.py")  # torch.no_grad()
 _MODULE_CALLS = frozenset([*code_objects(MODULE_CALL.__code__), nn.Module.__call__.__code__])
 _APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 _MODULE_FILE = MODULE_CALL.__code__.co_filename
+_IN_CPP = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
 
 Site = tuple["FunctionCall", int, int]
 
@@ -107,7 +108,7 @@ class CallTree:
         self.applied: list[FunctionCall] = []
         """Forwards of the model's own functions of autograd, of which a backward runs later."""
         self._current_module = current_module
-        self._is_root = True
+        self._is_root, self._is_paused = True, False
         self._running: list[tuple[types.FrameType, FunctionCall]] = []
 
     def __enter__(self) -> CallTree:
@@ -123,12 +124,30 @@ class CallTree:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, functions are not followed."""
+        """Inside, functions are not followed, and Python runs as fast as without a trace function."""
+        is_followed, self._is_paused = not self._is_paused, True
         sys.settrace(None)
         try:
             yield
         finally:
-            self._follow()
+            if is_followed:
+                self._is_paused = False
+                self._follow()
+
+    @contextlib.contextmanager
+    def around(self, function: Any) -> Iterator[None]:
+        """Around a call of ``function`` inside of :meth:`paused`. Functions are followed, unless it is one in C++, which
+        calls none of the model's."""
+        if isinstance(function, _IN_CPP):
+            yield
+            return
+        self._is_paused = False
+        self._follow()
+        try:
+            yield
+        finally:
+            self._is_paused = True
+            sys.settrace(None)
 
     def _follow(self) -> None:
         sys.settrace(self._called)

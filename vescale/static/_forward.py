@@ -302,13 +302,14 @@ class StaticForward:
         self._recorders[key] = recorder
         self.recordings += 1
         overridden = []
-        for path, module in model.named_modules():
+        modules = dict(model.named_modules())
+        for path, module in modules.items():
             if path:
                 overridden.append((module.__dict__, module.__dict__.get(CALL_OVERRIDE)))
                 module.__dict__[CALL_OVERRIDE] = functools.partial(_call, recorder, path, module)
         activation.recorder = recorder
-        recorder.problems, recorder.regions = problems_of_modules(model), regions_of(model)
-        states, values = ModuleStates(model, units.parameters), HeldValues(model.named_modules())
+        recorder.problems, recorder.regions = problems_of_modules(modules), regions_of(modules)
+        states, values = ModuleStates(modules, units.parameters), HeldValues(modules.items())
         recorder.tree.on_function = values.add_globals
         recorder.tree.selections = Selections(recorder._record, lambda: not recorder._is_unrecorded, model)
         host_state, changed = host_random_state(), list[tuple[Any, str]]()

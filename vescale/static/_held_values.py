@@ -261,9 +261,16 @@ def _is_unchanged(held: dict[Any, Any], key: Any, value: Any, is_function: bool)
 
 def is_value(value: Any) -> bool:
     """Whether something is compared by what it is: numbers, flags, texts, and tuples of them."""
-    if type(value) in SCALARS or isinstance(value, enum.Enum | numbers.Number):
+    kind: Any = type(value)
+    if kind in SCALARS or _is_number(kind):
         return True
-    return isinstance(value, tuple | frozenset) and all(map(is_value, value))
+    return issubclass(kind, tuple | frozenset) and all(map(is_value, value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_number(kind: Any) -> bool:
+    """Of the values of a type."""
+    return issubclass(kind, enum.Enum | numbers.Number)
 
 
 def is_same_list(now: Collection[Any], before: list[Any]) -> bool:

@@ -200,10 +200,17 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._is_unrecorded or ("" in self.problems and not self.recomputes):
             return self.layers.note(self.names, func, (args, kwargs), func(*args, **kwargs))
+        caller = sys._getframe(1)
+        with self.tree.paused():
+            result = self._call(func, args, kwargs, caller)
+        return self.layers.note(self.names, func, (args, kwargs), result)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: types.FrameType) -> Any:
+        """Call and record a torch function; ``caller``: what calls it."""
         with no_torch_function():
-            found = self.tree.site(sys._getframe(1))
+            found = self.tree.site(caller)
             tensors = list(tensors_in((args, kwargs)))
-            self._refuse_unseen(tensors, sys._getframe(1))
+            self._refuse_unseen(tensors, caller)
             site, is_direct = found if found is not None else (None, False)
             call = Call(site, is_direct, func, [self._record(x) for x in tensors])
             call.num_values = num_values(func, args, kwargs)
@@ -215,7 +222,7 @@ class Recorder(TorchFunctionMode):
         before, own = random_state(), [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
         own_before = [generator.get_state() for generator in own]
         observer = ObservedOps(self._known_ops)
-        with observer, record_comms() as ledger:
+        with observer, self.tree.around(func), record_comms() as ledger:
             result = func(*args, **kwargs)
         call.communication = _collectives(ledger)
         is_random = observer.draws and not all(map(torch.equal, random_state(), before))
@@ -246,7 +253,7 @@ class Recorder(TorchFunctionMode):
                 if isinstance(x, DTensor) and id(x) not in given and not self.name_of(x):
                     self._value_of_result(x)
             call.outputs = [self._record(x) for x in made]
-        return self.layers.note(self.names, func, (args, kwargs), result)
+        return result
 
     def take_over(self, what: str) -> None:
         """The runtime runs something in place of the current call."""

@@ -154,6 +154,7 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
+@functools.lru_cache(maxsize=64)
 def _import_statements(text: str) -> str:
     """Those that are not indented."""
     return "\n".join(re.findall(r"^(?:import|from)\b(?:[^(\n]*\([^)]*\)|.*)", text, re.MULTILINE))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ __all__ = ["ModuleStates", "checkpoint_of", "is_inside", "own_forward", "problem
 
 _OURS = frozenset(("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES))
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_CONTAINERS = (list, dict, set)
 
 
 class ModuleStates:
@@ -26,25 +28,46 @@ class ModuleStates:
         managed: parameters that units exchange, as (``id`` of the module, name in it).
     """
 
-    def __init__(self, model: nn.Module, managed: Collection[tuple[int, str]]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], managed: Collection[tuple[int, str]]) -> None:
         self._managed = managed
-        self._modules = dict(model.named_modules())
-        self._held = list(_states(self._modules.values(), managed))
+        self._before = [(path, module, _Held(module)) for path, module in modules.items()]
 
     def changes(self) -> Iterator[tuple[str, str]]:
         """(path, attribute) of each attribute that was written to, with a tensor in it or a number."""
-        now = _states(self._modules.values(), self._managed)
-        for path, before, after in zip(self._modules, self._held, now, strict=True):
-            if before != after:
-                yield from (
-                    (path, name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)
-                )
+        holds: dict[int, bool] = {}  # whether there are tensors in an object, which modules may share
+        for path, module, held in self._before:
+            now = _Held(module)
+            if held.is_same(now):
+                continue
+            before, after = (_state(id(module), each, self._managed, holds) for each in (held, now))
+            yield from ((path, name) for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-def problems_of_modules(model: nn.Module) -> dict[str, str]:
+class _Held:
+    """What a module holds at some time: attributes, tensors, and the sizes of containers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        held = module.__dict__
+        self.attributes = held.copy()
+        self.tensors = [(kind, dict(held[kind])) for kind in ("_parameters", "_buffers")]
+        self.sizes = {name: len(value) for name, value in held.items() if isinstance(value, _CONTAINERS)}
+
+    def is_same(self, other: _Held) -> bool:
+        """Whether all are the same objects of the same sizes."""
+        return self.sizes == other.sizes and all(
+            own.keys() == others.keys() and all(map(operator.is_, own.values(), map(others.__getitem__, own)))
+            for own, others in zip(
+                (self.attributes, *(found for _, found in self.tensors)),
+                (other.attributes, *(found for _, found in other.tensors)),
+                strict=True,
+            )
+        )
+
+
+def problems_of_modules(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Why modules cannot be static whatever their forward does, by path."""
     problems = {}
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         if path and any(len(module.__dict__[name]) > _num_ours(name, module) for name in HOOKS_OF_MODULES):
             problems[path] = "it has hooks, which get DTensors"
         owner = checkpoint_of(module)
@@ -53,9 +76,9 @@ def problems_of_modules(model: nn.Module) -> dict[str, str]:
     return problems
 
 
-def regions_of(model: nn.Module) -> frozenset[str]:
+def regions_of(modules: Mapping[str, nn.Module]) -> frozenset[str]:
     """Paths of the modules that an entry of the plan runs on local tensors, in any mode."""
-    return frozenset(path for path, module in model.named_modules() if path and _is_region(module))
+    return frozenset(path for path, module in modules.items() if path and _is_region(module))
 
 
 def _is_region(module: nn.Module) -> bool:
@@ -90,21 +113,16 @@ def _num_ours(kind: str, module: nn.Module) -> int:
     return 1 + num_of_unit
 
 
-def _states(modules: Iterable[nn.Module], managed: Collection[tuple[int, str]]) -> Iterator[dict[str, Any]]:
-    """Attributes of each module, by identity, and the sizes of those that can grow."""
-    holds: dict[int, bool] = {}  # whether there are tensors in an object, which modules may share
-    return (_state(module, managed, holds) for module in modules)
-
-
-def _state(module: nn.Module, managed: Collection[tuple[int, str]], holds: dict[int, bool]) -> dict[str, Any]:
+def _state(module: int, held: _Held, managed: Collection[tuple[int, str]], holds: dict[int, bool]) -> dict[str, Any]:
+    """Attributes of a module, by identity, and the sizes of those that can grow. ``module``: its ``id``."""
     state: dict[str, Any] = {}
-    for name, value in module.__dict__.items():
+    for name, value in held.attributes.items():
         if name in _OURS:
             continue
         if type(value) in _PLAIN or isinstance(value, bool | int | float | str):
             state[name] = value
-        elif isinstance(value, list | dict | set):
-            state[name] = id(value), len(value)
+        elif name in held.sizes:
+            state[name] = id(value), held.sizes[name]
         elif isinstance(value, torch.Tensor):
             state[name] = id(value)
         else:
@@ -112,8 +130,6 @@ def _state(module: nn.Module, managed: Collection[tuple[int, str]], holds: dict[
                 holds[id(value)] = any(True for _ in tensors_in(value))
             if holds[id(value)]:
                 state[name] = id(value)
-    for kind in ("_parameters", "_buffers"):
-        for name, value in module.__dict__[kind].items():
-            if (id(module), name) not in managed:
-                state[f"{kind}.{name}"] = id(value)
+    for kind, tensors in held.tensors:
+        state.update((f"{kind}.{name}", id(x)) for name, x in tensors.items() if (module, name) not in managed)
     return state
