@@ -210,7 +210,7 @@ def all_sets() -> int:
     cases = [(layout, "AdamW", *chosen) for layout in LAYOUTS for chosen in options]
     for layout, name in OF_OPTIMIZERS:
         cases += [(layout, name, False, False, False, True), (layout, name, True, True, False, False)]
-    return run_cases(same_sets, daily_sample(cases, 8))
+    return run_cases(same_sets, daily_sample(cases))
 
 
 def test_getting(ranks: RankPools) -> None:
@@ -218,7 +218,7 @@ def test_getting(ranks: RankPools) -> None:
 
 
 def test_setting(ranks: RankPools) -> None:
-    assert set(ranks.run(all_sets)) == {len(LAYOUTS) * 8 + len(OPTIMIZERS) * 2 if NIGHTLY else 8}
+    assert set(ranks.run(all_sets)) == {len(LAYOUTS) * 8 + len(OPTIMIZERS) * 2 if NIGHTLY else 12}
 
 
 def test_a_later_shard_makes_the_ragged_cut_strided() -> None:
