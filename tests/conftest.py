@@ -19,6 +19,7 @@ import torch
 from tests.durations import Durations
 from tests.file_order import spread_waiting_files
 from tests.fork_server import start_fork_server
+from tests.fresh import start_fresh_server
 from tests.nightly import is_nightly
 from tests.ranks import GARBAGE_THRESHOLDS, RankPools
 from vescale import csrc
@@ -37,7 +38,10 @@ def ranks() -> Iterator[RankPools]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations(config), "durations")
-    if hasattr(config, "workerinput"):
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or getattr(config.option, "dist", "no") == "no":  # a process that runs tests
+        start_fresh_server(preload=is_worker)
+    if is_worker:
         os.environ.pop("COLUMNS", None)  # set for a worker, whose output is no terminal
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.fork_server import cpu_seconds_of_forked
+from tests.fresh import cpu_seconds_of_fresh
 from tests.ranks import STARTS
 
 __all__ = ["KEPT", "Durations"]
@@ -81,4 +82,5 @@ class Durations:
 
 def _cpu_seconds() -> float:
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system + cpu_seconds_of_forked()
+    own = times.user + times.system + times.children_user + times.children_system
+    return own + cpu_seconds_of_forked() + cpu_seconds_of_fresh()

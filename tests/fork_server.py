@@ -14,7 +14,7 @@ import threading
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 
-__all__ = ["cpu_seconds_of_forked", "fork_context", "start_fork_server"]
+__all__ = ["cpu_seconds_of", "cpu_seconds_of_forked", "fork_context", "start_fork_server"]
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
@@ -70,9 +70,12 @@ def cpu_seconds_of_forked() -> float:
     server = forkserver._forkserver._forkserver_pid
     if server is None:
         return 0.0
-    ticks = 0
-    for process in (server, *_words(f"/proc/{server}/task/{server}/children")):
-        ticks += sum(map(int, _words(f"/proc/{process}/stat")[-39:-35]))  # utime, stime, cutime, cstime
+    return sum(map(cpu_seconds_of, (server, *map(int, _words(f"/proc/{server}/task/{server}/children")))))
+
+
+def cpu_seconds_of(process: int) -> float:
+    """CPU time of a process and of its children that have ended."""
+    ticks = sum(map(int, _words(f"/proc/{process}/stat")[-39:-35]))  # utime, stime, cutime, cstime
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -13,6 +13,8 @@ from typing import cast
 
 import pytest
 
+from tests.fresh import run_fresh
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "vescale"
 
@@ -364,7 +366,9 @@ import warnings
 warnings.simplefilter("ignore")  # looking at a deprecated name warns
 
 def attributes():
-    found = {}
+    dispatcher = torch.distributed.tensor.DTensor._op_dispatcher
+    found = {("dispatcher", "", key): id(value) for key, value in vars(dispatcher).items()}
+    found.update({("handlers", "", op): id(handler) for op, handler in dispatcher._custom_op_handlers.items()})
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "torch" and isinstance(module, types.ModuleType):
             for key, value in vars(module).items():
@@ -373,31 +377,29 @@ def attributes():
                     found.update({(name, key, k): id(v) for k, v in vars(value).items()})
     return found
 
-def compare(when):
-    after = attributes()
-    changed = [key for key in before if before[key] != after.get(key) and key not in allowed]
-    known = {key[:2] for key in before}  # modules that are new give their packages names; classes must not get any
-    added = [key for key in after if key not in before and len(key) == 3 and key[:2] in known]
-    assert not changed and not added, (when, changed[:20], added[:20])
-
 # Placements tell torch.load that they are safe to read, by torch's own function for that.
 allowed = {("torch._weights_only_unpickler", "_marked_safe_globals_set")}
 before = attributes()
 start = time.process_time()
 import vescale
 seconds = time.process_time() - start
-compare("import vescale")
 for name in vescale.__all__:
     getattr(vescale, name)
-compare("every public name")
+import vescale.debug, vescale.fsdp, vescale.rng
+after = attributes()
+changed = [key for key in before if before[key] != after.get(key) and key not in allowed]
+known = {key[:2] for key in before}  # modules that are new give their packages names; classes must not get any
+added = [key for key in after if key not in before and len(key) == 3 and key[:2] in known]
+assert not changed and not added, (changed[:20], added[:20])
+assert not vescale.compat.is_installed()
 print(seconds)
 """
 
 
 def test_import_changes_nothing_in_torch() -> None:
-    """Neither does importing the package nor any public name; ``parallelize`` is what installs. Half a second at most,
-    of processor time, so that a loaded machine does not turn this red."""
-    done = subprocess.run([sys.executable, "-c", _SNAPSHOT], capture_output=True, text=True, check=False, cwd=ROOT)
+    """Neither does importing the package, any public name, nor a module that programs import; ``parallelize`` is what
+    installs. Half a second at most, of processor time, so that a loaded machine does not turn this red."""
+    done = run_fresh(_SNAPSHOT)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.5
 
@@ -408,3 +410,78 @@ def test_imports_are_cheap(statement: str) -> None:
     code = f"import sys; {statement}; print([m for m in ('torch', 'transformers', 'jsonschema') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def torch_names(nodes: tuple[ast.AST, ...]) -> set[str]:
+    """Local names of torch's modules, classes and functions in a file."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {
+                alias.asname or alias.name.partition(".")[0] for alias in node.names if alias.name.startswith("torch")
+            }
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def writes_to_torch(path: Path) -> list[str]:
+    """Assignments to attributes and entries of torch's modules and classes, and registrations of kernels."""
+    found = nodes(path.read_text())
+    names = torch_names(found)
+    wrong = []
+    for node in found:
+        targets: list[ast.expr] = []
+        if not isinstance(node, ast.stmt | ast.expr):
+            continue
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.Call):
+            called = source_of(node.func)
+            if called in ("setattr", "delattr") and root(node.args[0]) in names:
+                wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")
+            if called.endswith(("library.Library", "library.impl", "register_fake", "_custom_op_handlers.update")):
+                wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")
+        targets = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        for target in targets:
+            if isinstance(target, ast.Attribute | ast.Subscript) and root(target) in names:
+                wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(target)}")
+            code = isinstance(target, ast.Attribute) and target.attr in ("__code__", "__defaults__", "__kwdefaults__")
+            if code and root(target) != "copy":  # of a copy of a function (runtime/_mode.py)
+                wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(target)}")
+    return wrong
+
+
+def test_nothing_but_the_table_writes_to_torch() -> None:
+    # A row of the table registers kernels, a new process group is entered among PyTorch's, and estimates run attention of
+    # another device, which is undone at the end of their step. A static forward exchanges code of functions of the model and
+    # its libraries, never of PyTorch's, while it runs.
+    registered = {"collective_kernels.py", "process_groups.py", "attention_kernels.py", "_exchanged_code.py"}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found = writes_to_torch(path)
+        assert not found or path.name in registered, found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.nn.init.zeros_ = None",
+        "setattr(torch.nn, 'Linear', None)",
+        "torch.sum.__code__ = None",
+        "del DTensor.item",
+    ],
+)
+def test_the_scan_finds_writes(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(f"import torch\nfrom torch.distributed.tensor import DTensor\n{line}\n")
+    assert writes_to_torch(file)

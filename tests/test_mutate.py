@@ -40,7 +40,7 @@ def copies(tool: types.ModuleType, tmp_path: Path) -> object:
 
 
 def test_a_run_is_limited_by_its_cpu_time(copies) -> None:
-    code, _ = copies.run_tests(["test_code.py::test_runs_on"], 2.0)
+    code, _ = copies.run_tests(["test_code.py::test_runs_on"], 1.0)
     assert code is None
 
 

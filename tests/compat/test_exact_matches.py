@@ -135,8 +135,14 @@ def test_decisions_are_those_of_the_search(mesh: DeviceMesh, monkeypatch: pytest
         looked_up["strided"] += found is not None and any(map(exact_matches._is_strided, operands))
         return found
 
-    exact_match = exact_matches.exact_match
+    def counted_search(*call: Any) -> Any:
+        found = search(*call)
+        looked_up["searched"] += found is not None
+        return found
+
+    exact_match, search = exact_matches.exact_match, exact_matches.search
     monkeypatch.setattr(exact_matches, "exact_match", counted)
+    monkeypatch.setattr(exact_matches, "search", counted_search)
     name = "_expand_single_dim_strategy_to_mesh"
     with_matches = getattr(sharding_propagation, name)
     chance = random.Random(0)
@@ -146,5 +152,6 @@ def test_decisions_are_those_of_the_search(mesh: DeviceMesh, monkeypatch: pytest
         expected = decide(schema)
         monkeypatch.setattr(sharding_propagation, name, with_matches)
         assert decide(schema) == expected, schema
+    assert looked_up["searched"] >= 40, looked_up
     assert len(+looked_up) >= 8 and sum(looked_up.values()) >= 20, looked_up
     assert looked_up["strided"] >= {1: 10, 2: 2, 3: 0}[mesh.ndim], looked_up

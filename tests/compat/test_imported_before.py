@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 
 import pytest
+
+from tests.fresh import run_fresh
 
 PROGRAM = """
 import torch
@@ -41,7 +41,7 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES)
 def test_a_name_bound_before(body: str) -> None:
     program = PROGRAM.format(body=BODIES[body].strip())
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = run_fresh(program)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,14 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as tensor_api
 from torch.nn.modules import module as module_hooks
 
-import vescale
+from tests.fresh import run_fresh
 from vescale import compat, rng
 from vescale.compat import patches
 from vescale.compat.patches import PATCHES
 from vescale.optim import extend_torch_for_stages
 from vescale.runtime._handlers import install_handlers
-
-PACKAGE = Path(vescale.__file__).parent
 
 
 @pytest.fixture
@@ -172,92 +167,5 @@ except compat.UnsupportedTorchError as error:
 else:
     raise AssertionError
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-
-
-def torch_names(tree: ast.AST) -> set[str]:
-    """Local names of torch's modules, classes and functions in a file."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {
-                alias.asname or alias.name.partition(".")[0] for alias in node.names if alias.name.startswith("torch")
-            }
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
-            names |= {alias.asname or alias.name for alias in node.names}
-    return names
-
-
-def root(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def writes_to_torch(path: Path) -> list[str]:
-    """Assignments to attributes and entries of torch's modules and classes, and registrations of kernels."""
-    tree = ast.parse(path.read_text())
-    names = torch_names(tree)
-    wrong = []
-    for node in ast.walk(tree):
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            targets = [node.target]
-        elif isinstance(node, ast.Delete):
-            targets = node.targets
-        elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            if called in ("setattr", "delattr") and root(node.args[0]) in names:
-                wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")
-            if called.endswith(("library.Library", "library.impl", "register_fake", "_custom_op_handlers.update")):
-                wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")
-        targets = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
-        for target in targets:
-            if isinstance(target, ast.Attribute | ast.Subscript) and root(target) in names:
-                wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(target)}")
-            code = isinstance(target, ast.Attribute) and target.attr in ("__code__", "__defaults__", "__kwdefaults__")
-            if code and root(target) != "copy":  # of a copy of a function (runtime/_mode.py)
-                wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(target)}")
-    return wrong
-
-
-def test_nothing_but_the_table_writes_to_torch() -> None:
-    # A row of the table registers kernels, a new process group is entered among PyTorch's, and estimates run attention of
-    # another device, which is undone at the end of their step. A static forward exchanges code of functions of the model and
-    # its libraries, never of PyTorch's, while it runs.
-    registered = {"collective_kernels.py", "process_groups.py", "attention_kernels.py", "_exchanged_code.py"}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        found = writes_to_torch(path)
-        assert not found or path.name in registered, found
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.nn.init.zeros_ = None",
-        "setattr(torch.nn, 'Linear', None)",
-        "torch.sum.__code__ = None",
-        "del DTensor.item",
-    ],
-)
-def test_the_scan_finds_writes(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "file.py"
-    file.write_text(f"import torch\nfrom torch.distributed.tensor import DTensor\n{line}\n")
-    assert writes_to_torch(file)
-
-
-def test_programs_that_only_import_change_nothing() -> None:
-    program = """
-import torch, torch.distributed.tensor as t
-from torch.distributed.tensor import DTensor
-before = dict(vars(DTensor)), dict(vars(DTensor._op_dispatcher)), dict(DTensor._op_dispatcher._custom_op_handlers)
-import vescale, vescale.fsdp, vescale.rng, vescale.debug
-from vescale import compat
-after = dict(vars(DTensor)), dict(vars(DTensor._op_dispatcher)), dict(DTensor._op_dispatcher._custom_op_handlers)
-assert before == after and not compat.is_installed()
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    done = run_fresh(program)
     assert done.returncode == 0, done.stderr

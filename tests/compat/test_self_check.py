@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale import compat, rng
+from tests.fresh import run_fresh
+from vescale import compat, ops, rng
 from vescale.compat import UnsupportedTorchError, self_check
 from vescale.compat.needs import NEEDS, OPTIONAL, Need
 from vescale.runtime._handlers import install_handlers
@@ -130,8 +130,8 @@ def test_the_import_names_what_is_missing() -> None:
         if not isinstance(getattr(importlib.import_module(module), name), type(torch)) and module != "torch._C"
     ]
     assert len(names) > 15
-    command = [sys.executable, "-c", _IMPORT_WITHOUT_EACH_NAME, str(FOLDER.parent), json.dumps(names)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_fresh(_IMPORT_WITHOUT_EACH_NAME, str(FOLDER.parent), json.dumps(names))
+    assert done.returncode == 0, done.stderr
     outcomes: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     assert len(outcomes) == len(names)
     for name, outcome in outcomes.items():
@@ -146,28 +146,12 @@ def test_the_import_names_what_is_missing() -> None:
     assert imported <= later, imported - later  # optional, or loaded with the first placement after a check
 
 
-_CHECK_AFTER_EVERY_ORDER = """
-import itertools, os, sys
-
-from vescale import compat, ops, rng
-from vescale.runtime._handlers import install_handlers
-
-steps = {"ops": ops.install, "runtime": install_handlers, "rng": rng.enable}
-for order in itertools.permutations(steps):
-    child = os.fork()
-    if child == 0:
-        try:
-            for name in order:
-                steps[name]()
-                compat.self_check()
-            os._exit(0)
-        except BaseException as error:
-            print(order, error, flush=True)
-            os._exit(1)
-    os.waitpid(child, 0)
-"""
-
-
 def test_what_is_installed_passes_the_check_in_every_order() -> None:
-    done = subprocess.run([sys.executable, "-c", _CHECK_AFTER_EVERY_ORDER], capture_output=True, text=True, check=True)
-    assert done.stdout == "", done.stdout
+    try:
+        for order in itertools.permutations((ops.install, install_handlers, rng.enable)):
+            compat.uninstall()
+            for step in order:
+                step()
+                self_check()
+    finally:
+        compat.install()

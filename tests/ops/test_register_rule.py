@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch import library
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from tests.fresh import run_fresh
 from tests.ops.layouts import assert_same, data, place
 from tests.ranks import RankPools
 from vescale.comm import record_comms
@@ -186,5 +185,5 @@ assert y.placements == x.placements and y.to_local().tolist() == [3.0, 3.0], y
 
 
 def test_a_program_that_imports_a_placement_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", ONLY_PLACEMENTS], capture_output=True, text=True, timeout=300)
+    done = run_fresh(ONLY_PLACEMENTS)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from tests.examples import NIGHTLY
 from tests.optim.meshes import FSDP_TP, GRIDS, LINES, Case, assert_equal, build, missing_gradients, set_gradients
 from tests.ranks import RankPools, run_cases
 from vescale.optim import Muon
@@ -64,13 +65,16 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+STEPS = 20 if NIGHTLY else 10
+
+
 def on_lines(num_ranks: int) -> int:
-    cases = [(LINES[num_ranks], 20 if i == 0 else 4, options) for i, options in enumerate(OPTIONS)]
+    cases = [(LINES[num_ranks], STEPS if i == 0 else 4, options) for i, options in enumerate(OPTIONS)]
     return run_cases(steps_equal_one_device, cases)
 
 
 def on_grids() -> int:
-    return run_cases(steps_equal_one_device, [(GRIDS, 20 if i == 0 else 4, o) for i, o in enumerate(OPTIONS)])
+    return run_cases(steps_equal_one_device, [(GRIDS, STEPS if i == 0 else 4, o) for i, o in enumerate(OPTIONS)])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

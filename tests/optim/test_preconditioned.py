@@ -271,7 +271,7 @@ def with_vectors(cases: list[Case], num_ranks: int) -> list[Case]:
     return [*cases, *extra]
 
 
-STEPS = 20 if NIGHTLY else 12
+STEPS = 20 if NIGHTLY else 8
 
 
 def on_lines(num_ranks: int) -> int:

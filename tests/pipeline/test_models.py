@@ -157,7 +157,7 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.encoder = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+        self.encoder = nn.ModuleList(nn.RNN(WIDTH, WIDTH, batch_first=True) for _ in range(2))
         self.decoder = nn.ModuleList(nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

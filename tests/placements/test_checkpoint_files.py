@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.fresh import run_fresh
 from tests.ranks import RankPools
 from vescale.compat import local_of, spec_of
 from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard, distribute_tensor
@@ -100,7 +99,7 @@ def save_alone(file: Path) -> None:
 def test_a_fresh_process_that_only_imports_placements_loads_dtensors(ranks: RankPools, tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
     ranks.run(save_alone, file, world_size=1)
-    done = subprocess.run([sys.executable, "-c", _FRESH, str(file)], capture_output=True, text=True, check=False)
+    done = run_fresh(_FRESH, str(file))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(PLACEMENTS)
 

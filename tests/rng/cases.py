@@ -105,10 +105,14 @@ def coordinates(mesh: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def part_of(whole: torch.Tensor, region: Region) -> torch.Tensor:
-    """What a rank should hold of a whole tensor, element by element from the runs of its region."""
-    flat = whole.contiguous().view(-1)
-    parts = [flat[offset : offset + length] for offset, length in region.runs()]
-    return torch.cat([flat[:0], *parts]).view(region.local_shape)
+    """What a rank should hold of a whole tensor: the intervals of each dim, of which a ragged region has a range."""
+    part = whole
+    for dim, intervals in enumerate(region.intervals):
+        cut = [part.narrow(dim, start, stop - start) for start, stop in intervals]
+        part = cut[0] if len(cut) == 1 else torch.cat([part.narrow(dim, 0, 0), *cut], dim)
+    if region.flat is not None:
+        part = part.reshape(-1)[slice(*region.flat)]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def used_generator(rng: random.Random) -> torch.Generator:

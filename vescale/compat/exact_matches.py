@@ -3,7 +3,7 @@
 Where PyTorch has a rule for one mesh axis, it tries every combination of the rule's lines over all axes and computes
 what each costs. That takes 0.7 s for one op on three axes, and as long on two if views have left strided shards. If the
 operands' placements match a line of the rule on each axis, the combination of these lines costs nothing, and the search
-ends with it. It is looked up here.
+ends with it. It is looked up here. Otherwise, the search is done with less work (:mod:`vescale.compat.placement_search`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from vescale.compat.empty_shards import let_shards_be_empty
 from vescale.compat.patching import Changes
+from vescale.compat.placement_search import cheapest
 from vescale.compat.reduced_dims import reduce_all_where_none_is_named
 from vescale.compat.search_order import search_in_one_order
 
@@ -28,23 +29,23 @@ try:
 except ImportError:  # this torch has its rules in another form; the patch is not installed
     _PreparedSingleDimStrategy = None  # type: ignore[assignment,misc]
 
-__all__ = ["exact_match", "search_only_mismatches"]
+__all__ = ["exact_match", "search", "search_only_mismatches"]
 
 _STOCK = (Replicate, Shard, _StridedShard, Partial)
 
 
 def search_only_mismatches(changes: Changes, _: Any) -> None:
-    """Let PyTorch search only where :func:`exact_match` finds nothing, and shard dims with fewer elements than ranks where
-    it is asked to (:mod:`vescale.compat.empty_shards`), reduce all dims where none is named, and try candidates in the
-    same order on every rank."""
+    """Let PyTorch search only where :func:`exact_match` and :func:`search` find nothing, and shard dims with fewer elements
+    than ranks where it is asked to (:mod:`vescale.compat.empty_shards`), reduce all dims where none is named, and try
+    candidates in the same order on every rank."""
     expand: Callable[..., Any] = sharding_propagation._expand_single_dim_strategy_to_mesh
 
     @functools.wraps(expand)
     def expand_single_dim_strategy_to_mesh(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> Any:
-        match = exact_match(mesh, schema, rule, output_meta)
-        if match is None:
+        found = exact_match(mesh, schema, rule, output_meta) or search(mesh, schema, rule, output_meta)
+        if found is None:
             return expand(mesh, schema, rule, output_meta)
-        return lambda op, args, kwargs: match
+        return lambda op, args, kwargs: found
 
     changes.function(expand, expand_single_dim_strategy_to_mesh)
     let_shards_be_empty(changes)
@@ -61,15 +62,8 @@ def exact_match(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpS
         rule: PyTorch's description of the op on one mesh axis.
         output_meta: shapes, strides and dtypes of the results.
     """
-    if schema.is_out_variant_op() or getattr(rule, "different_mesh_args", None):
-        return None
-    operands = (*schema.args_strategy, *schema.kwargs_strategy)
-    if not operands or not all(isinstance(operand, OpStrategy) for operand in operands):
-        return None
-    specs = [operand.strategies[0].output_spec for operand in operands]
-    if any(spec.mesh != mesh or type(p) not in _STOCK for spec in specs for p in spec.placements):
-        return None
-    if any(_is_strided(spec) and spec.use_strided_shard_as_shard_order for spec in specs):
+    specs = _stock_specs(mesh, schema, rule)
+    if specs is None or any(_is_strided(spec) and spec.use_strided_shard_as_shard_order for spec in specs):
         return None  # the strides stand for an order of shards
     prepared = _PreparedSingleDimStrategy(rule, schema, output_meta)
     if prepared.num_inputs != len(specs) or prepared.num_outputs == 0 or not _is_function(prepared):
@@ -88,6 +82,30 @@ def exact_match(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpS
     if any(_is_strided(spec) for spec in specs):
         return _with_cuts_as_they_are(strategy)
     return strategy
+
+
+def search(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpStrategy | None:
+    """The cheapest strategies, with the arguments of :func:`exact_match`; None: only PyTorch can tell."""
+    specs = _stock_specs(mesh, schema, rule)
+    if specs is None:
+        return None
+    prepared = _PreparedSingleDimStrategy(rule, schema, output_meta)
+    if prepared.num_inputs != len(specs) or prepared.num_outputs == 0:
+        return None
+    return cheapest(mesh, schema, prepared, output_meta)
+
+
+def _stock_specs(mesh: Any, schema: OpSchema, rule: Any) -> list[DTensorSpec] | None:
+    """Specs of all operands; None if some are not on ``mesh``, or placed as PyTorch does not know."""
+    if schema.is_out_variant_op() or getattr(rule, "different_mesh_args", None):
+        return None
+    operands = (*schema.args_strategy, *schema.kwargs_strategy)
+    if not operands or not all(isinstance(operand, OpStrategy) for operand in operands):
+        return None
+    specs = [operand.strategies[0].output_spec for operand in operands]
+    if any(spec.mesh != mesh or type(p) not in _STOCK for spec in specs for p in spec.placements):
+        return None
+    return specs
 
 
 def _match_beside_trivial_axes(

@@ -129,7 +129,7 @@ torch.distributed.tensor._dispatch: redistribute_local_tensor(local_tensor, curr
     get_active_debug_mode; pytree.tree_leaves
 torch.distributed.tensor._dtensor_spec: DTensorSpec(mesh, placements, tensor_meta);
     DTensorSpec.compute_default_shard_order(placements); TensorMeta(shape, stride, dtype)
-torch.distributed.tensor._op_schema: OpSchema(op, args_schema, kwargs_schema, schema_info);
+torch.distributed.tensor._op_schema: OpSchema(op, args_schema, kwargs_schema, schema_info); OpSpec;
     OutputSharding(output_spec, redistribute_schema, use_val_from_redistribute_schema);
     OpStrategy; RuntimeSchemaInfo(static_argnum, static_kwargkey, needs_pytree)
 torch.distributed.tensor._redistribute: _gen_transform_infos; clear_redistribute_planner_cache;
@@ -164,6 +164,7 @@ torch.testing._internal.distributed.fake_pg: FakeStore
 torch.distributed.tensor._sharding_prop: _expand_single_dim_strategy_to_mesh(mesh, op_schema, output_tensor_meta)
 torch.distributed.tensor._ops.single_dim_strategy: _PreparedSingleDimStrategy.try_propagate
 torch.distributed.tensor._ops.utils: is_tensor_shardable(shape, spec)
+torch.distributed.tensor._collective_utils: redistribute_cost(current_spec, target_spec)
 torch.distributed.tensor._ops._math_ops: _infer_reduction_dims(dims_arg, ndim)
 torch.distributed.tensor._decompositions: DecompShardingStrategy._get_candidate_placements(op_schema)
 torch.distributed.tensor._ops.single_dim_strategy: _get_neighbor_placements(allowed_sharding, allowed_partial, current)
