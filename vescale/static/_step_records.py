@@ -72,6 +72,7 @@ class Call:
         communication: collectives that it started, as ``all_reduce over tp``.
         num_values: how many of the arguments that it was given are tensors, lists of them, or numbers other than whole ones:
             other ones of these decide about nothing.
+        reads_other_unit: whether it got a parameter of a unit that was not running, and may have another form later.
         num_positional: how many it got by position; num_keywords: and by name.
     """
 
@@ -88,6 +89,7 @@ class Call:
     writes: bool = False
     communication: Sequence[str] = ()
     num_values: int = 0
+    reads_other_unit: bool = False
     num_positional: int = 0
     num_keywords: int = 0
 
