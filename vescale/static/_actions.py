@@ -114,6 +114,11 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
         if record.value is not None and len(record.value.grads) > 1:
             return Problem(f"a gradient arrives in several placements: {record.value.grads}")
     inputs, outputs = types_of(call.inputs, mesh), types_of(call.outputs, mesh)
+    if any(r.value is not None and 1 < r.num_gradients < r.value.num_gradients for r in call.inputs):
+        # On DTensors, they would be added before the others.
+        return Problem(
+            f"{name_of(call.function)} sends several gradients of a tensor that has other uses, and {reason}"
+        )
     if not call.changed and not call.reads_other_unit and not _why_not_in_backward(call, mesh):
         if call.function in SIZE_READERS and call.local_run is LocalRun.SIZES and inputs[0].is_even:
             return ReadSizes(call.function, inputs[0].factors)

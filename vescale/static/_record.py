@@ -188,6 +188,10 @@ class Recorder(TorchFunctionMode):
             self._nodes.add(node)
             edges = node.next_functions
             sent = {i: before[edge] for i, edge in enumerate(edges) if edge in before}
+            for record in sent.values():
+                record.num_gradients += 1
+                if record.value is not None:
+                    record.value.num_gradients += 1
             node.register_prehook(_forget_moves)
             node.register_hook(functools.partial(_sent, call, sent))
             waiting += [following for following, _ in edges if following is not None]

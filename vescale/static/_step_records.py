@@ -26,12 +26,14 @@ class Value:
         name: of a parameter, buffer or input; "" for others.
         is_parameter: whether it is a parameter or a buffer.
         grads: placements of the gradients that arrived, each the sum over its uses.
+        num_gradients: how many gradients were added.
         is_grad_moved: whether they arrived as parts where the tensor is whole, or the other way round.
     """
 
     name: str = ""
     is_parameter: bool = False
     grads: set[Placements] = field(default_factory=set)
+    num_gradients: int = 0
     is_grad_moved: bool = False
 
 
@@ -43,7 +45,7 @@ class TensorRecord:
         placements: None for a plain tensor, which is the same on every rank.
         shape, local_shape: global and of this rank; ``strides``: of the local tensor.
         value: None for a plain tensor.
-        grads: placements of the gradients that this use of the value sent back.
+        grads: placements of the gradients that this use of the value sent back; num_gradients: how many there are.
     """
 
     placements: Placements | None
@@ -54,6 +56,7 @@ class TensorRecord:
     requires_grad: bool
     value: Value | None
     grads: set[Placements] = field(default_factory=set)
+    num_gradients: int = 0
 
 
 @dataclass(eq=False)
