@@ -349,6 +349,30 @@ def accumulation() -> Any:
     return report(models[1])
 
 
+class UsesTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.mlp(x))
+
+
+def forwards_of_several_recordings() -> Any:
+    """Gradients of forwards that were recorded separately are added in the order of eager mode, too."""
+    models = both(UsesTwice)
+    for rows in (4, 1):
+        compare(models, batch(rows=rows))
+    for seed in range(4):
+        for model in models:
+            model.zero_grad()
+            losses = [model(batch(seed=3 * seed + n, rows=rows)).square().mean() for n, rows in enumerate((4, 1, 2))]
+            (losses[0] + losses[1] * 2 + losses[2]).backward()
+        for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(p.grad._local_tensor, q.grad._local_tensor), seed
+    return report(models[1])
+
+
 def copies() -> Any:
     models = both(Twice)
     compare(models, batch())
@@ -413,6 +437,7 @@ STATIC = (
     cached_methods,
     random_numbers,
     accumulation,
+    forwards_of_several_recordings,
     sizes_as_numbers,
     copies,
     named_parameters_are_dtensors,

@@ -99,6 +99,19 @@ def width_plan(mesh: DeviceMesh) -> Plan:
     return Plan(mesh).shard("up.(weight|bias)", Shard(0)).shard("up.<in>", Replicate())
 
 
+class SelfAttention(nn.Module):
+    """A function that runs on DTensors sends three gradients of a tensor that has another use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        torch.manual_seed(0)
+        return torch.nn.functional.scaled_dot_product_attention(h, h, h, dropout_p=0.2) + torch.tanh(h)
+
+
 def steps(build: Any, plan: Any, loss: str, sizes: Any = None) -> Any:
     models = both(build, plan, sizes)
     for step in range(4):
@@ -144,3 +157,10 @@ def test_hooks_inside(ranks: RankPools) -> None:
 def test_a_whole_gradient_inside(ranks: RankPools) -> None:
     for found in ranks.run(steps, Widths, width_plan, "square", world_size=2):
         assert [fallback.path for fallback in found.fallbacks] == [""] and "its gradient has" in str(found), found
+
+
+def test_several_gradients_of_one_function(ranks: RankPools) -> None:
+    for found in ranks.run(steps, SelfAttention, data_plan, "square", world_size=2):
+        assert [fallback.path for fallback in found.fallbacks] == [""] and "sends several gradients" in str(found), (
+            found
+        )

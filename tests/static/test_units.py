@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPools
-from tests.static.models import Mlp, both, same
+from tests.static.models import Mlp, both, compare, same
 from vescale import Plan
 from vescale.comm import record_comms
 from vescale.fsdp import state_of
@@ -125,6 +126,60 @@ def repeated_forwards() -> StaticReport:
 
 def _difference(expected: list[Any], found: list[Any]) -> str:
     return "\n".join(difflib.unified_diff(list(map(str, expected)), list(map(str, found)), "eager", "static", n=2))
+
+
+class Recomputed(Mlp):
+    """Checkpoints a part of itself."""
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(torch.tanh(self.up(x)), 0.25, self.training) @ self.down.weight.t()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+class CallsItself(Mlp):
+    def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+        x = super().forward(x)
+        return (self(x, times - 1) if times else x) + torch.tanh(x) * self.norm.weight
+
+
+class Layers(nn.Module):
+    """Units of a kind; ``uses_weights``: of the first one outside of it."""
+
+    def __init__(self, kind: type[nn.Module], uses_weights: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([kind() for _ in range(2)])
+        self.uses_weights = uses_weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        first: Any = self.layers[0]
+        return x + nn.functional.linear(x * first.norm.weight, first.up.weight)[..., :8] if self.uses_weights else x
+
+
+KINDS: dict[str, Callable[[], Layers]] = {
+    "recomputed": lambda: Layers(Recomputed),
+    "calls itself": lambda: Layers(CallsItself),
+    "weights are used outside": lambda: Layers(Mlp, uses_weights=True),
+}
+
+
+def unit_kinds(stage: str) -> dict[str, StaticReport]:
+    found = {}
+    for name, build in KINDS.items():
+        models = both(build, plan_of(stage), {"dp": 2})
+        for seed in range(3):
+            compare(models, batch(seed))
+        found[name] = report(models[1])
+    return found
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_parameters_are_shown_while_their_unit_has_gathered_them(ranks: RankPools, stage: str) -> None:
+    for found in ranks.run(unit_kinds, stage, world_size=2):
+        assert all(one.static_steps == 2 and "" in one.static for one in found.values()), found
 
 
 MESHES = [{"dp": 2}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}]

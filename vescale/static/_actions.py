@@ -114,7 +114,12 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
         if record.value is not None and len(record.value.grads) > 1:
             return Problem(f"a gradient arrives in several placements: {record.value.grads}")
     inputs, outputs = types_of(call.inputs, mesh), types_of(call.outputs, mesh)
-    if not call.changed and not _why_not_in_backward(call, mesh):
+    if any(r.value is not None and 1 < r.num_gradients < r.value.num_gradients for r in call.inputs):
+        # On DTensors, they would be added before the others.
+        return Problem(
+            f"{name_of(call.function)} sends several gradients of a tensor that has other uses, and {reason}"
+        )
+    if not call.changed and not call.reads_other_unit and not _why_not_in_backward(call, mesh):
         if call.function in SIZE_READERS and call.local_run is LocalRun.SIZES and inputs[0].is_even:
             return ReadSizes(call.function, inputs[0].factors)
         if call.function in SIZE_TAKERS and call.local_run is LocalRun.TAKES_SIZES and outputs[0].is_even:
@@ -123,6 +128,8 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
     checked = call.inputs[:1] if call.function is torch.Tensor.copy_ else call.inputs
     is_grad_moved = any(r.value is not None and r.value.is_grad_moved for r in checked)
     is_on_locals = not is_grad_moved and local_function(call.function, inputs, outputs) is not None
+    if is_on_locals and call.reads_other_unit:
+        return Problem(f"{name_of(call.function)} gets a parameter of a unit that does not run")
     has_grads = any(r.requires_grad for r in (*call.inputs, *call.outputs))
     if call.writes and (call.has_gaps or has_grads) and not is_on_locals:
         return Problem(
@@ -157,6 +164,8 @@ def merged_action(actions: Collection[Action | Problem]) -> Action | Problem | N
 
 def _why_not_plain(call: Call, mesh: DeviceMesh) -> str:
     """Why the function may not simply run on the local tensors; "" if it may."""
+    if call.reads_other_unit:
+        return "it gets a parameter of a unit that does not run"
     if call.changed and (call.is_random or not _is_whole(call, mesh)):
         return call.changed
     if call.local_run is not LocalRun.SAME and not (call.writes and _is_whole(call, mesh)):

@@ -32,6 +32,7 @@ from vescale.static._gradients import settle_gradients
 from vescale.static._patch import Patch, can_be_site, mark_of
 from vescale.static._placing import PlacedTensor, placed_tensors
 from vescale.static._record import Recorder
+from vescale.static._side_channels import side_channel
 from vescale.static._source import FunctionSource, source_of
 from vescale.static._state import is_inside
 from vescale.static._step_records import Call, ModuleCall
@@ -147,6 +148,10 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> Analysis:
         if path != origin:
             problem = problems.get(path, plans[origin].problem)
             plans[path] = ModulePlan(path, problem, None if problem else plans[origin].forward)
+    while leak := side_channel(
+        recorder, [path for path, plan in plans.items() if plan.problem or path in recorder.regions]
+    ):
+        plans[leak[0]] = ModulePlan(*leak)
     for path, found in plans.items():
         if path and not found.problem and path not in recorder.regions:
             continue

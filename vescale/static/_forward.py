@@ -289,16 +289,11 @@ class StaticForward:
             return self._eager(model, f"there are {_MAX_PROGRAMS} recordings already", args, kwargs)
         if self._records_too_often():
             return self._eager(model, "steps have to be recorded anew too often", args, kwargs)
-
-        def running() -> tuple[nn.Module, str] | None:
-            frame = activation.frames[-1]
-            return frame.module, frame.path
-
         switch_on(activation)
         units = ModelUnits(model)
-
         layers = RepeatedLayers(model, self.runtime, is_on=not self._layers_differ)
-        recorder = Recorder(running, functools.partial(units.names_in, model), layers)
+        names = functools.partial(units.names_in, model)
+        recorder = Recorder(activation.frames, names, units.is_elsewhere, layers)
         self._recorders[key] = recorder
         self.recordings += 1
         overridden = []
@@ -318,6 +313,7 @@ class StaticForward:
             for path, name in states.changes():
                 recorder.problems.setdefault(path, f"its forward writes to its attribute {name}")
                 kind, _, entry = name.rpartition(".")
+                recorder.written_names.add(f"{path}.{entry}" if path else entry)
                 held = model.get_submodule(path).__dict__
                 changed.append((held[kind], entry) if kind else (held, name))
             self._draws_on_host |= has_drawn(host_state)

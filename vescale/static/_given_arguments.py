@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["is_fraction", "num_values"]
+__all__ = ["held_in", "is_fraction", "num_values"]
 
 _MISSING = object()
 
@@ -20,6 +20,16 @@ def num_values(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     defaults = _defaults(function) if kwargs else {}
     given = [*args, *(value for name, value in kwargs.items() if value is not defaults.get(name, _MISSING))]
     return sum(map(_is_value, given))
+
+
+def held_in(value: Any) -> Iterator[Any]:
+    """What lists and dictionaries hold, in order."""
+    if isinstance(value, dict):
+        yield tuple(value)
+    if isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield id(item) if isinstance(item, torch.Tensor) else type(item)
+            yield from held_in(item)
 
 
 def is_fraction(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""``LocalParameter``: a parameter of a unit, which modules show as its local tensor during a static forward."""
+"""``LocalParameter``: a parameter of a unit, shown as its local tensor while the unit runs in a static forward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ __all__ = ["LocalParameter"]
 class LocalParameter:
     """Shows the local tensor of a parameter as an attribute of its modules, in front of the parameter.
 
-    Forwards show the same tensor, so that gradients of several forwards are added in the order of eager mode.
-
     Args:
         current: gives the parameter, which is another object than the one at rest.
         places: the ``__dict__`` of each module that has the parameter, and its name there.
@@ -37,16 +35,28 @@ class LocalParameter:
         self._current, self._places, self._grad, self._requires_grad = current, places, grad, requires_grad
         self._source: torch.Tensor | None = None
         self._shown: torch.Tensor | None = None
+        self._last: torch.Tensor | None = None
 
     def show(self) -> None:
-        x = self._current()
+        """Show the local tensor if the parameter is gathered, and nothing if it is not."""
+        x, (module, own_name) = self._current(), self._places[0]
+        if module["_parameters"].get(own_name) is not x:
+            self.hide()
+            return
         local = local_of(x)
         if self._requires_grad and torch.is_grad_enabled():
             if self._source is not local or self._shown is None or self._shown.data_ptr() != local.data_ptr():
                 self._source, self._shown = local, shown_local(x, self._grad, self._places[0][1])
             local = self._shown
-        for held, name in self._places:
-            held[name] = local
+        self._last = local
+        self.show_again()
+
+    def show_again(self) -> None:
+        """What the last :meth:`show` has shown, if the parameter is still gathered."""
+        module, own_name = self._places[0]
+        if module["_parameters"].get(own_name) is self._current():
+            for held, name in self._places:
+                held[name] = self._last
 
     def hide(self) -> None:
         for held, name in self._places:

@@ -1,8 +1,9 @@
-"""Tensors that got no gradient in the recorded step."""
+"""Local tensors of parameters and buffers, also of those that got no gradient in the recorded step."""
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,13 +15,31 @@ from vescale.ops import enter_local
 
 __all__ = ["shown_local", "without_gradient"]
 
+# By the parameter and its ``grad``, as long as somebody shows them.
+_SHOWN: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+
 
 def shown_local(x: DTensor, grad: tuple[Placement, ...] | None, name: str) -> torch.Tensor:
-    """The local tensor of a parameter or buffer; ``grad``: placements of its local gradients, None if there are none."""
-    if grad is not None:
-        return enter_local(x, grad)
+    """The local tensor of a parameter or buffer; ``grad``: placements of its local gradients, None if there are none.
+
+    All forwards show the same one, so that gradients of several forwards are added in the order of eager mode.
+    """
     local = local_of(x)
-    return without_gradient(local.detach().requires_grad_(), f"the parameter {name}") if x.requires_grad else local
+    if not x.requires_grad:
+        return local
+    known: Any = _SHOWN.get((id(x), grad))
+    if known is not None and known.data_ptr() == local.data_ptr():
+        of, of_local = known._vescale_source
+        if of is x and of_local is local:
+            return cast(torch.Tensor, known)
+    made: Any = (
+        without_gradient(local.detach().requires_grad_(), f"the parameter {name}")
+        if grad is None
+        else enter_local(x, grad)
+    )
+    made._vescale_source = x, local
+    _SHOWN[id(x), grad] = made
+    return cast(torch.Tensor, made)
 
 
 def without_gradient(x: torch.Tensor, what: str) -> torch.Tensor:

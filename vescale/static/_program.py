@@ -7,13 +7,13 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import CALL_OVERRIDE, call_module, no_torch_function, with_torch_function
+from vescale.compat import CALL_OVERRIDE, no_torch_function
 from vescale.fsdp import ManagedParameter, state_of
 from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Checked, Eager, ReadSizes, TakeSizes, name_of
@@ -26,6 +26,7 @@ from vescale.static._exchanged_code import code_of
 from vescale.static._guards import Guards
 from vescale.static._local_functions import local_function
 from vescale.static._local_parameter import LocalParameter
+from vescale.static._module_calls import on_dtensors, refused
 from vescale.static._outputs import handed_out
 from vescale.static._patch import MARK, REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
@@ -72,7 +73,7 @@ class StaticProgram:
         self.compiling = Compiling(compiles)
         self._modules = dict(model.named_modules())
         self.eager_modules = {path: plan.problem for path, plan in self.plans.items() if plan.problem}
-        # Their inputs become DTensors, and nothing inside of them is changed.
+        # Their inputs become DTensors, and nothing is changed while they run.
         self._regions = frozenset(recorded.module_types) - self.eager_modules.keys()
         self.draws = recorded.draws
         self.needs_mode = self._used_mode = False
@@ -91,6 +92,7 @@ class StaticProgram:
         self._expected_path = list(recorded.path)
         self._checks: dict[Any, Callable[..., Any]] = {}
         self._parameters: list[LocalParameter] = []  # of the model's own unit
+        self._running_units: list[UnitForward] = []
         self._root: Callable[..., Any] | None = None
         if self._guarded.missing:
             self.fail(
@@ -161,11 +163,14 @@ class StaticProgram:
             return handed_out(result, self._outputs, self._hidden)
 
     def checkpointed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What the recomputation of ``function`` runs, which is part of a static forward, too."""
+        """What the recomputation of ``function`` runs, which is part of a static forward, too, inside of the same units."""
+        units = list(self._running_units)
 
         @functools.wraps(function, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._resumed():
+            with self._resumed(), ExitStack() as stack:
+                for unit in units:
+                    stack.enter_context(unit.shown())
                 return function(*args, **kwargs)
 
         return run
@@ -199,12 +204,30 @@ class StaticProgram:
 
     def _hide(self) -> None:
         self._guarded.hide()
+        self._hide_entries()
+        self.shared.clear()
+
+    def _hide_entries(self) -> None:
         if self.writes is None or self.writes:
             self._shown.keep_written()
         self._shown.hide()
         for parameter in self._parameters:
             parameter.hide()
-        self.shared.clear()
+
+    @contextmanager
+    def _as_in_eager_mode(self) -> Iterator[None]:
+        """All modules are as in eager mode: one that runs so may call any other, and use its parameters."""
+        self._hide_entries()
+        for unit in self._running_units:
+            unit.hide()
+        try:
+            yield
+        finally:
+            self._shown.show_again()
+            for parameter in self._parameters:
+                parameter.show_again()
+            for unit in self._running_units:
+                unit.show_again()
 
     # Building
 
@@ -213,16 +236,16 @@ class StaticProgram:
         of_units: dict[ManagedParameter, list[_Place]] = {}
         running: list[tuple[str, nn.Module, Callable[..., Any]]] = []
         for path, module in self._modules.items():
-            if any(path != outer and is_inside(path, outer) for outer in (*self.eager_modules, *self._regions)):
-                continue
-            plan = self.plans.get(path)
-            held = module.__dict__
-            if plan is not None and (plan.problem or path in self._regions):
-                self._shown.add(held, CALL_OVERRIDE, self._on_dtensors(path, module))
+            plan, held = self.plans.get(path), module.__dict__
+            outer = next((o for o in (*self.eager_modules, *self._regions) if path != o and is_inside(path, o)), None)
+            if outer is not None:
+                self._shown.add(held, CALL_OVERRIDE, refused(f"the module {path} is called outside of {outer}"))
+            elif plan is None:
+                self._shown.add(held, CALL_OVERRIDE, refused(f"the module {path} was not recorded"))
+            elif plan.problem or path in self._regions:
+                call = on_dtensors(module, path, *self.recorded.module_types[path], self._as_in_eager_mode)
+                self._shown.add(held, CALL_OVERRIDE, self.compiling.aside(call))
                 self.needs_mode = self._used_mode = True
-                continue
-            if plan is None:  # other modules may use its parameters
-                self._shown.add(held, CALL_OVERRIDE, _never_ran(path))
             else:
                 running.append((path, module, self._forward(module, plan)))
             for name, x in [*module._parameters.items(), *module._buffers.items()]:
@@ -239,15 +262,14 @@ class StaticProgram:
             state, shown = state_of(module), []
             for parameter in [p for group in state.groups for p in group.parameters] if state is not None else ():
                 grad = recorded.grads.get(parameter.name) if parameter.sharded.requires_grad else None
-                gathered = functools.partial(_gathered, parameter)
-                shown.append(
-                    LocalParameter(gathered, of_units.get(parameter, []), grad, parameter.sharded.requires_grad)
-                )
+                gathered, places = functools.partial(_gathered, parameter), of_units.get(parameter, [])
+                if places:  # else no module of the model has it any more
+                    shown.append(LocalParameter(gathered, places, grad, parameter.sharded.requires_grad))
             if path == "":
                 self._root = self.compiling.as_the_module(module, forward)
                 self._parameters += shown  # the hooks of its unit are around all of this
             else:
-                unit = None if state is None else UnitForward(state, module, shown)
+                unit = None if state is None else UnitForward(state, module, shown, self._running_units)
                 call = self._placed(path, module, self.compiling.as_the_module(module, forward), unit)
                 self._shown.add(module.__dict__, CALL_OVERRIDE, call)
 
@@ -354,20 +376,6 @@ class StaticProgram:
         inner = forward if place_output is None else placing_output
         return self.compiling.aside(inner if unit is None and not inputs else placed)
 
-    def _on_dtensors(self, path: str, module: nn.Module) -> Callable[..., Any]:
-        """The module's call as in eager mode, between local tensors."""
-        types = self.recorded.module_types[path]
-        to_global = [functools.partial(kind.to_global, op=path) for kind in types[0]]
-        to_local = [kind.to_local for kind in types[1]]
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = map_in_order((args, kwargs), to_global)
-            with with_torch_function():
-                result = call_module(module, args, kwargs)
-            return map_in_order(result, to_local)
-
-        return self.compiling.aside(call)
-
 
 def _gathered(parameter: ManagedParameter) -> DTensor:
     """A parameter of a unit while that computes."""
@@ -387,10 +395,3 @@ def _refuse(file: str, line: int) -> None:
     if activation is None or activation.static is None:
         return  # a function that was defined in the forward runs later, as a hook of a tensor
     raise UnrecordedError(f"{file}:{line} was not recorded")
-
-
-def _never_ran(path: str) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        raise UnrecordedError(f"the module {path} was not recorded")
-
-    return call

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ from vescale.compat import (
     versions,
 )
 from vescale.ops import entries
-from vescale.runtime import Placing, Stages
+from vescale.runtime import Frame, Placing, Stages
 from vescale.static._call_tree import CallTree
-from vescale.static._given_arguments import num_values
+from vescale.static._given_arguments import held_in, num_values
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_run import LocalRun, run_on_locals
 from vescale.static._observed_ops import ObservedOps, WithObservedOps, random_state
@@ -45,8 +45,9 @@ class Recorder(TorchFunctionMode):
     Hooks of the graph's nodes tell gradients; the step's numbers are those of any other.
 
     Args:
-        current_module: the running module and its path.
+        frames: the running modules.
         names: gives the names of parameters and buffers by ``id``.
+        is_elsewhere: whether the parameter with a name belongs to a unit of which none of some modules is a part.
         layers: those of which functions are not recorded.
 
     Attributes:
@@ -58,19 +59,21 @@ class Recorder(TorchFunctionMode):
         problems: what rules a static forward out, by the path of the module.
         regions: paths of the modules that run on local tensors by the plan.
         recomputes: whether there are checkpoints, whose recomputations run the ops of recorded functions.
-        guards: what the step depended on; changed_names: of globals and attributes that it has changed. Both are set by
-            whoever records.
+        guards: what the step depended on; changed_names: of globals and attributes that it has changed; written_names: of
+            buffers that modules have replaced. All are set by whoever records.
     """
 
     def __init__(
         self,
-        current_module: Callable[[], tuple[nn.Module, str] | None],
+        frames: Sequence[Frame],
         names: Callable[[], dict[int, str]],
+        is_elsewhere: Callable[[str, Iterable[nn.Module]], bool],
         layers: RepeatedLayers,
     ) -> None:
         super().__init__()
         self.layers = layers
-        self.tree = CallTree(current_module)
+        self.tree = CallTree(lambda: (frames[-1].module, frames[-1].path))
+        self._frames, self._is_elsewhere = frames, is_elsewhere
         self.calls: list[Call] = []
         self.boundaries: dict[Any, list[list[Boundary]]] = {}
         self.module_calls: dict[str, list[ModuleCall]] = {}
@@ -82,6 +85,7 @@ class Recorder(TorchFunctionMode):
         self.regions: frozenset[str] = frozenset()
         self.guards: Any = None
         self.changed_names: frozenset[str] = frozenset()
+        self.written_names: set[str] = set()
         self.named: dict[str, Value] = {}
         self._read_names = names
         self.names = names()
@@ -101,10 +105,10 @@ class Recorder(TorchFunctionMode):
             if isinstance(x, DTensor):
                 self._value_of_result(x)
         self.inputs = [self._record(x) for x in tensors_in((args, kwargs))]
-        held = list(_held((args, kwargs)))
+        held = list(held_in((args, kwargs)))
         with self.tree, self:
             result = forward(*args, **kwargs)
-        if list(_held((args, kwargs))) != held or any(map(hides_tensors, (*args, *kwargs.values()))):
+        if list(held_in((args, kwargs))) != held or any(map(hides_tensors, (*args, *kwargs.values()))):
             self.problems[""] = "its forward changes what an input holds"
         for call in self.tree.applied:
             where = f"{call.code.co_filename}:{call.code.co_firstlineno}"
@@ -168,6 +172,11 @@ class Recorder(TorchFunctionMode):
         base = x._base
         return hasattr(x, "_vescale_value") or bool(self.name_of(x)) or (base is not None and self._is_seen(base))
 
+    def _is_of_other_unit(self, record: TensorRecord) -> bool:
+        """Whether it is a parameter of a unit that does not run."""
+        name = record.value.name if record.value is not None and record.value.is_parameter else ""
+        return bool(name) and self._is_elsewhere(name, (frame.module for frame in self._frames))
+
     def _watch(self, made: list[torch.Tensor], before: dict[Any, TensorRecord], call: Call | None) -> None:
         """Learn the gradients of results, and those that the nodes that made them send to the tensors given.
         ``before``: these tensors' records, by gradient edge."""
@@ -179,6 +188,10 @@ class Recorder(TorchFunctionMode):
             self._nodes.add(node)
             edges = node.next_functions
             sent = {i: before[edge] for i, edge in enumerate(edges) if edge in before}
+            for record in sent.values():
+                record.num_gradients += 1
+                if record.value is not None:
+                    record.value.num_gradients += 1
             node.register_prehook(_forget_moves)
             node.register_hook(functools.partial(_sent, call, sent))
             waiting += [following for following, _ in edges if following is not None]
@@ -213,6 +226,7 @@ class Recorder(TorchFunctionMode):
             self._refuse_unseen(tensors, caller)
             site, is_direct = found if found is not None else (None, False)
             call = Call(site, is_direct, func, [self._record(x) for x in tensors])
+            call.reads_other_unit = any(map(self._is_of_other_unit, call.inputs))
             call.num_values = num_values(func, args, kwargs)
             call.num_positional, call.num_keywords = len(args), len(kwargs)
             edges = _edges(tensors, call.inputs)
@@ -291,6 +305,8 @@ class Recorder(TorchFunctionMode):
                 self.layers.note_part(self.names, placing.name, x, made)
             return made
         record = self._record(x)
+        if self._is_of_other_unit(record):
+            self.problems[placing.instruction.path] = "the plan places a parameter of a unit that does not run"
         edges = _edges([x], [record])
         with no_torch_function(), record_comms() as ledger:
             made = convert(x, placing.requester, placing.outdated)
@@ -348,16 +364,6 @@ class Recorder(TorchFunctionMode):
             self.layers.note_part(self.names, (path, ""), (args, kwargs), result)
         self.module_calls.setdefault(path, self.module_calls.get(self.layers.origin(path), []))
         return result
-
-
-def _held(value: Any) -> Iterator[Any]:
-    """What lists and dictionaries hold, in order."""
-    if isinstance(value, dict):
-        yield tuple(value)
-    if isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield id(item) if isinstance(item, torch.Tensor) else type(item)
-            yield from _held(item)
 
 
 def _collectives(ledger: Ledger) -> list[str]:

@@ -17,9 +17,6 @@ __all__ = ["ShownEntries"]
 class ShownEntries:
     """Entries of modules' ``__dict__``, set during a forward. Those of parameters and buffers are their local tensors, which
     stand in front of the DTensors.
-
-    Forwards show the same local tensor of a parameter, so that gradients of several forwards are added in the order of eager
-    mode.
     """
 
     def __init__(self) -> None:
@@ -27,6 +24,7 @@ class ShownEntries:
         self._dicts: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._values: list[Any] = []
+        self._last = self._values
         self._own: tuple[list[dict[str, Any]], list[str], list[Any]] = [], [], []
         # DTensors, with the placements of their local gradients (None: there are none) and the entries that show them.
         self._tensors: list[DTensor] = []
@@ -72,7 +70,12 @@ class ShownEntries:
             for x, entries in zip(self._tensors, self._entries):
                 for entry in entries:
                     values[entry] = local_of(x)
-        self._native.set_entries(self._dicts, self._names, values)
+        self._last = values
+        self.show_again()
+
+    def show_again(self) -> None:
+        """What the last :meth:`show` has shown."""
+        self._native.set_entries(self._dicts, self._names, self._last)
 
     def keep_written(self) -> None:
         """Before :meth:`hide`: ``self.count += 1`` has made the local tensor of a buffer the buffer."""
@@ -88,13 +91,10 @@ class ShownEntries:
         self._native.set_entries(*self._own)
 
     def _link(self) -> None:
-        """Link the local tensors that are others than in the last forward."""
-        before = list(zip(self._locals, self._addresses))
+        """Local tensors, of which some are others than in the last forward."""
         self._locals = [local_of(x) for x in self._tensors]
         self._addresses = [local.data_ptr() for local in self._locals]
-        for i, local in enumerate(self._locals):
-            if before and before[i][0] is local and before[i][1] == self._addresses[i]:
-                continue
-            shown = shown_local(self._tensors[i], self._grads[i], self._names[self._entries[i][0]])
-            for entry in self._entries[i]:
+        for x, grad, entries in zip(self._tensors, self._grads, self._entries):
+            shown = shown_local(x, grad, self._names[entries[0]])
+            for entry in entries:
                 self._values[entry] = shown

@@ -26,12 +26,14 @@ class Value:
         name: of a parameter, buffer or input; "" for others.
         is_parameter: whether it is a parameter or a buffer.
         grads: placements of the gradients that arrived, each the sum over its uses.
+        num_gradients: how many gradients were added.
         is_grad_moved: whether they arrived as parts where the tensor is whole, or the other way round.
     """
 
     name: str = ""
     is_parameter: bool = False
     grads: set[Placements] = field(default_factory=set)
+    num_gradients: int = 0
     is_grad_moved: bool = False
 
 
@@ -43,7 +45,7 @@ class TensorRecord:
         placements: None for a plain tensor, which is the same on every rank.
         shape, local_shape: global and of this rank; ``strides``: of the local tensor.
         value: None for a plain tensor.
-        grads: placements of the gradients that this use of the value sent back.
+        grads: placements of the gradients that this use of the value sent back; num_gradients: how many there are.
     """
 
     placements: Placements | None
@@ -54,6 +56,7 @@ class TensorRecord:
     requires_grad: bool
     value: Value | None
     grads: set[Placements] = field(default_factory=set)
+    num_gradients: int = 0
 
 
 @dataclass(eq=False)
@@ -72,6 +75,7 @@ class Call:
         communication: collectives that it started, as ``all_reduce over tp``.
         num_values: how many of the arguments that it was given are tensors, lists of them, or numbers other than whole ones:
             other ones of these decide about nothing.
+        reads_other_unit: whether it got a parameter of a unit that was not running, and may have another form later.
         num_positional: how many it got by position; num_keywords: and by name.
     """
 
@@ -88,6 +92,7 @@ class Call:
     writes: bool = False
     communication: Sequence[str] = ()
     num_values: int = 0
+    reads_other_unit: bool = False
     num_positional: int = 0
     num_keywords: int = 0
 

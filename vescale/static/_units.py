@@ -1,12 +1,14 @@
 """``ModelUnits``: the units of a plan (ZeRO) during recorded and static forwards.
 
 The engine gathers and reshards parameters, and reduces their gradients, at the same moments as in eager mode: its hooks are
-called with local tensors. Between them, modules show the local tensors of the gathered parameters.
+called with local tensors. Between them, and in recomputations of what ran there, modules show the local tensors of the
+gathered parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -15,6 +17,8 @@ from vescale.fsdp import ManagedParameter, ModuleState, state_of
 from vescale.static._local_parameter import LocalParameter
 
 __all__ = ["ModelUnits", "UnitForward"]
+
+_AT_REST = " (sharded)"
 
 
 class ModelUnits:
@@ -34,20 +38,25 @@ class ModelUnits:
             for parameter in group.parameters
             for slot in parameter.slots
         }
+        self._owners = {p.name: state for state in self._states for group in state.groups for p in group.parameters}
 
     def names(self) -> dict[int, str]:
-        """Names of parameters, by ``id`` of both of their forms."""
-        return {
-            id(form): parameter.name
-            for parameter in self.parameters.values()
-            for form in (parameter.sharded, parameter.unsharded)
-            if form is not None
-        }
+        """Names of parameters, by ``id`` of both of their forms. These are two tensors, with gradients of their own."""
+        names = {id(p.sharded): p.name + _AT_REST for p in self.parameters.values()}
+        return names | {id(p.unsharded): p.name for p in self.parameters.values() if p.unsharded is not None}
 
     def names_in(self, model: nn.Module) -> dict[int, str]:
         """Names of all parameters and buffers of the model, by ``id``."""
         named = [*model.named_parameters(), *model.named_buffers()]
         return {id(x): name for name, x in named} | self.names()
+
+    def is_elsewhere(self, name: str, running: Iterable[nn.Module]) -> bool:
+        """Whether the parameter belongs to a unit that has not gathered it for the modules that run. It is sharded there, or
+        gathered for an earlier use."""
+        if name.endswith(_AT_REST):
+            return True
+        owner = self._owners.get(name)
+        return owner is not None and not any(module in owner.modules for module in running)
 
     def mark(self) -> tuple[int, list[int]]:
         """What of the order of forwards is known so far, for :meth:`return_to`."""
@@ -70,23 +79,53 @@ class UnitForward:
 
     Args:
         parameters: of the unit.
+        running: to which this is added while it runs.
     """
 
-    def __init__(self, state: ModuleState, module: nn.Module, parameters: Iterable[LocalParameter]) -> None:
+    def __init__(
+        self, state: ModuleState, module: nn.Module, parameters: Iterable[LocalParameter], running: list[UnitForward]
+    ) -> None:
         self._state, self._module, self._parameters = state, module, list(parameters)
+        self._running, self._is_shown = running, False
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state, module = self._state, self._module
         try:
             args, kwargs = state.before_forward(module, args, kwargs)
-            try:
-                for parameter in self._parameters:
-                    parameter.show()
-                result = forward(*args, **kwargs)
-            finally:
-                for parameter in self._parameters:
-                    parameter.hide()
-            return state.after_forward(module, args, result)
+            with self.shown():
+                self._running.append(self)
+                try:
+                    result = forward(*args, **kwargs)
+                finally:
+                    self._running.pop()
+            result = state.after_forward(module, args, result)
+            if self._is_shown:  # the module has called itself, and its parameters may be sharded again
+                self.show()
+            return result
         except BaseException:
             state.after_exception(module, args, None)
             raise
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Modules show the local tensors of the parameters, which are gathered."""
+        is_outermost, self._is_shown = not self._is_shown, True
+        try:
+            self.show()
+            yield
+        finally:
+            if is_outermost:
+                self._is_shown = False
+                self.hide()
+
+    def show(self) -> None:
+        for parameter in self._parameters:
+            parameter.show()
+
+    def show_again(self) -> None:
+        for parameter in self._parameters:
+            parameter.show_again()
+
+    def hide(self) -> None:
+        for parameter in self._parameters:
+            parameter.hide()
