@@ -124,8 +124,8 @@ def test_a_collective_that_does_not_pair_is_not_begun(monkeypatch: pytest.Monkey
 
 
 def test_a_rank_that_may_still_tell_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that gather different sizes tell each other, after which the program goes on. On a machine that stood still for a
-    second while they did, they took each other for stuck, and a process died in its next step."""
+    """Ranks that gather different sizes tell each other, after which the program goes on. On a machine that stood still for
+    a second while they did, they took each other for stuck, and a process died in its next step."""
     first, second = orders(monkeypatch, 2)
     first.post(GATHER, 64, 1)
     second.post(GATHER, 96, 2)
