@@ -7,16 +7,16 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.checkpoint.killing import check_folder, filled, model_of
+from tests.fork_server import fork_context
 from vescale.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, _disk, save, verify
 
 # What changes files and folders: a child process ends before one of these, or in the middle of a write.
@@ -213,23 +213,19 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
         os.close(descriptor)
 
 
+def saves_step_four(folder: Path) -> None:
+    Checkpointer(folder, asynchronous=False).save(4, note=1)
+
+
 def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
     folder = filled(tmp_path / "run")
     with Checkpointer(folder, asynchronous=False, keep=2) as checkpoints:
         checkpoints.save(3, model=model_of(3))
-        result = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "import sys; from vescale.checkpoint import Checkpointer\n"
-                "Checkpointer(sys.argv[1], asynchronous=False).save(4, note=1)",
-                str(folder),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert "another job saves to" in result.stderr and str(os.getpid()) in result.stderr
+        with (
+            ProcessPoolExecutor(1, fork_context()) as other,
+            pytest.raises(CheckpointError, match=f"another job saves to.*{os.getpid()}"),
+        ):
+            other.submit(saves_step_four, folder).result()
         with Checkpointer(folder, asynchronous=False, keep=2) as own:  # of the same process
             own.save(4, model=model_of(4))
     assert Checkpointer(folder).steps() == [3, 4]

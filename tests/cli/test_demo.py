@@ -20,19 +20,24 @@ from vescale.debug import ProcessFailed, messages
 
 pytestmark = pytest.mark.waits
 
-COMMAND = [sys.executable, "-m", "vescale", "demo"]
+
+def in_this_process(*arguments: str) -> None:
+    assert main(arguments) == 0
 
 
-def test_demo_on_two_ranks(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*COMMAND, "--steps", "3", "--mesh", "dp=1,tp=2", "--json", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def in_a_new_process(*arguments: str) -> None:
+    command = [sys.executable, "-m", "vescale", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    print(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "run", [in_this_process, pytest.param(in_a_new_process, marks=pytest.mark.slow)], ids=lambda run: run.__name__
+)
+def test_demo_on_two_ranks(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("demo", "--steps", "3", "--mesh", "dp=1,tp=2", "--json", "--out", str(tmp_path))
+    report = json.loads(capsys.readouterr().out)
     assert report["verdict"] == "equal"
     assert [step["step"] for step in report["steps"]] == [0, 1, 2]
     assert all(step["relative_difference"] <= 1e-5 for step in report["steps"])

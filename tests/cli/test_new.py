@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import runpy
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.example_scripts.loading import load
+from tests.fork_server import fork_context
 from tests.ranks import RankPools
 from vescale.cli import main
 
@@ -25,14 +27,20 @@ def trained(folder: str, *changes: str) -> list[float]:
         sys.modules.pop("model", None)
 
 
+def run_alone(folder: Path, arguments: list[str]) -> None:
+    """As ``python train.py`` does in the project's folder."""
+    os.chdir(folder)
+    sys.argv[:] = ["train.py", *arguments]
+    sys.path.insert(0, str(folder))
+    runpy.run_path("train.py", run_name="__main__")
+
+
 def test_a_project_trains_on_any_mesh(ranks: RankPools, tmp_path: Path) -> None:
     folder = tmp_path / "project"
     assert main(["new", str(folder)]) == 0
     small = ["model={vocabulary: 256, hidden: 32, layers: 1, heads: 4, length: 16, dropout: 0.1}", "batch=4", "steps=4"]
-    environment = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE")}
-    paths = os.pathsep.join([str(Path(__file__).parent.parent.parent), *sys.path])
-    alone = [sys.executable, "train.py", *small, "out=alone", "mesh=dp=2,tp=2"]  # sizes are those of one process
-    subprocess.run(alone, cwd=folder, check=True, env={**environment, "PYTHONPATH": paths}, capture_output=True)
+    with ProcessPoolExecutor(1, fork_context()) as pool:  # sizes are those of one process
+        pool.submit(run_alone, folder, [*small, "out=alone", "mesh=dp=2,tp=2"]).result()
     expected = [json.loads(line)["loss"] for line in (folder / "alone" / "steps.jsonl").read_text().splitlines()]
     assert len(expected) == 4
     two = [*small, "save_every=2", "mesh=dp=2,tp=1"]

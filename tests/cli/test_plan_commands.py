@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -328,16 +326,12 @@ def test_models_by_other_names(run: Run) -> None:
     assert run("lint", "plan.yaml", "--model", "net:Models.Inner")[0] == 0
 
 
-def test_as_a_process_in_a_narrow_pipe(tmp_path: Path) -> None:
+def test_in_a_narrow_pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are not cut or wrapped where a program reads them."""
-    (tmp_path / "llama.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "unknown.json").write_text(json.dumps(CONFIG | {"model_type": "lama"}))
-    root = str(Path(__file__).parent.parent.parent)
-    environment = {**os.environ, "COLUMNS": "40", "PYTHONPATH": root}
-    command = [sys.executable, "-m", "vescale", "explain", "llama", *LLAMA, "--only", "hooks"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert any(line.split()[0] == "model.layers.0-1.self_attn.o_proj" for line in done.stdout.splitlines())
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, err = run("explain", "llama", *LLAMA, "--only", "hooks")
+    assert code == 0, err
+    assert any(line.split()[0] == "model.layers.0-1.self_attn.o_proj" for line in out.splitlines())
 
 
 def test_explain_shows_the_sizes_of_uneven_cuts(run: Run) -> None:

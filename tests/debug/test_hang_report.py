@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -233,19 +231,15 @@ def test_a_rank_that_loses_the_store_while_it_hangs_tells_so(tmp_path: Path) -> 
     )
 
 
-SCRIPT = """
-import torch.distributed as dist
-from vescale.debug import hang_report
-watch = hang_report(20, folder=FOLDER)
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-raise ValueError("planted")
-"""
+def is_watched_before_it_begins(folder: str) -> None:
+    hang_report(20, folder=folder)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    raise ValueError("planted")
 
 
 def test_the_traceback_is_printed_of_a_job_watched_before_it_began(tmp_path: Path) -> None:
     """As with ``VESCALE_TIMEOUT`` and vescale imported at the top of the script: the hook of ``init_process_group``, which
     calls the watch's, prints only after the watch may have ended the process."""
-    script = SCRIPT.replace("FOLDER", repr(str(tmp_path)))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 70 and "[rank0]: ValueError: planted" in done.stderr, done.stderr
-    assert "vescale: rank 0 has ended with ValueError: planted" in done.stderr
+    job = run_processes(is_watched_before_it_begins, tmp_path, str(tmp_path), world_size=1)
+    assert job.codes == [70] and "[rank0]: ValueError: planted" in job.text, job.text
+    assert "vescale: rank 0 has ended with ValueError: planted" in job.text

@@ -404,7 +404,7 @@ def test_what_verify_refuses() -> None:
 
 
 def test_equal_on_every_mesh() -> None:
-    found = verify(Net, Plan({"tp": 2}), IDS, ["tp=2"])
+    found = verify(Net, Plan({"tp": 2}), IDS, ["tp=2"], steps=1)
     assert found, str(found)
     found = verify(Net, plan_of, {"ids": IDS}, [{"tp": 2}, "tp=4"])
     assert found, str(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,15 @@ CONFIG = {**SMALL, "num_attention_heads": 16, "num_key_value_heads": 16, "hidden
 
 
 def at(mesh: dict[str, int], device: Device) -> Estimate:
-    batch = {"input_ids": (8 * mesh["dp"], 64)}
+    return _at(mesh["dp"], mesh["tp"], device is TRUE)
+
+
+@functools.cache
+def _at(dp: int, tp: int, is_true: bool) -> Estimate:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
-    return estimate(model, plan_zoo.load("llama", mesh), batch=batch, steps=1, device=device)
+    plan, device = plan_zoo.load("llama", {"dp": dp, "tp": tp}), TRUE if is_true else TABLE
+    return estimate(model, plan, batch={"input_ids": (8 * dp, 64)}, steps=1, device=device)
 
 
 def run_of(true: Estimate, folder: Path, steps: int = 3) -> dict[str, Any]:

@@ -282,7 +282,7 @@ def train_all(seeds: list[int]) -> int:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_programs(ranks: RankPools, num_ranks: int) -> None:
-    seeds = list(range(100 * num_ranks, 100 * num_ranks + (8 if NIGHTLY else 3)))
+    seeds = list(range(100 * num_ranks, 100 * num_ranks + (8 if NIGHTLY else 2)))
     assert ranks.run(train_all, seeds, world_size=num_ranks) == [len(seeds)] * num_ranks
 
 

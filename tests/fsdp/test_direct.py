@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 def steps(name: str) -> None:
     models = twins(dict(CASES[name]))
     rank = dist.get_rank()
-    for step in range(3):
+    for step in range(2):
         for model in models:
             model.zero_grad()
             net_loss(model, step, rank).backward()

@@ -89,7 +89,7 @@ def train(name: str) -> None:
 
     CALLS.clear()
     shard = case.shard or options(**case.options)
-    model: Any = compare(build, net_loss, shard, steps=4, **case.more)
+    model: Any = compare(build, net_loss, shard, steps=3, **case.more)
     assert CALLS["refill"] > 2 * CALLS["post"] > 0
     weight = model.blocks[0].up.weight
     assert isinstance(weight, DTensor) and weight.placements[-1] == Shard(0)

@@ -111,7 +111,7 @@ def steps(name: str) -> None:
     models = twins(Net(**of_model), **options)
     seen = [watch(model) for model in models]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
-    for step in range(3):
+    for step in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
             net_loss(model, step, dist.get_rank()).backward()

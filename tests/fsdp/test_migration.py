@@ -96,7 +96,7 @@ def like_ddp(steps: int) -> list[tuple[float, float]]:
 
 
 def test_losses_equal_ddp(ranks: RankPools) -> None:
-    for losses in ranks.run(like_ddp, 20, world_size=2):
+    for losses in ranks.run(like_ddp, 8, world_size=2):
         assert all(ours == ddp for ours, ddp in losses), losses
-    for losses in ranks.run(like_ddp, 10, world_size=4):
+    for losses in ranks.run(like_ddp, 4, world_size=4):
         assert all(abs(ours - ddp) <= 1e-6 for ours, ddp in losses), losses

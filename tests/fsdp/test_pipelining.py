@@ -24,7 +24,7 @@ from tests.ranks import RankPools, run_cases
 from vescale.comm import record_comms
 from vescale.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-STEPS, MICROBATCHES, WIDTH = 3, 4, 7
+STEPS, MICROBATCHES, WIDTH = 3 if NIGHTLY else 2, 4, 7
 SCHEDULES = {
     "gpipe": (ScheduleGPipe, 1),
     "1f1b": (Schedule1F1B, 1),

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.ranks import RankPools
+from tests.whole import whole_tensors
 from vescale import Plan, parallelize
 from vescale.comm import record_comms
 from vescale.compat import arrival_count
@@ -88,12 +89,13 @@ class Pair:
         self.same()
 
     def same(self) -> None:
+        found: Any = whole_tensors({name: own.grad for name, own in self.model.named_parameters()})
         for (name, own), other in zip(self.model.named_parameters(), self.reference.parameters(), strict=True):
             if other.grad is None:
                 assert own.grad is None, name
                 continue
             assert isinstance(own.grad, DTensor), name
-            torch.testing.assert_close(own.grad.full_tensor(), other.grad, rtol=1e-12, atol=1e-12, msg=name)
+            torch.testing.assert_close(found[name], other.grad, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def counted(pair: Pair, step: int) -> int:
@@ -227,9 +229,10 @@ def captured(pair: Pair) -> None:
     for step in range(3, 5):
         pair.zero()
         loss = pair.loss(step, FORWARD)
-        for found, parameter in zip(torch.autograd.grad(loss, own), other, strict=True):
-            assert isinstance(found, DTensor) and parameter.grad is not None
-            torch.testing.assert_close(found.full_tensor(), parameter.grad, rtol=1e-12, atol=1e-12)
+        found = whole_tensors(dict(enumerate(torch.autograd.grad(loss, own))))
+        for one, parameter in zip(found.values(), other, strict=True):
+            assert one is not None and parameter.grad is not None
+            torch.testing.assert_close(one, parameter.grad, rtol=1e-12, atol=1e-12)
         pair.step(step)
         pair.zero()
         pair.loss(step, FORWARD).backward(inputs=own[:2])

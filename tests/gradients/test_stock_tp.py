@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.gradients.test_reducer import assert_equal_gradients
 from tests.ranks import RankPools
+from tests.whole import whole_tensors
 from vescale import GradientReducer
 from vescale.comm import fused_bytes, record_comms
 
@@ -72,8 +74,9 @@ def train(op: str) -> None:
         assert {slot.name for slot in norm.slots} == {"norm.weight", "norm.bias"}
         for optimizer in optimizers:
             optimizer.step()
-    for a, b in zip(model.parameters(), reference.parameters()):
-        torch.testing.assert_close(a.full_tensor() if isinstance(a, DTensor) else a, b, rtol=1e-12, atol=1e-12)
+    found: Any = whole_tensors(dict(model.named_parameters()))
+    for a, b in zip(found.values(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])

@@ -12,11 +12,13 @@ from torch import nn
 from tests.plan_zoo.models import MODELS as ZOO
 from tests.plan_zoo.models import labels, tokens
 from tests.runtime.hf import Objective, quiet
+from vescale.estimation import device_of
 from vescale.plan_search import Choice, Proposal, search
 from vescale.plan_search._choice import plan_of
+from vescale.plan_search._search import Looked
 from vescale.plans import Plan
 
-__all__ = ["DEVICES", "MODELS", "Case", "proposals_of", "staged_llama"]
+__all__ = ["DEVICES", "MODELS", "Case", "chosen", "proposals_of", "staged_llama"]
 
 DEVICES = 4
 
@@ -93,12 +95,23 @@ def staged_batch() -> dict[str, Any]:
 
 def proposals_of(model: nn.Module, inputs: Mapping[str, Any], devices: int = DEVICES) -> tuple[Proposal, ...]:
     """All that fit, in closed form."""
-    shapes = {
+    return search(model.float(), devices=devices, batch=_shapes(inputs), optimizer="sgd", exact=0).proposals
+
+
+def chosen(model: nn.Module, inputs: Mapping[str, Any], **sizes: int) -> tuple[Choice, Plan]:
+    """A choice that is not evaluated, with entries of the zoo's plan."""
+    looked = Looked(model.float(), DEVICES, _shapes(inputs), device_of("h100-80g"), "sgd")
+    assert looked.sources[0].name.startswith("zoo")
+    choice = Choice(looked.sources[0], **sizes)
+    return choice, plan_of(choice, looked.facts)
+
+
+def _shapes(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {
         name: torch.empty(x.shape, dtype=x.dtype if not x.is_floating_point() else torch.float32, device="meta")
         for name, x in inputs.items()
         if isinstance(x, torch.Tensor)
     }
-    return search(model.float(), devices=devices, batch=shapes, optimizer="sgd", exact=0).proposals
 
 
 def changed(proposal: Proposal, **changes: Any) -> tuple[Choice, Plan]:

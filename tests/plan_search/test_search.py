@@ -157,11 +157,11 @@ def test_closed_form_of_collectives_with_zero(trained: str, zero: int, replicas:
 
 def test_stages_are_checked_on_fewer_blocks() -> None:
     """A check of stages traces every block; two for each stage find what all of them do."""
-    looked = Looked(decoder("Llama", num_hidden_layers=12), 4, {"input_ids": (8, 64), "labels": (8, 64)}, small(1e12))
+    looked = Looked(decoder("Llama", num_hidden_layers=6), 4, {"input_ids": (8, 64), "labels": (8, 64)}, small(1e12))
     given = {"pp": 2, "dp": 2, "schedule": "1F1B", "microbatches": 2}
     short = looked._shortened(Choice(looked.sources[0], **given))
     assert [name for name, _ in short.get_submodule("model.layers").named_children()] == ["0", "1", "2", "3"]
-    assert len(looked.skeleton.get_submodule("model.layers")) == 12, "the model stays"
+    assert len(looked.skeleton.get_submodule("model.layers")) == 6, "the model stays"
     plan = plan_of(Choice(looked.sources[0], **given), looked.facts)
     assert check(plan, short) == check(plan, looked.skeleton) == ()
     plan.shard(r"model.layers.\d+.mlp.up_projection.weight", Shard(0), mesh="dp")
@@ -237,7 +237,14 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert re.search(r"GiB more than \S+ has: .*ZeRO-\d, checkpointing \w+", nearest) and "more devices" in other
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Search] = []
+
+    def searched_once(*args: Any, **given: Any) -> Search:
+        found[:] = found or [search(*args, **given)]
+        return found[0]
+
+    monkeypatch.setattr("vescale.plan_search.search", searched_once)
     output = tmp_path / "plan.yaml"
     call = ["search", "--model", config(tmp_path), "--devices", "4", "--batch", "input_ids=8x32", "--exact", "1"]
     assert main([*call, "--output", str(output), "--json"]) == 0

@@ -277,3 +277,14 @@ def test_the_first_mistake_of_a_file_is_told() -> None:
 def test_numbers_are_plain(text: str) -> None:
     with pytest.raises(PlanError, match=f"{text}.*is not a plain number"):
         Plan.from_yaml(f"mesh: {{dp: {text}}}\nshard: {{}}\n")
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    """Plans of one file are apart, though its text is parsed once."""
+    file = tmp_path / "plan.yaml"
+    file.write_text("shard: {a: {tp: S(0)}}\n")
+    first, second = Plan.from_yaml(file, AXES), Plan.from_yaml(file, AXES)
+    first.shard("b", Shard(1), mesh="tp")
+    assert len(first.entries) == 2 and len(second.entries) == 1
+    file.write_text("shard: {a: {tp: S(1)}}\n")
+    assert Plan.from_yaml(file, AXES).to_yaml() != second.to_yaml()

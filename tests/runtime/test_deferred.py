@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import resource
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.fork_server import fork_context
 from tests.ranks import RankPools
 from tests.runtime.llama import make_mesh
 from vescale import Plan, PlanError, RaggedShard, deferred_init, parallelize
@@ -154,18 +158,9 @@ def test_models_on_the_meta_device_become_meta_dtensors(ranks: RankPools) -> Non
     ranks.run(meta_model)
 
 
-_LARGE = """
-import resource, sys, torch, torch.distributed as dist
-from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from vescale import INIT, RUN, Plan, RaggedShard, deferred_init, parallelize
-
-dist.init_process_group("fake", rank=37, world_size=64, store=FakeStore())
-mesh = init_device_mesh("cpu", (64,), mesh_dim_names=("fsdp",))
-
-def place(width):
+def placed(width: int) -> nn.Module:
+    """On one of 64 ranks, of which the others do not exist."""
+    mesh = init_device_mesh("cpu", (64,), mesh_dim_names=("fsdp",))
     with deferred_init():
         model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.LayerNorm(width))
     plan = Plan(mesh)
@@ -175,18 +170,24 @@ def place(width):
     plan.shard(".*bias", Replicate(), mesh="fsdp", phase=RUN)
     return parallelize(model, plan)
 
-place(64)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-model = place(24576)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(sum(p.numel() for p in model.parameters()), sum(p._local_tensor.nbytes for p in model.parameters()), peak - before)
-"""
+
+def peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_of_a_large_model() -> tuple[int, int, int]:
+    """Elements of all parameters, bytes of this rank's parts, and by how much the peak of memory has grown."""
+    dist.init_process_group("fake", rank=37, world_size=64, store=FakeStore())
+    placed(64)
+    before = peak_memory()
+    parameters: Any = list(placed(24576).parameters())
+    grown = peak_memory() - before
+    return sum(p.numel() for p in parameters), sum(p.to_local().nbytes for p in parameters), grown
 
 
 def test_peak_memory_is_that_of_the_local_parts() -> None:
     """19 GB of parameters over 64 ranks; Llama-3-8B is in benchmarks/rng.py."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _LARGE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    numel, shards, grown = map(int, done.stdout.split()[-3:])
+    with ProcessPoolExecutor(1, fork_context()) as pool:
+        numel, shards, grown = pool.submit(memory_of_a_large_model).result()
     assert numel > 4.8e9 and abs(shards - 4 * numel / 64) < 0.01 * shards
     assert grown <= 1.10 * shards, f"{grown / shards:.3f} of the local parts"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.examples import NIGHTLY
 from tests.ranks import RankPools
 from tests.runtime.hf import quiet
 from tests.runtime.llama import make_mesh
@@ -97,7 +98,7 @@ def compare(kind: str, sizes: dict[str, int], ways: tuple[str, ...], strict: boo
 
 EVERY = tuple(WAYS)
 CASES = [
-    ("llama", {"dp": 1, "tp": 2}, EVERY, True),
+    ("llama", {"dp": 1, "tp": 2}, EVERY if NIGHTLY else ("greedy", "static cache", "no cache", "scores"), True),
     ("t5", {"dp": 1, "tp": 2}, ("sampled", "beams"), True),
     pytest.param("llama", {"dp": 2, "tp": 2}, EVERY, True, marks=pytest.mark.slow),
     pytest.param("gpt2", {"dp": 1, "tp": 2}, EVERY, False, marks=pytest.mark.slow),

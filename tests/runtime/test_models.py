@@ -130,10 +130,13 @@ class VmappedMask(nn.Module):
 
 
 class Apply(nn.Module):
-    def __init__(self, function: Any) -> None:
+    """Applies another function in each case, since ``parallelize`` takes longer than a case."""
+
+    function: Any
+
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(self.linear(x))
@@ -174,8 +177,12 @@ FUNCTIONS = {
 def functions(rows: int) -> None:
     """Each over evenly and unevenly sharded rows."""
 
+    reference, model = pair(Apply, over_batch, DP, strict=False)
+
     def same(name: str) -> None:
-        reference, model = pair(lambda: Apply(FUNCTIONS[name]), over_batch, DP, strict=False)
+        for each in (reference, model):
+            each.zero_grad()
+            each.function = FUNCTIONS[name]
         assert_same_step(reference, model, data(rows, 6), loss=lambda y: y, max_implicit=99)
 
     run_cases(same, [(name,) for name in FUNCTIONS])

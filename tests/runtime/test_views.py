@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import warnings
 from collections.abc import Callable
@@ -102,10 +103,14 @@ CUTS = ("rows", "columns", "pending")
 
 
 class Apply(nn.Module):
-    def __init__(self, change: Callable[[Any], Any], returns: bool) -> None:
+    """Applies one of the functions above; another one in each case, since ``parallelize`` takes longer than a case."""
+
+    change: Callable[[Any], Any]
+    returns: bool
+
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.change, self.returns = change, returns
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x).clone()
@@ -113,10 +118,10 @@ class Apply(nn.Module):
         return changed if self.returns else y
 
 
-def same(mesh: Any, name: str, returns: bool, cut: str, grad: bool) -> None:
-    change = {**WRITES, **WITHOUT_GRADIENTS, **READS}[name]
+def pair(mesh: Any, cut: str) -> tuple[Apply, Apply]:
+    """On one device, and on the mesh."""
     torch.manual_seed(0)
-    reference = Apply(change, returns).double()
+    reference = Apply().double()
     model = copy.deepcopy(reference)
     plan = Plan(mesh)
     if cut == "rows":
@@ -125,7 +130,14 @@ def same(mesh: Any, name: str, returns: bool, cut: str, grad: bool) -> None:
         plan.shard("linear.(weight|bias)", Shard(0)).shard("linear.<in>", Replicate())
     else:
         plan.shard("linear.weight", Shard(1))
-    parallelize(model, plan)
+    return reference, parallelize(model, plan)
+
+
+def same(models: tuple[Apply, Apply], name: str, returns: bool, grad: bool) -> None:
+    for each in models:
+        each.zero_grad()
+        each.change, each.returns = {**WRITES, **WITHOUT_GRADIENTS, **READS}[name], returns
+    reference, model = models
     x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.set_grad_enabled(grad):
         expected, found = reference(x), model(x)
@@ -138,10 +150,10 @@ def same(mesh: Any, name: str, returns: bool, cut: str, grad: bool) -> None:
 
 
 def writes(cut: str) -> None:
-    mesh = make_mesh(tp=2)
-    cases: list[Any] = [(mesh, name, False, cut, True) for name in WRITES]
-    cases += [(mesh, name, False, cut, False) for name in (*WITHOUT_GRADIENTS, "row.fill_", "columns.copy_", "clamp_")]
-    cases += [(mesh, name, True, cut, True) for name in READS]
+    models = pair(make_mesh(tp=2), cut)
+    cases: list[Any] = [(models, name, False, True) for name in WRITES]
+    cases += [(models, name, False, False) for name in (*WITHOUT_GRADIENTS, "row.fill_", "columns.copy_", "clamp_")]
+    cases += [(models, name, True, True) for name in READS]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ImplicitCommunicationWarning)
         run_cases(same, cases)
@@ -272,7 +284,8 @@ def again() -> None:
     counts = []
     for writes in (False, True):
         torch.manual_seed(0)
-        model = Apply(lambda y, writes=writes: late(y, writes), True).double()
+        model = Apply().double()
+        model.change, model.returns = functools.partial(late, writes=writes), True
         parallelize(model, Plan(mesh).shard("<in:x>", Shard(0)))
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore", ImplicitCommunicationWarning)

@@ -7,6 +7,7 @@ before anything traverses the result: an alias bomb is small until it is expande
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,13 +48,14 @@ _FRACTION = regex.compile(r"[0-9]{1,18}\.[0-9]{1,30}")
 
 @dataclass
 class Document:
-    """Plain data and the position of each part in the text."""
+    """Plain data and the position of each part in the text; ``fits_schema`` once that has been checked."""
 
     name: str
     num_characters: int = 0
     data: Any = None
     keys: dict[Place, Source] = field(default_factory=dict)
     values: dict[Place, Source] = field(default_factory=dict)
+    fits_schema: bool = False
 
     def at(self, place: Place) -> Source:
         """The source of a key (of a mapping's entry) or value; of the nearest enclosing one that is known."""
@@ -65,13 +67,21 @@ class Document:
 
 
 def load_yaml(file: str | os.PathLike[str], limits: YamlLimits = _OF_PLANS) -> Document:
-    """Read a file, or text (a str with a line break). Raises PlanError with line and column."""
+    """Read a file, or text (a str with a line break). Raises PlanError with line and column.
+
+    A file that has the same text as at an earlier call has the same document, which must not be changed.
+    """
     if isinstance(file, str) and "\n" in file:
         text, name = file, "<yaml>"
         if len(text) > limits.num_bytes:
             raise _too_large(name, limits)
     else:
         text, name = _text_of(Path(file), limits), str(file)
+    return _document_of(text, name, limits)
+
+
+@functools.lru_cache(maxsize=32)
+def _document_of(text: str, name: str, limits: YamlLimits) -> Document:
     document = Document(name, num_characters=len(text))
     try:
         loader = _BoundedLoader(text, name, limits)

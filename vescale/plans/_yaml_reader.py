@@ -78,7 +78,9 @@ def _checked(document: Document) -> Mapping[str, Any]:
         raise YamlPlanError(
             f"a plan is a mapping of sections ({', '.join(_SECTIONS)}), not {_kind(data)}", document.at(())
         )
-    _check_schema(data, document)
+    if not document.fits_schema:
+        _check_schema(data, document)
+        document.fits_schema = True
     return data
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -22,7 +21,6 @@ from vescale.compat import (
     local_of,
     no_torch_function,
     spec_of,
-    take_moves,
     tensors_in,
     versions,
 )
@@ -30,6 +28,7 @@ from vescale.ops import entries
 from vescale.runtime import Frame, Placing, Stages
 from vescale.static._call_tree import CallTree
 from vescale.static._given_arguments import held_in, num_values
+from vescale.static._gradient_hooks import edges_of, forget_moves, note_arrival, note_sent
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_run import LocalRun, run_on_locals
 from vescale.static._observed_ops import ObservedOps, WithObservedOps, random_state
@@ -192,17 +191,17 @@ class Recorder(TorchFunctionMode):
                 record.num_gradients += 1
                 if record.value is not None:
                     record.value.num_gradients += 1
-            node.register_prehook(_forget_moves)
-            node.register_hook(functools.partial(_sent, call, sent))
+            node.register_prehook(forget_moves)
+            node.register_hook(functools.partial(note_sent, call, sent))
             waiting += [following for following, _ in edges if following is not None]
 
     def _value_of_result(self, x: DTensor) -> Value:
         """The value of a new tensor, or of one that was written to."""
         value = x._vescale_value = Value()  # type: ignore[attr-defined]
         if x.grad_fn is not None:  # behind all hooks of the tensor, which may change the gradient
-            x.grad_fn.register_prehook(functools.partial(_arrived, value, x.output_nr))
+            x.grad_fn.register_prehook(functools.partial(note_arrival, value, x.output_nr))
         elif x.requires_grad:
-            x.register_hook(lambda grad: _arrived(value, 0, (grad,)))
+            x.register_hook(lambda grad: note_arrival(value, 0, (grad,)))
         return value
 
     # Torch functions
@@ -229,7 +228,7 @@ class Recorder(TorchFunctionMode):
             call.reads_other_unit = any(map(self._is_of_other_unit, call.inputs))
             call.num_values = num_values(func, args, kwargs)
             call.num_positional, call.num_keywords = len(args), len(kwargs)
-            edges = _edges(tensors, call.inputs)
+            edges = edges_of(tensors, call.inputs)
             versions = list(map(_versions, tensors))
         self._taken_over = ""
         self.calls.append(call)
@@ -307,7 +306,7 @@ class Recorder(TorchFunctionMode):
         record = self._record(x)
         if self._is_of_other_unit(record):
             self.problems[placing.instruction.path] = "the plan places a parameter of a unit that does not run"
-        edges = _edges([x], [record])
+        edges = edges_of([x], [record])
         with no_torch_function(), record_comms() as ledger:
             made = convert(x, placing.requester, placing.outdated)
         if getattr(made, "_vescale_value", None) is None:
@@ -370,35 +369,6 @@ def _collectives(ledger: Ledger) -> list[str]:
     return [f"{record.op} over {record.axes or f'{record.num_ranks} ranks'}" for record in ledger.records]
 
 
-def _edges(tensors: list[torch.Tensor], records: list[TensorRecord]) -> dict[Any, TensorRecord]:
-    """Where gradients of the tensors go to: (node, number)."""
-    found = {}
-    for x, record in zip(tensors, records, strict=True):
-        if x.requires_grad and torch.is_grad_enabled():
-            edge = get_gradient_edge(x)
-            found[edge.node, edge.output_nr] = record
-    return found
-
-
 def _versions(x: torch.Tensor) -> list[int]:
     """Which writes have reached it; what runs in place of a function may write to the local tensor alone."""
     return [y._version for y in ([x, local_of(x)] if isinstance(x, DTensor) else [x]) if not y.is_inference()]
-
-
-def _forget_moves(_: Any) -> None:
-    take_moves()
-
-
-def _sent(call: Call | None, records: dict[int, TensorRecord], sent: Any, arrived: Any) -> None:
-    """After a node of ``call`` has run."""
-    if take_moves() and call is not None:
-        call.moves_gradients = True
-    for index, record in records.items():
-        if isinstance(sent[index], DTensor):
-            record.grads.add(tuple(sent[index].placements))
-
-
-def _arrived(value: Value, number: int, grads: tuple[torch.Tensor | None, ...]) -> None:
-    grad = grads[number]
-    if isinstance(grad, DTensor):
-        value.grads.add(tuple(grad.placements))
