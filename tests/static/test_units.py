@@ -138,6 +138,13 @@ class Recomputed(Mlp):
         return x + checkpoint(self.inner, x, use_reentrant=False)
 
 
+class ReturnsView(Mlp):
+    """The result of a linear layer with three dims, a view, which the next unit gets as another view."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
 class CallsItself(Mlp):
     def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
         x = super().forward(x)
@@ -162,6 +169,7 @@ class Layers(nn.Module):
 KINDS: dict[str, Callable[[], Layers]] = {
     "recomputed": lambda: Layers(Recomputed),
     "calls itself": lambda: Layers(CallsItself),
+    "returns a view": lambda: Layers(ReturnsView),
     "weights are used outside": lambda: Layers(Mlp, uses_weights=True),
 }
 
@@ -180,6 +188,7 @@ def unit_kinds(stage: str) -> dict[str, StaticReport]:
 def test_parameters_are_shown_while_their_unit_has_gathered_them(ranks: RankPools, stage: str) -> None:
     for found in ranks.run(unit_kinds, stage, world_size=2):
         assert all(one.static_steps == 2 and "" in one.static for one in found.values()), found
+        assert not found["returns a view"].fallbacks, found
 
 
 MESHES = [{"dp": 2}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}]

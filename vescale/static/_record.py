@@ -168,8 +168,13 @@ class Recorder(TorchFunctionMode):
 
     def _is_seen(self, x: torch.Tensor) -> bool:
         """Units give their modules views of their inputs."""
-        base = x._base
-        return hasattr(x, "_vescale_value") or bool(self.name_of(x)) or (base is not None and self._is_seen(base))
+        base, node = x._base, x.grad_fn
+        if hasattr(x, "_vescale_value") or self.name_of(x):
+            return True
+        if base is None:
+            return False
+        # What a recorded function returned may be a view itself, and its base is the base of its views.
+        return self._is_seen(base) or (node is not None and all(made in self._nodes for made, _ in node.next_functions))
 
     def _is_of_other_unit(self, record: TensorRecord) -> bool:
         """Whether it is a parameter of a unit that does not run."""
