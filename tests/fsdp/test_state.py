@@ -122,6 +122,9 @@ def saved_and_copied() -> None:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
         copied = copy.deepcopy(model.state_dict())
         average = copy.deepcopy(list(model.parameters()))
+        model.unshard()  # type: ignore[operator]
+        torch.save(list(model.parameters()), io.BytesIO())
+        model.reshard()  # type: ignore[operator]
         net_loss(model, 1, dist.get_rank()).backward()
         optimizer.step()
         optimizer.zero_grad()

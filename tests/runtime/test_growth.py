@@ -130,7 +130,12 @@ def test_sequence_lengths(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "has_units, mode",
-    [(False, "eager"), (True, "eager"), pytest.param(False, "static", marks=pytest.mark.helper("dispatch"))],
+    [
+        (False, "eager"),
+        (True, "eager"),
+        pytest.param(False, "static", marks=pytest.mark.helper("dispatch")),
+        pytest.param(True, "static", marks=pytest.mark.helper("dispatch")),
+    ],
 )
 def test_models(plan: Plan, has_units: bool, mode: Literal["eager", "static"]) -> None:
     """Garbage collection frees a model with its parameters, as trained, and as built."""

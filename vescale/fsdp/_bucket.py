@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +19,30 @@ from vescale.fsdp._hook_gather import HookGather
 from vescale.fsdp._layout import CallerLayout, Layout, PlannedLayout
 from vescale.fsdp._parameter import ManagedParameter
 from vescale.fsdp._shards import BufferShards, Shards, SubclassShards
-from vescale.gradients import DataParallelAxes, GradientPlace, ShardedGradients
+from vescale.gradients import DataParallelAxes, GradientPlace, ShardedGradients, UnreducedGradients
 
-__all__ = ["GRADIENT_PLACE", "Bucket"]
+__all__ = ["GRADIENT_PLACE", "Bucket", "PlaceOfGradient"]
 
 GRADIENT_PLACE = "_vescale_gradient_place"
-"""Attribute of unsharded parameters: (:class:`UnreducedGradients`, index), for ops that write gradients to their place."""
+"""Attribute of unsharded parameters: :class:`PlaceOfGradient`, for ops that write gradients to their place."""
+
+
+class PlaceOfGradient:
+    """Of a parameter: the :class:`UnreducedGradients` that take its gradient, and its index there.
+
+    The reference is weak, because the garbage collector does not collect what an attribute of a parameter refers to while a
+    graph has the parameter.
+    """
+
+    def __init__(self, unreduced: UnreducedGradients, index: int) -> None:
+        self._unreduced, self.index = weakref.ref(unreduced), index
+
+    @property
+    def unreduced(self) -> UnreducedGradients | None:
+        return self._unreduced()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a parameter that is loaded has no such place
 
 
 class Bucket:
@@ -165,7 +184,7 @@ class Bucket:
         parameter = self.parameters[index]
         unsharded = parameter.make_unsharded(self.gathering.unsharded(index, parameter.shape))
         if isinstance(self.gathering, BufferGather):
-            unsharded.__dict__[GRADIENT_PLACE] = (self.unreduced, index)
+            unsharded.__dict__[GRADIENT_PLACE] = PlaceOfGradient(self.unreduced, index)
         self.unreduced.watch(index, unsharded)
 
     # What is reported

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.fsdp._bucket import GRADIENT_PLACE
+from vescale.fsdp._bucket import GRADIENT_PLACE, PlaceOfGradient
 from vescale.fsdp._group import ParameterGroup
 
 __all__ = ["use_direct_gradients"]
@@ -31,14 +31,16 @@ def use_direct_gradients(group: ParameterGroup, enable: bool) -> None:
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     weight = self.weight
-    place = weight.__dict__.get(GRADIENT_PLACE)
+    place: PlaceOfGradient | None = weight.__dict__.get(GRADIENT_PLACE)
+    unreduced = None if place is None else place.unreduced
     if (
         place is None
+        or unreduced is None
         or not (torch.is_grad_enabled() and weight.requires_grad)
         or torch.is_autocast_enabled(input.device.type)
     ):
         return nn.functional.linear(input, weight, self.bias)
-    return _Linear.apply(input, weight, self.bias, place)
+    return _Linear.apply(input, weight, self.bias, (unreduced, place.index))
 
 
 class _Linear(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import Protocol
@@ -103,8 +104,10 @@ class UnreducedGradients:
         """Take the gradients of a parameter's unsharded form, which is a new object."""
         self._row = None
         if unsharded.requires_grad:
-            take = functools.partial(self._receive, index)
-            hooks = self._hooks[index] = ArrivalHooks(unsharded, self._arrive, take, self._gate)
+            # Weak: what an attribute of a parameter refers to is not collected while a graph has the parameter.
+            reference = weakref.ref(self)
+            begin, take = functools.partial(_arrive, reference), functools.partial(_receive, reference, index)
+            hooks = self._hooks[index] = ArrivalHooks(unsharded, begin, take, self._gate)
             hooks.notify(self._are_notified)
 
     def _arrive(self, gradient: torch.Tensor | None) -> None:
@@ -337,3 +340,15 @@ def _taken_from(parameter: GatheredParameter) -> torch.Tensor | None:
             "fully_shard reduces dense ones: make it dense, nn.Embedding(sparse=False)"
         )
     return gradient
+
+
+def _arrive(gradients: weakref.ref[UnreducedGradients], gradient: torch.Tensor | None) -> None:
+    found = gradients()
+    if found is not None:
+        found._arrive(gradient)
+
+
+def _receive(gradients: weakref.ref[UnreducedGradients], index: int, unsharded: torch.Tensor) -> None:
+    found = gradients()
+    if found is not None:
+        found._receive(index, unsharded)

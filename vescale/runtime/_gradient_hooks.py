@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +92,8 @@ class GradientHooks:
             if self._mesh.get_coordinate() is None:
                 return
             self.reducer = GradientReducer(nn.Module(), self._mesh)
-            self.reducer.around_no_sync = self._accumulating
+            # Weak: parameters own the reducer, and are not collected while local tensors of a static forward have them.
+            self.reducer.around_no_sync = functools.partial(_accumulating, weakref.ref(self))
             self.reducer.before_finish = self.before_finish
             self.reducer.share_backward(self.one_backward)
         self.reducer.recover()
@@ -183,3 +185,8 @@ def _rule(
 
 def full_name(instruction: Instruction) -> str:
     return f"{instruction.path}.{instruction.target}" if instruction.path else instruction.target
+
+
+def _accumulating(hooks: weakref.ref[GradientHooks]) -> contextlib.AbstractContextManager[None]:
+    found = hooks()
+    return contextlib.nullcontext() if found is None else found._accumulating()

@@ -344,7 +344,6 @@ class StaticForward:
         if recorder is None or not recorder.is_complete:
             return None
         del self._recorders[key]
-        recorder.release_graph()  # the recorder is in a cycle, and stays for a while
         if recorder.tree.has_exchanged_code:
             return None
         if recorder.layers.differs(recorder):

@@ -105,8 +105,11 @@ class Recorder(TorchFunctionMode):
                 self._value_of_result(x)
         self.inputs = [self._record(x) for x in tensors_in((args, kwargs))]
         held = list(held_in((args, kwargs)))
-        with self.tree, self:
-            result = forward(*args, **kwargs)
+        try:
+            with self.tree, self:
+                result = forward(*args, **kwargs)
+        finally:
+            self._nodes.clear()  # they hold those that accumulate gradients of parameters, and hooks of units
         if list(held_in((args, kwargs))) != held or any(map(hides_tensors, (*args, *kwargs.values()))):
             self.problems[""] = "its forward changes what an input holds"
         for call in self.tree.applied:
@@ -124,10 +127,6 @@ class Recorder(TorchFunctionMode):
         """Whether the backward has been seen, if there is one."""
         linked = [r.value for r in self.outputs if r.requires_grad and r.value is not None]
         return "" in self.problems or not linked or any(value.grads for value in linked)
-
-    def release_graph(self) -> None:
-        """Of the forward, whose backward has been seen. Its nodes hold those that accumulate gradients of parameters."""
-        self._nodes.clear()
 
     def _value(self, x: DTensor) -> Value:
         found: Value | None = getattr(x, "_vescale_value", None)
