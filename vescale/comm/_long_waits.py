@@ -76,12 +76,19 @@ def wait_for_work(work: Any, out: torch.Tensor) -> None:
     if not _LOOKS or not isinstance(work, dist.Work) or out.device.type != "cpu" or work.is_completed():
         work.wait()
         return
-    while True:
-        try:
-            work.wait(_SLICE)
-            return
-        except RuntimeError:  # not within the slice, or it has failed
-            look(None, "a collective", in_vain=work.is_completed())
-            if work.is_completed():
-                work.wait()
-                return
+    while not _has_ended(work):
+        look(None, "a collective")
+    try:
+        work.wait()
+    except RuntimeError:  # it has failed
+        look(None, "a collective", in_vain=True)
+        raise
+
+
+def _has_ended(work: Any) -> bool:
+    """Wait for a slice of time. Whether the work has ended by then, as it should or by an error."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:  # not within the slice, or an error, which the next wait raises
+        return bool(work.is_completed())
+    return True
