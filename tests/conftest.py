@@ -55,7 +55,8 @@ def pytest_collection(session: pytest.Session) -> None:
     number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
     for file in sorted(Path(__file__).parent.rglob("test_*.py"))[number::count]:
         name = ".".join(file.relative_to(session.config.rootpath).with_suffix("").parts)
-        # A file that raises, or skips itself, is imported again when it is collected; pytest reports it then.
+        # This only compiles. A module that raises, or skips itself, stays out of sys.modules: pytest imports it again when
+        # it collects the file, and then reports what it raises, as without this function.
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(name)
 

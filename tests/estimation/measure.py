@@ -129,7 +129,9 @@ def estimated(case: Case, **options: Any) -> Estimate:
 def build_counting_allocator(folder: Path) -> Path:
     """Compile the library for :func:`measured`; its path. Skips the test if there is no compiler."""
     if shutil.which(get_cxx_compiler()) is None:
-        pytest.skip("there is no C++ compiler for counting_allocator.cpp, a library that counts the memory of a step")
+        pytest.skip(
+            "no C++ compiler: the test counts memory with a library that it compiles from counting_allocator.cpp"
+        )
     library = folder / "counting_allocator.so"
     paths = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     source = Path(__file__).with_name("counting_allocator.cpp")

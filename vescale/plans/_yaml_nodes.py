@@ -69,7 +69,7 @@ class Document:
 def load_yaml(file: str | os.PathLike[str], limits: YamlLimits = _OF_PLANS) -> Document:
     """Read a file, or text (a str with a line break). Raises PlanError with line and column.
 
-    A file that has the same text as at an earlier call has the same document, which must not be changed.
+    The same text, under the same name, as at an earlier call gives the same document, which must not be changed.
     """
     if isinstance(file, str) and "\n" in file:
         text, name = file, "<yaml>"
