@@ -256,7 +256,6 @@ ALLOWED_CALLS = {
     ("cli/_main.py", "importlib.import_module"): "the package's own commands",
     ("cli/_inputs.py", "importlib.import_module"): "MODEL, pkg.module:factory, is code that the user asks to run",
     ("simulation/_rank.py", "runpy.run_path"): "SCRIPT is code that the user asks to run",
-    ("csrc/_loader.py", "importlib.import_module"): "the package's own helpers, by names in the code",
     ("compat/patches.py", "importlib.import_module"): "vescale.ops, by the name in the file",
     ("compat/needs.py", "importlib.import_module"): "names of torch's modules, from a table",
     (

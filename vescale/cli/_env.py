@@ -113,9 +113,7 @@ def _helpers() -> dict[str, str]:
     """The optional C++ helpers: built, or their Python fallback is used."""
     from vescale import csrc
 
-    folder = Path(csrc.__file__).parent
-    names = sorted(path.stem for path in folder.glob("*.cpp"))
-    return {name: "built" if csrc.load(name) is not None else "not built (Python fallback)" for name in names}
+    return csrc.helper_states()
 
 
 def _row(name: str, value: str) -> list[str]:

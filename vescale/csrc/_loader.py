@@ -1,18 +1,23 @@
-"""Finds the shared libraries that the install built from ``vescale/csrc/*.cpp``."""
+"""Loads the shared libraries that the install built from ``vescale/csrc/*.cpp``, and tells which ones are missing."""
 
 import ctypes
 import functools
-import importlib
+import importlib.util
 import os
+import platform
+import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-__all__ = ["dispatcher", "load", "load_module", "step_marks"]
+from vescale.csrc._names import FOLDER, built_for, file_name, helper_names
 
-_FOLDER = Path(__file__).parent
+__all__ = ["dispatcher", "helper_states", "load", "load_module", "missing_helpers", "step_marks"]
+
+BUILT = "built"
+OFF = "switched off (VESCALE_NO_NATIVE)"
 
 
 def _is_off() -> bool:
@@ -20,45 +25,49 @@ def _is_off() -> bool:
 
 
 _WAS_OFF = _is_off()  # when vescale was imported
+# Errors of libraries that are there and cannot be loaded, by helper.
+_ERRORS: dict[str, str] = {}
+
+
+def _path(name: str) -> Path | None:
+    """The library of a helper for this Python and this torch."""
+    names = [file_name(name, torch.__version__, suffix) for suffix in EXTENSION_SUFFIXES]
+    return next((path for path in map(FOLDER.joinpath, names) if path.exists()), None)
 
 
 @functools.cache
 def _open(name: str) -> ctypes.CDLL | None:
-    for suffix in EXTENSION_SUFFIXES:
-        path = _FOLDER / f"_{name}{suffix}"
-        if path.exists():
-            try:
-                library = ctypes.CDLL(str(path))
-            except OSError:  # built for another machine or C library: the fallback serves
-                return None
-            return library if _is_for_this_torch(library) else None
-    return None
-
-
-def _is_for_this_torch(library: ctypes.CDLL) -> bool:
-    """A helper that uses torch's headers says for which torch it was built."""
-    if not hasattr(library, "torch_version"):
-        return True
-    library.torch_version.restype = ctypes.c_char_p
-    return bool(library.torch_version().decode() == torch.__version__)
-
-
-def load(name: str) -> ctypes.CDLL | None:
-    """The helper library built from ``vescale/csrc/{name}.cpp``, or None when it was not built, or not for this machine
-    and torch.
-
-    ``VESCALE_NO_NATIVE=1`` in the environment answers None for every helper, so that the fallbacks can be tested.
-    """
-    return None if _is_off() else _open(name)
+    path = _path(name)
+    try:
+        return None if path is None else ctypes.CDLL(str(path))
+    except OSError as error:  # for another machine or C library
+        _ERRORS[name] = str(error)
+        return None
 
 
 @functools.cache
 def _import(name: str) -> ModuleType | None:
-    try:
-        module = importlib.import_module(f"vescale.csrc._{name}")
-    except ImportError:  # not built, or for another torch, whose symbols it misses
+    path = _path(name)
+    if path is None:
         return None
-    return module if module.torch_version == torch.__version__ else None
+    spec = importlib.util.spec_from_file_location(f"vescale.csrc._{name}", path)
+    assert spec is not None and spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        _ERRORS[name] = str(error)
+        return None
+    sys.modules[spec.name] = module
+    return module
+
+
+def load(name: str) -> ctypes.CDLL | None:
+    """The helper library built from ``vescale/csrc/{name}.cpp``; None if it was not built for this machine, Python and torch.
+
+    ``VESCALE_NO_NATIVE=1`` in the environment answers None for every helper, so that the fallbacks can be tested.
+    """
+    return None if _is_off() else _open(name)
 
 
 def load_module(name: str) -> ModuleType | None:
@@ -74,3 +83,25 @@ def dispatcher() -> ModuleType | None:
 def step_marks() -> ModuleType | None:
     """``load_module("step_marks")``, the same: every step of a model asks for it."""
     return None if _WAS_OFF else _import("step_marks")
+
+
+def helper_states() -> dict[str, str]:
+    """Each helper with ``built``, or the reason why its Python fallback runs."""
+    return {name: _state(name) for name in helper_names()}
+
+
+def missing_helpers() -> dict[str, str]:
+    """The helpers whose Python fallbacks run although nobody has switched them off, each with the reason."""
+    return {name: state for name, state in helper_states().items() if state not in (BUILT, OFF)}
+
+
+def _state(name: str) -> str:
+    if _is_off():
+        return OFF
+    if load(name) is not None:  # modules, too, are libraries
+        return BUILT
+    if name in _ERRORS:
+        return f"cannot be loaded: {_ERRORS[name]}"
+    others = built_for(name)
+    this = f"torch {torch.__version__} and Python {platform.python_version()}"
+    return f"built for {'; '.join(sorted(others))}; this is {this}" if others else f"not built for {this}"

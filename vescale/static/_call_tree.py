@@ -36,7 +36,6 @@ _PACKAGES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("purelib", 
 _DECORATORS = os.path.join(_TORCH, "utils", "_contextlib.py")  # torch.no_grad() around a forward
 # What runs a module's forward.
 _MODULE_CALLS = frozenset([*code_objects(MODULE_CALL.__code__), nn.Module.__call__.__code__])
-_APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 _MODULE_FILE = MODULE_CALL.__code__.co_filename
 _IN_CPP = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
 
@@ -283,11 +282,26 @@ def makes_context_of_another(frame: types.FrameType) -> bool:
 
 
 def _is_applied(frame: types.FrameType) -> bool:
-    """Whether a frame runs the forward of a ``torch.autograd.Function`` that DTensors with gradients are given."""
-    if frame.f_back is None or frame.f_back.f_code is not _APPLY:
+    """Whether a frame runs the forward of a ``torch.autograd.Function`` that DTensors with gradients are given.
+
+    Since torch 2.14, ``Function.apply`` is no function of Python, and leaves no frame between the caller and the forward.
+    """
+    given = list(frame.f_locals.values())
+    if given and isinstance(given[0], nn.Module):  # a method of a module
         return False
-    given = tensors_in(list(frame.f_locals.values()))
-    return any(isinstance(x, DTensor) and x.requires_grad for x in given)
+    if not any(isinstance(x, DTensor) and x.requires_grad for x in tensors_in(given)):
+        return False
+    has_context = bool(given) and isinstance(given[0], torch.autograd.function.FunctionCtx)
+    return has_context or frame.f_code in _codes_of_functions(torch.autograd.Function)
+
+
+def _codes_of_functions(base: type) -> Iterator[types.CodeType]:
+    """Code of the forwards of all subclasses of ``torch.autograd.Function``."""
+    for kind in base.__subclasses__():
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+        if code is not None:
+            yield code
+        yield from _codes_of_functions(kind)
 
 
 def _is_same_function(frame: types.FrameType, other: types.FrameType) -> bool:
