@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import multiprocessing
@@ -11,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 
@@ -54,13 +54,16 @@ def start_fork_server() -> None:
         alive_reader, alive_writer = os.pipe()  # the server ends when this process does
         pid = os.fork()
         if pid == 0:
-            with contextlib.suppress(SystemExit):
-                try:
-                    os.close(alive_writer)
-                    _forget_pytest()
-                    forkserver.main(listener.fileno(), alive_reader, preload)
-                finally:
-                    os._exit(0)
+            try:
+                os.close(alive_writer)
+                _forget_pytest()
+                forkserver.main(listener.fileno(), alive_reader, preload)
+            except SystemExit:  # the tests have ended
+                pass
+            except BaseException:  # the tests get an EOFError that says nothing
+                traceback.print_exc(file=sys.__stderr__)
+            finally:
+                os._exit(0)
         os.close(alive_reader)
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_writer, pid
 
@@ -95,8 +98,10 @@ def _forget_pytest() -> None:
     assertions in ranks have the same messages."""
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
-            if getattr(handler, "stream", None) is not None and not isinstance(handler, logging.FileHandler):
-                handler.setStream(sys.__stderr__)  # handlers without a stream are torch's for traces, which close it
+            # Handlers without a stream are torch's for traces, which close it. Others look for sys.stderr in each call.
+            has_stream = "stream" in vars(handler) and handler.stream is not None
+            if has_stream and isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                handler.setStream(sys.__stderr__)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     signal.signal(signal.SIGINT, signal.default_int_handler)

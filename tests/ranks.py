@@ -162,13 +162,22 @@ def _share_gloo_device() -> None:
     make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
 
     def make_on_device(
-        self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        options: Any = None,
+        *,
+        timeout: timedelta | None = None,
+        **others: Any,  # of newer versions
     ) -> None:
         if options is None:
             options = ProcessGroupGloo._Options()
             options._devices, options._threads = [device], 2
             if timeout is not None:
                 options._timeout = timeout
+            for name, value in others.items():
+                setattr(options, name, value)
         make(self, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = make_on_device
@@ -227,7 +236,7 @@ class RankPool:
                 rank = self._pipes.index(pipe)
                 try:
                     answers[rank] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionError):  # the latter if it died with a case still to be read
                     answers[rank] = (False, self._obituary(rank))
                 if not answers[rank][0]:  # peers may be stuck in a collective that this rank never entered
                     deadline = min(deadline, time.monotonic() + 10.0)
