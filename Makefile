@@ -1,9 +1,13 @@
-# Every target sets up its own environment in .venv; a second run reuses it and starts in seconds.
+# Every target sets up its own environment; a second run reuses it and starts in seconds.
 PYTHON ?= python3
-VENV := .venv
+# The version of torch: `make test TORCH=2.14.1` makes an environment of its own, .venv-2.14.1, and runs there. Helpers of
+# several versions stand side by side in one checkout. "nightly" is tomorrow's torch.
+TORCH ?= 2.13.0
+VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
 BIN := $(VENV)/bin
-# torch is installed first and pinned: any other request would pull the CUDA build.
-TORCH := torch==2.13.0
+NIGHTLY := --pre torch --index-url https://download.pytorch.org/whl/nightly/cpu
+# torch is installed first and pinned: any other request would pull the newest one.
+TORCH_REQUIREMENT := $(if $(filter nightly,$(TORCH)),$(NIGHTLY),torch==$(TORCH))
 
 .PHONY: demo test test-all lint mutate docs clean
 
@@ -39,7 +43,8 @@ lint: $(VENV)/.ready
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check $(TORCH) "setuptools>=77"
+	$(BIN)/pip install -q --disable-pip-version-check $(TORCH_REQUIREMENT)
+	$(BIN)/pip install -q --disable-pip-version-check "setuptools>=77"
 	touch $@
 
 # The packages that pyproject.toml names.
@@ -57,4 +62,4 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml setup.py $(wildcard vescale/csrc/*
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info vescale/csrc/*.so
+	rm -rf .venv .venv-* build *.egg-info vescale/csrc/*.so

@@ -92,7 +92,7 @@ def extension(name: str, options: dict[str, Any]) -> Helper:
 with_torch = torch_options()
 options = {name: with_torch if name in NAMES["USING_TORCH"] else {} for name in NAMES["helper_names"]()}
 # Several are compiled at a time, those that take longest first.
-ORDER = sorted(options, key=lambda name: (not name in NAMES["USING_TORCH"], name))
+ORDER = sorted(options, key=lambda name: (name not in NAMES["USING_TORCH"], name))
 setup(
     ext_modules=[extension(name, found) for name in ORDER if (found := options[name]) is not None],
     cmdclass={"build_ext": BuildHelpers},

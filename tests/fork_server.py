@@ -100,7 +100,11 @@ def _forget_pytest() -> None:
         for handler in getattr(logger, "handlers", ()):
             # Handlers without a stream are torch's for traces, which close it. Others look for sys.stderr in each call.
             has_stream = "stream" in vars(handler) and handler.stream is not None
-            if has_stream and isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+            if (
+                has_stream
+                and isinstance(handler, logging.StreamHandler)
+                and not isinstance(handler, logging.FileHandler)
+            ):
                 handler.setStream(sys.__stderr__)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__

@@ -17,7 +17,7 @@ FILE = ROOT / ".github" / "workflows" / "ci.yml"
 CI: dict[Any, Any] = yaml.safe_load(FILE.read_text())
 STEPS = [(name, step) for name, job in CI["jobs"].items() for step in job["steps"]]
 # The contexts that may stand in ${{ }}, and what is read from them here.
-KNOWN = re.compile(r"matrix\.(torch|compiler|python)|github\.(ref|event_name|workflow)")
+KNOWN = re.compile(r"matrix\.(torch|compiler|python|tests)|github\.(ref|event_name|workflow)")
 
 
 def test_jobs_have_what_the_service_demands() -> None:
@@ -28,19 +28,36 @@ def test_jobs_have_what_the_service_demands() -> None:
         assert ("run" in step) != ("uses" in step), (name, step)
 
 
-def test_the_matrix_covers_the_declared_versions() -> None:
-    """From the oldest torch of pyproject.toml to the newest there is, with a compiler and without."""
+def test_the_matrix_covers_the_promised_versions() -> None:
+    """The supported minor releases of torch with a compiler and without, and once on each newer Python; the two before them
+    with the tests of what is promised there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (torch,) = [text for text in project["dependencies"] if text.startswith("torch")]
+    (bounds,) = [text for text in project["dependencies"] if text.startswith("torch")]
+    oldest, newest = (int(number) for number in re.findall(r"2\.(\d+)", bounds))
     matrix = CI["jobs"]["test"]["strategy"]["matrix"]
-    assert matrix["compiler"] == [True, False]
-    assert matrix["torch"][0] == torch.replace(">=", "==") + ".*"
-    assert matrix["torch"][-1] == "torch", "the newest, whatever its number"
-    (pinned,) = re.findall(r"^TORCH := torch==(\d+\.\d+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert f"torch=={pinned}.*" in matrix["torch"]
-    oldest = project["requires-python"].removeprefix(">=")
-    pythons = {str(step["with"]["python-version"]) for _, step in STEPS if "setup-python" in step.get("uses", "")}
-    assert any(oldest in text for text in pythons)
+    supported = [int(version.split(".")[1]) for version in matrix["torch"]]
+    assert matrix["compiler"] == [True, False] and supported == [newest - 3, newest - 2, newest - 1]
+    limited = [row for row in matrix["include"] if "tests" in row]
+    assert [int(row["torch"].split(".")[1]) for row in limited] == list(range(oldest, newest - 3))
+    for row in limited:
+        assert {"tests/fsdp", "tests/rng", "tests/gradients"} <= set(row["tests"].split())
+    pythons = {row["python"]: row["torch"] for row in matrix["include"] if "python" in row}
+    assert pythons == dict(zip(["3.12", "3.13", "3.14"], matrix["torch"]))
+    (default,) = re.findall(r"^TORCH \?= ([\d.]+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert default == matrix["torch"][0]
+    submissions = re.findall(r"TORCH=([\d.]+)", (ROOT / ".ci" / "run").read_text())
+    assert submissions and set(submissions) <= set(matrix["torch"])
+    declared = project["requires-python"].removeprefix(">=")
+    used = {str(step["with"]["python-version"]) for _, step in STEPS if "setup-python" in step.get("uses", "")}
+    assert any(declared in text for text in used)
+
+
+def test_tomorrows_torch_is_tried_each_week() -> None:
+    job = CI["jobs"]["ahead"]
+    assert job["continue-on-error"] and job["env"] == {"VESCALE_ALLOW_TORCH": "1"}
+    (weekly,) = [entry["cron"] for entry in CI[True]["schedule"] if entry["cron"].split()[-1] != "*"]
+    assert weekly in job["if"] and job["steps"][-1]["run"] == "make test TORCH=nightly"
+    assert "nightly" in re.search(r"^NIGHTLY := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]  # type: ignore[index]
 
 
 def test_commands_are_targets_of_the_makefile() -> None:

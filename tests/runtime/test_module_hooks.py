@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+import vescale
 from tests.ranks import RankPools
 from vescale.compat import clear_sharding_caches, local_of, native_hooks
 from vescale.plans import Plan, PlanError
@@ -33,6 +36,7 @@ from vescale.runtime._attribution import locate, module_of_node
 from vescale.runtime._timeline import ModuleTimeline
 
 SIZES = {"dp": 2, "tp": 2}
+PACKAGE = str(Path(vescale.__file__).parent) + os.sep
 
 
 class Log(list[Any]):
@@ -214,7 +218,7 @@ def without_python() -> None:
     called: list[str] = []
 
     def tracer(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and "/vescale/" in frame.f_code.co_filename:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             called.append(frame.f_code.co_qualname)
 
     class Traced(nn.Module):
@@ -254,7 +258,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def tracer(frame: FrameType, event: str, _: Any) -> None:
-            if event == "call" and "/vescale/" in frame.f_code.co_filename:
+            if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
                 self.calls.append(frame.f_code.co_qualname)
 
         x = x * 1.0

@@ -63,7 +63,7 @@ def _import(name: str) -> ModuleType | None:
 
 
 def load(name: str) -> ctypes.CDLL | None:
-    """The helper library built from ``vescale/csrc/{name}.cpp``; None if it was not built for this machine, Python and torch.
+    """The library built from ``vescale/csrc/{name}.cpp``; None if there is none for this machine, Python and torch.
 
     ``VESCALE_NO_NATIVE=1`` in the environment answers None for every helper, so that the fallbacks can be tested.
     """
