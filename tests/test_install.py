@@ -1,0 +1,75 @@
+"""An install from a clone: of a folder with any name, imported from any folder, by a user with any home."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# What Python does at its start with a folder of installed packages, in a process without the install that runs the tests.
+PRELUDE = """
+import site, sys
+from pathlib import Path
+sys.path = [entry for entry in sys.path if entry == "" or not (Path(entry) / "vescale" / "__init__.py").exists()]
+sys.meta_path = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]
+site.addsitedir(sys.argv.pop(1))
+"""
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder named ``vescale``, as ``git clone`` names it, whose path has what shells and patterns trip over."""
+    folder = tmp_path_factory.mktemp("a user's [files] ü") / "vescale"
+    folder.mkdir()
+    without_builds = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "vescale", folder / "vescale", ignore=without_builds)
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def install(clone: Path, kind: str, into: Path) -> Path:
+    """What ``pip install --no-build-isolation`` does with the project's build backend, without its download and with no
+    compiler; returns the folder of installed packages."""
+    wheels = into / "wheels"
+    wheels.mkdir()
+    build = f"import setuptools.build_meta as backend; print(backend.build_{kind}({str(wheels)!r}))"
+    environment = {**os.environ, "CC": "no-compiler", "CXX": "no-compiler"}
+    done = subprocess.run([sys.executable, "-c", build], cwd=clone, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = wheels.glob("*.whl")
+    shutil.unpack_archive(wheel, into / "packages", "zip")
+    return into / "packages"
+
+
+def run(packages: Path, program: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    environment.pop("PYTHONPATH", None)
+    command = [sys.executable, "-c", PRELUDE + program, str(packages)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_an_editable_install_is_found_from_any_folder(clone: Path, tmp_path: Path) -> None:
+    """A clone's folder, seen from the folder above, is no package named vescale."""
+    packages = install(clone, "editable", tmp_path)
+    for folder in (clone.parent, clone, tmp_path):
+        done = run(packages, "import vescale; print(vescale.__version__, vescale.__file__)", folder)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split(" ", 1)[1].strip() == str(clone / "vescale" / "__init__.py"), folder
+
+
+def test_a_wheel_runs_the_first_script(clone: Path, tmp_path: Path) -> None:
+    """Above the clone, by a user without a home, whose files are for nobody else, in another locale and time zone."""
+    packages = install(clone, "wheel", tmp_path)
+    text = (ROOT / "README.md").read_text()
+    script = text[text.index("```python\n") + len("```python\n") :].partition("```")[0]
+    unusual = {"HOME": str(tmp_path / "no home"), "TZ": "Pacific/Chatham", "LC_ALL": "C"}
+    done = run(packages, "import os; os.umask(0o077)\n" + script, clone.parent, **unusual)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("loss "), done.stdout
