@@ -246,9 +246,11 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
     """Have ``hooks.checkpointed(function, is_reentrant)`` checkpointed instead of ``function``, both reentrant and not.
 
     It is called when ``torch.utils.checkpoint.checkpoint`` is, and returns ``function`` itself where nothing is to be done.
-    The two names behind ``checkpoint`` are replaced, because callers have bound ``checkpoint`` itself.
+    The two names behind ``checkpoint`` are replaced, because callers have bound ``checkpoint`` itself. Since torch 2.14,
+    ``checkpoint`` calls the first one's ``_impl``.
     """
-    original = checkpointing._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    original = getattr(checkpointing, f"{name}_impl", None) or getattr(checkpointing, name)
     forward = checkpointing.CheckpointFunction.forward
     backward = checkpointing.CheckpointFunction.backward
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import MODULE_CALL, native_static, tensors_in
+from vescale.compat import MODULE_CALL, native_static, no_torch_function, tensors_in
 from vescale.runtime import CheckpointedForward
 from vescale.static._decisions import decision_points
 from vescale.static._exchanged_code import is_exchanged
@@ -289,10 +289,12 @@ def _is_applied(frame: types.FrameType) -> bool:
     given = list(frame.f_locals.values())
     if given and isinstance(given[0], nn.Module):  # a method of a module
         return False
-    if not any(isinstance(x, DTensor) and x.requires_grad for x in tensors_in(given)):
-        return False
+    tensors = [x for x in tensors_in(given) if isinstance(x, DTensor)]
     has_context = bool(given) and isinstance(given[0], torch.autograd.function.FunctionCtx)
-    return has_context or frame.f_code in _codes_of_functions(torch.autograd.Function)
+    if not tensors or not (has_context or frame.f_code in _codes_of_functions(torch.autograd.Function)):
+        return False
+    with no_torch_function():  # what is recorded is the model's, not what is looked at here
+        return any(x.requires_grad for x in tensors)
 
 
 def _codes_of_functions(base: type) -> Iterator[types.CodeType]:
