@@ -22,7 +22,7 @@ from tests.examples import daily_sample
 from tests.ranks import RankPools, run_cases
 from tests.rng import cases
 from tests.rng.dtensor_ops import CHEAP, FUNCTIONS, INITIALIZERS
-from vescale import rng
+from vescale import compat, rng
 from vescale.compat import StridedShard, local_of, spec_of
 from vescale.ops import PlacementFallbackWarning
 from vescale.placements import InterleavedShard, RaggedShard, local_region
