@@ -34,7 +34,8 @@ from vescale.compat.gradients_of_stages import look_at_all_stages
 from vescale.compat.meta_shapes import run_on_meta
 from vescale.compat.moved_local_tensors import wrap_redistribute_local
 from vescale.compat.native_dispatch import install_native_dispatch
-from vescale.compat.needs import CHECKPOINTS, EXACT_MATCHES, OBSERVATION, lacking, self_check
+from vescale.compat.needed_names import CHECKPOINTS, EXACT_MATCHES, OBSERVATION
+from vescale.compat.needs import lacking, self_check
 from vescale.compat.patching import HOOKS, Changes, rebind, undo
 from vescale.compat.sharding_caches import clear_sharding_caches
 
