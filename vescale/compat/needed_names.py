@@ -153,7 +153,8 @@ torch.utils._python_dispatch: TorchDispatchMode; _disable_current_modes; _get_cu
     return_and_correct_aliasing(func, args, kwargs, out)
 torch.utils._pytree: tree_flatten(tree); tree_leaves(tree); tree_map(func, tree); tree_map_only; tree_unflatten(leaves,
     treespec)
-torch.utils.checkpoint: _checkpoint_without_reentrant_generator_impl|_checkpoint_without_reentrant_generator(fn); CheckpointFunction.forward(ctx, run_function);
+torch.utils.checkpoint: _checkpoint_without_reentrant_generator_impl|_checkpoint_without_reentrant_generator(fn);
+    CheckpointFunction.forward(ctx, run_function);
     CheckpointFunction.backward(ctx); _StopRecomputationError
 """
 
