@@ -75,7 +75,7 @@ OURS = {
         "_pipeline_dtypes",
     ),
     *("_pipeline_gate", "_pipeline_runner", "_weight", "chunks", "finish", "group", "has_backward", "metadata"),
-    *("num_shards", "num_stages", "path", "reset", "timeout", "value"),
+    *("num_shards", "num_stages", "options", "path", "reset", "timeout", "value"),
 }
 
 ROWS = NEEDS + OPTIONAL
@@ -88,7 +88,7 @@ def paths(need: Need) -> list[str]:
 # Every dotted name of the table with every beginning of it.
 LISTED = {".".join(name.split(".")[:end]) for need in ROWS for name in paths(need) for end in range(1, 20)}
 PARTS = {part for need in ROWS for name in paths(need) for part in name.split(".")}
-PARTS |= {name for need in ROWS for name in (*need.parameters, *need.uses, *need.locals)}
+PARTS |= {name for need in ROWS for name in (*filter(is_private, need.parameters), *need.uses, *need.locals)}
 
 
 def members(kind: type) -> set[str]:
