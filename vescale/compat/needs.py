@@ -162,8 +162,8 @@ torch.testing._internal.distributed.fake_pg: FakeStore
     *_parsed(
         """
 torch.distributed.tensor._sharding_prop: _expand_single_dim_strategy_to_mesh(mesh, op_schema, output_tensor_meta)
-torch.distributed.tensor._ops.single_dim_strategy: _PreparedSingleDimStrategy.try_propagate
-torch.distributed.tensor._ops.utils: is_tensor_shardable(shape, spec)
+torch.distributed.tensor._ops.utils: expand_to_full_mesh_op_strategy(mesh, op_schema, single_mesh_dim_strategies) uses
+    itertools; is_tensor_shardable(shape, spec)
 torch.distributed.tensor._collective_utils: redistribute_cost(current_spec, target_spec)
 torch.distributed.tensor._ops._math_ops: _infer_reduction_dims(dims_arg, ndim)
 torch.distributed.tensor._decompositions: DecompShardingStrategy._get_candidate_placements(op_schema)
