@@ -175,13 +175,9 @@ torch.distributed.tensor._collective_utils: redistribute_cost(current_spec, targ
 torch.distributed.tensor._decompositions: DecompShardingStrategy._get_candidate_placements(op_schema)
 torch.distributed.tensor._op_schema: OpSpec.input_specs; OpSpec.output_spec; OpSpec.output_specs; OpStrategy.strategies
 torch.distributed.tensor._ops._math_ops: _infer_reduction_dims(dims_arg, ndim)
-torch.distributed.tensor._ops.single_dim_strategy: _PreparedSingleDimStrategy.allow_unbacked_sharding;
-    _PreparedSingleDimStrategy.allow_uneven_sharding; _PreparedSingleDimStrategy.element_mesh;
-    _PreparedSingleDimStrategy.expanded_strategies; _PreparedSingleDimStrategy.num_inputs;
-    _PreparedSingleDimStrategy.num_outputs; _PreparedSingleDimStrategy.strategy_lookup;
-    _PreparedSingleDimStrategy.try_propagate; _SingleDimStrategyInfo.different_mesh_args; _SingleDimStrategyInfo.func;
-    _get_neighbor_placements(allowed_sharding, allowed_partial, current)
-torch.distributed.tensor._ops.utils: is_tensor_shardable(shape, spec)
+torch.distributed.tensor._ops.single_dim_strategy: _get_neighbor_placements(allowed_sharding, allowed_partial, current)
+torch.distributed.tensor._ops.utils: expand_to_full_mesh_op_strategy(mesh, op_schema, single_mesh_dim_strategies) uses
+    itertools; is_tensor_shardable(shape, spec)
 torch.distributed.tensor._sharding_prop: _expand_single_dim_strategy_to_mesh(mesh, op_schema, output_tensor_meta)
 """,
     CHECKPOINTS: """
