@@ -109,9 +109,12 @@ def _sizes_of(op: Any) -> Callable[..., Hashable | None] | None:
 
 
 def _own_rule(op: Any) -> Any:
-    """PyTorch's function that decides where the op's operands are placed, or None if it comes from elsewhere."""
+    """PyTorch's function that decides where the op's operands are placed. None: it comes from elsewhere, or a filter of its
+    candidates, which 2.14 added, may read more of the sizes."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     single = propagator.op_single_dim_strategy_funcs.get(op)
+    if getattr(single, "full_mesh_strategy_filter", None) is not None:
+        return None
     rule = propagator.op_strategy_funcs.get(op) if single is None else single.func
     return rule if rule is not None and rule.__module__.startswith(_OWN_RULES) else None
 

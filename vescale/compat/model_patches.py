@@ -249,8 +249,9 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
     The two names behind ``checkpoint`` are replaced, because callers have bound ``checkpoint`` itself. Since torch 2.14,
     ``checkpoint`` calls the first one's ``_impl``.
     """
-    name = "_checkpoint_without_reentrant_generator"
-    original = getattr(checkpointing, f"{name}_impl", None) or getattr(checkpointing, name)
+    original = getattr(checkpointing, "_checkpoint_without_reentrant_generator_impl", None)
+    if original is None:
+        original = checkpointing._checkpoint_without_reentrant_generator
     forward = checkpointing.CheckpointFunction.forward
     backward = checkpointing.CheckpointFunction.backward
 

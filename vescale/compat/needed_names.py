@@ -122,8 +122,7 @@ torch.distributed.tensor._dtensor_spec: DTensorSpec(mesh, placements, tensor_met
 torch.distributed.tensor._op_schema: OpInfo.args_tree_spec; OpInfo.compute_mesh; OpInfo.flat_args_schema;
     OpInfo.local_args; OpInfo.output_sharding; OpInfo.schema; OpSchema(op, args_schema, kwargs_schema, schema_info);
     OpSchema.args_schema; OpSchema.args_strategy; OpSchema.is_inplace_op; OpSchema.is_out_variant_op;
-    OpSchema.kwargs_schema; OpSchema.kwargs_strategy; OpSchema.op; OpSchema.schema_info; OpSpec(output_specs,
-    input_specs, redistribute_cost); OpStrategy(strategies); OutputSharding(output_spec, redistribute_schema,
+    OpSchema.kwargs_schema; OpSchema.kwargs_strategy; OpSchema.op; OpSchema.schema_info; OpStrategy(strategies); OutputSharding(output_spec, redistribute_schema,
     needs_redistribute, use_val_from_redistribute_schema); OutputSharding.needs_redistribute;
     OutputSharding.output_spec; OutputSharding.redistribute_schema; OutputSharding.use_val_from_redistribute_schema;
     RuntimeSchemaInfo.needs_pytree; RuntimeSchemaInfo.static_argnum; RuntimeSchemaInfo.static_kwargkey
@@ -173,9 +172,10 @@ torch.testing._internal.distributed.fake_pg: FakeStore
 torch.distributed.device_mesh: DeviceMesh._is_current_rank_part_of_mesh
 torch.distributed.tensor._collective_utils: redistribute_cost(current_spec, target_spec)
 torch.distributed.tensor._decompositions: DecompShardingStrategy._get_candidate_placements(op_schema)
-torch.distributed.tensor._op_schema: OpSpec.input_specs; OpSpec.output_spec; OpSpec.output_specs; OpStrategy.strategies
+torch.distributed.tensor._op_schema: OpSpec.output_spec; OpSpec.output_specs; OpStrategy.strategies
 torch.distributed.tensor._ops._math_ops: _infer_reduction_dims(dims_arg, ndim)
-torch.distributed.tensor._ops.single_dim_strategy: _get_neighbor_placements(allowed_sharding, allowed_partial, current)
+torch.distributed.tensor._ops.single_dim_strategy: _SingleDimStrategyInfo.func;
+    _get_neighbor_placements(allowed_sharding, allowed_partial, current)
 torch.distributed.tensor._ops.utils: expand_to_full_mesh_op_strategy(mesh, op_schema, single_mesh_dim_strategies) uses
     itertools; is_tensor_shardable(shape, spec)
 torch.distributed.tensor._sharding_prop: _expand_single_dim_strategy_to_mesh(mesh, op_schema, output_tensor_meta)
