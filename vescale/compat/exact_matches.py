@@ -18,11 +18,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from vescale.compat.empty_shards import let_shards_be_empty
 from vescale.compat.patching import Changes
 from vescale.compat.placement_search import cheapest
-from vescale.compat.reduced_dims import reduce_all_where_none_is_named
-from vescale.compat.search_order import search_in_one_order
 
 try:
     from torch.distributed.tensor._ops.single_dim_strategy import _PreparedSingleDimStrategy
@@ -35,9 +32,7 @@ _STOCK = (Replicate, Shard, _StridedShard, Partial)
 
 
 def search_only_mismatches(changes: Changes, _: Any) -> None:
-    """Let PyTorch search only where :func:`exact_match` and :func:`search` find nothing, and shard dims with fewer elements
-    than ranks where it is asked to (:mod:`vescale.compat.empty_shards`), reduce all dims where none is named, and try
-    candidates in the same order on every rank."""
+    """Let PyTorch search only where :func:`exact_match` and :func:`search` find nothing."""
     expand: Callable[..., Any] = sharding_propagation._expand_single_dim_strategy_to_mesh
 
     @functools.wraps(expand)
@@ -48,9 +43,6 @@ def search_only_mismatches(changes: Changes, _: Any) -> None:
         return lambda op, args, kwargs: found
 
     changes.function(expand, expand_single_dim_strategy_to_mesh)
-    let_shards_be_empty(changes)
-    reduce_all_where_none_is_named(changes)
-    search_in_one_order(changes)
 
 
 def exact_match(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpStrategy | None:

@@ -124,7 +124,8 @@ torch.distributed.tensor: DTensor.redistribute(device_mesh, placements, async_op
     DTensor.__create_chunk_list__; DTensor.__get_tensor_shard__(index)
 torch.distributed.tensor._api: redistribute_local_tensor(local_tensor, current_spec, target_spec, async_op);
     distribute_tensor(tensor, device_mesh, placements, src_data_rank); _ToTorchTensor.forward uses dtensor_spec,
-    grad_placements; _ToTorchTensor.backward(ctx, grad_output); _dtensor_init_helper; _mesh_resources.get_current_mesh
+    grad_placements; _ToTorchTensor.backward(ctx, grad_output); _dtensor_init_helper; _mesh_resources.get_current_mesh;
+    assert_no_mixed_partial_types; Redistribute.apply; _FromTorchTensor.apply
 torch.distributed.tensor._dispatch: redistribute_local_tensor(local_tensor, current_spec, target_spec, async_op);
     get_active_debug_mode; pytree.tree_leaves
 torch.distributed.tensor._dtensor_spec: DTensorSpec(mesh, placements, tensor_meta);

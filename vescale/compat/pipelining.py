@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import schedules
 
+from vescale.compat.ledger import note
+
 __all__ = ["agree_on_sizes", "dry_run", "schedule_class", "schedule_from_text", "schedule_order", "schedule_with_comms"]
 
 
@@ -53,4 +55,5 @@ def dry_run(with_comms: Mapping[int, Sequence[Any]], stage_to_rank: Callable[[in
 def agree_on_sizes(stage: Any) -> None:
     """Before the first step, stages ask each other whether all know the sizes of their messages. ``stage`` takes it that the
     others do, because they do not exist."""
+    note("compat.pipelining:instance", stage)
     stage._warmup_backward_result = lambda received_result=None: torch.ones(1, dtype=torch.int32)
