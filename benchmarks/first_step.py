@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vescale import Plan, parallelize
 from vescale.compat import patches
 
-_DECIDING = ("_expand_single_dim_strategy_to_mesh", "_propagate_tensor_meta_non_cached")
+_DECIDING = ("vescale.compat.exact_matches", "vescale.compat.meta_shapes")
 
 
 def measure(num_axes: int, size: int, layers: int, stock_search: bool) -> list[float]:
@@ -43,7 +43,7 @@ def measure(num_axes: int, size: int, layers: int, stock_search: bool) -> list[f
     )
     model = LlamaForCausalLM(config)
     if stock_search:
-        kept = [patch for patch in patches.PATCHES if not any(name in patch.target for name in _DECIDING)]
+        kept = [patch for patch in patches.PATCHES if patch.owner not in _DECIDING]
         patches.PATCHES = tuple(kept)
     layer = r"model.layers.\d+"
     plan = Plan(mesh)

@@ -13,7 +13,7 @@ import pytest
 
 from vescale import plan_zoo
 from vescale.cli import main
-from vescale.compat import PATCHES, patch_states
+from vescale.compat import OTHER_CHANGES, PATCHES, is_installed, patch_states, uninstall_part
 
 MODULE = """
 import torch
@@ -305,11 +305,38 @@ def test_env(run: Run) -> None:
     data = json.loads(run("env", "--json")[1])
     assert data["torch"]["compat"] == "ok" and data["torch"]["gloo"] is True
     assert set(data["features"].values()) == {"ok"}
-    assert len(data["patches"]) == len(PATCHES)
-    for patch, state in patch_states():
-        found = data["patches"][patch.target]
-        assert (found["state"], found["replacement"], found["issue"]) == (state, patch.replacement, patch.issue)
-        assert f"{patch.target} {state} ({patch.part}): {patch.replacement}".replace(" ", "") in words.replace(" ", "")
+    assert len(data["patches"]) == len(PATCHES) and "problem" not in data["changes"]
+    letters = words.replace(" ", "")
+    num_changes = 0
+    for patch in PATCHES:
+        found = data["patches"][patch.purpose]
+        assert (found["state"], found["owner"], found["issue"]) == ("installed", patch.owner, patch.issue)
+        num_changes += len(found["changes"])
+        shown = f"{patch.purpose} {len(found['changes'])} changed" if found["changes"] else f"{patch.purpose} installed"
+        assert shown.replace(" ", "") in letters and patch.reason.replace(" ", "") in letters
+    for one in patch_states():
+        assert one.state != "installed" or tuple(data["patches"][one.patch.purpose]["changes"]) == one.changes
+    assert not is_installed("observation"), "what the command installs is taken back"
+    assert data["changes"] == {
+        "patches": f"{num_changes} in {len(PATCHES)} groups",
+        "other": f"{len(OTHER_CHANGES)} kinds",
+    }
+    assert f"patches {num_changes} in {len(PATCHES)} groups" in words
+    for key, row in OTHER_CHANGES.items():
+        assert data["other changes"][key]["target"] == row.target and row.reason.replace(" ", "") in letters
+
+
+def test_env_tells_what_cannot_be_installed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    uninstall_part("stages")
+
+    def fails() -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("vescale.optim.extend_torch_for_stages", fails)
+    data = json.loads(run("env", "--json")[1])
+    assert data["changes"]["problem"] == "RuntimeError: planted"
+    assert {group["state"] for group in data["patches"].values() if group["part"] == "stages"} == {"not installed"}
+    assert "installed" in {group["state"] for group in data["patches"].values()}
 
 
 def test_env_names_what_a_torch_lacks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.ranks import RankPools
 from vescale import parallelize
-from vescale.compat import dtensor_methods
+from vescale.compat import dtensor_copies
 from vescale.errors import SavedPartWarning
 from vescale.fsdp import fully_shard
 from vescale.plans import Plan
@@ -47,7 +47,7 @@ def saved(value: Any) -> Any:
 def a_part_is_saved() -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = parallelize(nn.Linear(4, 2), Plan(mesh).shard("weight", Shard(0), mesh="tp"))
-    dtensor_methods._WARNED.clear()
+    dtensor_copies._WARNED.clear()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         copy.deepcopy(model.state_dict())

@@ -298,7 +298,9 @@ def test_a_missing_name_is_named(need: Need, hide: Callable[[str, str], None]) -
 def test_another_function_is_named(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has neither the parameters, nor calls and keeps what vescale relies on."""
     module = importlib.import_module(need.module)
-    *outer, last = next(path for path in need.path.split("|") if needs._resolve(module, path) is not needs._MISSING).split(".")
+    *outer, last = next(
+        path for path in need.path.split("|") if needs._resolve(module, path) is not needs._MISSING
+    ).split(".")
     owner: Any = module
     for part in outer:
         owner = getattr(owner, part)

@@ -105,7 +105,11 @@ def cases() -> list[Case]:
         made.append(Case([(ROWS, HEADS)] * 3 + [(Shard(2), R)], method, mask="batch"))
         made.append(Case([(ROWS, HEADS)] * 3 + [(Shard(0), R)], method, mask="plain"))
         made.append(Case([(ROWS, HEADS)] * 3 + [(R, R)], method, mask="keys"))
-        both = {"mask": "bool", "value_size": 4, "is_causal": True}  # one device takes both where all sizes are alike, until torch 2.13
+        both = {
+            "mask": "bool",
+            "value_size": 4,
+            "is_causal": True,
+        }  # one device takes both where all sizes are alike, until torch 2.13
         made.append(Case([(ROWS, HEADS)] * 3 + [(R, R)], method, **both))
         made.append(Case([(ROWS, HEADS)] * 3 + [(R, R)], method, mask="keys", dropout_p=0.3))
     for method in (GATHER, RING):

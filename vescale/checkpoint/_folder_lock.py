@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 
+from vescale.compat import note
 from vescale.errors import FolderInUseError
 
 try:
@@ -88,4 +89,5 @@ def _leave_to_parent() -> None:
 
 
 if hasattr(os, "register_at_fork"):
+    note("checkpoint._folder_lock:process", "os.register_at_fork")
     os.register_at_fork(after_in_child=_leave_to_parent)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from vescale.checks._descriptions import hash_of
 from vescale.checks._mismatches import STEPPED
 from vescale.checks._settings import FIRST, check_every, is_unchecked
-from vescale.compat import no_torch_function, spec_of
+from vescale.compat import no_torch_function, note, spec_of
 
 __all__ = ["STEP_LISTENERS", "watch_optimizers"]
 
@@ -35,6 +35,7 @@ _MAX_GROUPS = 8
 def watch_optimizers(listener: Listener) -> None:
     """From now on, tell ``listener`` of steps of optimizers that hold DTensors."""
     if not STEP_LISTENERS:
+        note("checks._optimizer_steps:torch", "torch.optim.optimizer._global_optimizer_pre_hooks")
         register_optimizer_step_pre_hook(_before_step)
     if listener not in STEP_LISTENERS:
         STEP_LISTENERS.append(listener)

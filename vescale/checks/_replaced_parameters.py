@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.checks._parameter_names import note_name
-from vescale.compat import bytes_of, has_hooks, local_of, no_torch_function
+from vescale.compat import bytes_of, has_hooks, local_of, no_torch_function, note
 from vescale.errors import Coded, ParameterHookError
 
 __all__ = ["RegisteredParameters", "ReplacedParameterError", "Replacement", "replacement_of"]
@@ -162,6 +162,7 @@ class RegisteredParameters:
                     parameter.__class__ = _replaced_class(type(parameter))
                 except TypeError:  # a subclass with another layout
                     continue
+                note("checks._replaced_parameters:class", type(parameter).__bases__[0])
                 found = Replacement(name, model, by, grad, module, attribute)
                 parameter.__dict__[_ATTRIBUTE] = found
                 _REPLACED.setdefault(owner, {})[attribute] = found

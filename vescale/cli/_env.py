@@ -1,4 +1,7 @@
-"""``vescale env``: versions, what this torch can do, which helpers were built, what is patched. For bug reports."""
+"""``vescale env``: versions, what this torch can do, which helpers were built, what is changed in PyTorch. For bug reports.
+
+The changes are listed as they are: every part is installed for that, and taken back.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ __all__ = ["add_arguments", "run"]
 
 _PACKAGES = ("torch", "numpy", "pyyaml", "jsonschema", "regex", "rich", "transformers", "tokenizers", "safetensors")
 _WIDTH = 80  # columns
+_NUM_EXAMPLES = 3  # of the changes of a group
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +53,7 @@ def _collect() -> dict[str, dict[str, Any]]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "torch": torch,
         "features": _features() if is_complete else {},
-        "patches": _patches() if is_complete else {},
+        **(_changes() if is_complete else {"patches": {}, "other changes": {}}),
         "helpers": _helpers(),
         "machine": {"cpus": os.cpu_count(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")},
     }
@@ -95,20 +99,54 @@ def _features() -> dict[str, str]:
     return {name: f"unavailable: torch lacks {', '.join(lacks)}" if lacks else "ok" for name, lacks in missing.items()}
 
 
-def _patches() -> dict[str, dict[str, str]]:
-    """Everything that vescale can change in PyTorch, and whether this process has."""
-    states = importlib.import_module("vescale.compat").patch_states()
-    return {
-        patch.target: {
-            "state": state,
-            "part": patch.part,
-            "replacement": patch.replacement,
-            "reason": patch.reason,
-            "issue": patch.issue,
-            "torch": patch.torch,
+def _changes() -> dict[str, dict[str, Any]]:
+    """Everything that vescale changes in PyTorch while all parts are installed, by purpose, and what it changes besides."""
+    compat = importlib.import_module("vescale.compat")
+    parts = {patch.part for patch in compat.PATCHES}
+    before = {part for part in parts if compat.is_installed(part)}
+    problem = _install_everything(compat)
+    states = compat.patch_states()
+    for part in parts - before:
+        compat.uninstall_part(part)
+    groups = {
+        one.patch.purpose: {
+            "state": one.state,
+            "part": one.patch.part,
+            "owner": one.patch.owner,
+            "reason": one.patch.reason,
+            "issue": one.patch.issue,
+            "torch": one.patch.torch,
+            "changes": list(one.changes),
         }
-        for patch, state in states
+        for one in states
     }
+    num_changes = sum(len(group["changes"]) for group in groups.values())
+    others = {
+        key: {"owner": f"vescale.{key.partition(':')[0]}", "kind": key.partition(":")[2], **row._asdict()}
+        for key, row in compat.OTHER_CHANGES.items()
+    }
+    counts: dict[str, Any] = {"patches": f"{num_changes} in {len(groups)} groups", "other": f"{len(others)} kinds"}
+    if problem:
+        counts["problem"] = problem
+    return {"changes": counts, "patches": groups, "other changes": others}
+
+
+def _install_everything(compat: Any) -> str:
+    """The error that an installation raises, in which case the other parts are listed alone; "" if there is none."""
+    runtime, rng, optim = (importlib.import_module(f"vescale.{name}") for name in ("runtime", "rng", "optim"))
+    problem = ""
+    for install in (
+        compat.extend_dtensor,
+        runtime.install_handlers,
+        rng.enable,
+        optim.extend_torch_for_stages,
+        lambda: compat.install_part("observation", lambda name, group, inputs, outputs, call: call(None)[0]),
+    ):
+        try:
+            install()
+        except Exception as error:  # not lost: it is what a bug report is about
+            problem = problem or f"{type(error).__name__}: {error}"
+    return problem
 
 
 def _helpers() -> dict[str, str]:
@@ -148,8 +186,21 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        issue = "" if value["issue"] == "none" else f" ({value['issue']})"
-        return f"{value['state']} ({value['part']}): {value['replacement']}{issue}"
+        return _shown_change(value) if "kind" in value else _shown_group(value)
     if isinstance(value, list):
         return ", ".join(value) or "none"
     return str(value)
+
+
+def _shown_group(group: dict[str, Any]) -> str:
+    """The count and the first names; ``--json`` has all of them."""
+    issue = "" if group["issue"] == "none" else f"; {group['issue']}"
+    changes = group["changes"]
+    examples = ", ".join(name.replace("torch.distributed.tensor.", "") for name in changes[:_NUM_EXAMPLES])
+    more = ", ..." if len(changes) > _NUM_EXAMPLES else ""
+    found = f"{len(changes)} changed ({examples}{more})" if changes else group["state"]
+    return f"{found}, {group['part']}, torch{group['torch']}{issue}: {group['reason']}"
+
+
+def _shown_change(change: dict[str, Any]) -> str:
+    return f"{change['target']}: {change['reason']} ({change['until']})"

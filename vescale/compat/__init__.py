@@ -18,6 +18,7 @@ from vescale.compat import (
     fsdp2,
     gradient_rows,
     hook_gate,
+    ledger,
     meshes,
     module_calls,
     op_info,
@@ -43,6 +44,7 @@ from vescale.compat.gradient_rows import *
 from vescale.compat.held_tensors import held_tensors, weak_node
 from vescale.compat.hook_gate import *
 from vescale.compat.layouts import Layout
+from vescale.compat.ledger import *
 from vescale.compat.meshes import *
 from vescale.compat.model_hooks import (
     DispatchListener,
@@ -146,6 +148,7 @@ __all__ += foreach.__all__
 __all__ += fsdp2.__all__
 __all__ += gradient_rows.__all__
 __all__ += hook_gate.__all__
+__all__ += ledger.__all__
 __all__ += meshes.__all__
 __all__ += module_calls.__all__
 __all__ += op_info.__all__

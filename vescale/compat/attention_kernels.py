@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import library
 
+from vescale.compat.ledger import note
+
 __all__ = ["attention_by", "host_has_attention_kernel"]
 
 _OP = torch.ops.aten.scaled_dot_product_attention.default
@@ -31,6 +33,7 @@ def attention_by(attend: Callable[..., torch.Tensor | None]) -> Iterator[None]:
         return _OP.decompose(*args, **kwargs) if found is None else found
 
     before = getattr(_THREAD, "attend", None)
+    note("compat.attention_kernels:torch", "aten::scaled_dot_product_attention")
     registered.impl("scaled_dot_product_attention", kernel, "AutogradCPU")
     _THREAD.attend = attend
     try:

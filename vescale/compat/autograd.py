@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint as checkpointing
 
 from vescale import csrc
+from vescale.compat.ledger import note
 
 __all__ = [
     "PACKED",
@@ -271,7 +272,10 @@ set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 
 def suspend_compiling() -> Any:
     """Let this thread run Python as it is, also in a compiled function. Returns what to resume with; None: nothing."""
-    return set_compiler(None)
+    found = set_compiler(None)
+    if found is not None:
+        note("compat.autograd:process", found)
+    return found
 
 
 def resume_compiling(compiler: Any) -> None:

@@ -23,6 +23,7 @@ from vescale.errors import ShardedStateError
 
 __all__ = [
     "CheckpointHooks",
+    "refuse_lossy_safetensors",
     "wrap_full_state_dicts",
     "wrap_plans",
     "wrap_protocol",
@@ -90,11 +91,6 @@ def wrap_protocol(changes: Changes, dtensor_hooks: Any) -> None:
 
 def wrap_plans(changes: Changes, dtensor_hooks: Any) -> None:
     """Of saving and of loading."""
-    _wrap_planning(changes, dtensor_hooks)
-    _refuse_lossy_safetensors(changes)
-
-
-def _wrap_planning(changes: Changes, dtensor_hooks: Any) -> None:
     # Loaded with the first placement rather than with vescale.compat: it costs more than all of vescale.placements.
     from torch.distributed.checkpoint import default_planner, planner_helpers
     from torch.distributed.checkpoint.planner import SavePlan
@@ -164,7 +160,7 @@ def wrap_full_state_dicts(changes: Changes, dtensor_hooks: Any) -> None:
         changes.function(original, keeping_scalars_placed(original, every_rank_has_full))
 
 
-def _refuse_lossy_safetensors(changes: Changes) -> None:
+def refuse_lossy_safetensors(changes: Changes, _: Any) -> None:
     """The safetensors format names a file's tensors by their FQN, so of several blocks of a tensor in one file PyTorch's
     writer keeps the last only, without a word. Raise instead, on every rank, before anything is written."""
     from torch.distributed.checkpoint.filesystem import SerializationFormat, _FileSystemWriter

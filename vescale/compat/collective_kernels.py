@@ -54,12 +54,14 @@ returns (what the operator returns, its Work or None). The handler returns the f
 
 def register_collective_kernels(changes: Changes, handler: Handler) -> None:
     registered = library.Library("c10d", "IMPL")
-    changes.on_undo(registered._destroy)
     behind = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
     for name in _NAMES:
         packet = getattr(torch.ops.c10d, name, None)
         if packet is not None:
             registered.impl(name, _kernel(name, packet.default, behind, handler), _KEY, with_keyset=True)
+    changes.on_undo(
+        registered._destroy, *(f"kernel c10d::{name} @ {_KEY}" for name in _NAMES if hasattr(torch.ops.c10d, name))
+    )
 
 
 def _kernel(name: str, op: Any, behind: Any, handler: Handler) -> Any:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 
 from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
 from vescale.compat.empty_shards import has_empty_shards
-from vescale.compat.gradient_scaling import unscale
 from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
 from vescale.compat.op_info import OutputSharding, is_view, iterate_specs, with_aliasing
 from vescale.compat.out_arguments import run_into_empty
@@ -29,6 +28,8 @@ from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import REPLICAS
 
 __all__ = [
+    "DISPATCHER",
+    "HANDLERS",
     "handlers_of_dtensor",
     "keeps_operands",
     "no_torch_function",
@@ -45,8 +46,8 @@ no_torch_function = torch._C.DisableTorchFunction
 with_torch_function = torch._C._EnableTorchFunction  # inside of it, on again
 
 _aten = torch.ops.aten
-
-
+DISPATCHER = "torch.distributed.tensor.DTensor._op_dispatcher"
+HANDLERS = f"{DISPATCHER}._custom_op_handlers"
 # From so many mesh axes on, stock DTensor takes half a minute and more for one op with a _StridedShard among its operands:
 # it searches the cheapest way from it to every candidate placement.
 _LONG_SEARCH = 3
@@ -96,8 +97,7 @@ def take_over_handled_ops(changes: Changes, _: Any) -> None:
         _aten.convolution_backward.default,
     ):
         if op in table:
-            changes.entry(handlers_of_dtensor, op, functools.partial(_handle, table[op]))
-    changes.entry(handlers_of_dtensor, _aten._amp_foreach_non_finite_check_and_unscale_.default, unscale)
+            changes.entry(handlers_of_dtensor, op, functools.partial(_handle, table[op]), HANDLERS)
 
 
 def take_over_mixed_ops(changes: Changes, hooks: ModelHooks) -> None:
@@ -105,7 +105,7 @@ def take_over_mixed_ops(changes: Changes, hooks: ModelHooks) -> None:
     table = handlers_of_dtensor()
     for op, handler in hooks.handlers.items():
         if handler.takes_plain and op not in table:
-            changes.entry(handlers_of_dtensor, op, _handle_mixed)
+            changes.entry(handlers_of_dtensor, op, _handle_mixed, HANDLERS)
 
 
 def _handle(stock: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,7 +220,7 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
             return _decided(original, models.listener, *call)
 
     propagate.without_handlers = without_handlers  # type: ignore[attr-defined]
-    changes.attribute(dispatcher, "_propagate_op_sharding_dispatch_slow_path", propagate)
+    changes.attribute(dispatcher, "_propagate_op_sharding_dispatch_slow_path", propagate, DISPATCHER)
 
 
 def _decided(

@@ -1,4 +1,4 @@
-"""DTensor's methods and functions: placements that stock DTensor does not know, formatting, copies.
+"""DTensor's methods and functions: placements that stock DTensor does not know, values, formatting.
 
 Each wrapper first looks for a custom placement and calls the original if there is none. What happens otherwise is given by
 :class:`DTensorHooks`, which ``vescale.placements`` and ``vescale.ops`` fill in.
@@ -7,32 +7,34 @@ Each wrapper first looks for a custom placement and calls the original if there 
 from __future__ import annotations
 
 import functools
-import warnings
+import sys
 import weakref
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as tensor_api
 
 from vescale.compat.checkpoint_plans import CheckpointHooks
-from vescale.compat.dtensor import keeps_memory, local_of, make_dtensor, spec_of
+from vescale.compat.dtensor import keeps_memory
 from vescale.compat.model_hooks import tell_plain_value
-from vescale.compat.passed_functions import pass_methods
-from vescale.compat.patching import Changes
+from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import begin_world
-from vescale.errors import DTensorStorageError, SavedPartWarning, SetDataError
+from vescale.errors import DistributeError, SetDataError
 
 __all__ = [
     "DTensorHooks",
-    "give_values",
+    "format_scalars",
+    "read_whole_values",
+    "refuse_early_lookups",
     "stock",
     "wrap_conversions",
-    "wrap_copying",
+    "wrap_data",
     "wrap_distribute_tensor",
+    "wrap_local_gradient",
     "wrap_set_item",
 ]
 
@@ -46,7 +48,8 @@ class DTensorHooks:
     ``local_gradient(grad, spec, grad_placements)``, the DTensor that ``to_local``'s backward gives for the gradient of the
     local tensor of a DTensor with ``spec``, and ``run_op(op, args, kwargs, schema)``, which runs an op or gives the
     sharding decision that the dispatcher caches; ``keeps_operands(op, schema)`` gives the decision or None and runs nothing;
-    ``sizes_of(op)`` gives a function for :mod:`vescale.compat.closed_forms`, or None.
+    ``sizes_of(op)`` gives a function for :mod:`vescale.compat.closed_forms`, or None; ``normalize(placements, shape, mesh)``
+    gives placements with what follows from shape and mesh filled in.
     """
 
     has_custom: Callable[..., bool]
@@ -62,6 +65,7 @@ class DTensorHooks:
     keeps_operands: Callable[..., Any]
     set_item: Callable[..., None]
     sizes_of: Callable[[Any], Any]
+    normalize: Callable[..., Any]
 
 
 # PyTorch's own, whether or not anything is installed.
@@ -86,8 +90,8 @@ def _again(placements: Any) -> Any:
 def wrap_conversions(changes: Changes, hooks: DTensorHooks) -> None:
     changes.attribute(DTensor, "redistribute", _redistribute(hooks))
     changes.attribute(DTensor, "full_tensor", _full_tensor(hooks))
-    changes.attribute(DTensor, "from_local", staticmethod(_from_local(hooks)))
-    _wrap_local_gradient(changes, hooks)
+    changes.attribute(tensor_api.Redistribute, "apply", staticmethod(_apply_redistribute(hooks)))
+    changes.attribute(tensor_api._FromTorchTensor, "apply", staticmethod(_apply_from_local(hooks)))
 
 
 def _redistribute(hooks: DTensorHooks) -> Callable[..., Any]:
@@ -116,20 +120,33 @@ def _full_tensor(hooks: DTensorHooks) -> Callable[..., Any]:
     return full_tensor
 
 
-def _from_local(hooks: DTensorHooks) -> Callable[..., Any]:
-    original, has_custom = _STOCK.from_local, hooks.has_custom
+def _apply_redistribute(hooks: DTensorHooks) -> Callable[..., Any]:
+    """Python has looked the method up before it evaluates the arguments, among which the first placement of a process may be
+    constructed: PyTorch's own method comes here with it."""
+    original, is_stock = tensor_api.Redistribute.apply, hooks.custom_types.isdisjoint
 
-    @functools.wraps(original)
-    def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
-        placements = _again(placements)
-        gradient = _again(options.get("grad_placements"))
-        if "grad_placements" in options:  # before 2.12 there is none
-            options["grad_placements"] = gradient
-        if not ((placements and has_custom(placements)) or (gradient and has_custom(gradient))):
-            return original(local_tensor, device_mesh, placements, **options)
-        return hooks.from_local(local_tensor, device_mesh, placements, **options)
+    def apply(dtensor: Any, device_mesh: Any, placements: Any, *options: Any) -> Any:
+        if not is_stock(map(type, placements)):
+            placements = hooks.normalize(placements, dtensor.shape, device_mesh)
+        return original(dtensor, device_mesh, placements, *options)
 
-    return from_local
+    return apply
+
+
+def _apply_from_local(hooks: DTensorHooks) -> Callable[..., Any]:
+    """What ``DTensor.from_local`` calls at its end; the function itself may have been looked up before, as above."""
+    original, has_custom = tensor_api._FromTorchTensor.apply, hooks.has_custom
+
+    def apply(
+        local: Any, mesh: Any, placements: Any, run_check: Any, shape: Any, stride: Any, *grad_placements: Any
+    ) -> Any:
+        gradient = grad_placements[0] if grad_placements else None  # before 2.12 there is none
+        if not (has_custom(placements) or (gradient and has_custom(gradient))):
+            return original(local, mesh, placements, run_check, shape, stride, *grad_placements)
+        options = {"run_check": run_check, "shape": shape, "stride": stride, "grad_placements": gradient}
+        return hooks.from_local(local, mesh, placements, **options)
+
+    return apply
 
 
 def wrap_set_item(changes: Changes, hooks: DTensorHooks) -> None:
@@ -142,6 +159,9 @@ def wrap_set_item(changes: Changes, hooks: DTensorHooks) -> None:
         return hooks.set_item(original, self, index, value)
 
     changes.attribute(DTensor, "__setitem__", __setitem__)
+
+
+def wrap_data(changes: Changes, hooks: DTensorHooks) -> None:
     changes.attribute(DTensor, "data", property(_data, functools.partial(_set_data, hooks)))
 
 
@@ -212,7 +232,7 @@ def _is_own_memory(dtensor: Any, value: Any) -> bool:
     return True
 
 
-def _wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:
+def wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:
     """``to_local`` itself does what it should for every placement, and is too cheap to be wrapped; only its backward
     asks what the placements mean."""
     original, has_custom = tensor_api._ToTorchTensor.backward, hooks.has_custom
@@ -227,13 +247,18 @@ def _wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:
     changes.attribute(tensor_api._ToTorchTensor, "backward", staticmethod(backward))
 
 
-def wrap_distribute_tensor(changes: Changes, hooks: DTensorHooks) -> None:
+def wrap_distribute_tensor(changes: Changes, _: Any) -> None:
+    """Replace the function before there is a placement: one that is constructed among its arguments comes after Python has
+    looked it up. The hooks are looked up when it is called."""
     original = _STOCK.distribute_tensor
 
     @functools.wraps(original)
     def distribute_tensor(
         tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0
     ) -> Any:
+        hooks = HOOKS.get("placements")
+        if hooks is None:
+            return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
         begin_world()
         placements = _again(placements)
         if not placements or not hooks.has_custom(placements):
@@ -243,14 +268,25 @@ def wrap_distribute_tensor(changes: Changes, hooks: DTensorHooks) -> None:
     changes.function(original, distribute_tensor)
 
 
-def give_values(changes: Changes, hooks: Any) -> None:
-    """What DTensors do in models' forwards and around them."""
-    _format_scalars(changes)
-    _read_whole_values(changes)
-    pass_methods(changes)
+def refuse_early_lookups(changes: Changes, hooks: DTensorHooks) -> None:
+    """Tell what to do where PyTorch's own ``distribute_tensor`` gets a placement that it does not know: a program that holds
+    the function in a variable, or loads the placements among its arguments. It calls nothing that could answer for it."""
+    original, code = tensor_api.assert_no_mixed_partial_types, _STOCK.distribute_tensor.__code__
+
+    @functools.wraps(original)
+    def assert_no_mixed_partial_types(placements: Any) -> None:
+        if hooks.has_custom(placements) and sys._getframe(1).f_code is code:
+            raise DistributeError(
+                f"distribute_tensor got {tuple(placements)}, and Python had looked the function up before vescale's "
+                "placements were loaded. Write `from vescale import RaggedShard` (the placement that you use) at the top of "
+                "the script, before the function is kept anywhere; or call vescale.placements.distribute_tensor"
+            )
+        original(placements)
+
+    changes.attribute(tensor_api, "assert_no_mixed_partial_types", assert_no_mixed_partial_types)
 
 
-def _format_scalars(changes: Changes) -> None:
+def format_scalars(changes: Changes, _: Any) -> None:
     def __format__(self: DTensor, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else repr(self) if not spec else self, spec)
 
@@ -258,7 +294,7 @@ def _format_scalars(changes: Changes) -> None:
         changes.attribute(DTensor, "__format__", __format__)
 
 
-def _read_whole_values(changes: Changes) -> None:
+def read_whole_values(changes: Changes, _: Any) -> None:
     """``tolist``, ``numpy`` and ``numpy.asarray`` of a DTensor: the whole value, which all ranks read together."""
 
     def reading(name: str) -> Any:
@@ -275,91 +311,3 @@ def _read_whole_values(changes: Changes) -> None:
     for name in ("tolist", "numpy", "__array__"):
         if name not in vars(DTensor):
             changes.attribute(DTensor, name, reading(name))
-
-
-def wrap_copying(changes: Changes, _: Any) -> None:
-    """``Tensor.__deepcopy__`` and ``Tensor.__reduce_ex__`` (``torch/_tensor.py``, 2.13) recognize a tensor without memory of
-    its own by its address 0. A DTensor's is its local tensor's offset: if it is not 0, they fail ("invalid python storage").
-    """
-    deepcopy, reduce = DTensor.__deepcopy__, DTensor.__reduce_ex__
-
-    @functools.wraps(deepcopy)
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        if id(self) in memo or not self.is_leaf or not _is_inside(self):
-            return deepcopy(self, memo)
-        aligned = _aligned(self)
-        aligned.grad = self.grad
-        copied = memo[id(self)] = deepcopy(aligned, memo)
-        del memo[id(aligned)]  # which another object may get
-        return copied
-
-    @functools.wraps(reduce)
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        if protocol == _OF_TORCH_SAVE:
-            _warn_of_part(self)
-        return reduce(_aligned(self) if _is_inside(self) else self, protocol)
-
-    def is_shared(self: Any) -> bool:
-        return local_of(self).is_shared()
-
-    def refusing(advice: str) -> Callable[..., NoReturn]:
-        def refused(self: Any) -> NoReturn:
-            raise DTensorStorageError(
-                f"storage() of a DTensor of shape {tuple(self.shape)} placed as {tuple(self.placements)}: it has no memory "
-                f"of its own, and to_local() is this rank's part. {advice}"
-            )
-
-        return refused
-
-    for method in (__deepcopy__, __reduce_ex__, is_shared):
-        changes.attribute(DTensor, method.__name__, method)
-    for name, advice in _NO_MEMORY.items():
-        changes.attribute(DTensor, name, refusing(advice))
-
-
-_NO_MEMORY = {
-    "storage": "To write a file (safetensors), give it whole tensors, x.full_tensor() on all ranks, or save with "
-    "vescale.checkpoint.save, and export (`vescale ckpt export`)",
-    # Of share_memory(), where the process would crash, and of FullyShardedDataParallel, which frees what it has flattened.
-    "_typed_storage": "Its memory can neither be shared between processes nor freed: call share_memory_() of x.to_local(); "
-    "and leave FullyShardedDataParallel out, for the parameters are distributed already",
-}
-_OF_TORCH_SAVE = 2
-"""torch.save's protocol; copies, queues and process groups pickle with newer ones."""
-_WARNED: list[bool] = []
-
-
-def _warn_of_part(x: Any) -> None:
-    """Of the first DTensor in this process of which other ranks have parts, too."""
-    spec = spec_of(x)
-    cut = [a for a, p in enumerate(spec.placements) if not p.is_replicate() and spec.mesh.size(a) > 1]
-    if _WARNED or not cut or local_of(x).is_meta:
-        return
-    _WARNED.append(True)
-    warnings.warn(
-        SavedPartWarning(
-            f"torch.save writes this rank's part {tuple(local_of(x).shape)} of a DTensor of shape {tuple(x.shape)} placed "
-            f"as {spec.placements}, not the whole tensor: the file can be loaded on this rank of an equal mesh only. Save "
-            "the model on all ranks with vescale.checkpoint.save (any mesh loads it), or the whole values: `state = {name: "
-            'x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in model.state_dict().items()}` on all ranks, '
-            "then torch.save(state, ...) on one"
-        ),
-        stacklevel=3,
-    )
-
-
-def _is_inside(x: Any) -> bool:
-    local = local_of(x)
-    return type(x) is DTensor and type(local) is torch.Tensor and local.storage_offset() > 0 and not local.is_meta
-
-
-def _aligned(x: Any) -> DTensor:
-    """``x`` over the same memory, seen as a storage of its own, for ``copy.copy`` shares it."""
-    local = local_of(x).detach()
-    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride())) if local.numel() else -1
-    begin, itemsize = local.storage_offset(), local.itemsize
-    storage = local.untyped_storage()[begin * itemsize : (begin + last + 1) * itemsize]
-    local = local.new_empty(0).set_(storage, 0, local.shape, local.stride())
-    twin = make_dtensor(local, spec_of(x), requires_grad=x.requires_grad)
-    twin.__dict__.update(x.__dict__)
-    return twin

@@ -22,7 +22,7 @@ __all__ = ["has_empty_shards", "let_shards_be_empty", "some_rank_holds_nothing",
 _DECIDING = threading.local()
 
 
-def let_shards_be_empty(changes: Changes) -> None:
+def let_shards_be_empty(changes: Changes, _: Any) -> None:
     """Within :func:`with_empty_shards`, PyTorch's rules shard any dim."""
     original = utils.is_tensor_shardable
 

@@ -26,10 +26,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 from torch.distributed.tensor._ops import utils
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from vescale.compat.empty_shards import let_shards_be_empty
 from vescale.compat.patching import Changes
-from vescale.compat.reduced_dims import reduce_all_where_none_is_named
-from vescale.compat.search_order import search_in_one_order
 
 __all__ = ["ask_for_few", "search_only_mismatches"]
 
@@ -56,9 +53,7 @@ _SEARCH = threading.local()
 
 
 def search_only_mismatches(changes: Changes, _: Any) -> None:
-    """Let PyTorch's search for placements judge few candidates, and shard dims with fewer elements than ranks where it is
-    asked to (:mod:`vescale.compat.empty_shards`), reduce all dims where none is named, and try candidates in the same order
-    on every rank."""
+    """Let PyTorch's search for placements judge few candidates."""
     expand: Callable[..., Any] = sharding_propagation._expand_single_dim_strategy_to_mesh
     judge: Callable[..., OpStrategy] = utils.expand_to_full_mesh_op_strategy
 
@@ -85,9 +80,6 @@ def search_only_mismatches(changes: Changes, _: Any) -> None:
 
     changes.function(expand, expand_single_dim_strategy_to_mesh)
     changes.function(judge, expand_to_full_mesh_op_strategy)
-    let_shards_be_empty(changes)
-    reduce_all_where_none_is_named(changes)
-    search_in_one_order(changes)
 
 
 class _LinesByAxis(list[Line]):

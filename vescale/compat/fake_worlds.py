@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from vescale.compat.ledger import note
 from vescale.compat.needed_names import ESTIMATES
 from vescale.compat.needs import require
 from vescale.compat.patching import Changes, undo
@@ -68,6 +69,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         changes.attribute(c10d, "_world", world)
         changes.attribute(sys, "excepthook", sys.excepthook)  # init_process_group puts the rank before each line of it
         try:
+            note("compat.fake_worlds:torch", *changes.names())
             dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
             yield
         finally:

@@ -16,6 +16,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
 
+from vescale.compat.ledger import note
 from vescale.errors import PrivateAttributeError, UnsupportedSettingError
 
 __all__ = [
@@ -40,6 +41,7 @@ def fsdp2_state(module: nn.Module) -> Any:
 def register_fsdp2_state(module: nn.Module, state: FSDP2State) -> None:
     """Let ``torch.distributed.fsdp.fully_shard.state(module)`` find ``state``. PyTorch then refuses to shard the module once
     more, and to apply to it what does not go with sharding."""
+    note("compat.fsdp2:instance", module)
     module.__dict__.setdefault(STATE_KEY, {})[_CONTRACT] = state
     module.__dict__.setdefault(REGISTRY_KEY, {})[_CONTRACT.__name__] = RegistryItem()
 
@@ -52,6 +54,7 @@ def is_replicated(module: nn.Module) -> bool:
 def refuse_composable_apis(module: nn.Module, names: Sequence[str], refuse: Callable[[str], NoReturn]) -> None:
     """Let PyTorch's composable functions of these names call ``refuse(name)`` when they are given the module, and
     ``fully_shard`` when it is given one around it."""
+    note("compat.fsdp2:instance", module)
     registry = _Refusing(module.__dict__.get(REGISTRY_KEY, {}))
     registry.names, registry.refuse = tuple(names), refuse
     module.__dict__[REGISTRY_KEY] = registry

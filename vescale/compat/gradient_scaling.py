@@ -7,9 +7,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from vescale.compat.dispatch import HANDLERS, handlers_of_dtensor
 from vescale.compat.dtensor import local_of, make_dtensor, make_spec
+from vescale.compat.patching import Changes
 
-__all__ = ["unscale"]
+__all__ = ["take_over_unscaling", "unscale"]
+
+
+def take_over_unscaling(changes: Changes, _: Any) -> None:
+    op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    changes.entry(handlers_of_dtensor, op, unscale, HANDLERS)
 
 
 def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

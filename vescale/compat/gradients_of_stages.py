@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad
 
 from vescale.compat.patching import Changes
 
-__all__ = ["OverStages", "look_at_all_stages"]
+__all__ = ["OverStages", "share_overflows", "take_norms"]
 
 
 class OverStages(Protocol):
@@ -28,12 +28,7 @@ class OverStages(Protocol):
         parameter is one of a model in stages."""
 
 
-def look_at_all_stages(changes: Changes, hooks: OverStages) -> None:
-    _take_norms(changes, hooks)
-    _share_overflows(changes, hooks)
-
-
-def _take_norms(changes: Changes, hooks: OverStages) -> None:
+def take_norms(changes: Changes, hooks: OverStages) -> None:
     """``clip_grad_norm_`` calls this function, whoever has imported it before."""
     original = clip_grad._get_total_norm
 
@@ -45,7 +40,7 @@ def _take_norms(changes: Changes, hooks: OverStages) -> None:
     changes.function(original, _get_total_norm)
 
 
-def _share_overflows(changes: Changes, hooks: OverStages) -> None:
+def share_overflows(changes: Changes, hooks: OverStages) -> None:
     """``step`` and ``unscale_`` of ``GradScaler`` call this method, for optimizers that scale by themselves, too."""
     original = GradScaler._unscale_grads_
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import _meta_registrations
 
+from vescale.compat.ledger import note
 from vescale.compat.patching import Changes, undo
 
 __all__ = ["take_more_dtypes", "taking_more_dtypes"]
@@ -23,15 +24,16 @@ _LOCK = threading.Lock()
 _USES: list[Changes] = []  # the same changes for each use; the last one to end takes them back
 
 
-def take_more_dtypes(changes: Changes) -> None:
+def take_more_dtypes(changes: Changes, _: Any) -> None:
     """Let the meta kernel take what the kernels take, until ``changes`` are taken back."""
     _begin_use()
-    changes.on_undo(_end_use)
+    changes.on_undo(_end_use, f"{_meta_registrations.__name__}._meta_grouped_mm_common")
 
 
 @contextlib.contextmanager
 def taking_more_dtypes() -> Iterator[None]:
     """The same in a block, for models that are walked before anything is installed."""
+    note("compat.grouped_products:torch", "torch._meta_registrations._meta_grouped_mm_common")
     _begin_use()
     try:
         yield

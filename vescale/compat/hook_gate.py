@@ -11,6 +11,7 @@ import torch
 
 from vescale import csrc
 from vescale.compat.autograd import current_backward
+from vescale.compat.ledger import note
 
 __all__ = ["HookGate", "addresses_about_hooks"]
 
@@ -39,6 +40,7 @@ class HookGate:
     def guard(self, tensor: torch.Tensor) -> None:
         """Put a leaf, which has one hook, behind the gate. Hooks that it gets later are called whether it is shut or not."""
         if self._library is not None:
+            note("compat.hook_gate:torch", tensor)
             self._library.guard(self._gate, tensor._cdata, tensor._backward_hooks)
 
     def release(self, tensor: torch.Tensor) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from vescale.compat.grouped_products import take_more_dtypes
 from vescale.compat.patching import Changes
 
 __all__ = ["forget_metas", "has_meta_kernel", "meta_of_result", "result_on_meta", "run_on_meta"]
@@ -65,8 +64,7 @@ _OTHERS = frozenset(
 
 
 def run_on_meta(changes: Changes, hooks: Any) -> None:
-    """Let DTensor ask :func:`meta_of_result` first, and meta kernels take what kernels take."""
-    take_more_dtypes(changes)
+    """Let DTensor ask :func:`meta_of_result` first."""
     original: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
     @functools.wraps(original)

@@ -19,9 +19,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from vescale.compat.dispatch import take_over_mixed_ops
+from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
-from vescale.compat.model_hooks import DispatchListener, ModelHooks
+from vescale.compat.model_hooks import ModelHooks
 from vescale.compat.native_dispatch import answer_mixed_calls, native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
@@ -29,9 +29,13 @@ from vescale.errors import ForeignToolError
 
 __all__ = [
     "accept_plain_operands",
+    "log_once_a_job",
+    "observe_backwards",
     "observe_redistributions",
     "observe_registrations",
     "observe_writes",
+    "refuse_swaps",
+    "tell_of_exports",
     "wrap_checkpointed_functions",
 ]
 
@@ -48,11 +52,16 @@ def _on_first_rank(record: logging.LogRecord) -> bool:
     return dist.get_rank() == 0 and dist.get_backend() != "fake"  # of ranks that do not exist, never
 
 
-def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
+def log_once_a_job(changes: Changes, _: Any) -> None:
     for name in ("_collective_utils", "_redistribute"):
         logger = logging.getLogger(f"torch.distributed.tensor.{name}")
         logger.addFilter(_on_first_rank)
-        changes.on_undo(functools.partial(logger.removeFilter, _on_first_rank))
+        changes.on_undo(
+            functools.partial(logger.removeFilter, _on_first_rank), f"logging.getLogger({logger.name}).filters"
+        )
+
+
+def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
     dispatcher, listener = DTensor._op_dispatcher, hooks.listener
     original = dispatcher.redistribute_local_args
 
@@ -74,11 +83,11 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
             copies = [(local, found, op_info.local_args[position], to) for position, local, found, to in moves]
             listener.viewed_copies(schema.op, copies)
 
-    changes.attribute(dispatcher, "redistribute_local_args", redistribute_local_args)
+    changes.attribute(dispatcher, "redistribute_local_args", redistribute_local_args, DISPATCHER)
 
 
-def _observe_backwards(changes: Changes, listener: DispatchListener) -> None:
-    original, begins = torch.autograd._engine_run_backward, listener.begins_backward
+def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
+    original, begins = torch.autograd._engine_run_backward, hooks.listener.begins_backward
 
     @functools.wraps(original)
     def _engine_run_backward(
@@ -90,7 +99,7 @@ def _observe_backwards(changes: Changes, listener: DispatchListener) -> None:
     changes.attribute(torch.autograd, "_engine_run_backward", _engine_run_backward)
 
 
-def _refuse_swaps(changes: Changes) -> None:
+def refuse_swaps(changes: Changes, _: Any) -> None:
     """The reducer of gradients holds the parameters, so that PyTorch cannot put others in their place."""
     original = torch.utils.swap_tensors
 
@@ -116,7 +125,6 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     original = tensor_dispatch.get_active_debug_mode
     tail = type(DTensor._op_dispatcher)._dispatch_fast_path_python_tail.__code__
     copies, listener = hooks.view_copies, hooks.listener
-    _observe_backwards(changes, listener)
 
     @functools.wraps(original)
     def get_active_debug_mode() -> Any:
@@ -199,13 +207,15 @@ def _written(call: Mapping[str, Any]) -> list[DTensor]:
 
 
 def observe_registrations(changes: Changes, hooks: ModelHooks) -> None:
-    _refuse_swaps(changes)
-    _tell_of_exports(changes, hooks)
-    changes.on_undo(register_module_module_registration_hook(hooks.registered).remove)
-    changes.on_undo(register_module_parameter_registration_hook(hooks.registered).remove)
+    for name, register in (
+        ("module", register_module_module_registration_hook),
+        ("parameter", register_module_parameter_registration_hook),
+    ):
+        target = f"torch.nn.modules.module._global_{name}_registration_hooks"
+        changes.on_undo(register(hooks.registered).remove, target)
 
 
-def _tell_of_exports(changes: Changes, hooks: ModelHooks) -> None:
+def tell_of_exports(changes: Changes, hooks: ModelHooks) -> None:
     exports = hooks.listener.exports
     for tool, original in (
         ("torch.export", torch.export.export),
@@ -239,7 +249,7 @@ def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
             return DTensorSpec(compute_mesh, (Replicate(),) * compute_mesh.ndim, tensor_meta=meta)
         return original(op_call, tensor_arg, compute_mesh)
 
-    changes.attribute(dispatcher, "_try_replicate_spec_for_scalar_tensor", replicate_spec)
+    changes.attribute(dispatcher, "_try_replicate_spec_for_scalar_tensor", replicate_spec, DISPATCHER)
 
 
 def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:

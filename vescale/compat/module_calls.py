@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from vescale.compat.ledger import note
+
 __all__ = [
     "CALL_OVERRIDE",
     "GLOBAL_HOOKS",
@@ -53,6 +55,7 @@ def shorten_call(module: nn.Module, native: Any) -> None:
     is_usual = inspect.unwrap(kind.__call__) is nn.Module.__call__ and kind._call_impl is MODULE_CALL
     if is_usual and len(hooks) == 2 and CALL_OVERRIDE not in module.__dict__:
         native.set_call_functions(GLOBAL_HOOKS, _run_hooks, _fail)
+        note("compat.module_calls:instance", module)
         module.__dict__[CALL_OVERRIDE] = native.ModuleCall(module, *hooks)
 
 

@@ -59,6 +59,7 @@ __all__ = [
     "native_passes",
     "native_require_current",
     "num_entries",
+    "registered_kernels",
     "reset_dispatch_counts",
     "runs_on_locals",
     "take_moves",
@@ -98,7 +99,21 @@ def install_native_dispatch(changes: Changes, _: Any) -> None:
     module.install(
         DTensor, *slots, intern_spec, _decide, _static_arguments, STOCK_PLACEMENTS, forget_sizes, _MAX_ENTRIES
     )
-    changes.on_undo(module.uninstall)
+    changes.on_undo(module.uninstall, functools.partial(registered_kernels, False))
+
+
+def registered_kernels(is_random: bool) -> list[str]:
+    """The kernels of the C++ helpers that PyTorch's dispatcher has: those of ops that draw, or of the others."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        lines = [line for line in torch._C._dispatch_dump(name).splitlines() if ": vescale ::" in line]
+        if lines:
+            space, _, op = name.partition("::")
+            packet, _, overload = op.partition(".")
+            tags = getattr(getattr(getattr(torch.ops, space), packet), overload or "default").tags
+            if (torch.Tag.nondeterministic_seeded in tags) == is_random:
+                found += [f"kernel {name} @ {line.partition(':')[0]}" for line in lines]
+    return sorted(found)
 
 
 def write_through_python(changes: Changes, live_copies: Any) -> None:

@@ -108,7 +108,8 @@ torch.distributed.tensor: DTensor._local_tensor; DTensor._spec; DTensor.redistri
     DTensor._op_dispatcher._dispatch_get_local_results_slow_path(op_call, args, op_info);
     DTensor._op_dispatcher.wrap(res, spec); DTensor.full_tensor(grad_placements); DTensor.__create_write_items__(fqn);
     DTensor.__create_chunk_list__; DTensor.__get_tensor_shard__(index)
-torch.distributed.tensor._api: redistribute_local_tensor(local_tensor, current_spec, target_spec, async_op);
+torch.distributed.tensor._api: _FromTorchTensor.apply; Redistribute.apply; assert_no_mixed_partial_types;
+    redistribute_local_tensor(local_tensor, current_spec, target_spec, async_op);
     distribute_tensor(tensor, device_mesh, placements, src_data_rank); _FromTorchTensor; _ToTorchTensor.forward uses
     dtensor_spec, grad_placements; _ToTorchTensor.backward(ctx, grad_output); _dtensor_init_helper;
     _mesh_resources.get_current_mesh; distribute_module uses _distribute_module_applied

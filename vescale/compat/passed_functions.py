@@ -31,7 +31,7 @@ class _Seen(TorchFunctionMode):
         return 0
 
 
-def pass_methods(changes: Changes) -> None:
+def pass_methods(changes: Changes, _: Any) -> None:
     """Put descriptors in DTensor in front of the methods and attributes of PyTorch's C++ class. Without the C++ dispatcher,
     the mode is called for all of them."""
     passes = native_passes()

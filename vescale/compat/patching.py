@@ -1,4 +1,8 @@
-"""Changes to PyTorch that can be taken back exactly: attributes, entries of tables, functions wherever modules hold them."""
+"""Changes to PyTorch that can be taken back exactly: attributes, entries of tables, functions wherever modules hold them.
+
+:class:`Changes` makes them and keeps the name of each, so that the table of patches lists what is changed, not what
+somebody wrote down.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 
 from vescale import csrc
 
-__all__ = ["HOOKS", "Changes", "rebind", "undo"]
+__all__ = ["HOOKS", "Changes", "name_of", "rebind", "undo"]
 
 # What runs in the places that are patched, by part ("placements", "models", "random"), of the parts that are installed.
 HOOKS: dict[str, Any] = {}
@@ -23,19 +27,27 @@ class Changes:
 
     Attributes:
         functions: those that :func:`rebind` replaces, with what comes in their place.
+        targets: the name of each thing that is changed, in the order of the changes; a function gives names that are only
+            known once all changes are made (of kernels that C++ registers).
     """
 
     def __init__(self) -> None:
         self.functions: list[tuple[Any, Any]] = []
+        self.targets: list[str | Callable[[], Sequence[str]]] = []
         self._undo: list[Callable[[], None]] = []
 
-    def attribute(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of an object, a class or a module. An inherited one becomes inherited again."""
+    def attribute(self, owner: Any, name: str, value: Any, owner_name: str = "") -> None:
+        """Set an attribute of an object, a class or a module. An inherited one becomes inherited again.
+
+        ``owner_name`` says where programs find an object that is neither a class nor a module.
+        """
+        self.targets.append(f"{owner_name or name_of(owner)}.{name}")
         self._undo.append(partial(_restore_attribute, owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
-    def entry(self, table: Callable[[], dict[Any, Any]], key: Any, value: Any) -> None:
+    def entry(self, table: Callable[[], dict[Any, Any]], key: Any, value: Any, table_name: str) -> None:
         """Set an entry of a dictionary. ``table`` returns it each time: others may put another one in its place."""
+        self.targets.append(f"{table_name}[{key}]")
         self._undo.append(partial(_restore_entry, table, key, table().get(key, _ABSENT)))
         table()[key] = value
 
@@ -43,15 +55,33 @@ class Changes:
         """Replace a function, when :func:`rebind` is called, in every module that holds it, under whatever name: its own,
         PyTorch's others, and those of programs that imported it before. Modules that are loaded later import the
         replacement."""
+        self.targets.append(name_of(original))
         self.functions.append((original, replacement))
 
-    def on_undo(self, function: Callable[[], None]) -> None:
+    def on_undo(self, function: Callable[[], Any], *targets: str | Callable[[], Sequence[str]]) -> None:
+        """Call ``function`` to take back another kind of change, of ``targets``."""
+        self.targets.extend(targets)
         self._undo.append(function)
+
+    def names(self) -> list[str]:
+        """The name of each thing that is changed, once."""
+        found = [[target] if isinstance(target, str) else target() for target in self.targets]
+        return list(dict.fromkeys(name for names in found for name in names))
 
     def restore(self) -> None:
         """Take back all but the functions."""
         while self._undo:
             self._undo.pop()()
+        self.targets.clear()
+
+
+def name_of(owner: Any) -> str:
+    """The dotted name of a module, a class or a function; of another object, that of its class."""
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    if not hasattr(owner, "__qualname__"):
+        owner = type(owner)
+    return f"{owner.__module__}.{owner.__qualname__}"
 
 
 def rebind(*made: Changes) -> None:

@@ -15,6 +15,8 @@ from vescale.compat.needs import require
 require(PIPELINES)  # this module is no part of what vescale imports at first
 from torch.distributed.pipelining import schedules  # noqa: E402
 
+from vescale.compat.ledger import note
+
 __all__ = ["agree_on_sizes", "dry_run", "schedule_class", "schedule_from_text", "schedule_order", "schedule_with_comms"]
 
 
@@ -58,4 +60,5 @@ def dry_run(with_comms: Mapping[int, Sequence[Any]], stage_to_rank: Callable[[in
 def agree_on_sizes(stage: Any) -> None:
     """Before the first step, stages ask each other whether all know the sizes of their messages. ``stage`` takes it that the
     others do, because they do not exist."""
+    note("compat.pipelining:instance", stage)
     stage._warmup_backward_result = lambda received_result=None: torch.ones(1, dtype=torch.int32)

@@ -20,8 +20,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from vescale import csrc
-from vescale.compat.dispatch import handlers_of_dtensor
+from vescale.compat.dispatch import DISPATCHER, HANDLERS, handlers_of_dtensor
 from vescale.compat.model_hooks import tell_draw, telling
+from vescale.compat.native_dispatch import registered_kernels
 from vescale.compat.patching import Changes
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "RandomHooks",
     "correct_inplace_view",
     "count_forward",
+    "fill_natively",
     "has_composite_kernel",
     "is_symbolic",
     "key_by_memory_format",
@@ -62,12 +64,15 @@ class RandomHooks:
 
 def wrap_random_ops(changes: Changes, hooks: RandomHooks) -> None:
     for op, handler in hooks.handlers.items():
-        changes.entry(handlers_of_dtensor, op, telling(op, handler))
+        changes.entry(handlers_of_dtensor, op, telling(op, handler), HANDLERS)
+
+
+def fill_natively(changes: Changes, hooks: RandomHooks) -> None:
     kernels = csrc.load_module("random_fills")
     if kernels is not None:
         slots = (DTensor.__dict__[name] for name in ("_spec", "_local_tensor"))
         kernels.install(DTensor, *slots, hooks.native_part, tell_draw, list(hooks.exponents))
-        changes.on_undo(kernels.uninstall)
+        changes.on_undo(kernels.uninstall, functools.partial(registered_kernels, True))
 
 
 def count_forward(change: int) -> None:
@@ -96,8 +101,9 @@ def key_by_memory_format(changes: Changes, _: Any) -> None:
     infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     known = infos.get(op)
     if known is not None and "memory_format" not in (known.static_kwargkey or ()):
+        name = f"{DISPATCHER}.sharding_propagator.op_to_schema_info"
         keys = [*(known.static_kwargkey or ()), "memory_format"]
-        changes.entry(lambda: infos, op, dataclasses.replace(known, static_kwargkey=keys))
+        changes.entry(lambda: infos, op, dataclasses.replace(known, static_kwargkey=keys), name)
 
 
 def wrap_initial_values(changes: Changes, hooks: RandomHooks) -> None:

@@ -12,7 +12,7 @@ from vescale.compat.patching import Changes
 __all__ = ["reduce_all_where_none_is_named"]
 
 
-def reduce_all_where_none_is_named(changes: Changes) -> None:
+def reduce_all_where_none_is_named(changes: Changes, _: Any) -> None:
     """``x.amax()``, whose ``dim`` is ``()``, and ``x.sum(dim=[])`` reduce every dim. PyTorch's rules take them for
     reductions of none, and the result of each rank's part, for the result."""
     original = _math_ops._infer_reduction_dims

@@ -20,7 +20,7 @@ from vescale.compat.patching import Changes
 __all__ = ["search_in_one_order"]
 
 
-def search_in_one_order(changes: Changes) -> None:
+def search_in_one_order(changes: Changes, _: Any) -> None:
     """Candidates that are replicated come first, then shards by dim, then pending sums."""
     strategy: Any = _decompositions.DecompShardingStrategy
     candidates: Any = strategy._get_candidate_placements

@@ -18,6 +18,7 @@ from torch.distributed import checkpoint, device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from vescale.compat.ledger import note
 from vescale.compat.needed_names import ESTIMATES
 from vescale.compat.needs import require
 from vescale.compat.patching import Changes, rebind
@@ -75,6 +76,7 @@ def become_rank(
     _with_gradients_of_buckets(changes)
     _without_devices(changes)
     _without_files(changes)
+    note("compat.simulated_ranks:torch", *changes.names())
     rebind(changes)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from vescale.compat import note
 from vescale.debug._inspection import Inspector
 from vescale.debug._locations import running_stage
 from vescale.debug._prompt import Prompt
@@ -241,6 +242,7 @@ class RankDebugger(pdb.Pdb):
                     self._front.close()
             self._session.end(f"{signal.Signals(number).name} at a breakpoint, to rank {self._session.rank}")
 
+        note("debug._breakpoint:process", *(number.name for number in _SIGNALS))
         before = {number: signal.signal(number, end) for number in _SIGNALS}
         try:
             yield

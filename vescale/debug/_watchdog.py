@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from vescale.comm import Observer, Operation, observe
-from vescale.compat import own_connection
+from vescale.compat import note, own_connection
 from vescale.debug._diagnosis import RankReport, StartedCollective, diagnose
 from vescale.debug._job_processes import ProcessIdentity
 from vescale.debug._locations import Place, main_thread_stack, main_thread_waits, place_of_traceback, running_place
@@ -70,6 +70,7 @@ class HangWatch(Observer):
         self._stops = threading.Event()
         self._excepthook = sys.excepthook
         self._unobserve: Callable[[], None] = observe(self)
+        note("debug._watchdog:process", "sys.excepthook", "atexit")
         sys.excepthook = self._on_exception
         self._channel: _Channel | None = None
         if dist.is_initialized():  # other ranks know this process from now on

@@ -37,7 +37,8 @@ class OtherMeshError(Coded, NotImplementedError):
 
 
 class DistributeError(Coded, ValueError):
-    """`distribute_tensor` was given a DTensor of other placements, or a placement that has no source."""
+    """`distribute_tensor` was given a DTensor of other placements, or a placement that has no source; or a program holds
+    PyTorch's function from before vescale's placements were loaded."""
 
     code = "VS0404"
 

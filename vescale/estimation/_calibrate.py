@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from vescale.comm import messages
+from vescale.compat import note
 from vescale.errors import EstimateArgumentError
 from vescale.estimation._devices import Device
 from vescale.estimation._estimate import estimate
@@ -51,6 +52,7 @@ def calibrate(file: str | os.PathLike[str], device: str | None = None, *, ranks:
     flops, points = {}, []
     threads = torch.get_num_threads()
     if kind == "cpu":
+        note("estimation._calibrate:process", "torch.set_num_threads")
         torch.set_num_threads(1)
     for name in names:
         rates = []

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from vescale.buffer import observe_allocations
 from vescale.checks import unchecked
 from vescale.comm import CommRecord, record_comms
-from vescale.compat import local_of
+from vescale.compat import local_of, note
 from vescale.compat.fake_worlds import fake_world
 from vescale.estimation._bucket_gradients import BucketGradient, bucket_gradients, gradients_beside_units
 from vescale.estimation._memory_log import Instant, MemoryLog
@@ -288,6 +288,7 @@ def apart() -> Iterator[None]:
 def without_collections() -> Iterator[None]:
     """Garbage collections look at all modules that are loaded, again and again."""
     was_collecting = gc.isenabled()
+    note("estimation._rehearsal:process", "gc")
     gc.disable()
     try:
         yield

@@ -23,6 +23,7 @@ from vescale.compat import (
     is_refusing,
     is_replicated,
     mark_as_managed,
+    note,
     register_fsdp2_state,
 )
 from vescale.errors import ArgumentTypeError, FullyShardError, kind_of
@@ -217,6 +218,7 @@ def give_methods(state: ModuleState, *, for_torch: bool = False) -> None:
     """Make the modules of a state :class:`FSDPModule`, with all its methods, beside what they are. ``for_torch``: PyTorch,
     and code that checks its classes, treats them as FSDP2's, whose gradients can be accumulated and then reduced apart."""
     for one in state.modules:
+        note("fsdp._api:class", one)
         one.__class__ = _sharded_class(type(one), for_torch)
         if for_torch:
             register_fsdp2_state(one, state)
@@ -336,6 +338,7 @@ def _move_to_device(roots: Sequence[nn.Module], parameters: Iterable[nn.Paramete
         if is_extended(tensor):
             with torch.no_grad():
                 moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
+            note("fsdp._api:torch", tensor)
             torch.utils.swap_tensors(tensor, moved)
         else:
             tensor.data = tensor.to(device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale.compat import note
 from vescale.fsdp._bucket import GRADIENT_PLACE, PlaceOfGradient
 from vescale.fsdp._group import ParameterGroup
 
@@ -24,6 +25,7 @@ def use_direct_gradients(group: ParameterGroup, enable: bool) -> None:
                 continue
             own = module.__dict__.get("forward")
             if enable and own is None:
+                note("fsdp._direct:instance", module)
                 module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
             elif not enable and getattr(own, "__func__", None) is _forward:
                 del module.forward

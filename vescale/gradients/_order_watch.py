@@ -17,6 +17,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from vescale.comm import Apart, Consensus, PostedOrder, look_while_waiting, waiting_thread
+from vescale.compat import note
 from vescale.gradients._order_mismatch import OrderMismatchError, different_modules
 
 __all__ = ["COMPARISON", "END_OF_BACKWARD", "GATHER", "REDUCTION", "OrderWatch", "end_soon"]
@@ -134,6 +135,7 @@ def _look_for_others(watch: weakref.ref[OrderWatch]) -> None:
 
 @functools.cache
 def _prepare() -> None:
+    note("gradients._order_watch:process", "atexit", "faulthandler")
     atexit.register(_end_if_apart)
 
 

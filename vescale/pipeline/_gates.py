@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from vescale.compat import note
 from vescale.pipeline._cut import Cut
 
 __all__ = ["Gate", "Run", "StageEnd", "add_gates", "current_run", "running"]
@@ -46,6 +47,7 @@ def add_gates(model: nn.Module, cut: Cut) -> None:
             known.begins = known.begins or begins.get(path)
             continue
         module.__dict__["_pipeline_gate"] = Gate(path, stages, begins.get(path))
+        note("pipeline._gates:class", module)
         module.__class__ = _gated(type(module))  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale.comm import name_group
+from vescale.compat import note
 from vescale.errors import ParallelizeError
 from vescale.gradients import OtherStages, set_other_stages
 from vescale.ir import Program, lower
@@ -124,6 +125,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     runner = Runner(model, staged.skeleton, cut, entry, schedule, inner, group, place, local_inputs)
     model.__dict__["_pipeline_runner"] = runner
     extend_torch_for_stages()
+    note("pipeline._install:class", model)
     model.__class__ = _with_steps(type(model))  # type: ignore[arg-type]
     model.__dict__["forward"] = end_forward(model, model.forward)
     return model

@@ -1,5 +1,6 @@
 """Placements beyond stock DTensor's, on exact-type DTensors, and the index arithmetic of all placements."""
 
+from vescale.compat import extend_entry
 from vescale.placements._custom_placement import CustomPlacement, has_custom
 from vescale.placements._distribute import distribute_tensor
 from vescale.placements._exchange_plan import Exchange, Piece, plan_exchange, unpack
@@ -65,4 +66,5 @@ __all__ = [
     "without_partials",
 ]
 
+extend_entry()
 allow_safe_load()

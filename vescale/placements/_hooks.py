@@ -9,6 +9,7 @@ from vescale.compat import DTensorHooks
 from vescale.placements._custom_placement import CUSTOM_TYPES, has_custom
 from vescale.placements._distribute import distribute_tensor
 from vescale.placements._local_conversion import from_local, local_gradient
+from vescale.placements._normalized_placements import normalize_placements
 from vescale.placements._redistribute import full_tensor, redistribute, redistribute_local
 
 __all__ = ["dtensor_hooks"]
@@ -42,4 +43,5 @@ def dtensor_hooks(
         keeps_operands=keeps_operands,
         set_item=set_item,
         sizes_of=sizes_of,
+        normalize=normalize_placements,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vescale.compat import note
 from vescale.placements._flattened import FlattenedShard
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard, rebuild_strided
@@ -17,6 +18,6 @@ def allow_safe_load() -> None:
     Called on import, so that a process that has made no placement yet can load one. Each constructor validates its
     arguments, whatever a file contains.
     """
-    torch.serialization.add_safe_globals(
-        [RaggedShard, StridedRaggedShard, InterleavedShard, FlattenedShard, rebuild_strided]
-    )
+    ours = [RaggedShard, StridedRaggedShard, InterleavedShard, FlattenedShard, rebuild_strided]
+    note("placements._serialization:torch", *ours)
+    torch.serialization.add_safe_globals(ours)

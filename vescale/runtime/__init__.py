@@ -4,6 +4,7 @@ from vescale.runtime._activation import Activation, Frame, current_activation
 from vescale.runtime._attribution import is_recomputed, locate, module_of_node
 from vescale.runtime._checkpointed_forward import CheckpointedForward, recomputed_modules
 from vescale.runtime._expert_region import ExpertRegion
+from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
 from vescale.runtime._init_mesh import init_mesh
 from vescale.runtime._local_region import LocalRegion
@@ -52,6 +53,7 @@ __all__ = [
     "implicit_communication",
     "init_mesh",
     "install",
+    "install_handlers",
     "is_recomputed",
     "kept_gathered",
     "locate",

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from vescale.compat import note
 from vescale.runtime._runtime import Runtime
 
 __all__ = ["BoundMethod"]
@@ -33,5 +34,6 @@ class BoundMethod:
         """Let ``module.name(...)`` call ``function``, if its class has a method of this name."""
         if not callable(getattr(type(module), name, None)):
             return False
+        note("runtime._bound_method:instance", f"{type(module).__qualname__}.{name}")
         vars(module)[name] = BoundMethod(function, runtime, module, name)
         return True

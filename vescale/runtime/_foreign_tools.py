@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from vescale.compat import refuse_composable_apis
+from vescale.compat import note, refuse_composable_apis
 from vescale.errors import ForeignToolError, kind_of
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
@@ -54,6 +54,7 @@ def meet_foreign_tools(runtime: Runtime, model: nn.Module) -> None:
         refuse_composable_apis(module, ("fully_shard",), _refuse)
         module.__dict__[_DISTRIBUTED] = _Refused("parallelize_module")
         module.__dict__["__prepare_scriptable__"] = _Refused("torch.jit.script")
+    note("runtime._foreign_tools:instance", model)
     attributes = model.__dict__
     attributes["_ddp_params_and_buffers_to_ignore"] = _Refused("DistributedDataParallel")
     BoundMethod.give(runtime, model, "_apply", _apply)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
-from vescale.compat import filter_functions, map_tensors, tensors_in
+from vescale.compat import filter_functions, map_tensors, note, tensors_in
 from vescale.ops import convert, enter_local, wrap_global
 from vescale.placements import shard_dim
 from vescale.runtime._activation import THREAD, current_activation
@@ -108,6 +108,7 @@ def _prepare_cache(runtime: Runtime, module: Any, *args: Any, **kwargs: Any) -> 
             layers = getattr(cache, "layers", None)
             for layer in layers if isinstance(layers, list) else ():
                 if hasattr(layer, "max_cache_len") and not getattr(layer, "is_initialized", True):
+                    note("runtime._generation:instance", layer)
                     layer.__dict__["lazy_initialization"] = types.MethodType(_allocate_placed, layer)
     return result
 

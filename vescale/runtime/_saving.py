@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale.comm import Consensus
+from vescale.compat import note
 from vescale.errors import RankFailedError, SavePretrainedError
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
@@ -83,6 +84,7 @@ def _save_pretrained(
     result = None
     if writes:
         kwargs["is_main_process"] = True
+        note("runtime._saving:instance", module)
         vars(module)["state_dict"] = lambda *_, **__: dict(state)
         try:
             result = type(module).save_pretrained(module, save_directory, *args, **kwargs)

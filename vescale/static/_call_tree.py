@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import MODULE_CALL, native_static, no_torch_function, tensors_in
+from vescale.compat import MODULE_CALL, native_static, no_torch_function, note, tensors_in
 from vescale.runtime import CheckpointedForward
 from vescale.static._decisions import decision_points
 from vescale.static._exchanged_code import is_exchanged
@@ -112,6 +112,7 @@ class CallTree:
 
     def __enter__(self) -> CallTree:
         self._before, self._collects = sys.gettrace(), gc.isenabled()
+        note("static._call_tree:process", "sys.settrace", "gc")
         gc.disable()  # callbacks of the garbage collector are no functions of the model
         self._follow()
         return self

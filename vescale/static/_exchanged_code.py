@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from vescale.compat import note
+
 __all__ = ["ExchangedFunction", "code_of", "is_exchanged"]
 
 
@@ -18,6 +20,9 @@ class ExchangedFunction:
     function: types.FunctionType
     original: types.CodeType
     code: types.CodeType
+
+    def __post_init__(self) -> None:
+        note("static._exchanged_code:code", self.function)
 
     def use(self) -> bool:
         """False, with nothing changed, while another thread has other code there."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-from vescale.compat import containers
+from vescale.compat import containers, note
 from vescale.errors import StaticRecordError
 from vescale.static import _hidden_tensors
 from vescale.static._call_tree import is_recorded, makes_context_of_another
@@ -63,6 +63,7 @@ def only_recorded_functions(
         raise StaticRecordError(problems[0])
 
     before, collects = sys.gettrace(), gc.isenabled()
+    note("static._first_step:process", "sys.settrace", "gc")
     gc.disable()  # callbacks of the garbage collector are no functions of the model
     sys.settrace(called)
     try:

@@ -20,6 +20,7 @@ from vescale.compat import (
     is_native,
     native_static,
     no_torch_function,
+    note,
 )
 from vescale.errors import StaticRecordError, kind_of
 from vescale.ir import Precision
@@ -297,6 +298,7 @@ class StaticForward:
         self._recorders[key] = recorder
         self.recordings += 1
         overridden = []
+        note("static._forward:instance", model)
         modules = dict(model.named_modules())
         for path, module in modules.items():
             if path:

@@ -7,6 +7,7 @@ import os
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.compat import note
 from vescale.errors import NotParallelizedError
 from vescale.ir import Program
 from vescale.runtime import Runtime
@@ -35,6 +36,7 @@ class StaticMode:
     def install(self, runtime: Runtime, model: nn.Module) -> None:
         runtime.runs_alike = False
         steps = self._record.steps if self._record is not None else ()
+        note("static._install:instance", model)
         model.__dict__["forward"] = StaticForward(runtime, model, model.__dict__.get("forward"), steps)
 
 

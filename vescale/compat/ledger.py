@@ -1,0 +1,142 @@
+"""What vescale changes outside of the table of patches: objects of programs, the process, and PyTorch's registries.
+
+Each row is one kind of change of one module. A test reads the package for such changes and compares them with these rows.
+:func:`note` keeps the names of what has been changed in this process, and no object.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from vescale.compat.patching import name_of
+
+__all__ = ["OTHER_CHANGES", "OtherChange", "note", "noted"]
+
+
+class OtherChange(NamedTuple):
+    """One row.
+
+    Attributes:
+        target: what is changed.
+        reason: what for.
+        until: when it is taken back.
+    """
+
+    target: str
+    reason: str
+    until: str
+
+
+_MODEL = "with the model"
+_CALL = "at the end of the call"
+_END = "with the process"
+_OWN = "a mark of vescale's own, which nothing else reads"
+
+# By module and kind: "class", "code", "instance" (an attribute of an object that others made), "process", "torch".
+_ROWS: dict[str, tuple[str, str, str]] = {
+    "checkpoint._folder_lock:process": ("os.register_at_fork", "a forked process leaves the lock to its parent", _END),
+    "checkpoint._hf_load:instance": ("_weight_conversions of a transformers model", "it saves as it was loaded", _MODEL),
+    "checkpoint._hf_memory:instance": ("_is_hf_initialized of tensors", "transformers initializes no loaded ones", _CALL),
+    "checkpoint._simulated:instance": ("functions of vescale.checkpoint", "a simulation writes no files", _CALL),
+    "checks._optimizer_steps:torch": ("hooks before steps of all optimizers", "ranks compare hyperparameters", _END),
+    "checks._replaced_parameters:class": ("parameters that left a model", "using them raises", "when they are back"),
+    "checks._replaced_parameters:instance": ("parameters that left a model", _OWN, "when they are back"),
+    "cli._inputs:process": ("sys.modules", "the user's file is a module", _END),
+    "cli._late_import:process": ("sys.modules", "torch is imported when it is used", "when it is imported"),
+    "cli._main:process": ("garbage collection", "the command ends before it is worth it", _END),
+    "comm._local_ranks:process": ("SIGINT, threads of torch, in processes for ranks", "the parent handles Ctrl-C", _END),
+    "compat.attention_kernels:torch": (
+        "kernel aten::scaled_dot_product_attention @ AutogradCPU", "estimates attend as another device does", _CALL),
+    "compat.autograd:process": (
+        "the frame evaluation of torch.compile on a thread", "the library's own Python is not compiled", _CALL),
+    "compat.dtensor:instance": ("DTensors that keep their memory", _OWN, "with the DTensor"),
+    "compat.dtensor_methods:instance": ("DTensors whose data are assigned", _OWN, "with the DTensor"),
+    "compat.fake_worlds:torch": (
+        "distributed_c10d._world, sys.excepthook", "a rank of ranks that do not exist, beside the process's own", _CALL),
+    "compat.fsdp2:instance": (
+        "FSDP2's state, registry and marks of modules", "PyTorch takes them for its own, or refuses them", _MODEL),
+    "compat.grouped_products:torch": (
+        "torch._meta_registrations._meta_grouped_mm_common", "models are walked before anything is installed", _CALL),
+    "compat.hook_gate:torch": (
+        "C++ hooks of parameters", "hooks that would do nothing are skipped", "when the gradients' hooks are removed"),
+    "compat.module_calls:instance": (
+        "_compiled_call_impl of modules of a model", "a call runs the hooks without nn.Module's Python", _MODEL),
+    "compat.native_dispatch:instance": (
+        "__torch_function__ of the mode of vescale's forwards", "C++ calls it where it does something", _MODEL),
+    "compat.pipelining:instance": (
+        "_warmup_backward_result of a simulated stage", "the other stages do not exist", _MODEL),
+    "compat.simulated_ranks:torch": (
+        "process groups, stores, devices, files, DistributedDataParallel", "a script runs as one rank of many", _END),
+    "debug._breakpoint:process": ("SIGTERM and others", "a session ends with its ranks", "when the breakpoint is left"),
+    "debug._watchdog:process": ("sys.excepthook, atexit", "the hang report tells how a rank ended", "when it is closed"),
+    "estimation._calibrate:process": ("threads of torch", "one core is measured", _CALL),
+    "estimation._rehearsal:process": ("garbage collection", "it looks at all modules again and again", _CALL),
+    "estimation._stages:instance": ("functions of vescale's runner of a pipeline", "phases are told apart", _MODEL),
+    "fsdp._api:class": ("modules given to fully_shard", "they get FSDPModule's methods", _MODEL),
+    "fsdp._api:instance": ("parameters given to fully_shard", _OWN, _MODEL),
+    "fsdp._api:torch": ("parameters of a tensor subclass", "they are swapped for ones on the mesh's device", "never"),
+    "fsdp._bucket:instance": ("gathered parameters", _OWN, "with the parameter"),
+    "fsdp._direct:instance": ("forward of nn.Linear in a unit", "the gradient is computed into the bucket", "on request"),
+    "fsdp._module:instance": ("methods given to register_fsdp_forward_method", "they gather parameters first", _MODEL),
+    "fsdp._parameter:instance": ("parameters of modules in a unit", "gathered while the unit computes", "at its end"),
+    "fsdp._state:instance": ("modules given to fully_shard", _OWN, _MODEL),
+    "gradients._arrival_hooks:instance": ("parameters whose gradients are reduced", _OWN, "with the reducer"),
+    "gradients._complete_gradient:instance": ("gradients that are complete", _OWN, "with the gradient"),
+    "gradients._hooked_parameters:instance": ("parameters whose gradients are reduced", _OWN, "with the reducer"),
+    "gradients._order_watch:process": (
+        "atexit, faulthandler.dump_traceback_later(exit=True)", "a rank that would wait forever ends", _END),
+    "gradients._pipeline_shares:instance": ("models in stages", _OWN, _MODEL),
+    "ir._expert_calls:instance": ("forward of experts on the meta device", "their shapes are what is asked for", _CALL),
+    "ops._boundary_copies:instance": ("storages of copies at boundaries", _OWN, "with the storage"),
+    "ops._view_copies:instance": ("storages of gathered copies", _OWN, "with the storage"),
+    "pipeline._gates:class": ("modules that stages share or skip", "a rank runs its own stages", _MODEL),
+    "pipeline._gates:instance": ("modules that stages share or skip", _OWN, _MODEL),
+    "pipeline._install:class": ("a model in stages", "it gets step() and evaluate()", _MODEL),
+    "pipeline._install:instance": ("forward, parameters of other stages", "forward is refused, the others hidden", _MODEL),
+    "pipeline._staged_program:instance": ("the skeleton of a model in stages, which is vescale's", _OWN, _MODEL),
+    "placements._serialization:torch": (
+        "torch.serialization's safe globals", "torch.load(weights_only=True) builds vescale's placements", _END),
+    "plan_search._processes:process": ("threads of torch, in processes for a search", "they share the cores", _END),
+    "rng._materialize:instance": ("attributes that hold deferred tensors", "they hold real ones", "never"),
+    "runtime._adapters:instance": ("sharded parameters of modules with adapters", "PEFT sees whole ones", _CALL),
+    "runtime._bound_method:instance": ("methods of a model (generate, _apply, ...)", "they know of the mesh", _MODEL),
+    "runtime._checkpointed_forward:instance": (
+        "forward of checkpointed modules; their parameters in a forward", "they are recomputed as placed", _MODEL),
+    "runtime._expert_region:instance": ("forward, numbers of experts", "a rank runs its own experts", _MODEL),
+    "runtime._foreign_tools:instance": (
+        "what DistributedDataParallel, distribute_module and torch.jit ask modules for", "they are refused", _MODEL),
+    "runtime._generation:instance": (
+        "lazy_initialization of layers of transformers' caches", "they are allocated as placed", "with the cache"),
+    "runtime._local_region:instance": ("forward, parameters of modules of a local entry", "they are local", _MODEL),
+    "runtime._module_hooks:instance": ("parameters of modules in a forward", "placed as the plan says", _CALL),
+    "runtime._runtime:instance": ("modules of a model", _OWN, _MODEL),
+    "runtime._saving:instance": ("state_dict of a model in save_pretrained", "it gives whole values", _CALL),
+    "simulation._rank:process": (
+        "environment, arguments, signals, threads, in processes for ranks", "a script runs as one rank of many", _END),
+    "simulation._script_memory:torch": (
+        "hooks of all modules and optimizers, in processes for ranks", "memory is counted by phase", _END),
+    "static._call_tree:process": ("sys.settrace, garbage collection", "a step is recorded", "at the end of the step"),
+    "static._exchanged_code:code": (
+        "functions of a model and its libraries, not of PyTorch", "they run on local tensors", "at the forward's end"),
+    "static._first_step:process": (
+        "sys.settrace, garbage collection", "a step of a record is compared with its program", "at the end of the step"),
+    "static._forward:instance": ("_compiled_call_impl of modules", "a step is recorded", "at the end of the step"),
+    "static._install:instance": ("forward of a model in static mode", "it runs the tape of a step", _MODEL),
+    "static._python_state:instance": ("attributes that a recorded forward sets", "they are as before it", _CALL),
+    "static._source:instance": ("copies that vescale made of arguments", "they hold copies of attributes", "with the copy"),
+}  # fmt: skip
+
+OTHER_CHANGES: dict[str, OtherChange] = {key: OtherChange(*row) for key, row in _ROWS.items()}
+_NOTED: dict[str, set[str]] = {}
+
+
+def note(change: str, *targets: Any) -> None:
+    """Write down that a change of :data:`OTHER_CHANGES` was made: to the objects or names ``targets``."""
+    assert change in OTHER_CHANGES, change
+    names = (target if isinstance(target, str) else name_of(target) for target in targets)
+    _NOTED.setdefault(change, set()).update(names)
+
+
+def noted() -> dict[str, tuple[str, ...]]:
+    """By change, the names of what was changed in this process since it began; classes stand for their instances."""
+    return {change: tuple(sorted(names)) for change, names in sorted(_NOTED.items())}
