@@ -29,7 +29,7 @@ from vescale.runtime._handlers import install_handlers
 
 @pytest.fixture
 def found() -> Iterator[None]:
-    """Nothing is installed; afterwards what was installed is again, without what :func:`install_everything` observes with."""
+    """Nothing is installed; afterwards what was installed is again, but what :func:`install_everything` observes with."""
     compat.uninstall()
     yield
     compat.install()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
 from vescale.compat.empty_shards import has_empty_shards
-from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
+from vescale.compat.model_hooks import DispatchListener, ModelHooks, model_hooks, telling
 from vescale.compat.op_info import OutputSharding, is_view, iterate_specs, with_aliasing
 from vescale.compat.out_arguments import run_into_empty
 from vescale.compat.patching import HOOKS, Changes
@@ -232,8 +232,8 @@ def _decided(
     op_info: Any,
     try_cache: bool,
 ) -> Any:
-    """PyTorch's decision, or what the listener makes of an op that PyTorch has no rule for, or moves operands for. The op has
-    no handler, or that has declined the call."""
+    """PyTorch's decision, or what the listener makes of an op that PyTorch has no rule for, or moves operands for. The op
+    has no handler, or that has declined the call."""
     # The C++ caller takes anything that is no OutputSharding as the op's own result.
     has_strided = _has_strided(op_info.schema)
     may_keep = has_strided or _has_empty(op_info.schema)

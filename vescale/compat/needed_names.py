@@ -123,8 +123,9 @@ torch.distributed.tensor._dtensor_spec: DTensorSpec(mesh, placements, tensor_met
 torch.distributed.tensor._op_schema: OpInfo.args_tree_spec; OpInfo.compute_mesh; OpInfo.flat_args_schema;
     OpInfo.local_args; OpInfo.output_sharding; OpInfo.schema; OpSchema(op, args_schema, kwargs_schema, schema_info);
     OpSchema.args_schema; OpSchema.args_strategy; OpSchema.is_inplace_op; OpSchema.is_out_variant_op;
-    OpSchema.kwargs_schema; OpSchema.kwargs_strategy; OpSchema.op; OpSchema.schema_info; OpStrategy(strategies); OutputSharding(output_spec, redistribute_schema,
-    needs_redistribute, use_val_from_redistribute_schema); OutputSharding.needs_redistribute;
+    OpSchema.kwargs_schema; OpSchema.kwargs_strategy; OpSchema.op; OpSchema.schema_info; OpStrategy(strategies);
+    OutputSharding(output_spec, redistribute_schema, needs_redistribute, use_val_from_redistribute_schema);
+    OutputSharding.needs_redistribute;
     OutputSharding.output_spec; OutputSharding.redistribute_schema; OutputSharding.use_val_from_redistribute_schema;
     RuntimeSchemaInfo.needs_pytree; RuntimeSchemaInfo.static_argnum; RuntimeSchemaInfo.static_kwargkey
 torch.distributed.tensor._redistribute: _gen_transform_infos.cache_clear; clear_redistribute_planner_cache;
