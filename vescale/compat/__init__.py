@@ -53,6 +53,7 @@ try:
     )
     from vescale.compat.module_calls import *
     from vescale.compat.native_decisions import intern_spec
+    from vescale.compat.missing_helpers import require_native_static
     from vescale.compat.native_dispatch import (
         counts_local_writes,
         dispatch_counts,
@@ -116,6 +117,7 @@ __all__ = [
     "note_writes",
     "on_completion",
     "require",
+    "require_native_static",
     "reset_dispatch_counts",
     "runs_on_locals",
     "self_check",

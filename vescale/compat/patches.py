@@ -32,6 +32,7 @@ from vescale.compat.collective_kernels import register_collective_kernels
 from vescale.compat.exact_matches import search_only_mismatches
 from vescale.compat.gradients_of_stages import look_at_all_stages
 from vescale.compat.meta_shapes import run_on_meta
+from vescale.compat.missing_helpers import warn_of_missing_helpers
 from vescale.compat.moved_local_tensors import wrap_redistribute_local
 from vescale.compat.native_dispatch import install_native_dispatch
 from vescale.compat.needs import CHECKPOINTS, EXACT_MATCHES, OBSERVATION, lacking, self_check
@@ -255,6 +256,7 @@ def _install(parts: dict[str, Any]) -> None:
         for part in new:
             del HOOKS[part]
         raise
+    warn_of_missing_helpers()
 
 
 def uninstall() -> None:
