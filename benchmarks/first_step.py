@@ -43,7 +43,7 @@ def measure(num_axes: int, size: int, layers: int, stock_search: bool) -> list[f
     )
     model = LlamaForCausalLM(config)
     if stock_search:
-        kept = [patch for patch in patches.PATCHES if not patch.target.endswith(_DECIDING)]
+        kept = [patch for patch in patches.PATCHES if not any(name in patch.target for name in _DECIDING)]
         patches.PATCHES = tuple(kept)
     layer = r"model.layers.\d+"
     plan = Plan(mesh)

@@ -22,7 +22,7 @@ class Messages:
         self._numbers: Counter[tuple[str, str, int, int]] = Counter()
         self._is_over = False
         self._class: Any = group_class
-        self._before = {name: group_class.__dict__.get(name) for name in ("send", "recv")}
+        self._before = {name: group_class.__dict__.get(name) for name in ("send", "recv", "_get_backend")}
 
         def send(group: Any, tensors: list[torch.Tensor], to: int, tag: int = 0) -> _Work:
             (tensor,) = tensors
@@ -38,6 +38,7 @@ class Messages:
             return _Work(lambda: self._receive(key, tensor))
 
         self._class.send, self._class.recv = send, recv
+        self._class._get_backend = lambda group, device: group  # which PyTorch asks whether it takes several at once
 
     def _next(self, op: str, group: str, source: int, to: int) -> tuple[str, int, int, int]:
         """The message: receives get messages in the order in which they are posted, not in that of waiting."""

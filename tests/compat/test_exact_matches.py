@@ -127,22 +127,19 @@ def decide(schema: OpSchema) -> Any:
 def test_decisions_are_those_of_the_search(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     ops.install()
     looked_up: Counter[Any] = Counter()
+    ask_for_few = exact_matches.ask_for_few
 
-    def counted(mesh: DeviceMesh, schema: OpSchema, *others: Any) -> Any:
-        found = exact_match(mesh, schema, *others)
-        looked_up[schema.op] += found is not None
-        operands = (operand.strategies[0].output_spec for operand in schema.args_strategy)
-        looked_up["strided"] += found is not None and any(map(exact_matches._is_strided, operands))
+    def counted(judge: Any, mesh: DeviceMesh, schema: OpSchema, *others: Any) -> Any:
+        found = ask_for_few(judge, mesh, schema, *others)
+        operands = [operand.strategies[0].output_spec.placements for operand in schema.args_strategy]
+        wanted = [] if found is None else [spec.placements for spec in found.strategies[0].input_specs]
+        looked_up[schema.op] += wanted == operands
+        looked_up["strided"] += wanted == operands and any(map(exact_matches._is_strided, operands))
+        looked_up["moved"] += found is not None and wanted != operands
+        looked_up["left"] += found is None
         return found
 
-    def counted_search(*call: Any) -> Any:
-        found = search(*call)
-        looked_up["searched"] += found is not None
-        return found
-
-    exact_match, search = exact_matches.exact_match, exact_matches.search
-    monkeypatch.setattr(exact_matches, "exact_match", counted)
-    monkeypatch.setattr(exact_matches, "search", counted_search)
+    monkeypatch.setattr(exact_matches, "ask_for_few", counted)
     name = "_expand_single_dim_strategy_to_mesh"
     with_matches = getattr(sharding_propagation, name)
     chance = random.Random(0)
@@ -151,7 +148,14 @@ def test_decisions_are_those_of_the_search(mesh: DeviceMesh, monkeypatch: pytest
         monkeypatch.setattr(sharding_propagation, name, with_matches.__wrapped__)
         expected = decide(schema)
         monkeypatch.setattr(sharding_propagation, name, with_matches)
-        assert decide(schema) == expected, schema
-    assert looked_up["searched"] >= 40, looked_up
-    assert len(+looked_up) >= 8 and sum(looked_up.values()) >= 20, looked_up
+        found = decide(schema)
+        if expected[0] is AssertionError and found[0] is not AssertionError:
+            looked_up["planner fails"] += 1  # on the way to a candidate that PyTorch would not have chosen
+        else:
+            assert found == expected, schema
+    assert looked_up["planner fails"] <= 20, looked_up
+    assert looked_up["moved"] >= 40, looked_up
+    assert len(+looked_up) >= {1: 20, 2: 10, 3: 5}[mesh.ndim] and looked_up["left"] <= 0.1 * sum(looked_up.values()), (
+        looked_up
+    )
     assert looked_up["strided"] >= {1: 10, 2: 2, 3: 0}[mesh.ndim], looked_up

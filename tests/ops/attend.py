@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -32,12 +34,18 @@ def attend_like_one_device(
     options: dict[str, Any],
     expected_in: Sequence[torch.Tensor | None],
     found_in: Sequence[torch.Tensor | None],
-) -> DTensor:
+) -> DTensor | None:
     """The result of a parallelized :class:`Attend`, compared with one device's: values, dropout masks, the generator
-    afterwards, gradients of the parameter and of every input."""
+    afterwards, gradients of the parameter and of every input. None: one device refuses the arguments, and so does the
+    model, with the same error."""
     reference = Attend(options)
     torch.manual_seed(5)
-    expected = reference(*expected_in)
+    try:
+        expected = reference(*expected_in)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error).splitlines()[0])):
+            model(*found_in)
+        return None
     state = torch.get_rng_state()
     torch.manual_seed(5)
     found = model(*found_in)

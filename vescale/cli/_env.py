@@ -14,6 +14,7 @@ from typing import Any
 from vescale import __version__
 from vescale.cli._console import print_json
 from vescale.cli._inputs import add_json
+from vescale.errors import torch_promise
 
 __all__ = ["add_arguments", "run"]
 
@@ -67,6 +68,7 @@ def _torch() -> dict[str, Any]:
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
+        "promise": torch_promise(torch.__version__),
         "compat": _compat(),
         "distributed": dist.is_available(),
         "gloo": dist.is_available() and dist.is_gloo_available(),

@@ -1,91 +1,92 @@
 """Every private PyTorch name that vescale uses, under a stable name, and everything that it changes in PyTorch."""
 
-# ruff: noqa: F403
-from vescale.compat.needs import OBSERVATION, UnsupportedTorchError, require, self_check
+# ruff: noqa: E402, F403
+from vescale.compat.needed_names import OBSERVATION
+from vescale.compat.needs import require, self_check
+from vescale.errors import UnsupportedTorchError
 
-try:
-    from vescale.compat import (
-        arrival_count,
-        async_tensors,
-        autograd,
-        containers,
-        dtensor,
-        foreach,
-        fsdp2,
-        gradient_rows,
-        hook_gate,
-        meshes,
-        module_calls,
-        op_info,
-        patches,
-        process_groups,
-        tensor_bytes,
-        weak_tables,
-        wrapper_names,
-    )
-    from vescale.compat.arrival_count import *
-    from vescale.compat.async_tensors import *
-    from vescale.compat.autograd import *
-    from vescale.compat.checkpoint_plans import CheckpointHooks
-    from vescale.compat.collective_kernels import group_description, on_completion
-    from vescale.compat.containers import *
-    from vescale.compat.dispatch import no_torch_function, stock_dispatch, with_torch_function
-    from vescale.compat.dtensor import *
-    from vescale.compat.dtensor_methods import DTensorHooks, stock
-    from vescale.compat.empty_shards import has_empty_shards, some_rank_holds_nothing, with_empty_shards
-    from vescale.compat.foreach import *
-    from vescale.compat.fsdp2 import *
-    from vescale.compat.gradient_rows import *
-    from vescale.compat.held_tensors import held_tensors, weak_node
-    from vescale.compat.hook_gate import *
-    from vescale.compat.layouts import Layout
-    from vescale.compat.meshes import *
-    from vescale.compat.model_hooks import (
-        DispatchListener,
-        ModelHooks,
-        OpHandler,
-        tell_draw,
-        tell_move,
-        tell_moved_operand,
-        tell_plain_value,
-        tell_read,
-        tell_write,
-    )
-    from vescale.compat.module_calls import *
-    from vescale.compat.native_decisions import intern_spec
-    from vescale.compat.missing_helpers import require_native_static
-    from vescale.compat.native_dispatch import (
-        counts_local_writes,
-        dispatch_counts,
-        filter_functions,
-        is_native,
-        native_conversions,
-        native_require_current,
-        reset_dispatch_counts,
-        runs_on_locals,
-        take_moves,
-    )
-    from vescale.compat.native_hooks import native_hooks
-    from vescale.compat.native_static import native_static
-    from vescale.compat.op_info import *
-    from vescale.compat.optimizers import note_writes
-    from vescale.compat.patches import *
-    from vescale.compat.process_groups import *
-    from vescale.compat.sharding_caches import begin_world, clear_sharding_caches
-    from vescale.compat.tensor_bytes import *
-    from vescale.compat.tensor_subclasses import (
-        FakeTensor,
-        TorchDispatchMode,
-        detached_below_autograd,
-        tree_leaves,
-        tree_map,
-        without_modes,
-    )
-    from vescale.compat.weak_tables import *
-    from vescale.compat.wrapper_names import *
-except (ImportError, AttributeError):
-    self_check()  # an error that names all that this torch lacks, instead of the first
-    raise
+# Before anything imports a private name: all that the package does with torch comes by here.
+self_check()
+
+from vescale.compat import (
+    arrival_count,
+    async_tensors,
+    autograd,
+    containers,
+    dtensor,
+    foreach,
+    fsdp2,
+    gradient_rows,
+    hook_gate,
+    meshes,
+    module_calls,
+    op_info,
+    patches,
+    process_groups,
+    tensor_bytes,
+    weak_tables,
+    wrapper_names,
+)
+from vescale.compat.arrival_count import *
+from vescale.compat.async_tensors import *
+from vescale.compat.autograd import *
+from vescale.compat.checkpoint_plans import CheckpointHooks
+from vescale.compat.collective_kernels import group_description, on_completion
+from vescale.compat.containers import *
+from vescale.compat.dispatch import no_torch_function, stock_dispatch, with_torch_function
+from vescale.compat.dtensor import *
+from vescale.compat.dtensor_methods import DTensorHooks, stock
+from vescale.compat.empty_shards import has_empty_shards, some_rank_holds_nothing, with_empty_shards
+from vescale.compat.foreach import *
+from vescale.compat.fsdp2 import *
+from vescale.compat.gradient_rows import *
+from vescale.compat.held_tensors import held_tensors, weak_node
+from vescale.compat.hook_gate import *
+from vescale.compat.layouts import Layout
+from vescale.compat.meshes import *
+from vescale.compat.model_hooks import (
+    DispatchListener,
+    ModelHooks,
+    OpHandler,
+    tell_draw,
+    tell_move,
+    tell_moved_operand,
+    tell_plain_value,
+    tell_read,
+    tell_write,
+)
+from vescale.compat.module_calls import *
+from vescale.compat.missing_helpers import require_native_static
+from vescale.compat.native_decisions import intern_spec
+from vescale.compat.native_dispatch import (
+    counts_local_writes,
+    dispatch_counts,
+    filter_functions,
+    is_native,
+    native_conversions,
+    native_require_current,
+    reset_dispatch_counts,
+    runs_on_locals,
+    take_moves,
+)
+from vescale.compat.native_hooks import native_hooks
+from vescale.compat.native_static import native_static
+from vescale.compat.op_info import *
+from vescale.compat.optimizers import note_writes
+from vescale.compat.patches import *
+from vescale.compat.process_groups import *
+from vescale.compat.sharding_caches import begin_world, clear_sharding_caches
+from vescale.compat.tensor_bytes import *
+from vescale.compat.tensor_subclasses import (
+    FakeTensor,
+    TorchDispatchMode,
+    detached_below_autograd,
+    tree_leaves,
+    tree_map,
+    without_modes,
+)
+from vescale.compat.weak_tables import *
+from vescale.compat.wrapper_names import *
 
 __all__ = [
     "OBSERVATION",

@@ -16,7 +16,8 @@ from typing import Any
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed.tensor import DTensor
 
-from vescale.compat.needs import CHECKPOINTS, lacking, require
+from vescale.compat.needed_names import CHECKPOINTS
+from vescale.compat.needs import lacking, require
 from vescale.compat.patching import Changes
 from vescale.errors import ShardedStateError
 

@@ -204,22 +204,20 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
             found = _on_placements(op_call, args, kwargs, op_info.schema)
         if found is not NotImplemented:
             return found
-        models = model_hooks()
-        handler = models.handlers.get(op_call) if models is not None else None
-        return decided(handler, op_call, args, kwargs, op_info, try_cache)
+        return decided(op_call, args, kwargs, op_info, try_cache)
 
     def without_handlers(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         found = _on_placements(op_call, args, kwargs, op_info.schema)
-        return decided(None, op_call, args, kwargs, op_info, try_cache) if found is NotImplemented else found
+        return decided(op_call, args, kwargs, op_info, try_cache) if found is NotImplemented else found
 
-    def decided(handler: OpHandler | None, *call: Any) -> Any:
+    def decided(*call: Any) -> Any:
         models = model_hooks()
         if models is None:
             return original(*call)
         # A function mode may be on where no torch function leads here (torch.vmap views its results): none of a model's is
         # for the tensors that shapes are found with.
         with no_torch_function():
-            return _decided(original, models.listener, handler, *call)
+            return _decided(original, models.listener, *call)
 
     propagate.without_handlers = without_handlers  # type: ignore[attr-defined]
     changes.attribute(dispatcher, "_propagate_op_sharding_dispatch_slow_path", propagate)
@@ -228,15 +226,14 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
 def _decided(
     original: Any,
     listener: DispatchListener,
-    handler: OpHandler | None,
     op_call: Any,
     args: Any,
     kwargs: Any,
     op_info: Any,
     try_cache: bool,
 ) -> Any:
-    """PyTorch's decision, or what ``handler`` and the listener make of an op that PyTorch has no rule for, or moves operands
-    for."""
+    """PyTorch's decision, or what the listener makes of an op that PyTorch has no rule for, or moves operands for. The op has
+    no handler, or that has declined the call."""
     # The C++ caller takes anything that is no OutputSharding as the op's own result.
     has_strided = _has_strided(op_info.schema)
     may_keep = has_strided or _has_empty(op_info.schema)
@@ -253,8 +250,6 @@ def _decided(
             return kept
         if (kept := listener.view_of_uneven_shards(args, kwargs, op_info.schema)) is not None:
             return kept
-        if handler is not None:
-            return telling(op_call, handler.run)(op_call, args, kwargs)
         result = listener.no_strategy(op_call, args, kwargs)
         if result is NotImplemented:
             raise

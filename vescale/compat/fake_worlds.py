@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from vescale.compat.needs import ESTIMATES, require
+from vescale.compat.needed_names import ESTIMATES
+from vescale.compat.needs import require
 from vescale.compat.patching import Changes, undo
 from vescale.compat.sharding_caches import clear_sharding_caches
 

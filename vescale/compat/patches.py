@@ -35,7 +35,8 @@ from vescale.compat.meta_shapes import run_on_meta
 from vescale.compat.missing_helpers import warn_of_missing_helpers
 from vescale.compat.moved_local_tensors import wrap_redistribute_local
 from vescale.compat.native_dispatch import install_native_dispatch
-from vescale.compat.needs import CHECKPOINTS, EXACT_MATCHES, OBSERVATION, lacking, self_check
+from vescale.compat.needed_names import CHECKPOINTS, EXACT_MATCHES, OBSERVATION
+from vescale.compat.needs import lacking, self_check
 from vescale.compat.patching import HOOKS, Changes, rebind, undo
 from vescale.compat.sharding_caches import clear_sharding_caches
 
@@ -124,9 +125,9 @@ PATCHES: tuple[Patch, ...] = (
           "PyTorch raises 'invalid python storage'; torch.save writes one rank's part, silently", "placements",
           dtensor_methods.wrap_copying),
     Patch("torch.distributed.tensor: _sharding_prop._expand_single_dim_strategy_to_mesh, _ops.utils.is_tensor_shardable, "
-          "_ops._math_ops._infer_reduction_dims, _decompositions.DecompShardingStrategy._get_candidate_placements, "
-          "_ops.single_dim_strategy._get_neighbor_placements",
-          "looks up the combination that moves nothing, then searches with less work; shards may be empty where vescale "
+          "expand_to_full_mesh_op_strategy, _ops._math_ops._infer_reduction_dims, _decompositions.DecompShardingStrategy."
+          "_get_candidate_placements, _ops.single_dim_strategy._get_neighbor_placements",
+          "is asked for few combinations, in the order of its preference; shards may be empty where vescale "
           "decides; no dims are all dims; candidates have one order",
           "PyTorch searches for 0.7 s for one op on three axes, gathers a batch of 1 over 2 ranks, and takes the result "
           "of a rank's part for that of x.sum(dim=()); the order of its sets differs between ranks", "ops",

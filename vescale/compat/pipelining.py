@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import schedules
+
+from vescale.compat.needed_names import PIPELINES
+from vescale.compat.needs import require
+
+require(PIPELINES)  # this module is no part of what vescale imports at first
+from torch.distributed.pipelining import schedules  # noqa: E402
 
 __all__ = ["agree_on_sizes", "dry_run", "schedule_class", "schedule_from_text", "schedule_order", "schedule_with_comms"]
 

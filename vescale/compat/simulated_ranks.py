@@ -18,7 +18,8 @@ from torch.distributed import checkpoint, device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from vescale.compat.needs import ESTIMATES, require
+from vescale.compat.needed_names import ESTIMATES
+from vescale.compat.needs import require
 from vescale.compat.patching import Changes, rebind
 
 require(ESTIMATES)  # this module is no part of what vescale imports at first

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import sys
+import threading
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ def _is_off() -> bool:
 
 
 _WAS_OFF = _is_off()  # when vescale was imported
+_IMPORTING = threading.RLock()
 # Errors of libraries that are there and cannot be loaded, by helper.
 _ERRORS: dict[str, str] = {}
 
@@ -47,19 +49,20 @@ def _open(name: str) -> ctypes.CDLL | None:
 
 @functools.cache
 def _import(name: str) -> ModuleType | None:
-    path = _path(name)
-    if path is None:
-        return None
-    spec = importlib.util.spec_from_file_location(f"vescale.csrc._{name}", path)
-    assert spec is not None and spec.loader is not None
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except ImportError as error:
-        _ERRORS[name] = str(error)
-        return None
-    sys.modules[spec.name] = module
-    return module
+    with _IMPORTING:  # as Python's own lock does: another thread gets the module when it is complete
+        full_name, path = f"vescale.csrc._{name}", _path(name)
+        if path is None or full_name in sys.modules:
+            return sys.modules.get(full_name)
+        spec = importlib.util.spec_from_file_location(full_name, path)
+        assert spec is not None and spec.loader is not None
+        try:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            _ERRORS[name] = str(error)
+            return None
+        sys.modules[full_name] = module
+        return module
 
 
 def load(name: str) -> ctypes.CDLL | None:

@@ -176,9 +176,20 @@ from vescale.errors._static import (
     StaticRecordError,
     StaticStepError,
 )
+from vescale.errors._torch_versions import (
+    LIMITED_TORCH,
+    SUPPORTED_TORCH,
+    TORCH_RANGE,
+    UnsupportedTorchError,
+    UntestedTorchWarning,
+    torch_promise,
+)
 
 __all__ = [
     "CODES",
+    "LIMITED_TORCH",
+    "SUPPORTED_TORCH",
+    "TORCH_RANGE",
     "AdoptionError",
     "ArgumentTypeError",
     "BoundaryError",
@@ -316,6 +327,8 @@ __all__ = [
     "UnsupportedParameterError",
     "UnsupportedRandomOpError",
     "UnsupportedSettingError",
+    "UnsupportedTorchError",
+    "UntestedTorchWarning",
     "VerifyError",
     "WhatIfError",
     "YamlPlanError",
@@ -323,4 +336,5 @@ __all__ = [
     "calling_line",
     "did_you_mean",
     "kind_of",
+    "torch_promise",
 ]

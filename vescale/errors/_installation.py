@@ -40,4 +40,4 @@ class SetDataError(Coded, ValueError):
 class MissingHelpersWarning(Coded, UserWarning):
     """C++ helpers are missing, or were built for another torch: their Python fallbacks take more host time."""
 
-    code = "VS1706"
+    code = "VS1707"

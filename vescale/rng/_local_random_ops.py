@@ -23,8 +23,9 @@ class drawing_part_of(TorchDispatchMode):
     """Inside this context, random ops on plain tensors draw this rank's part of a tensor of global ``shape`` on a mesh.
 
     ``with drawing_part_of(mesh, placements, shape) as draws: ...``: a random op must be called on a tensor of the local
-    shape with row-major strides; its result is plain, too. ``draws.count`` is the number of random ops: code that skips
-    empty tensors must call :meth:`advance` for them, so that generators stay equal. Autograd is not affected.
+    shape, with or without dims of size 1 before it, with row-major strides; its result is plain, too. ``draws.count`` is the
+    number of random ops: code that skips empty tensors must call :meth:`advance` for them, so that generators stay equal.
+    Autograd is not affected.
     Communication: none.
 
     Raises NotImplementedError for a random op on a tensor of another shape, and the errors of the op on a DTensor.
@@ -45,12 +46,16 @@ class drawing_part_of(TorchDispatchMode):
             raise UnsupportedRandomOpError(
                 f"{func} where a part of a tensor of shape {self._shape} is drawn; expected a random op of docs/rng.md"
             )
-        placed = self._placed(local, str(func))
+        part = self._without_leading_ones(local)
+        placed = self._placed(part, str(func))
         result = self._handlers[func](func, (placed, *args[1:]), kwargs)
         self.count += 1
         if result is placed:
             return local
-        return tree_map(lambda leaf: local_of(leaf) if isinstance(leaf, DTensor) else leaf, result)
+        found = tree_map(lambda leaf: local_of(leaf) if isinstance(leaf, DTensor) else leaf, result)
+        if part is local:
+            return found
+        return tree_map(lambda leaf: leaf.view(local.shape) if isinstance(leaf, torch.Tensor) else leaf, found)
 
     def advance(self, function: Callable[[Any], Any], dtype: torch.dtype, device: torch.device) -> None:
         """Advance the generator as ``function`` of the whole tensor does. For empty parts; called after the context."""
@@ -60,6 +65,15 @@ class drawing_part_of(TorchDispatchMode):
         coordinate = self._mesh.get_coordinate()
         assert coordinate is not None  # ranks outside the mesh have no part
         return local_region(self._shape, self._placements, tuple(self._mesh.shape), tuple(coordinate)).local_shape
+
+    def _without_leading_ones(self, local: torch.Tensor) -> torch.Tensor:
+        """The part itself, where an op has put dims of size 1 before its own: attention does, for tensors with three dims,
+        since torch 2.14. The numbers of the elements are the same."""
+        wanted = self._local_shape()
+        extra = local.ndim - len(wanted)
+        if extra > 0 and tuple(local.shape) == (*(1,) * extra, *wanted):
+            return local.view(wanted)
+        return local
 
     def _placed(self, local: torch.Tensor, what: str) -> DTensor:
         if tuple(local.shape) != self._local_shape():
