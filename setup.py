@@ -61,11 +61,7 @@ def torch_options() -> dict[str, Any] | None:
         "extra_compile_args": [argument for include in includes for argument in ("-isystem", include)],
         "library_dirs": [str(folder / "lib")],
         "libraries": ["c10", "torch_cpu"],  # loaded by ``import torch`` when the helper is
-        "define_macros": [
-            ("VESCALE_TORCH_VERSION", f'"{torch.__version__}"'),
-            ("VESCALE_TORCH_MINOR", str(torch.__version__.split(".")[1])),
-            ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi()))),
-        ],
+        "define_macros": [("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi())))],
         "torch_version": str(torch.__version__),
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import tomllib
@@ -12,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tools import count_helpers
+from vescale import csrc
 from vescale.errors import LIMITED_TORCH, SUPPORTED_TORCH
 
 ROOT = Path(__file__).parent.parent
@@ -75,13 +76,56 @@ def test_commands_are_shell(step: dict[str, Any]) -> None:
     subprocess.run(["bash", "-n", "-c", re.sub(r"\$\{\{.*?\}\}", "x", step["run"])], check=True)
 
 
-def test_wheels_are_built_for_the_oldest_python_and_tried() -> None:
+SUPPORTED = CI["jobs"]["test"]["strategy"]["matrix"]["torch"]
+
+
+def test_helpers_are_counted_by_name() -> None:
+    """All of them with a compiler, whose warnings are errors, and none without; also in each wheel."""
+    test, wheel = CI["jobs"]["test"], CI["jobs"]["wheel"]
+    (count,) = [step["run"] for step in test["steps"] if "count_helpers" in step.get("run", "")]
+    assert count == ".venv/bin/python tools/count_helpers.py ${{ matrix.compiler && 'all' || 'none' }}"
+    assert test["env"]["VESCALE_STRICT_BUILD"] == "${{ matrix.compiler && '1' || '' }}"
+    assert wheel["env"] == {"VESCALE_STRICT_BUILD": "1"}
+
+
+def test_a_wheel_is_built_and_tried_for_each_supported_torch() -> None:
+    job = CI["jobs"]["wheel"]
+    assert job["strategy"]["matrix"]["torch"] == SUPPORTED
+    build, use = [step["run"] for step in job["steps"] if "run" in step]
+    assert "torch==${{ matrix.torch }}" in build and "torch==${{ matrix.torch }}" in use
+    assert "/tmp/build/" in build and "/tmp/build/" not in use and "cd /tmp" in use
+    assert 'tools/count_helpers.py" all' in use and "first.py" in use
+    script = re.search(r"awk '.*' README.md", use)
+    assert script is not None
+    text = subprocess.run(["bash", "-c", script[0]], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    compile(text, "README.md", "exec")
+    assert text.startswith("import torch\n") and "vescale.parallelize(" in text
+
+
+@pytest.mark.parametrize("kind", ["all", "none"])
+def test_the_count_fails_unless_it_is_as_expected(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = sorted(path.stem for path in (ROOT / "vescale" / "csrc").glob("*.cpp"))
+    built, missing = dict.fromkeys(names, "built"), dict.fromkeys(names, "not built for torch 2.1")
+    codes = []
+    for states in (built, {**missing, names[3]: "built"}, {**built, names[0]: "not built"}, missing, {}):
+        monkeypatch.setattr(csrc, "helper_states", lambda states=states: states)
+        codes.append(count_helpers.main(kind))
+    assert codes == ([0, 1, 1, 1, 1] if kind == "all" else [1, 1, 1, 0, 0])
+
+
+def test_wheels_for_every_python_have_the_helpers_for_each_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheels = project["tool"]["cibuildwheel"]
     oldest = project["project"]["requires-python"].removeprefix(">=").replace(".", "")
     assert wheels["build"][0] == f"cp{oldest}-manylinux_*"
-    sources = {path.stem for path in (ROOT / "vescale" / "csrc").glob("*.cpp")}
-    using_torch = ast.literal_eval(re.search(r"^USING_TORCH = (.*)$", (ROOT / "setup.py").read_text(), re.M)[1])  # type: ignore[index]
-    tried = re.findall(r"'(\w+)'", wheels["test-command"])
-    assert set(tried) == sources - using_torch
-    subprocess.run(["bash", "-n", "-c", wheels["test-command"]], check=True)
+    rows = CI["jobs"]["test"]["strategy"]["matrix"]["include"]
+    newer = [row["python"].replace(".", "") for row in rows if "python" in row]
+    assert wheels["build"][1:] == [f"cp{python}-manylinux_*" for python in newer]
+    for command in ("before-build", "test-command"):
+        assert f"for torch in {' '.join(SUPPORTED)}; do pip install torch==$torch && " in wheels[command]
+        subprocess.run(["bash", "-n", "-c", wheels[command]], check=True)
+    assert wheels["build-frontend"] == {"name": "pip", "args": ["--no-build-isolation"]}
+    assert "count_helpers.py all" in wheels["test-command"]
+    linked = re.findall(r"--exclude lib(\w+).so", wheels["repair-wheel-command"])
+    setup = (ROOT / "setup.py").read_text()
+    assert sorted(linked) == sorted({*re.findall(r'"((?:c10|torch)\w*)"', setup)} - {"torch_version"})

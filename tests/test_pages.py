@@ -108,9 +108,12 @@ def run_reference(page: str, prelude: str, folder: str) -> int:
 DAILY_REFERENCE = {"fsdp"}
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[] if page in DAILY_REFERENCE else [pytest.mark.slow]) for page in PRELUDES]
-)
+def marks(page: str) -> list[pytest.MarkDecorator]:
+    slow = [] if page in DAILY_REFERENCE else [pytest.mark.slow]
+    return [*slow, pytest.mark.helper("dispatch")] if page == "static" else slow
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page)) for page in PRELUDES])
 def test_blocks_of_reference_pages_run(page: str, ranks: RankPools, tmp_path: Path) -> None:
     assert min(ranks.run(run_reference, page, PRELUDES[page], str(tmp_path), world_size=RANKS.get(page, 2))) > 0
 

@@ -86,6 +86,6 @@ def looks(mode: str) -> None:
         assert losses(mode, way, at) == expected, (way, at)
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("static", marks=pytest.mark.helper("dispatch"))])
 def test_one_rank_looks(ranks: RankPools, mode: str) -> None:
     ranks.run(looks, mode, world_size=4, timeout=60.0)

@@ -1,17 +1,15 @@
-"""The C++ helpers are optional, but where there is a compiler they are built, and of these sources."""
+"""Where there is a compiler, the C++ helpers are built, all of them, and of these sources."""
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import shutil
-import sysconfig
 from pathlib import Path
 
 import pytest
 
+from tests.compiler import compiler
 from vescale import csrc
+from vescale.csrc import rebuild_command
 
 FOLDER = Path(csrc.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.cpp"))
@@ -29,12 +27,6 @@ def included(name: str) -> list[Path]:
     return found
 
 
-def compiler() -> str | None:
-    """What setuptools would compile with."""
-    command = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
-    return shutil.which(shlex.split(command)[0])
-
-
 def test_there_are_helpers() -> None:
     assert {"grads", "hook_gate", "mt19937", "philox", "planner", "random_fills"} <= set(NAMES)
 
@@ -45,9 +37,7 @@ def test_helpers_are_built_where_a_compiler_is(name: str, monkeypatch: pytest.Mo
     """Tests of a helper are skipped where it is missing: without this one, a broken build would go unnoticed."""
     monkeypatch.delenv("VESCALE_NO_NATIVE", raising=False)
     library = csrc.load(name)
-    assert library is not None, (
-        f"vescale/csrc/{name}.cpp is not built, or for another torch; run `python setup.py build_ext --inplace`"
-    )
+    assert library is not None, f"{csrc.helper_states()[name]}; {rebuild_command()}"
     built = Path(library._name).stat().st_mtime
     stale = [path.name for path in (FOLDER / f"{name}.cpp", *included(name)) if path.stat().st_mtime > built]
-    assert not stale, f"{stale} changed after the build; run `python setup.py build_ext --inplace`"
+    assert not stale, f"{stale} changed after the build; {rebuild_command()}"

@@ -297,7 +297,7 @@ def different_numbers_of_a_plan(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("static", marks=pytest.mark.helper("dispatch"))])
 def test_different_numbers_of_units_of_a_plan(tmp_path: Path, mode: str) -> None:
     all_raise(run_job(different_numbers_of_a_plan, tmp_path, mode, world_size=2), "experts.1", "rank 0", "rank 1")
 

@@ -78,6 +78,6 @@ def equal_to_one_device(modes: list[str]) -> None:
             assert mode == "eager" or report(parallel).recordings
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("static", marks=pytest.mark.helper("dispatch"))])
 def test_rows_of_a_batch(ranks: RankPools, mode: str) -> None:
     ranks.run(equal_to_one_device, [mode], world_size=2)

@@ -92,9 +92,9 @@ def test_a_sample(ranks: RankPools) -> None:
         ("dp", "eager", 6),
         ("dp", "eager", 5),
         ("dp", "eager", 1),
-        ("dp", "static", 6),
+        pytest.param("dp", "static", 6, marks=pytest.mark.helper("dispatch")),
         ("tp", "eager", 6),
-        ("tp", "static", 6),
+        pytest.param("tp", "static", 6, marks=pytest.mark.helper("dispatch")),
     ],
 )
 def test_all(ranks: RankPools, axis: str, mode: str, num_rows: int) -> None:
@@ -208,7 +208,7 @@ def look_up(function: str, mode: str) -> None:
             parallel(x, torch.tensor([0, 7, 9, 5]))
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("static", marks=pytest.mark.helper("dispatch"))])
 @pytest.mark.parametrize("function", ["gather", "take_along_dim", "one_hot", "embedding"])
 def test_lookups_over_cut_classes(ranks: RankPools, function: str, mode: str) -> None:
     ranks.run(look_up, function, mode, world_size=3)

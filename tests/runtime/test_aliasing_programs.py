@@ -265,6 +265,7 @@ def test_drawn_modules_on_two_axes(mesh: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.helper("dispatch")
 def test_drawn_modules_in_static_mode() -> None:
     """Ranks are threads, which share the functions whose code static forwards exchange: program 26 hung."""
     outcomes, failures = run_apart(list(range(20, 32)), Space(is_wide=True, is_static=True))

@@ -157,7 +157,7 @@ def nested(mode: str) -> None:
         assert static_forward(model).fallbacks["the plan casts parameters, inputs or outputs of modules"] == 2
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("static", marks=pytest.mark.helper("dispatch"))])
 def test_inner_entries_win(ranks: RankPools, mode: str) -> None:
     ranks.run(nested, mode, world_size=2)
 

@@ -110,7 +110,7 @@ def same(kind: str, mode: str) -> None:
             torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-12, msg=lambda m, n=name, i=index: f"{n} {i}: {m}")
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("static", marks=pytest.mark.helper("dispatch"))])
 @pytest.mark.parametrize("kind", PLANS)
 def test_equal_to_one_device(ranks: RankPools, kind: str, mode: str) -> None:
     """PyTorch's setter left the numbers of a DTensor: by hand, nothing was trained."""

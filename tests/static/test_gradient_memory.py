@@ -51,7 +51,7 @@ def step_of_clipping(mode: str) -> None:
         assert report(many).static_steps == 5, report(many)
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("static", marks=pytest.mark.helper("dispatch"))])
 def test_gradients_of_summands(ranks: RankPools, mode: str) -> None:
     ranks.run(step_of_clipping, mode, world_size=2)
 

@@ -43,6 +43,7 @@ for name in sys.argv[3:]:
 
 
 @pytest.mark.slow
+@pytest.mark.helper("dispatch")
 def test_static_models(tmp_path: Path) -> None:
     names = ["llama", "gpt2", "gpt_oss", "mixtral"]
     ranks = []

@@ -77,5 +77,6 @@ def all_writes() -> int:
     return run_cases(writes, [("no gradient",), ("view",), ("input",), ("large",), ("parameter",)])
 
 
+@pytest.mark.helper("dispatch")
 def test_writes_of_a_forward_that_cannot_go_on(ranks: RankPools) -> None:
     ranks.run(all_writes, world_size=2)

@@ -58,6 +58,7 @@ from vescale.compat.model_hooks import (
     tell_write,
 )
 from vescale.compat.module_calls import *
+from vescale.compat.missing_helpers import require_native_static
 from vescale.compat.native_decisions import intern_spec
 from vescale.compat.native_dispatch import (
     counts_local_writes,
@@ -119,6 +120,7 @@ __all__ = [
     "note_writes",
     "on_completion",
     "require",
+    "require_native_static",
     "reset_dispatch_counts",
     "runs_on_locals",
     "self_check",

@@ -15,7 +15,7 @@ a mode, a subclass, a trace               by PyTorch's path
 ========================================  =======================================================================
 
 ``VESCALE_DISPATCH=stock``, read when vescale is imported, leaves everything to PyTorch's path, and so does an installation
-without a compiler. Results are the same.
+without the helper. Results are the same; static mode (:mod:`vescale.static`) is refused.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from vescale.compat.patching import Changes
 from vescale.compat.sharding_caches import forget_sizes
 
 __all__ = [
+    "IS_STOCK",
     "answer_mixed_calls",
     "counts_local_writes",
     "dispatch_counts",
@@ -75,12 +76,12 @@ _NEVER = frozenset([_aten.equal.default])
 
 
 # When vescale was imported: what is installed at different times has to fit together.
-_IS_STOCK = os.environ.get("VESCALE_DISPATCH", "") == "stock"
+IS_STOCK = os.environ.get("VESCALE_DISPATCH", "") == "stock"
 
 
 def _loaded() -> Any:
     """The module, or None where it has not been built or ``VESCALE_DISPATCH`` forbids it."""
-    return None if _IS_STOCK else csrc.dispatcher()
+    return None if IS_STOCK else csrc.dispatcher()
 
 
 def _installed() -> Any:

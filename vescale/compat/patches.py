@@ -20,6 +20,7 @@ import importlib
 import threading
 from typing import Any, NamedTuple
 
+from vescale.compat.missing_helpers import warn_of_missing_helpers
 from vescale.compat.needs import lacking, self_check
 from vescale.compat.patch_table import PATCHES, Patch
 from vescale.compat.patching import HOOKS, Changes, rebind, undo
@@ -127,6 +128,7 @@ def _install(parts: dict[str, Any]) -> None:
         for part in new:
             del HOOKS[part]
         raise
+    warn_of_missing_helpers()
 
 
 def uninstall() -> None:

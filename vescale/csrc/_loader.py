@@ -101,10 +101,11 @@ def missing_helpers() -> dict[str, str]:
 def _state(name: str) -> str:
     if _is_off():
         return OFF
-    if load(name) is not None:  # modules, too, are libraries
-        return BUILT
+    is_loaded = load(name) is not None  # modules, too, are libraries
     if name in _ERRORS:
         return f"cannot be loaded: {_ERRORS[name]}"
+    if is_loaded:
+        return BUILT
     others = built_for(name)
     this = f"torch {torch.__version__} and Python {platform.python_version()}"
     return f"built for {'; '.join(sorted(others))}; this is {this}" if others else f"not built for {this}"

@@ -9,7 +9,16 @@
 #include "adamw8bit_numbers.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#if !defined(__clang__)
+// Intrinsics of gcc 12 initialize a variable that may have any value with itself (`__Y = __Y`), and its warnings see that.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
+#else
+#include <immintrin.h>
+#endif
 #define HAS_VECTORS 1
 #define AVX2 __attribute__((target("avx2")))
 #define ALWAYS inline __attribute__((always_inline))

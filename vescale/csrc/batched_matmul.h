@@ -87,7 +87,7 @@ inline at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& first, cons
     const bool is_differentiable = torch::autograd::compute_requires_grad(first, second);
     at::Tensor product = run_forward(matmul_forward(), operands, {}, run_matmul)[0];
     if (is_differentiable) {
-        auto node = c10::make_intrusive<BatchedMatmulBackward>();
+        auto node = make_node<BatchedMatmulBackward>();
         node->set_next_edges(torch::autograd::collect_next_edges(first, second));
         node->save(node->should_compute_output(1) ? first : at::Tensor());
         node->save(node->should_compute_output(0) ? second : at::Tensor());

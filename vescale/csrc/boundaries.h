@@ -10,6 +10,8 @@
 #include "boundary_functions.h"
 #include "dtensor.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <memory>
 #include <optional>
 #include <vector>

@@ -187,7 +187,7 @@ inline bool is_seen() {
 // The way back of a conversion, behind `tensor` and in front of `result`.
 inline void set_conversion(const at::Tensor& result, const at::Tensor& tensor, const py::object& stages, const py::object& requester) {
     if (at::GradMode::is_enabled() && tensor.requires_grad()) {
-        auto node = c10::make_intrusive<ConvertBackward>(std::vector<py::object>{stages, requester});
+        auto node = make_node<ConvertBackward>(std::vector<py::object>{stages, requester});
         node->set_next_edges(torch::autograd::collect_next_edges(tensor));
         torch::autograd::set_history(result, node);
     }

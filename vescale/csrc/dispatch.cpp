@@ -5,8 +5,8 @@
 // is so. Everything else takes PyTorch's path, unchanged: other tensor subclasses, modes, traced programs, ops that move
 // operands.
 //
-// Tables are read and written with the interpreter's lock held, which is also their lock. The library is for one build of
-// torch: setup.py passes its name.
+// Tables are read and written with the interpreter's lock held, which is also their lock. The library is for one version of
+// torch, which its file name contains.
 
 #include "batched_matmul.h"
 #include "checked_call.h"
@@ -212,7 +212,6 @@ std::size_t num_entries() {
 }  // namespace vescale
 
 PYBIND11_MODULE(_dispatch, module) {
-    module.attr("torch_version") = VESCALE_TORCH_VERSION;
     module.def("install", &vescale::install);
     module.def("uninstall", &vescale::uninstall);
     module.def("remove_composites", &vescale::remove_composites);

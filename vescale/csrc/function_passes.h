@@ -9,13 +9,14 @@
 
 #include "function_filter.h"
 #include "no_torch_function.h"
+#include "torch_versions.h"
 
 namespace vescale {
 
 // The filter of this thread's mode; null where there is none, or more than one, or torch functions are not seen anyway.
 inline const FunctionFilter* only_filter() {
     using Tls = at::impl::PythonTorchFunctionTLS;
-    if (Tls::stack_len() != 1 || dtensor_class().type == nullptr || Tls::peek_skip_next() ||
+    if (Tls::stack_len() != 1 || dtensor_class().type == nullptr || skips_next<Tls>() ||
         Tls::get_disabled_state() == at::impl::TorchFunctionDisabledState::ALL_DISABLED) {
         return nullptr;
     }

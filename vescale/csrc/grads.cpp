@@ -2,7 +2,7 @@
 //
 // Tensors come as arrays of addresses, which the caller keeps alive. Each function does all or nothing.
 //
-// It needs torch's headers, so that the library is for one build of torch: setup.py passes its name.
+// It needs torch's headers, so that the library is for one version of torch, which its file name contains.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
@@ -62,10 +62,6 @@ void tell_profiler(at::RecordFunction& event, std::size_t num, void* const* para
 }
 
 }  // namespace
-
-EXPORT const char* torch_version() {
-    return VESCALE_TORCH_VERSION;
-}
 
 // Moves `grad` of each parameter to its target. Returns 0, and changes nothing, unless each is there, like its target, and in
 // its place already or in other memory than all of them, which are in one block.

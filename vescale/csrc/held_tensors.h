@@ -30,7 +30,7 @@ class WeakNode {
     }
 
   private:
-    c10::weak_intrusive_ptr<torch::autograd::Node> node_;
+    WeakNodePtr node_;
 };
 
 }  // namespace vescale

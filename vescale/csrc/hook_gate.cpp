@@ -3,7 +3,7 @@
 // A hook that has something to do once in a backward, but that any tensor may be the first to call, costs a call into
 // Python for every tensor, most of which is making the gradient a Python object. Here a flag is looked at before that.
 //
-// It needs torch's headers, so that the library is for one build of torch: setup.py passes its name.
+// It needs torch's headers, so that the library is for one version of torch, which its file name contains.
 
 #include "arrival_count.h"
 
@@ -85,10 +85,6 @@ std::vector<std::unique_ptr<FunctionPreHook>>& hooks_of(void* tensor) {
 }
 
 }  // namespace
-
-EXPORT const char* torch_version() {
-    return VESCALE_TORCH_VERSION;
-}
 
 EXPORT void* new_gate() {
     return new SharedGate(std::make_shared<Gate>());

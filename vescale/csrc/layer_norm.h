@@ -60,7 +60,7 @@ inline at::Tensor layer_norm(
     const auto results = run_forward(layer_norm_forward(), operands, Key(sizes->begin(), sizes->end()), run, &specs);
     at::Tensor output = results[0];
     if (is_differentiable) {
-        auto node = c10::make_intrusive<LayerNormBackward>(*sizes);
+        auto node = make_node<LayerNormBackward>(*sizes);
         node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
         for (const auto& operand : operands) {
             node->save(operand);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dtensor.h"
+#include "torch_versions.h"
 #include "zero_signs.h"
 
 #include <ATen/record_function.h>
@@ -52,7 +53,7 @@ inline at::Tensor alone(at::Tensor gradient, const at::Tensor& parameter) {
 // it records, holds it and lives as long as it does. The lock is held.
 inline bool is_only_holder(const torch::autograd::Edge& edge) {
     const auto num_holders = edge.function.use_count();
-    PyObject* object = edge.function->pyobj_slot()->load_pyobj();
+    PyObject* object = object_of_node(*edge.function);
     return object == nullptr ? num_holders == 1 : num_holders == 2 && Py_REFCNT(object) == 1;
 }
 

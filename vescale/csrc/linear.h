@@ -116,9 +116,9 @@ inline at::Tensor linear(
         const at::impl::MaybeSetTLSOnEntryGuard guard;
         return at::_ops::linear::redispatch(below(keys), input, weight, given_bias);
     }
-    c10::intrusive_ptr<LinearBackward> node;
+    NodePtr<LinearBackward> node;
     if (torch::autograd::compute_requires_grad(input, weight, bias)) {
-        node = c10::make_intrusive<LinearBackward>(bias.defined());
+        node = make_node<LinearBackward>(bias.defined());
         // In this order, so that gradients arrive at parameters in PyTorch's order, which determines their places in buckets.
         node->set_next_edges(torch::autograd::collect_next_edges(bias, input, weight));
         // Before the product, as PyTorch does: a block that is computed again for its saved tensors ends here.

@@ -13,6 +13,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/empty.h>
 
 #include <bitset>
 #include <chrono>
@@ -207,7 +208,7 @@ inline void add_to_group(const at::Tensor& source, const at::Tensor& copy, const
 // `copy` is to be viewed in place of `local`.
 inline void add_view(const at::Tensor& local, const at::Tensor& copy, py::object update) {
     sweep_links();
-    auto link = std::make_shared<ViewLink>(ViewLink{Side(local), Side(copy), std::move(update)});
+    auto link = std::make_shared<ViewLink>(ViewLink{Side(local), Side(copy), std::move(update), {}});
     links_of(local.storage().unsafeGetStorageImpl()).copies.push_back(link);
     links_of(copy.storage().unsafeGetStorageImpl()).view = std::move(link);
 }

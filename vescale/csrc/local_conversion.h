@@ -114,7 +114,7 @@ class LocalConversion {
             result = local.detach();
         }
         if (is_linked(local)) {
-            auto node = c10::make_intrusive<ConvertLocalBackward>(std::vector<py::object>{
+            auto node = make_node<ConvertLocalBackward>(std::vector<py::object>{
                 spec->object, grad_.is_none() ? crossing->grad_placements : grad_, stages_, requester_, after->object,
                 grad_after_});
             node->set_next_edges(torch::autograd::collect_next_edges(local));

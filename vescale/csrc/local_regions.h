@@ -212,7 +212,7 @@ inline py::object enter_together(const py::tuple& operands, const py::tuple& gra
         }
     }
     if (is_any_linked) {
-        auto node = c10::make_intrusive<EnterLocalBackward>(std::move(objects), std::move(unused));
+        auto node = make_node<EnterLocalBackward>(std::move(objects), std::move(unused));
         node->set_next_edges(torch::autograd::collect_next_edges(tensors));
         if (std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) { return tensor.is_leaf(); })) {
             // As soon as its gradient is complete, like the node behind it that accumulates the gradient: reductions of
@@ -293,7 +293,7 @@ inline py::object leave_local(
     }
     at::Tensor made = wrap(local.detach(), *crossing->spec);
     if (is_linked(local)) {
-        auto node = c10::make_intrusive<LeaveLocalBackward>(std::vector<py::object>{
+        auto node = make_node<LeaveLocalBackward>(std::vector<py::object>{
             crossing->spec->object, grad_placements.is_none() ? crossing->grad_placements : kept(grad_placements),
             borrowed(op)});
         node->set_next_edges(torch::autograd::collect_next_edges(local));
@@ -354,7 +354,7 @@ inline py::object wrap_global(const at::Tensor& tensor, py::handle mesh, py::han
     at::Tensor made = wrap(std::move(local), *crossing->spec);
     share_outer_version(made, tensor);  // so that backward refuses what it has saved when the caller has written to it since
     if (is_linked(tensor)) {
-        auto node = c10::make_intrusive<WrapGlobalBackward>(
+        auto node = make_node<WrapGlobalBackward>(
             std::vector<py::object>{borrowed(mesh), crossing->grad_placements, borrowed(requester)});
         node->set_next_edges(torch::autograd::collect_next_edges(tensor));
         torch::autograd::set_history(made, node);

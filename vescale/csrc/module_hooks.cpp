@@ -4,7 +4,7 @@
 // functions that ask which module calls them, and for reports. Here that is done without Python, in the same Python objects.
 // The conversions that a plan asks for, and the entry into the outermost module, are Python functions.
 //
-// The interpreter's lock is held throughout. The library is for one build of torch: setup.py passes its name.
+// The interpreter's lock is held throughout. The library is for one version of torch, which its file name contains.
 
 #include "boundaries.h"
 #include "dtensor.h"
@@ -399,7 +399,6 @@ void set_callbacks(
 
 PYBIND11_MODULE(_module_hooks, module) {
     using vescale::Timeline;
-    module.attr("torch_version") = VESCALE_TORCH_VERSION;
     vescale::Frame::ready();
     py::class_<Timeline>(module, "Timeline")
         .def(py::init<std::size_t>())

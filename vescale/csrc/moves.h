@@ -6,6 +6,7 @@
 
 #include "call.h"
 #include "interpreter.h"
+#include "torch_versions.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
@@ -66,7 +67,8 @@ struct Copy {
     }
 
     void run(const at::Tensor& from, const at::Tensor& to) const {
-        Sizes strides = source_strides ? *source_strides : Sizes(from.strides().begin(), from.strides().end());
+        const c10::IntArrayRef own = source_strides ? c10::IntArrayRef(*source_strides) : from.strides();
+        Sizes strides(own.begin(), own.end());
         const auto distance = [&](const Sizes& index) {
             std::int64_t sum = 0;
             for (const auto i : c10::irange(index.size())) {
@@ -317,12 +319,12 @@ class Step {
             at::Tensor to = received.view({-1});
             c10d::ReduceScatterOptions options;
             options.reduceOp = op_;
-            group_->reduce_scatter_single(to, from, options)->wait();
+            reduce_scatter(*group_, to, from, options)->wait();
         } else {
             at::Tensor from = bytes_of(sent, begin, end);
             at::Tensor to = bytes_of(received, 0, received.numel());
             if (kind_ == Kind::kAllGather) {
-                group_->all_gather_single(to, from)->wait();
+                all_gather(*group_, to, from)->wait();
             } else {
                 const auto size = static_cast<std::int64_t>(local.element_size());
                 auto sends = sends_, receives = receives_;
@@ -331,7 +333,7 @@ class Step {
                         number *= size;
                     }
                 }
-                group_->all_to_all_single(to, from, receives, sends)->wait();
+                all_to_all(*group_, to, from, receives, sends)->wait();
             }
         }
         if (num_rows_ > 0) {

@@ -38,6 +38,5 @@ std::vector<std::pair<py::dict, py::object>> holders(const py::dict& modules, co
 }  // namespace vescale
 
 PYBIND11_MODULE(_patching, module) {
-    module.attr("torch_version") = VESCALE_TORCH_VERSION;
     module.def("holders", &vescale::holders);
 }

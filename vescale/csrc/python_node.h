@@ -3,6 +3,7 @@
 #pragma once
 
 #include "interpreter.h"
+#include "torch_versions.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>

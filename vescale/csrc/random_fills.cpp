@@ -5,8 +5,8 @@
 // have there (random_parts.h). Everything else takes PyTorch's path, unchanged, and with it the handlers of vescale.rng:
 // other tensor subclasses, modes, traced programs, other devices, fills that have no such rule.
 //
-// Tables are read and written with the interpreter's lock held, which is also their lock. The library is for one build of
-// torch: setup.py passes its name.
+// Tables are read and written with the interpreter's lock held, which is also their lock. The library is for one version of
+// torch, which its file name contains.
 
 #include "call.h"
 #include "dtensor.h"
@@ -453,7 +453,6 @@ void uninstall() {
 }  // namespace vescale
 
 PYBIND11_MODULE(_random_fills, module) {
-    module.attr("torch_version") = VESCALE_TORCH_VERSION;
     module.def("install", &vescale::install);
     module.def("uninstall", &vescale::uninstall);
     module.def("clear", &vescale::clear);

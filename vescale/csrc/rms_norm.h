@@ -128,7 +128,7 @@ inline at::Tensor rms_norm(
     const auto results = run_forward(rms_norm_forward(), operands, {static_cast<std::uint64_t>(num_dims)}, run, &specs);
     at::Tensor output = results[0];
     if (is_differentiable) {
-        auto node = c10::make_intrusive<RmsNormBackward>(*sizes, eps);
+        auto node = make_node<RmsNormBackward>(*sizes, eps);
         node->set_next_edges(torch::autograd::collect_next_edges(input, weight));
         for (const auto& operand : operands) {
             node->save(operand);

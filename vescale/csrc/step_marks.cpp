@@ -10,6 +10,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -156,7 +157,6 @@ bool before_backward(const py::object& tensor, py::object call) {
 
 PYBIND11_MODULE(_step_marks, module) {
     using vescale::BoardRow;
-    module.attr("torch_version") = VESCALE_TORCH_VERSION;
     module.def("sample", &vescale::sample);
     module.def("digest_of", &vescale::digest_of);
     module.def("call_site", &vescale::call_site);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "interpreter.h"
+#include "torch_versions.h"
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
@@ -51,11 +52,11 @@ class Timeline {
 
     // Of a node, a Python object.
     py::object of_node(const py::object& object) const {
-        c10::intrusive_ptr<torch::autograd::Node> node;
+        NodePtr<torch::autograd::Node> node;
         if (torch::autograd::THPCppFunction_Check(object.ptr())) {
             node = reinterpret_cast<torch::autograd::THPCppFunction*>(object.ptr())->cdata;
         } else if (PyObject_IsInstance(object.ptr(), function_base()) == 1) {
-            node = reinterpret_cast<THPFunction*>(object.ptr())->cdata;
+            node = node_held_by(reinterpret_cast<THPFunction*>(object.ptr())->cdata);
         }
         return node ? find(node->thread_id(), node->sequence_nr()) : py::none();
     }

@@ -76,6 +76,7 @@ from vescale.errors._gradients import (
 from vescale.errors._installation import (
     CudaError,
     JoinedMeshError,
+    MissingHelpersWarning,
     PrivateAttributeError,
     SetDataError,
 )
@@ -171,6 +172,7 @@ from vescale.errors._random import (
 from vescale.errors._source import Source, calling_line
 from vescale.errors._static import (
     StaticGradientError,
+    StaticHelpersError,
     StaticRecordError,
     StaticStepError,
 )
@@ -244,6 +246,7 @@ __all__ = [
     "MeshAxesError",
     "MeshSizeError",
     "MissingGradientError",
+    "MissingHelpersWarning",
     "MissingMeshError",
     "MissingPackageError",
     "MissingValuesError",
@@ -304,6 +307,7 @@ __all__ = [
     "Source",
     "SparseGradientError",
     "StaticGradientError",
+    "StaticHelpersError",
     "StaticRecordError",
     "StaticStepError",
     "StrayParameterError",

@@ -7,6 +7,7 @@ from vescale.errors._coded import Coded
 __all__ = [
     "CudaError",
     "JoinedMeshError",
+    "MissingHelpersWarning",
     "PrivateAttributeError",
     "SetDataError",
 ]
@@ -34,3 +35,9 @@ class SetDataError(Coded, ValueError):
     """`parameter.data` of a DTensor was set to data of another shape."""
 
     code = "VS1705"
+
+
+class MissingHelpersWarning(Coded, UserWarning):
+    """C++ helpers are missing, or were built for another torch: their Python fallbacks take more host time."""
+
+    code = "VS1707"

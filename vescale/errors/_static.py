@@ -7,6 +7,7 @@ from vescale.errors._plan_error import PlanError
 
 __all__ = [
     "StaticGradientError",
+    "StaticHelpersError",
     "StaticRecordError",
     "StaticStepError",
 ]
@@ -28,3 +29,9 @@ class StaticStepError(Coded, RuntimeError):
     """A step in static mode met what was not recorded after it had written to a large tensor, or to a parameter."""
 
     code = "VS1103"
+
+
+class StaticHelpersError(PlanError):
+    """Static mode was asked for where its C++ helpers are missing or switched off."""
+
+    code = "VS1104"

@@ -253,7 +253,7 @@ class StaticForward:
         if self.inner is not None:
             return "an entry of the plan, for the model itself, is around its forward"
         if not is_native():
-            return "the C++ helpers are not built"
+            return "vescale has been taken out of PyTorch (vescale.compat.uninstall)"
         if self._casts:
             return "the plan casts parameters, inputs or outputs of modules"
         hidden = next((x for x in (*args, *kwargs.values()) if hides_tensors(x)), None)

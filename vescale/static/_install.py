@@ -7,7 +7,7 @@ import os
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.compat import note
+from vescale.compat import note, require_native_static
 from vescale.errors import NotParallelizedError
 from vescale.ir import Program
 from vescale.runtime import Runtime
@@ -29,7 +29,9 @@ class StaticMode:
         self._record = None if record is None else program_of(record)
 
     def check(self, program: Program, mesh: DeviceMesh | None) -> None:
-        """Raises StaticRecordError for a record that does not fit the plan or the mesh."""
+        """Raises StaticHelpersError without the C++ helpers, StaticRecordError for a record that does not fit the plan or
+        the mesh."""
+        require_native_static()
         if self._record is not None:
             check_program(self._record, program, mesh)
 
