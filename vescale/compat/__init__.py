@@ -44,6 +44,7 @@ from vescale.compat.held_tensors import held_tensors, weak_node
 from vescale.compat.hook_gate import *
 from vescale.compat.layouts import Layout
 from vescale.compat.meshes import *
+from vescale.compat.missing_helpers import require_native_static
 from vescale.compat.model_hooks import (
     DispatchListener,
     ModelHooks,
@@ -56,7 +57,6 @@ from vescale.compat.model_hooks import (
     tell_write,
 )
 from vescale.compat.module_calls import *
-from vescale.compat.missing_helpers import require_native_static
 from vescale.compat.native_decisions import intern_spec
 from vescale.compat.native_dispatch import (
     counts_local_writes,
