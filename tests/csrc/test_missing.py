@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 THIS = f"this is torch {torch.__version__} and Python {sys.version.split()[0]}"
 
-# In the copy of the package in the folder argv[1]: everything that is warned of, what the states are, and what static mode does.
+# With the package in the folder argv[1]: all warnings, the helpers' states, and what static mode does.
 PROGRAM = """
 import json, sys, warnings
 sys.path.insert(0, sys.argv[1])

@@ -46,6 +46,7 @@ from vescale.compat.hook_gate import *
 from vescale.compat.layouts import Layout
 from vescale.compat.ledger import *
 from vescale.compat.meshes import *
+from vescale.compat.missing_helpers import require_native_static
 from vescale.compat.model_hooks import (
     DispatchListener,
     ModelHooks,
@@ -58,7 +59,6 @@ from vescale.compat.model_hooks import (
     tell_write,
 )
 from vescale.compat.module_calls import *
-from vescale.compat.missing_helpers import require_native_static
 from vescale.compat.native_decisions import intern_spec
 from vescale.compat.native_dispatch import (
     counts_local_writes,

@@ -1,4 +1,4 @@
-"""Optional C++ helpers. Every caller has a Python fallback that gives the same answer, except static mode, which needs them."""
+"""Optional C++ helpers. Callers have Python fallbacks that give the same answer; only static mode needs the helpers."""
 
 from vescale.csrc._loader import dispatcher, helper_states, load, load_module, missing_helpers, step_marks
 from vescale.csrc._rebuild import rebuild_command

@@ -25,7 +25,8 @@ NodePtr<Node> make_node(Arguments&&... arguments) {
     if constexpr (kNodesCountReferences) {
         return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
     } else {
-        return {new Node(std::forward<Arguments>(arguments)...), torch::autograd::deleteNode};
+        // PyTorch's own, found by the argument: it frees long graphs without recursion.
+        return {new Node(std::forward<Arguments>(arguments)...), [](Node* node) { deleteNode(node); }};
     }
 }
 
