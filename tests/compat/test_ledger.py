@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -240,7 +241,8 @@ def test_the_scan_passes(line: str) -> None:
 
 def test_notes_keep_names_alone() -> None:
     class Layer(nn.Linear):
-        pass
+        def __getattr__(self, name: str) -> Any:
+            return "anything" if name == "__qualname__" else super().__getattr__(name)
 
     before = noted().get("pipeline._gates:class", ())
     layer = Layer(2, 2)

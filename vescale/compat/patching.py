@@ -6,6 +6,7 @@ somebody wrote down.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -79,7 +80,7 @@ def name_of(owner: Any) -> str:
     """The dotted name of a module, a class or a function; of another object, that of its class."""
     if isinstance(owner, ModuleType):
         return owner.__name__
-    if not hasattr(owner, "__qualname__"):
+    if not isinstance(owner, type) and not inspect.isroutine(owner):
         owner = type(owner)
     return f"{owner.__module__}.{owner.__qualname__}"
 

@@ -96,14 +96,17 @@ def without_native_fills() -> None:
 
 
 def key_by_memory_format(changes: Changes, _: Any) -> None:
-    """PyTorch caches where ``empty_like`` puts its result under the dtype only, and forgets ``memory_format``."""
+    """PyTorch caches where ``empty_like`` puts its result under the dtype only, and forgets ``memory_format``. Its rule is
+    in the second table since 2.14."""
     op = torch.ops.aten.empty_like.default
-    infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    known = infos.get(op)
-    if known is not None and "memory_format" not in (known.static_kwargkey or ()):
-        name = f"{DISPATCHER}.sharding_propagator.op_to_schema_info"
-        keys = [*(known.static_kwargkey or ()), "memory_format"]
-        changes.entry(lambda: infos, op, dataclasses.replace(known, static_kwargkey=keys), name)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for name in ("op_to_schema_info", "op_to_schema_info_for_single_dim_strategy"):
+        known = getattr(propagator, name, {}).get(op)
+        if known is not None and "memory_format" not in (known.static_kwargkey or ()):
+            keys = [*(known.static_kwargkey or ()), "memory_format"]
+            table = functools.partial(getattr, propagator, name)
+            changed = dataclasses.replace(known, static_kwargkey=keys)
+            changes.entry(table, op, changed, f"{DISPATCHER}.sharding_propagator.{name}")
 
 
 def wrap_initial_values(changes: Changes, hooks: RandomHooks) -> None:

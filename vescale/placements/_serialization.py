@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vescale.compat import note
@@ -18,6 +20,6 @@ def allow_safe_load() -> None:
     Called on import, so that a process that has made no placement yet can load one. Each constructor validates its
     arguments, whatever a file contains.
     """
-    ours = [RaggedShard, StridedRaggedShard, InterleavedShard, FlattenedShard, rebuild_strided]
+    ours: list[Any] = [RaggedShard, StridedRaggedShard, InterleavedShard, FlattenedShard, rebuild_strided]
     note("placements._serialization:torch", *ours)
     torch.serialization.add_safe_globals(ours)
