@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -349,3 +350,15 @@ def test_decisions_are_left_to_torch_where_its_rules_have_unknown_fields(monkeyp
     record = next(record for record in KNOWN if record.name == "_SingleDimStrategyInfo")
     add_field(record, monkeypatch)
     assert lacking(EXACT_MATCHES) == [f"{record.module}.{record.name}: fields novel"]
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_programs_may_replace_what_makes_modules(is_wrapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libraries do while they make a model without memory."""
+    original = torch.nn.Module.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "__init__", functools.wraps(original)(__init__) if is_wrapped else __init__)
+    self_check()

@@ -93,10 +93,6 @@ class _LinesByAxis(list[Line]):
         return iter(self.left.pop())
 
 
-class _Unknown(Exception):
-    """PyTorch's function does something else than it did in the versions that are known."""
-
-
 def ask_for_few(
     judge: Callable[..., OpStrategy], mesh: Any, schema: OpSchema, lines: Sequence[Line], others: dict[str, Any]
 ) -> OpStrategy | None:
@@ -139,7 +135,7 @@ def ask_for_few(
             found = ask([[line] for line, _ in combination])
             if found is not None:
                 return found if _cost_of(found) == cost else None
-    except _Unknown:
+    except IndexError:  # PyTorch's function asks for lines otherwise than it did in the versions that are known
         pass
     return None
 
@@ -147,16 +143,17 @@ def ask_for_few(
 def _ask(
     judge: Callable[..., OpStrategy], mesh: Any, schema: OpSchema, others: Any, by_axis: Sequence[Sequence[Line]]
 ) -> OpStrategy | None:
-    """What PyTorch makes of the combinations of these lines; None if it refuses them all."""
+    """What PyTorch makes of the combinations of these lines; None if it refuses them all.
+
+    Raises IndexError where it asks for the lines of more axes than there are, or of fewer.
+    """
     lines = _LinesByAxis(by_axis)
     try:
         found = judge(mesh, schema, lines, **others)
     except RuntimeError:  # the whole search raises it for all
         return None
-    except IndexError:
-        raise _Unknown from None
     if lines.left:
-        raise _Unknown
+        raise IndexError
     return found if found.strategies else None
 
 

@@ -27,7 +27,7 @@ _USES: list[Changes] = []  # the same changes for each use; the last one to end 
 def take_more_dtypes(changes: Changes, _: Any) -> None:
     """Let the meta kernel take what the kernels take, until ``changes`` are taken back."""
     _begin_use()
-    changes.on_undo(_end_use, f"{_meta_registrations.__name__}._meta_grouped_mm_common")
+    changes.on_undo(_end_use, "torch._meta_registrations._meta_grouped_mm_common")
 
 
 @contextlib.contextmanager

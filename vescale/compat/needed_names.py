@@ -59,7 +59,8 @@ torch._C: Argument.alias_info; Argument.default_value; Argument.is_out; Argument
     _AliasInfo.before_set; _AliasInfo.is_write; _EnableTorchFunction; _FunctionBase._sequence_nr;
     _SetExcludeDispatchKeyGuard; _VariableFunctions._pack_padded_sequence; _VariableFunctions._pad_packed_sequence;
     _clear_DTensor_sharding_propagator_cache; _current_autograd_node; _current_graph_task_id;
-    _disabled_torch_function_impl; _dispatch_get_all_op_names; _dispatch_has_kernel_for_dispatch_key;
+    _disabled_torch_function_impl; _dispatch_dump; _dispatch_get_all_op_names;
+    _dispatch_has_kernel_for_dispatch_key;
     _dynamo.eval_frame.set_eval_frame; _functorch.get_unwrapped; _functorch.is_functorch_wrapped_tensor;
     _functorch.peek_interpreter_stack; _len_torch_dispatch_stack; _len_torch_function_stack; _storage_Use_Count;
     _will_engine_execute_node
@@ -147,6 +148,7 @@ torch.nn.utils.clip_grad: _get_total_norm(tensors, norm_type, error_if_nonfinite
 torch.optim: Adadelta._init_group; Adagrad._init_group; Adam._init_group; Adamax._init_group; ASGD._init_group;
     NAdam._init_group; RAdam._init_group; RMSprop._init_group; Rprop._init_group; SGD._init_group; Adagrad.__init__ uses
     _need_device_dtype_check_for_fused
+torch.optim.optimizer: _global_optimizer_pre_hooks
 torch.overrides: _get_current_function_mode_stack; TorchFunctionMode
 torch.utils: _contextlib
 torch.utils._device: DeviceContext

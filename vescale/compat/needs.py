@@ -214,7 +214,10 @@ def _mentioned(code: CodeType) -> Iterator[str]:
 
 
 def _objects_have(kind: type, name: str) -> bool:
-    return name in _stored(kind) or any(name in _mentioned(code) for code in _made_by(kind))
+    if name in _stored(kind) or any(name in _mentioned(code) for code in _made_by(kind)):
+        return True
+    # Programs replace the ``__init__`` of modules, and call the original in any way.
+    return kind is torch.nn.Module and hasattr(kind(), name)
 
 
 def _stored(kind: type) -> set[str]:
@@ -229,7 +232,7 @@ def _made_by(kind: type) -> Iterator[CodeType]:
     functions: list[Any] = [
         vars(base).get(name) for base in kind.__mro__[:-1] for name in ("__init__", "__post_init__")
     ]
-    yield from (function.__code__ for function in functions if hasattr(function, "__code__"))
+    yield from (code for function in functions if function is not None and (code := _code(function)) is not None)
 
 
 @functools.lru_cache(maxsize=128)
