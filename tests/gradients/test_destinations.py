@@ -26,7 +26,8 @@ R, S, P = Replicate, Shard, Partial
 
 
 class Loss(torch.autograd.Function):
-    """A gradient that arrives as it is given, whatever the parameter is."""
+    """A gradient that arrives as it is given, whatever the parameter is. Autograd copies one that others hold; before torch
+    2.13 the copy of a sum was Replicate, and PyTorch communicated to write it."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -35,7 +36,10 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.gradient, None
+        gradient = ctx.gradient
+        if torch.__version__ < "2.13":
+            del ctx.gradient
+        return gradient, None
 
 
 CUBE = (((0, 1), (2, 3)), ((4, 5), (6, 7)))
@@ -134,7 +138,7 @@ def several_meshes(flattenable: bool) -> None:
             module.zero_grad()
             values = [torch.full((n,), float(rank + 1 + step)) for n in (3, 5, 2)]
             gradients = [from_local(values[0], tp, [S(0)]), from_local(values[1], tp, [P()]), values[2]]
-            losses = [Loss.apply(p, g) for p, g in zip(module.parameters(), gradients)]
+            losses = [Loss.apply(p, gradients.pop(0)) for p in module.parameters()]
             with record_comms() as ledger:
                 torch.stack(losses).sum().backward()
             along_dp = sum(r + 1 + step for r in range(rank % 2, 8, 2))
@@ -175,8 +179,11 @@ def disagreements() -> None:
     module.first = nn.Parameter(from_local(torch.zeros(4), mesh, [R(), R()]))
     module.second = nn.Parameter(from_local(torch.zeros(4), mesh, [R(), R()]))
     reducer = GradientReducer(module, mesh)
-    whole, part = (from_local(torch.ones(4), mesh, [P(), q]) for q in (R(), P()))
-    losses = [Loss.apply(module.first, part), Loss.apply(module.second, part if rank == 3 else whole)]
+
+    def sent(on_the_second_axis: Any) -> Any:
+        return from_local(torch.ones(4), mesh, [P(), on_the_second_axis])
+
+    losses = [Loss.apply(module.first, sent(P())), Loss.apply(module.second, sent(P() if rank == 3 else R()))]
     with pytest.raises(GradientMismatchError, match=r"second\.grad comes as .*on rank 3, and as .*on rank 0"):
         torch.stack(losses).sum().backward()
 
@@ -186,9 +193,9 @@ def disagreements() -> None:
     module.zero_grad()
     reducer = GradientReducer(module, mesh, timeout=timedelta(seconds=3))
     for step in range(2):
-        gradient = part if rank == 1 and step == 1 else whole
-        loss = Loss.apply(module.first, whole) + Loss.apply(module.second, gradient)
-        if gradient is part:
+        is_other = rank == 1 and step == 1
+        loss = Loss.apply(module.first, sent(R())) + Loss.apply(module.second, sent(P() if is_other else R()))
+        if is_other:
             with pytest.raises(RuntimeError, match=r"second\.grad comes as .*did not come to compare"):
                 loss.backward()
         else:
