@@ -385,7 +385,9 @@ start = time.process_time()
 import vescale
 seconds = time.process_time() - start
 import vescale.compat, vescale.comm, vescale.errors, vescale.csrc
-assert attributes() == before and not vescale.compat.is_installed(), "nothing without the placements"
+loaded = attributes()  # of modules of torch that were not loaded, there is more
+assert all(loaded.get(key) == value for key, value in before.items()), "nothing without the placements"
+assert not vescale.compat.is_installed()
 for name in vescale.__all__:
     getattr(vescale, name)
 import vescale.debug, vescale.fsdp, vescale.rng
