@@ -298,7 +298,7 @@ def _is_applied(frame: types.FrameType) -> bool:
         return any(x.requires_grad for x in tensors)
 
 
-def _codes_of_functions(base: type) -> Iterator[types.CodeType]:
+def _codes_of_functions(base: Any) -> Iterator[types.CodeType]:
     """Code of the forwards of all subclasses of ``torch.autograd.Function``."""
     for kind in base.__subclasses__():
         code = getattr(inspect.unwrap(kind.forward), "__code__", None)
