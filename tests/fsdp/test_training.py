@@ -66,14 +66,17 @@ class Strange(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each rank and step routes to one of three experts; the last one is never chosen."""
+    """Each rank and step routes to one of three experts; the last one is never chosen.
+
+    The choice is coarse: where it hung on the last bits of ``x``, models that are equal up to rounding would choose apart.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.experts[int(x.detach().sum().abs() * 100) % 3](x)
+        return x + self.experts[int(x.detach().sum().abs() * 2) % 3](x)
 
 
 class Ios(nn.Module):
@@ -403,9 +406,11 @@ def test_trains_like_one_device_and_fsdp2(ranks: RankPools, start: int) -> None:
 
 def reduced_several_times() -> None:
     """With reentrant checkpointing each call of a unit is reduced apart; which experts the ranks have used differs."""
-    compare(
-        functools.partial(Net, block=Experts, recompute=True, repeat=3), net_loss, steps=5, stock=False, microbatches=2
-    )
+
+    def build() -> nn.Module:  # 90 choices a step: in float32 one of them would differ now and then
+        return Net(block=Experts, recompute=True, repeat=3).double()
+
+    compare(build, net_loss, steps=5, stock=False, microbatches=2)
 
 
 def test_experts_of_a_unit_that_is_reduced_several_times(ranks: RankPools) -> None:
