@@ -224,11 +224,18 @@ def written_after(
 
 
 def kept_on_request() -> None:
-    """A forward without gradients leaves what the user asked to keep; so does one after it."""
+    """A forward without gradients leaves what the user asked to keep, and one after it uses that, unless parameters have
+    been written to. The registered ones are the sharded ones."""
     model = sharded(reshard_after_forward=False)
-    for _ in range(2):
-        evaluate(model)
-        assert not any(isinstance(p, DTensor) for p in model.parameters())
+    num_groups = sum(len(state.groups) for state in model._states(True))
+    for write, expected in ((False, num_groups), (False, 0), (True, 1), (False, 0)):
+        if write:
+            with torch.no_grad():
+                model.blocks[0].up.weight.data.mul_(2)
+        with record_comms() as ledger:
+            evaluate(model)
+        assert ledger.count("all_gather_v") == expected
+        assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 WRITES = (halved, averaged, stepped)

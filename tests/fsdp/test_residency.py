@@ -159,39 +159,39 @@ def by_hand(model: Any) -> None:
         block._state.groups[0].memory._move(Event.ARRIVE)
 
 
-FORWARD, KEPT = ["gather", "arrive", "reshard"], ["gather", "arrive", "expect"]
+GATHERED = ["gather", "arrive", "use"]
+FORWARD, KEPT = [*GATHERED, "reshard"], [*GATHERED, "leave"]
 REDUCED = ["borrow", "reshard", "give back"]  # the backward's end reshards what may still be gathered
-BACKWARD = ["gather", "arrive", *REDUCED]
-APART = ["gather", "arrive", "reshard", "reshard"]  # gradients have memory of their own
+BACKWARD = [*GATHERED, *REDUCED]
+APART = [*GATHERED, "reshard", "reshard"]  # gradients have memory of their own
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Case = tuple[dict[str, Any], dict[str, Any], Callable[[Any], None], list[str]]
 CASES: dict[str, Case] = {
     "default": ({}, {}, train, FORWARD + BACKWARD),
     "no sync": ({}, {}, no_sync, (FORWARD + APART) * 2),
-    "kept": ({}, {"reshard_after_forward": False}, train, KEPT + REDUCED),
+    "kept": ({}, {"reshard_after_forward": False}, train, [*KEPT, "use", *REDUCED]),
     "kept, evaluation": (
         {},
         {"reshard_after_forward": False},
         evaluate,
-        ["gather", "arrive", "leave", "reshard", *KEPT, *REDUCED],
+        [*KEPT, "reshard", *KEPT, "use", *REDUCED],
     ),
     "evaluation": ({}, {}, evaluate, FORWARD * 2 + BACKWARD),
-    "kept, two forwards": ({}, {"reshard_after_forward": False}, two_forwards, [*KEPT, "expect", *REDUCED]),
-    "kept after backward": ({}, {}, kept_after_backward, [*FORWARD, "gather", "arrive", "reshard", *BACKWARD]),
-    "create_graph": ({}, {}, create_graph, [*FORWARD, "gather", "arrive", "leave", "reshard", *FORWARD, *BACKWARD]),
+    "kept, two forwards": ({}, {"reshard_after_forward": False}, two_forwards, [*KEPT, "use", "leave", "use", *REDUCED]),
+    "kept after backward": ({}, {}, kept_after_backward, [*FORWARD, *KEPT, "use", "reshard", *BACKWARD]),
+    "create_graph": ({}, {}, create_graph, [*FORWARD, *KEPT, "reshard", *FORWARD, *BACKWARD]),
     "a piece": (
         {},
         {},
         piece,
-        ["gather", "arrive", "keep piece", *BACKWARD, "gather", "arrive", "keep piece", "reshard"]
-        + ["gather", "arrive", "keep piece", *BACKWARD],
+        [*GATHERED, "keep piece", *BACKWARD, *GATHERED, "keep piece", "reshard", *GATHERED, "keep piece", *BACKWARD],
     ),
     "offloaded": ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, train, FORWARD + BACKWARD),
     "reduced in another dtype": ({}, {"mp_policy": LOW}, train, FORWARD + APART),
     "twice": ({"repeat": 2}, {}, train, FORWARD * 3 + BACKWARD),
     "checkpointed": ({"recompute": False}, {}, train, FORWARD + BACKWARD),
     "tensor subclasses": ({"dim": 8, "block": MixedBlock}, {}, train, FORWARD + BACKWARD),
-    "by hand": ({}, {}, by_hand, ["gather", "arrive", "reshard", "reshard"]),
+    "by hand": ({}, {}, by_hand, [*FORWARD, "reshard"]),
 }
 
 

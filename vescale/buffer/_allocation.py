@@ -65,6 +65,13 @@ class Allocation:
             raise BufferMemoryError("the memory of this buffer has never been allocated; call allocate() first")
         return self._storage
 
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is over this memory."""
+        if self._storage is None or tensor.layout is not torch.strided or tensor.device.type != self.device.type:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        return address != 0 and (address == self._storage.data_ptr() or address in self._attached)
+
     def attach(self, storage: torch.UntypedStorage) -> None:
         """From now on, also allocate and free this memory, which another owner has allocated with its current size."""
         if storage.nbytes():

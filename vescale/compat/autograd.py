@@ -41,6 +41,7 @@ __all__ = [
     "profiled",
     "resume_compiling",
     "run_compiled",
+    "run_gradient_hooks",
     "run_post_accumulate_hooks",
     "saved_values",
     "sequence_number",
@@ -218,6 +219,14 @@ def will_run(node: Node) -> bool:
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether somebody has registered a hook of a leaf's gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def run_gradient_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """What autograd does with the gradient of a leaf before it accumulates it; returns what is to be accumulated."""
+    for hook in tuple((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ on to call that class's methods, and looks the module's state up with ``torch.di
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ __all__ = [
     "mark_as_managed",
     "refuse_composable_apis",
     "register_fsdp2_state",
+    "split_backwards_by",
 ]
 
 _CONTRACT: Any = fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
@@ -44,6 +46,30 @@ def register_fsdp2_state(module: nn.Module, state: FSDP2State) -> None:
     note("compat.fsdp2:instance", module)
     module.__dict__.setdefault(STATE_KEY, {})[_CONTRACT] = state
     module.__dict__.setdefault(REGISTRY_KEY, {})[_CONTRACT.__name__] = RegistryItem()
+
+
+_SPLIT_BACKWARDS = "torch.distributed.pipelining.stage"
+
+
+def split_backwards_by(leaf_of: Callable[[Any], Any]) -> None:
+    """Let PyTorch's stages of a pipeline, which compute the gradients of inputs and of weights apart, ask for the gradients
+    of ``leaf_of(parameter)`` in the place of a module's registered parameters. Nothing happens before such stages are
+    imported, and the second time."""
+    stages: Any = sys.modules.get(_SPLIT_BACKWARDS)
+    if stages is None or hasattr(stages.stage_backward_weight, "__wrapped__"):
+        return
+    note("compat.fsdp2:torch", stages)
+    by_inputs, by_weights = stages.stage_backward_input, stages.stage_backward_weight
+
+    @functools.wraps(by_inputs)
+    def stage_backward_input(outputs: Any, gradients: Any, inputs: Any, weights: Any) -> Any:
+        return by_inputs(outputs, gradients, inputs, map(leaf_of, weights))
+
+    @functools.wraps(by_weights)
+    def stage_backward_weight(weights: Any, *args: Any, **kwargs: Any) -> Any:
+        return by_weights(map(leaf_of, weights), *args, **kwargs)
+
+    stages.stage_backward_input, stages.stage_backward_weight = stage_backward_input, stage_backward_weight
 
 
 def is_replicated(module: nn.Module) -> bool:

@@ -55,6 +55,9 @@ _ROWS: dict[str, tuple[str, str, str]] = {
         "distributed_c10d._world, sys.excepthook", "a rank of ranks that do not exist, beside the process's own", _CALL),
     "compat.fsdp2:instance": (
         "FSDP2's state, registry and marks of modules", "PyTorch takes them for its own, or refuses them", _MODEL),
+    "compat.fsdp2:torch": (
+        "stage_backward_input, stage_backward_weight of torch.distributed.pipelining.stage",
+        "they differentiate what was gathered for registered parameters", _END),
     "compat.grouped_products:torch": (
         "torch._meta_registrations._meta_grouped_mm_common", "models are walked before anything is installed", _CALL),
     "compat.hook_gate:torch": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -17,7 +18,9 @@ __all__ = [
     "HOOKS_OF_MODULES",
     "MODULE_CALL",
     "call_module",
+    "compiled_call",
     "forward_hooks",
+    "guard_call",
     "shorten_call",
 ]
 
@@ -35,8 +38,50 @@ GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
 
 
 def call_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The hooks and the forward of a module, whatever ``CALL_OVERRIDE`` is."""
-    return module._call_impl(*args, **kwargs)
+    """The hooks and the forward of a module, whatever ``CALL_OVERRIDE`` is. Hooks that are always called run also where an
+    interrupt (Ctrl-C), or the end of a generator, ends the forward: ``nn.Module`` runs them for an ``Exception`` only."""
+    try:
+        return module._call_impl(*args, **kwargs)
+    except Exception:
+        raise
+    except BaseException:
+        for key, hook in tuple(module._forward_hooks.items()):
+            if key in module._forward_hooks_always_called:
+                more = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
+                hook(module, args, *more, None)
+        raise
+
+
+class GuardedCall:
+    """What is called in place of a module's call: :func:`call_module`. Copies of the module have one of their own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None  # it is being called
+        return call_module(module, args, kwargs)
+
+
+def guard_call(module: nn.Module) -> None:
+    """Let calls of a module run its hooks as :func:`call_module` does. A module with a way of its own to be called, or that
+    is compiled, stays as it is."""
+    if is_usual(module) and CALL_OVERRIDE not in module.__dict__:
+        note("compat.module_calls:instance", module)
+        module.__dict__[CALL_OVERRIDE] = GuardedCall(module)
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """What ``module.compile()`` has made; None for a module that the user has not compiled."""
+    found = module.__dict__.get(CALL_OVERRIDE)
+    return None if isinstance(found, GuardedCall) else found
+
+
+def is_usual(module: nn.Module) -> bool:
+    """Whether ``nn.Module`` runs the hooks of the module and its forward."""
+    kind = type(module)
+    return inspect.unwrap(kind.__call__) is nn.Module.__call__ and kind._call_impl is MODULE_CALL
 
 
 def forward_hooks(module: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
@@ -49,12 +94,10 @@ def shorten_call(module: nn.Module, native: Any) -> None:
     """Let calls of a module whose only hooks are one of ``native.Enter`` and one of ``native.Leave`` run them without
     ``nn.Module``'s Python (``csrc/module_call.h``); with others, ``nn.Module`` runs them all. A module with a way of its own
     to be called, a copy and a module that is compiled run as usual."""
-    kind = type(module)
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook) is native.Enter]
     hooks += [hook for hook in module._forward_hooks.values() if type(hook) is native.Leave]
-    is_usual = inspect.unwrap(kind.__call__) is nn.Module.__call__ and kind._call_impl is MODULE_CALL
-    if is_usual and len(hooks) == 2 and CALL_OVERRIDE not in module.__dict__:
-        native.set_call_functions(GLOBAL_HOOKS, _run_hooks, _fail)
+    if is_usual(module) and len(hooks) == 2 and compiled_call(module) is None:
+        native.set_call_functions(GLOBAL_HOOKS, _run_hooks, _fail, call_module)
         note("compat.module_calls:instance", module)
         module.__dict__[CALL_OVERRIDE] = native.ModuleCall(module, *hooks)
 
@@ -74,7 +117,7 @@ def _fail(
     """As ``nn.Module`` after an error in the forward, or in the hook before it."""
     try:
         raise error
-    except Exception:
+    except BaseException:
         try:
             after(module, args, kwargs, None)
         except Exception as second:  # not lost: a warning, as nn.Module gives

@@ -1,7 +1,7 @@
 // The call of a module that has no hooks but those of its parallelized model: what nn.Module does then, without its Python.
 //
 // Set as the module's `_compiled_call_impl`, which nn.Module calls in place of `_call_impl` where there is one. With other
-// hooks, of the module or of all modules, and while something is traced, it calls `_call_impl`.
+// hooks, of the module or of all modules, and while something is traced, it calls `call_module`.
 
 #pragma once
 
@@ -22,8 +22,8 @@ struct ModuleCall {
         py::object hooks_of_all;  // a tuple of dictionaries
         py::object run_hooks;  // (module, args, kwargs, output) -> output: all forward hooks, where the forward has added some
         py::object fail;  // (module, args, kwargs, after, error): runs `after`, and raises the error again
+        py::object call;  // (module, args, kwargs): all hooks of the module, and its forward
         py::object forward = owned(PyUnicode_InternFromString("forward"));
-        py::object call_impl = owned(PyUnicode_InternFromString("_call_impl"));
         py::object forward_pre_hooks = owned(PyUnicode_InternFromString("_forward_pre_hooks"));
         py::object forward_hooks = owned(PyUnicode_InternFromString("_forward_hooks"));
         py::object backward_pre_hooks = owned(PyUnicode_InternFromString("_backward_pre_hooks"));
@@ -70,7 +70,7 @@ struct ModuleCall {
     PyObject* run(PyObject* const* given, Py_ssize_t num_args, PyObject* named) const {
         auto [args, kwargs] = packed_arguments(given, num_args, named);
         if (!has_own_hooks_only() || torch::jit::tracer::isTracing()) {
-            return PyObject_Call(owned(PyObject_GetAttr(module, python().call_impl.ptr())).ptr(), args.ptr(), kwargs.ptr());
+            return PyObject_CallFunctionObjArgs(python().call.ptr(), module, args.ptr(), kwargs.ptr(), nullptr);
         }
         const auto held_after = py::reinterpret_borrow<py::object>(after);
         PyObject* enter_args[] = {module, args.ptr(), kwargs.ptr()};
@@ -159,10 +159,11 @@ struct ModuleCall {
     static py::object type() { return vectorcall_type<ModuleCall>("vescale.csrc._module_hooks.ModuleCall"); }
 };
 
-inline void set_call_functions(py::object hooks_of_all, py::object run_hooks, py::object fail) {
+inline void set_call_functions(py::object hooks_of_all, py::object run_hooks, py::object fail, py::object call) {
     ModuleCall::python().hooks_of_all = std::move(hooks_of_all);
     ModuleCall::python().run_hooks = std::move(run_hooks);
     ModuleCall::python().fail = std::move(fail);
+    ModuleCall::python().call = std::move(call);
 }
 
 }  // namespace vescale

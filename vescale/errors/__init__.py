@@ -60,6 +60,7 @@ from vescale.errors._fsdp import (
     RootModuleError,
     UnsupportedParameterError,
     UnsupportedSettingError,
+    WrittenParameterError,
 )
 from vescale.errors._general import (
     ArgumentTypeError,
@@ -331,6 +332,7 @@ __all__ = [
     "UntestedTorchWarning",
     "VerifyError",
     "WhatIfError",
+    "WrittenParameterError",
     "YamlPlanError",
     "YamlSyntaxError",
     "calling_line",

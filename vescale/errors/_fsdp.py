@@ -13,6 +13,7 @@ __all__ = [
     "RootModuleError",
     "UnsupportedParameterError",
     "UnsupportedSettingError",
+    "WrittenParameterError",
 ]
 
 
@@ -65,3 +66,9 @@ class UnsupportedSettingError(Coded, NotImplementedError):
     """A setting of FSDP2 that this engine does not have."""
 
     code = "VS0610"
+
+
+class WrittenParameterError(Coded, RuntimeError):
+    """A parameter was written to while it was gathered, where the write cannot be kept."""
+
+    code = "VS0611"

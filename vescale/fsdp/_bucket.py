@@ -12,7 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from vescale.buffer import Allocation, DBuffer
-from vescale.compat import local_of
+from vescale.compat import local_of, set_local
+from vescale.errors import WrittenParameterError
 from vescale.fsdp._extensions import refuse_hooks
 from vescale.fsdp._gather import BufferGather
 from vescale.fsdp._hook_gather import HookGather
@@ -187,6 +188,37 @@ class Bucket:
             unsharded.__dict__[GRADIENT_PLACE] = PlaceOfGradient(self.unreduced, index)
         self.unreduced.watch(index, unsharded)
 
+    def write_back(self, index: int, path: str) -> str:
+        """Write this rank's part of an unsharded parameter, which the caller's code has changed, to the sharded one. Returns
+        a digest of the whole, which every rank must have.
+
+        Raises WrittenParameterError where the gathered copy is of another dtype or shape, or a tensor subclass.
+        """
+        parameter, unsharded = self.parameters[index], self.parameters[index].unsharded
+        assert unsharded is not None
+        written = local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded.detach()
+        is_subclass = not isinstance(self.gathering, BufferGather)
+        if is_subclass or tuple(written.shape) != parameter.shape or written.dtype != self.dtype:
+            what = (
+                "a tensor subclass" if is_subclass else f"gathered as {written.dtype} of shape {tuple(written.shape)}"
+            )
+            raise WrittenParameterError(
+                f"parameter {parameter.name!r} of {path or 'the root'}, of {self.dtype} and shape {parameter.shape}, was "
+                f"written to inside of a forward or backward, where it is {what}: the write would be lost, or rounded. "
+                "Write to it outside of the forward, where it is the sharded parameter, or leave it out of the group "
+                "(ignored_params)"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            place = self.gathering.unsharded(index, parameter.shape)
+            if written.data_ptr() != place.data_ptr():  # it got other data: p.data = ...
+                place.copy_(written)
+                if isinstance(unsharded, DTensor):
+                    set_local(unsharded, place)
+                else:
+                    unsharded.data = place
+            self.at_rest.cut(index, place)
+        return _digest(place)
+
     # What is reported
 
     @property
@@ -208,3 +240,10 @@ class Bucket:
             return text
         kinds = ",".join(type(self.at_rest.local(index)).__name__ for index in range(len(self.parameters)))
         return f"{text}, gathered by the hooks of {kinds}"
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Two sums over the bytes. Waits for the device."""
+    values = tensor.contiguous().view(torch.uint8).flatten().to(torch.int64)
+    places = torch.arange(1, values.numel() + 1, device=values.device) % 65521
+    return f"{int(values.sum())}, {int((values * places).sum())}"

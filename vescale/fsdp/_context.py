@@ -103,12 +103,14 @@ class CommContext:
             return
         self._retired.append((memory, self.gather_stream.compute_done()))
 
-    def reclaim(self, memory: Allocation) -> bool:
-        """Take back a buffer that was retired and is not freed yet; its contents are still there."""
-        for index, (retired, _) in enumerate(self._retired):
+    def reclaim(self, memory: Allocation, *, is_current: bool) -> bool:
+        """Take back a buffer that was retired and is not freed yet; False: its contents are gone, or not ``is_current``."""
+        for index, (retired, event) in enumerate(self._retired):
             if retired is memory:
                 del self._retired[index]
-                return True
+                if not is_current:
+                    self.gather_stream.wait_event(event)  # it is written anew
+                return is_current
         return False
 
     def make_room(self, keep: int = 1) -> None:

@@ -56,8 +56,8 @@ class ParameterGroup:
     at rest              sharded                                     sharded ``.grad``
     forward              gathering, unsharded                        -
     forward to backward  by ``reshard_after_forward``: sharded       -
-                         (True), unsharded or leftover (False),
-                         kept piece (a number)
+                         (True), gathered (False), kept piece (a
+                         number)
     backward             gathering, unsharded                        autograd's; at its end in the gathered buffer
     reduction            borrowed (or sharded)                       reduce-scattered, added to ``.grad``
     ===================  ==========================================  ================================================
@@ -74,6 +74,7 @@ class ParameterGroup:
     Attributes:
         is_kept_by_default: ``reshard_after_forward`` is False because the group is the root's, not because the user set it.
         stays_gathered: forwards without gradients do not reshard it, either.
+        is_watched: whether a backward of the last forward announces itself before it needs the parameters.
         on_gradients: called when the first gradient of a backward is there, to arrange for the backward's end.
     """
 
@@ -101,6 +102,7 @@ class ParameterGroup:
         self.reshard_after_forward = reshard_after_forward
         self.is_kept_by_default = False
         self.stays_gathered = False
+        self.is_watched = True
         self.reshard_after_backward = True
         self.reduce_gradients = True
         self.unshard_in_backward = True
@@ -155,7 +157,7 @@ class ParameterGroup:
         code may still read the parameters."""
         self.on_gradients()
         self.memory.comm.make_room_for_gradients(self.memory)
-        if not (self.is_unsharded and self._goes_after_backward and self.reduce_gradients):
+        if not (self.is_gathered and self._goes_after_backward and self.reduce_gradients):
             return GradientPlace.APART
         at_once = self.options.in_place and not self._backward.reads_weights_late
         return GradientPlace.IN_PLACE if at_once else GradientPlace.HELD
@@ -166,6 +168,11 @@ class ParameterGroup:
     def is_unsharded(self) -> bool:
         """Whether the unsharded parameters are registered."""
         return self.memory.is_unsharded
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether whole parameters are there, registered or not."""
+        return self.memory.is_gathered
 
     def unshard(self) -> None:
         """Start the all-gathers; nothing happens when they are running, or done."""
@@ -199,30 +206,39 @@ class ParameterGroup:
             self.reshard()
         if has_replaced(self.at_rest.parameters):
             self.rebuild()
-        is_left = self.memory.residency is Residency.LEFTOVER
-        if is_left and self.reshard_after_backward and (torch.is_grad_enabled() or self.is_kept_by_default):
+        if self.memory.residency is not Residency.GATHERED:
+            return
+        is_left = self.reshard_after_backward and (torch.is_grad_enabled() or self.is_kept_by_default)
+        if is_left and not self.memory.serves_next_forward:
             self.reshard()
+        else:
+            self.memory.reshard_if_changed()
 
     def before_forward(self) -> None:
         refuse_transforms(self.path)
+        self.memory.reshard_if_changed()
         self.memory.unshard()
         self.memory.wait()
 
     def recompute(self, *, is_recorded: bool) -> None:
         """Activation checkpointing runs the forward anew inside of its backward. Not ``is_recorded``: the first forward was
         not (reentrant checkpointing), so that each call has a backward of its own."""
-        self.before_forward()
+        refuse_transforms(self.path)
+        self.memory.unshard()
+        self.memory.wait()
         if not is_recorded:
             self._backward.reads_weights_late = True
 
     def after_forward(self, *, recomputing: bool, is_watched: bool = True) -> None:
-        """``recomputing``: this forward runs inside of a backward, which will free the parameters. Not ``is_watched``: a
-        backward may need them without notice, so they stay."""
+        """The sharded parameters are registered. ``recomputing``: this forward runs inside of a backward, which will do that.
+        Not ``is_watched``: a backward may need the parameters without notice, so they stay gathered."""
         if recomputing:
             return
         if is_watched:
             self.reshard_in_forward()
-        self.memory.expect_backward(is_watched and torch.is_grad_enabled() and not self.is_kept_by_default)
+        self.memory.leave()
+        self.is_watched = is_watched
+        self.memory.serves_next_forward = is_watched and torch.is_grad_enabled() and not self.is_kept_by_default
         if torch.is_grad_enabled():
             self._backward.is_due = True
             self.forward_places.append(len(self.memory.comm.prefetches))
@@ -283,7 +299,8 @@ class ParameterGroup:
         elif self._goes_after_backward:
             self.reshard()
         if self._backward.builds_graph:
-            self.memory.expect_backward(False)
+            self.memory.serves_next_forward = False
+        self.memory.leave()
         self._backward = _BackwardState()
         if is_last:
             self.forward_places.clear()

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from vescale.buffer import Allocation, PendingBuffer
 from vescale.comm import group_of_ranks
-from vescale.compat import backend_memory_pool, profiled
+from vescale.compat import backend_memory_pool, local_of, profiled
 from vescale.errors import GroupMemoryError
 from vescale.fsdp._context import CommContext, RootOrders
+from vescale.fsdp._parameter import ManagedParameter
 from vescale.fsdp._residency import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import ShardedParameters
 from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, ShardedReduction, next_unit_number
@@ -22,6 +25,7 @@ __all__ = ["GroupMemory"]
 
 
 _WITHOUT_PARAMETERS = (Residency.SHARDED, Residency.KEPT_PIECE)
+_WITH_PARAMETERS = (Residency.GATHERED, Residency.UNSHARDED)
 
 
 class GroupMemory:
@@ -34,6 +38,10 @@ class GroupMemory:
 
     Attributes:
         gathered: memory of the gathered buffer; None until the first gather.
+        on_write: called with the name of a parameter that was written to while it was gathered, and a digest of its value.
+        is_held: the caller of unshard() has the unsharded parameters registered, until they are resharded.
+        serves_next_forward: what is kept at the end of a forward is for a backward that will free it, and for forwards that
+            come before that; else the next iteration gathers anew.
         custom_all_gather: see :meth:`FSDPModule.set_custom_all_gather`.
         number: of the group, among those that communicate along the same axes.
     """
@@ -45,6 +53,12 @@ class GroupMemory:
         self.custom_all_gather: Any = None
         self.residency = Residency.SHARDED
         self.gathered: Allocation | None = None
+        self.serves_next_forward = False
+        self.is_held = False
+        self._versions: list[int] = []  # of the sharded parameters, when they were gathered last
+        self._changed: list[ManagedParameter] = []  # between the last two gathers
+        self._marks: dict[int, tuple[int, int]] = {}  # of the unsharded parameters, when they were registered
+        self.on_write: Callable[[str, str], None] = lambda name, value: None
         self._reduce_op, self._begin_gradients = reduce_op, begin_gradients
         self._pool: Any = None
         self._pending: list[PendingBuffer] = []
@@ -82,6 +96,11 @@ class GroupMemory:
         return HOLDINGS[self.residency].registered
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether whole parameters are there, registered or not."""
+        return self.residency in _WITH_PARAMETERS
+
+    @property
     def is_borrowed(self) -> bool:
         return self.residency is Residency.BORROWED
 
@@ -89,6 +108,12 @@ class GroupMemory:
     def kept_bytes(self) -> int:
         """Of the pieces that are kept for backward, with a number for ``reshard_after_forward``."""
         return sum(bucket.gathering.kept_bytes for bucket in self.at_rest.buckets if self.gathered is not None)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of ``tensor`` is that of gathered parameters."""
+        local = _local(tensor)
+        is_plain = type(local) in (torch.Tensor, nn.Parameter)
+        return is_plain and self.gathered is not None and self.gathered.contains(local)
 
     def prepare(self) -> Allocation:
         """Before the first gather: the buffers of the running group. Returns the memory that is gathered to.
@@ -128,7 +153,8 @@ class GroupMemory:
             self.at_rest.rebuild(self.forget_buffers)
         memory, comm, path = self.prepare(), self.comm, self.at_rest.path
         with profiled(f"vescale.fsdp::all_gather ({path})"):
-            if comm.reclaim(memory):
+            is_current = not self._note_versions()
+            if comm.reclaim(memory, is_current=is_current):
                 self._move(Event.GATHER)
                 return
             if self.residency is Residency.KEPT_PIECE:
@@ -146,8 +172,51 @@ class GroupMemory:
                         pending.wait()
                     self._event = comm.gather_stream.done()
 
+    def _note_versions(self) -> bool:
+        """Whether parameters have been written since the last gather."""
+        before, self._versions = self._versions, self._present_versions()
+        changed = [p for p, old, new in zip(self.at_rest.parameters, before, self._versions) if old != new]
+        self._changed += changed
+        return bool(changed)
+
+    def _present_versions(self) -> list[int]:
+        """A sum for each parameter: ops count on the sharded form, or on its local tensor, or on both."""
+        return [p.sharded._version + _local(p.sharded)._version for p in self.at_rest.parameters]
+
+    def reshard_if_changed(self) -> None:
+        """What is kept is older than the sharded parameters: it is gathered anew."""
+        if self.residency is Residency.GATHERED and (
+            self.at_rest.is_stale or self._versions != self._present_versions()
+        ):
+            self.reshard()
+
     def wait(self) -> None:
         """The gathered parameters are there for the current stream, and registered."""
+        self._arrive()
+        if self.residency is not Residency.GATHERED:
+            return
+        for bucket in self.at_rest.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                unsharded, sharded = parameter.unsharded, parameter.sharded
+                if unsharded is None or unsharded.requires_grad != sharded.requires_grad:  # frozen or thawed in between
+                    parameter.requires_grad = sharded.requires_grad
+                    bucket.make_unsharded(index)
+                assert parameter.unsharded is not None
+                parameter.register(parameter.unsharded)
+            bucket.requires_grad = any(p.requires_grad for p in bucket.parameters)
+            bucket.unreduced.restore_versions()
+        if self._changed:
+            # A graph that has saved what was there before is as invalid as where an optimizer wrote to the parameter itself.
+            tensors = [p.unsharded for p in self._changed if p.unsharded is not None]
+            torch.autograd.graph.increment_version(
+                [each for t in tensors for each in {id(t): t, id(_local(t)): _local(t)}.values()]
+            )
+            self._changed = []
+        self._marks = {id(p): _mark(p.unsharded) for p in self.at_rest.parameters}
+        self._move(Event.USE)
+
+    def _arrive(self) -> None:
+        """The all-gathers that run are done, for the current stream."""
         if self.residency is not Residency.GATHERING:
             return
         if self.comm.gather_stream.is_real:
@@ -162,15 +231,6 @@ class GroupMemory:
         self._pending = []
         for bucket in self.at_rest.buckets:
             bucket.gathering.drop_piece()
-            for index, parameter in enumerate(bucket.parameters):
-                unsharded, sharded = parameter.unsharded, parameter.sharded
-                if unsharded is None or unsharded.requires_grad != sharded.requires_grad:  # frozen or thawed in between
-                    parameter.requires_grad = sharded.requires_grad
-                    bucket.make_unsharded(index)
-                assert parameter.unsharded is not None
-                parameter.register(parameter.unsharded)
-            bucket.requires_grad = any(p.requires_grad for p in bucket.parameters)
-            bucket.unreduced.restore_versions()
         self._move(Event.ARRIVE)
 
     # Free
@@ -192,10 +252,21 @@ class GroupMemory:
         self._event = self.comm.gather_stream.compute_done()
         self._release(Event.KEEP_PIECE)
 
-    def expect_backward(self, comes: bool) -> None:
-        """At the end of a forward, or backward: whether a backward will reshard what is unsharded now."""
-        if self.is_unsharded:
-            self._move(Event.EXPECT if comes else Event.LEAVE)
+    def leave(self) -> None:
+        """A forward or backward has ended: register the sharded parameters; memory stays."""
+        if self.is_unsharded and not self.is_held:
+            self._register_sharded()
+            self._move(Event.LEAVE)
+
+    def _register_sharded(self) -> None:
+        """What has been written to the unsharded parameters since they were registered is written to the sharded ones."""
+        for bucket in self.at_rest.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                mark = self._marks.get(id(parameter))
+                if mark is not None and mark != _mark(parameter.unsharded) and not bucket.unreduced.in_place:
+                    self.on_write(parameter.name, bucket.write_back(index, self.at_rest.path))
+        for parameter in self.at_rest.parameters:
+            parameter.register(parameter.sharded)
 
     def reshard_for_reduction(self) -> None:
         """Reshard; gradients take the place of the parameters, if some can, and are reduced from there."""
@@ -204,11 +275,12 @@ class GroupMemory:
     def _release(self, event: Event) -> None:
         """``event``: why the parameters go. ``BORROW``: gradients are reduced next, from the place of the parameters where
         they can be there; where none can, the group is resharded."""
-        self.wait()
-        was_unsharded = self.is_unsharded
-        if was_unsharded:
-            for parameter in self.at_rest.parameters:
-                parameter.register(parameter.sharded)
+        self._arrive()
+        self.is_held = False
+        was_gathered = self.is_gathered
+        if self.is_unsharded:
+            self._register_sharded()
+        if was_gathered:
             if event is Event.BORROW and not self._put_gradients_in_place():
                 event = Event.RESHARD
             if event is not Event.BORROW:
@@ -219,7 +291,7 @@ class GroupMemory:
         elif self.residency is Residency.KEPT_PIECE:
             for bucket in self.at_rest.buckets:
                 bucket.gathering.drop_piece()
-        self._move(event if was_unsharded else Event.RESHARD)
+        self._move(event if was_gathered else Event.RESHARD)
 
     def _put_gradients_in_place(self) -> bool:
         """Whether some are there."""
@@ -254,3 +326,17 @@ class GroupMemory:
         """Reshard, and plan the buffers anew before the next gather."""
         self.reshard()
         self.gathered = None
+        self._versions, self._changed = [], []
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _mark(tensor: nn.Parameter | None) -> tuple[int, int]:
+    """Changes when a tensor is written to, or gets other data."""
+    if tensor is None:
+        return 0, 0
+    local = _local(tensor)
+    version = tensor._version if local is tensor else tensor._version + local._version
+    return version, local.data_ptr() if type(local) in (torch.Tensor, nn.Parameter) else 0

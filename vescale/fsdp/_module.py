@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 
 from vescale.comm import group_of_ranks
+from vescale.compat import split_backwards_by
 from vescale.errors import ArgumentTypeError, FSDPSettingError, UnsupportedSettingError, kind_of
 from vescale.fsdp._direct import use_direct_gradients
 from vescale.fsdp._group import ParameterGroup
+from vescale.fsdp._parameter import leaf_of
 from vescale.fsdp._state import ModuleState, Phase, state_of
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -30,6 +32,7 @@ class UnshardHandle(StockUnshardHandle):
         """The unsharded parameters are registered, and the current stream can use them."""
         for group in self._groups:
             group.wait_for_unshard()
+            group.memory.is_held = True
         self._groups = ()
 
 
@@ -80,16 +83,6 @@ class FSDPModule:
         Raises RuntimeError on a module that is not the root.
         """
         self._state.abandon_iteration()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """``nn.Module.zero_grad``. After a backward that an exception has ended, modules may still have their gathered
-        parameters, whose gradients are not those that the next step adds to: such iterations are forgotten first.
-        ``set_to_none``: whether gradients become None, or zeros.
-        """
-        for module in self.modules():  # type: ignore[attr-defined]
-            if isinstance(module, FSDPModule) and module._state.tree.is_broken_off:
-                module._state.tree.states[0].abandon_iteration()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: this module's parameters are not needed in backward (an embedding's).
@@ -143,6 +136,7 @@ class FSDPModule:
         """False: the next backward does not wait for its reductions; more microbatches follow.
         ``is_last_backward``: whether the next backward is the step's last one.
         """
+        split_backwards_by(leaf_of)  # such stages call this before each backward
         self._state.tree.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,7 +34,10 @@ from vescale.placements import (
     shard_dim,
 )
 
-__all__ = ["ManagedParameter", "Slot", "find_slots"]
+__all__ = ["ManagedParameter", "Slot", "find_slots", "leaf_of"]
+
+_LEAF = "_vescale_leaf"
+"""Attribute of sharded parameters: :class:`_Leaf`."""
 
 
 class Slot(NamedTuple):
@@ -226,7 +230,13 @@ class ManagedParameter:
         spec = self.sharded_spec(cut, local.dtype)
         self.sharded = nn.Parameter(make_dtensor(local, spec), requires_grad=self.requires_grad)
         keep_memory(self.sharded)
-        self.register(self.sharded)
+        self.take_up(self.sharded)
+
+    def take_up(self, sharded: nn.Parameter) -> None:
+        """``sharded`` is the sharded form from now on, registered in the modules."""
+        self.sharded = sharded
+        sharded.__dict__[_LEAF] = _Leaf(self)
+        self.register(sharded)
 
     def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
         """The unsharded form over ``view``."""
@@ -240,7 +250,8 @@ class ManagedParameter:
                 data = make_dtensor(local, make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, local.dtype))
             self.unsharded = nn.Parameter(data, requires_grad=self.requires_grad)
             for key, value in self.sharded.__dict__.items():
-                self.unsharded.__dict__.setdefault(key, value)
+                if key != _LEAF:
+                    self.unsharded.__dict__.setdefault(key, value)
         return self.unsharded
 
     def copy(self) -> ManagedParameter:
@@ -253,6 +264,7 @@ class ManagedParameter:
         data = make_dtensor(local, spec_of(self.sharded))
         twin.sharded, twin.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad), None
         keep_memory(twin.sharded)
+        twin.sharded.__dict__[_LEAF] = _Leaf(twin)
         return twin
 
     def register(self, parameter: nn.Parameter) -> None:
@@ -268,6 +280,28 @@ class ManagedParameter:
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return local_of(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+class _Leaf:
+    """Of a sharded parameter: what graphs have in its place. The reference is weak: modules and groups own parameters."""
+
+    def __init__(self, managed: ManagedParameter) -> None:
+        self._managed = weakref.ref(managed)
+
+    @property
+    def unsharded(self) -> nn.Parameter | None:
+        managed = self._managed()
+        return None if managed is None else managed.unsharded
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a parameter that is copied or loaded has none
+
+
+def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What a graph has in the place of a sharded parameter that a group gathers; of other tensors themselves."""
+    leaf = parameter.__dict__.get(_LEAF)
+    unsharded = None if leaf is None else leaf.unsharded
+    return parameter if unsharded is None else unsharded
 
 
 def find_slots(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, list[Slot]]:

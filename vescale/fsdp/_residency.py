@@ -17,15 +17,17 @@ state        registered  gathered  piece  meaning
 sharded      sharded     no        no     at rest
 kept piece   sharded     no        yes    between forward and backward, with a number for ``reshard_after_forward``
 gathering    sharded     yes       no     an all-gather writes the gathered buffer
-unsharded    unsharded   yes       no     a backward, or the caller of unshard(), will reshard them
-leftover     unsharded   yes       no     nothing will reshard them before the next iteration begins
+gathered     sharded     yes       no     whole parameters are there; nothing that runs uses them
+unsharded    unsharded   yes       no     a forward, a backward, or the caller of unshard() uses them
 borrowed     sharded     yes       no     a reduction reads gradients that have taken the place of the parameters
 ===========  ==========  ========  =====  =============================================================================
 
-registered: the form of the parameters that modules have. gathered: the buffer of whole parameters is allocated. piece: a
-copy of an equal part of it is allocated, until it has been gathered from. Where a device computes on streams, a buffer that
-is freed stays allocated until the gather after the next one; a gather that comes before finds its contents there, and
-communicates nothing. Memory of gradients and shards is apart from this.
+registered: the form of the parameters that modules have. Whatever memory is kept, it is the sharded one where the module
+runs neither forward nor backward: iterated, named, hooked, cleared and written to, parameters are those of the optimizer.
+gathered: the buffer of whole parameters is allocated. piece: a copy of an equal part of it is allocated, until it has been
+gathered from. Where a device computes on streams, a buffer that is freed stays allocated until the gather after the next
+one; a gather that comes before finds its contents there, and communicates nothing. Memory of gradients and shards is apart
+from this.
 
 ===========  ==========  ===========  ==============================  ==================================================
 state        event       next state   communication                   when
@@ -35,19 +37,16 @@ sharded      reshard     sharded      none
 kept piece   gather      gathering    all-gather among neighbours     backward needs the parameters
 kept piece   reshard     sharded      none                            an iteration begins, or ends
 gathering    gather      gathering    none
-gathering    arrive      unsharded    none                            the all-gather is done
+gathering    arrive      gathered     none                            the all-gather is done
+gathered     gather      gathered     none
+gathered     use         unsharded    none                            a forward or backward begins
+gathered     reshard     sharded      none                            the parameters are no longer needed, or have changed
+gathered     borrow      borrowed     none                            a backward that nothing announced has ended
 unsharded    gather      unsharded    none
+unsharded    leave       gathered     none                            a forward or backward has ended, and memory stays
 unsharded    reshard     sharded      none                            the parameters are no longer needed
 unsharded    keep piece  kept piece   none                            a forward has ended
-unsharded    expect      unsharded    none                            a forward has ended; its backward will reshard
-unsharded    leave       leftover     none                            a forward, or backward, has ended; none will reshard
 unsharded    borrow      borrowed     none                            a backward has ended
-leftover     gather      leftover     none
-leftover     reshard     sharded      none                            an iteration begins
-leftover     keep piece  kept piece   none
-leftover     expect      unsharded    none                            another forward has ended
-leftover     leave       leftover     none
-leftover     borrow      borrowed     none                            a backward has come, and ended
 borrowed     reshard     borrowed     none
 borrowed     give back   sharded      none                            the reduction is done
 ===========  ==========  ===========  ==============================  ==================================================
@@ -64,8 +63,8 @@ class Residency(Enum):
     SHARDED = "sharded"
     KEPT_PIECE = "kept piece"
     GATHERING = "gathering"
+    GATHERED = "gathered"
     UNSHARDED = "unsharded"
-    LEFTOVER = "leftover"
     BORROWED = "borrowed"
 
 
@@ -78,7 +77,7 @@ class Event(Enum):
     ARRIVE = "arrive"
     RESHARD = "reshard"
     KEEP_PIECE = "keep piece"
-    EXPECT = "expect"
+    USE = "use"
     LEAVE = "leave"
     BORROW = "borrow"
     GIVE_BACK = "give back"

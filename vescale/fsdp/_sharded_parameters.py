@@ -119,8 +119,7 @@ class ShardedParameters:
         for parameter in self.parameters:
             found = replacement(parameter)
             if found is not None:
-                parameter.sharded = found
-                parameter.register(found)
+                parameter.take_up(found)
                 changed = True
         on_meta = [parameter.sharded.is_meta for parameter in self.parameters]
         if any(on_meta) and not all(on_meta):  # of several modules in one group, others are still to be materialized

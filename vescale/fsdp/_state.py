@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale.compat import FSDP2State, hides_tensors, in_backward, map_tensors
+from vescale.compat import FSDP2State, guard_call, hides_tensors, in_backward, map_tensors
 from vescale.errors import RootModuleError
 from vescale.fsdp._calls import Call, Calls, watch_outputs
 from vescale.fsdp._context import CommContext
@@ -86,6 +86,8 @@ class ModuleState(FSDP2State):
         self._still_to_run: set[nn.Module] = set()
         self._calls = Calls()
         self._call: Call | None = None  # that is running forward
+        self._depth = 0  # of forwards of a module inside of its own
+        self._has_ended = False  # the forward, without an exception
         for module in modules:
             module.__dict__[_STATES] = self
         self._install_hooks(hooks_first)
@@ -107,6 +109,7 @@ class ModuleState(FSDP2State):
             else:
                 module.register_forward_hook(self.after_forward)
                 module.register_forward_hook(self.after_exception, always_call=True)
+            guard_call(module)
         owners = {slot.module for group in self.groups for p in group.parameters for slot in p.slots}
         for owner in owners:
             owner.register_state_dict_pre_hook(self.to_rest)
@@ -148,8 +151,11 @@ class ModuleState(FSDP2State):
                 group.recompute(is_recorded=is_recorded)
             return self._cast_inputs(args, kwargs)
         begins = self.phase is not Phase.FORWARD
+        self._has_ended = False
         if begins:
             args, kwargs = self._begin_iteration(args, kwargs)
+        elif len(self.modules) == 1:
+            self._depth += 1
         self.phase = Phase.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
@@ -164,9 +170,13 @@ class ModuleState(FSDP2State):
 
     @torch.compiler.disable
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        self._has_ended = True
         if self.phase is Phase.BACKWARD:
             return self._cast_outputs(output)
-        self._end_forward(output)
+        if self._depth:  # the outer call needs the parameters still
+            self._depth -= 1
+            return self._cast_outputs(output)
+        output = self._end_forward(output)
         if self.tree.forward_root is self:
             output = self._conclude_incomplete(output)
             self.tree.forward_root = None
@@ -175,11 +185,19 @@ class ModuleState(FSDP2State):
                 self.tree.orders.compare_gathers()  # no backward will
         return self._cast_outputs(output)
 
-    def _end_forward(self, output: Any) -> None:
+    def _end_forward(self, output: Any) -> Any:
+        """Returns the output, which aliases no gathered parameter."""
+        if self.groups:
+            output = map_tensors(self._own, output)
         is_watched = self._watch_outputs(output)
         for group in self.groups:
             group.after_forward(recomputing=in_backward(), is_watched=is_watched)
         self.phase = Phase.IDLE
+        return output
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A gathered parameter, or a part of one, is copied before its memory is freed or gathered to."""
+        return tensor.clone() if any(group.memory.holds(tensor) for group in self.groups) else tensor
 
     def _begin_iteration(self, args: Any, kwargs: Any) -> Any:
         """What the outermost module of an iteration does once."""
@@ -210,7 +228,11 @@ class ModuleState(FSDP2State):
     def after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
         """Parameters are at rest, and the next forward begins anew. Also called when there was no exception: then the
         forward has ended already."""
-        if self.phase is not Phase.FORWARD:
+        if self._has_ended or self.phase is not Phase.FORWARD:
+            self._has_ended = False
+            return
+        if self._depth:
+            self._depth -= 1
             return
         self._forget_forward()
         if self.tree.forward_root is self:
@@ -224,7 +246,7 @@ class ModuleState(FSDP2State):
     def _forget_forward(self) -> None:
         self.to_rest()
         self._still_to_run.clear()
-        self._call = None
+        self._call, self._depth = None, 0
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
 
@@ -232,7 +254,7 @@ class ModuleState(FSDP2State):
         """Groups of several modules of which only some have run end their forward with the root's."""
         for state in reversed(self.tree.states):
             if state is not self and state._still_to_run:
-                state._end_forward(output)
+                output = state._end_forward(output)
                 state._still_to_run.clear()
                 output = state._cast_outputs(output)
         return output
@@ -270,6 +292,18 @@ class ModuleState(FSDP2State):
         for group in reversed(self.groups):
             group.after_backward(is_last=is_last)
 
+    def break_off_backward(self) -> None:
+        """An exception has ended a backward. What it has left is abandoned by the next forward; until then, too, the
+        registered parameters are the sharded ones."""
+        for group in self.groups:
+            group.memory.leave()
+
+    def use_unwatched(self) -> None:
+        """A backward has begun that may need the parameters without notice."""
+        for group in self.groups:
+            if group.is_gathered and not group.is_watched:
+                group.memory.wait()
+
     def conclude_backward(self, *, is_last: bool) -> None:
         self._still_to_run.clear()
         for group in reversed(self.groups):
@@ -305,7 +339,7 @@ class ModuleState(FSDP2State):
                     memo[id(parameter.sharded)] = other.sharded
             twin.phase, twin.is_root = Phase.IDLE, None
             twin.tree = Tree(CommContext(state.device))
-            twin._still_to_run, twin._calls = set(), Calls()
+            twin._still_to_run, twin._calls, twin._call, twin._depth = set(), Calls(), None, 0
             made.append(twin)
         return made
 
@@ -359,6 +393,7 @@ class ModuleState(FSDP2State):
             for group in state.groups:
                 group.memory.comm, group.memory.orders = self.comm, self.tree.orders
                 group.on_gradients = self.tree.follow_backward
+                group.memory.on_write = self.tree.note_write
         self.tree.states = found
         self.comm.max_gradient_buffers = max(state.max_gradient_buffers for state in found)
         if self.reshard_root is None:

@@ -96,7 +96,7 @@ class StepComparison:
         is_repeated, self.is_repeated = self.is_repeated, False
         if is_repeated or checks is None or not checks.is_on:
             return
-        if torch.is_grad_enabled() and all(group.is_unsharded for group in groups):
+        if torch.is_grad_enabled() and all(group.is_gathered for group in groups):
             return
         self._num_forwards += 1
         checks.begin_forward(self._num_forwards)
@@ -128,6 +128,11 @@ class StepComparison:
         except StepMismatchError:
             self._num_backwards -= 1
             raise
+
+    def note_write(self, parameter: str, digest: str) -> None:
+        """What a forward has written to a parameter that all ranks have gathered is compared with the next event."""
+        if self._checks is not None and self._checks.is_on:
+            self._checks.note(f"the value that a forward has written to parameter {parameter!r}", digest)
 
     def _note_draws(self, checks: StepChecks) -> None:
         for mesh in self._meshes:

@@ -21,6 +21,10 @@ class Member(Protocol):
 
     groups: list[ParameterGroup]
 
+    def break_off_backward(self) -> None: ...
+
+    def use_unwatched(self) -> None: ...
+
     def conclude_backward(self, *, is_last: bool) -> None: ...
 
 
@@ -45,7 +49,7 @@ class Tree(Generic[MemberT]):
         self.on_backward: Callable[[], None] | None = None
         self.post_optimizer_event: Any = None
         self.awaits_conclusion = False
-        self._backward = BackwardTracker(self.conclude)
+        self._backward = BackwardTracker(self.conclude, self._break_off_backward)
         self._one_backward, self._name = OneBackward(comm.device.type), ""
         self._steps: StepComparison | None = None
 
@@ -65,11 +69,20 @@ class Tree(Generic[MemberT]):
         if self._steps is not None:
             self._steps.forward(module, groups)
 
+    def note_write(self, parameter: str, digest: str) -> None:
+        """A forward has written to a gathered parameter; the ranks compare what, with their next step."""
+        if self._steps is not None:
+            self._steps.note_write(parameter, digest)
+
     def break_off_forward(self) -> None:
         """An exception has ended the outermost forward."""
         self.forward_root = None
         if self._steps is not None:
             self._steps.is_repeated = True
+
+    def _break_off_backward(self) -> None:
+        for state in self.states:
+            state.break_off_backward()
 
     @property
     def is_broken_off(self) -> bool:
@@ -85,6 +98,8 @@ class Tree(Generic[MemberT]):
         if not self.awaits_conclusion:
             self.awaits_conclusion = True
             self._backward.follow()
+            for state in self.states:
+                state.use_unwatched()
             if self.on_backward is not None:
                 self.on_backward()
             if self._steps is not None:

@@ -10,14 +10,15 @@ from torch.distributed.tensor import DTensor, Partial
 
 from vescale.buffer import DBuffer
 from vescale.comm import all_reduce_
-from vescale.compat import DTensorSpec, run_post_accumulate_hooks
+from vescale.compat import DTensorSpec, make_dtensor, run_gradient_hooks, run_post_accumulate_hooks
 from vescale.gradients._axis_sets import AxisSet
 from vescale.gradients._buffer_reduction import BufferReduction
-from vescale.gradients._complete_gradient import added, gradient_spec
+from vescale.gradients._complete_gradient import added, gradient_spec, local_part
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._local_contribution import pending_axes
 from vescale.gradients._reduction import Reduction, Stage
 from vescale.gradients._unreduced_gradients import GatheredParameter, UnreducedGradients
+from vescale.placements import redistribute
 
 __all__ = ["ShardedGradients"]
 
@@ -76,8 +77,9 @@ class ShardedGradients:
         return [gradient_spec(p, p.placements, self.dtype) for p in sharded if isinstance(p, DTensor)]
 
     def assign(self, index: int, reduced: torch.Tensor, code: int) -> None:
-        """Add one parameter's part of ``reduced``, this rank's piece, to the sharded gradient. ``code`` tells the axes along
-        which it is pending still (:func:`use_code`); 0: as before."""
+        """Add one parameter's part of ``reduced``, this rank's piece, to the sharded gradient, as autograd would: after the
+        parameter's hooks (``register_hook``), and before those for accumulated gradients. ``code`` tells the axes along which
+        it is pending still (:func:`use_code`); 0: as before."""
         parameter = self._parameters[index]
         sharded, contribution = parameter.sharded, parameter.contribution
         if not sharded.requires_grad:
@@ -92,5 +94,11 @@ class ShardedGradients:
             placements = [Partial() if axis in pending else p for axis, p in enumerate(spec.placements)]
             assert isinstance(sharded, DTensor)
             spec = gradient_spec(sharded, placements, self.dtype)
+        if sharded._backward_hooks:
+            with torch.no_grad():
+                gradient = run_gradient_hooks(sharded, make_dtensor(part.clone(), spec))
+                if isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(spec.placements):
+                    gradient = redistribute(gradient, spec.mesh, spec.placements)
+                part = local_part(gradient)
         sharded.grad = added(sharded.grad, part, spec)
         run_post_accumulate_hooks(sharded)

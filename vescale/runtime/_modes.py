@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.compat import shorten_call
+from vescale.compat import guard_call, shorten_call
 from vescale.errors import ParallelizeError
 from vescale.ir import Program
 from vescale.runtime._runtime import Runtime
@@ -35,8 +35,10 @@ class _Eager:
 
     def install(self, runtime: Runtime, model: nn.Module) -> None:
         """Static mode does without: it replaces the calls of modules itself."""
-        if runtime.native is not None:
-            for module in model.modules():
+        for module in model.modules():
+            if module._forward_hooks:
+                guard_call(module)
+            if runtime.native is not None:
                 shorten_call(module, runtime.native)
 
 

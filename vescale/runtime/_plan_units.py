@@ -210,7 +210,7 @@ class UnitState(ModuleState):
         args, kwargs = super()._begin_iteration(args, kwargs)
         if begins:
             for group in (g for s in self.tree.states if not getattr(s, "stays_gathered", False) for g in s.groups):
-                if group.is_unsharded and not any(bucket.unreduced.has_any for bucket in group.buckets):
+                if group.is_gathered and not any(bucket.unreduced.has_any for bucket in group.buckets):
                     group.reshard()
         return args, kwargs
 

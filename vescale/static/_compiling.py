@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.compat import CALL_OVERRIDE, compiled_like, run_compiled
+from vescale.compat import compiled_call, compiled_like, run_compiled
 
 __all__ = ["Compiling", "has_compiled_parts"]
 
@@ -56,10 +56,10 @@ class Compiling:
 
     def as_the_module(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward`` is compiled if the user has compiled the module, in the same way."""
-        compiled = module.__dict__.get(CALL_OVERRIDE) if self.is_on else None
+        compiled = compiled_call(module) if self.is_on else None
         return forward if compiled is None else compiled_like(compiled, forward)
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
     """Whether the user has compiled a module of the model (``module.compile()``), or the model."""
-    return any(module.__dict__.get(CALL_OVERRIDE) is not None for module in model.modules())
+    return any(compiled_call(module) is not None for module in model.modules())
