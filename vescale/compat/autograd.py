@@ -37,6 +37,7 @@ __all__ = [
     "is_tracing",
     "node_sequence",
     "num_storage_users",
+    "permit_gradients_of_any_dtype",
     "permit_writes",
     "profiled",
     "resume_compiling",
@@ -219,6 +220,12 @@ def will_run(node: Node) -> bool:
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether somebody has registered a hook of a leaf's gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def permit_gradients_of_any_dtype(parameter: torch.Tensor) -> None:
+    """``parameter.grad`` may be of another dtype, where this version of torch can permit it."""
+    if hasattr(torch.Tensor, "grad_dtype"):
+        parameter.grad_dtype = None
 
 
 def run_gradient_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

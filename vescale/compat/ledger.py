@@ -56,8 +56,8 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "compat.fsdp2:instance": (
         "FSDP2's state, registry and marks of modules", "PyTorch takes them for its own, or refuses them", _MODEL),
     "compat.fsdp2:torch": (
-        "stage_backward_input, stage_backward_weight of torch.distributed.pipelining.stage",
-        "they differentiate what was gathered for registered parameters", _END),
+        "torch.autograd._engine_run_backward; stage_backward_input, stage_backward_weight of torch's pipeline stages",
+        "who names a registered parameter means what was gathered for it", _END),
     "compat.grouped_products:torch": (
         "torch._meta_registrations._meta_grouped_mm_common", "models are walked before anything is installed", _CALL),
     "compat.hook_gate:torch": (

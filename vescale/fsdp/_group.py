@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
 from vescale.compat import profiled
+from vescale.fsdp._asked_gradients import answer_programs
 from vescale.fsdp._bucket import Bucket
 from vescale.fsdp._group_memory import GroupMemory
 from vescale.fsdp._parameter import ManagedParameter
@@ -107,6 +108,9 @@ class ParameterGroup:
         self.reduce_gradients = True
         self.unshard_in_backward = True
         self.options = ReductionOptions(op=reduce_op)
+        for parameter in self.at_rest.parameters:
+            parameter.reduce_op = reduce_op
+        answer_programs()
         self._set_idle()
 
     def _set_idle(self) -> None:
@@ -230,8 +234,8 @@ class ParameterGroup:
             self._backward.reads_weights_late = True
 
     def after_forward(self, *, recomputing: bool, is_watched: bool = True) -> None:
-        """The sharded parameters are registered. ``recomputing``: this forward runs inside of a backward, which will do that.
-        Not ``is_watched``: a backward may need the parameters without notice, so they stay gathered."""
+        """The sharded parameters are registered. ``recomputing``: this forward runs inside of a backward, whose end does
+        that. Not ``is_watched``: a backward may need the parameters without notice, so they stay gathered."""
         if recomputing:
             return
         if is_watched:
@@ -253,6 +257,8 @@ class ParameterGroup:
             return
         with profiled(f"vescale.fsdp::before_backward ({self.at_rest.path})"):
             self._backward.is_running = self._backward.is_due = True
+            for bucket in self.at_rest.buckets:
+                bucket.gradients.drop_cleared()
             self._backward.builds_graph = torch.is_grad_enabled()
             self.prefetch_for_backward()
             self.memory.wait()
@@ -301,6 +307,9 @@ class ParameterGroup:
         if self._backward.builds_graph:
             self.memory.serves_next_forward = False
         self.memory.leave()
+        if not self.reduce_gradients and not self.stays_gathered:
+            for bucket in self.at_rest.buckets:
+                bucket.gradients.show_unreduced()
         self._backward = _BackwardState()
         if is_last:
             self.forward_places.clear()
@@ -315,6 +324,7 @@ class ParameterGroup:
 
     def _receive_all(self) -> None:
         for bucket in self.at_rest.buckets:
+            bucket.gradients.drop_cleared()
             bucket.unreduced.receive_all()
 
     def _reduce(self) -> None:

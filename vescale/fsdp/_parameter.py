@@ -34,7 +34,7 @@ from vescale.placements import (
     shard_dim,
 )
 
-__all__ = ["ManagedParameter", "Slot", "find_slots", "leaf_of"]
+__all__ = ["ManagedParameter", "Slot", "find_slots", "leaf_of", "managed_by"]
 
 _LEAF = "_vescale_leaf"
 """Attribute of sharded parameters: :class:`_Leaf`."""
@@ -83,6 +83,7 @@ class ManagedParameter:
         self.given = given
         self.slots = list(slots)
         self.axes = axes
+        self.reduce_op = "avg"
         self.requires_grad = parameter.requires_grad
         self.global_shape = tuple(parameter.shape)
         self.unsharded_spec: DTensorSpec | None = None
@@ -207,6 +208,11 @@ class ManagedParameter:
             stride *= size
         return make_spec(self._mesh, placements, self.global_shape, tuple(reversed(strides)), dtype)
 
+    @property
+    def sharded_placements(self) -> tuple[Placement, ...]:
+        assert isinstance(self.sharded, DTensor)
+        return tuple(self.sharded.placements)
+
     # The two forms
 
     def local_as(self, spec: DTensorSpec) -> torch.Tensor:
@@ -286,22 +292,23 @@ class _Leaf:
     """Of a sharded parameter: what graphs have in its place. The reference is weak: modules and groups own parameters."""
 
     def __init__(self, managed: ManagedParameter) -> None:
-        self._managed = weakref.ref(managed)
-
-    @property
-    def unsharded(self) -> nn.Parameter | None:
-        managed = self._managed()
-        return None if managed is None else managed.unsharded
+        self.managed = weakref.ref(managed)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a parameter that is copied or loaded has none
 
 
+def managed_by(value: Any) -> ManagedParameter | None:
+    """Of the sharded form of a parameter; None for everything else."""
+    leaf = value.__dict__.get(_LEAF) if isinstance(value, DTensor) else None
+    managed = None if leaf is None else leaf.managed()
+    return managed if managed is not None and managed.sharded is value else None
+
+
 def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
     """What a graph has in the place of a sharded parameter that a group gathers; of other tensors themselves."""
-    leaf = parameter.__dict__.get(_LEAF)
-    unsharded = None if leaf is None else leaf.unsharded
-    return parameter if unsharded is None else unsharded
+    managed = managed_by(parameter)
+    return parameter if managed is None or managed.unsharded is None else managed.unsharded
 
 
 def find_slots(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, list[Slot]]:

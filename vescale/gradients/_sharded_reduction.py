@@ -79,6 +79,7 @@ class ShardedReduction:
         self.gradients, self.options, self.requester = gradients, options, requester
         self.unit, self.first_flag = unit, first_flag
         self._stream, self._replica_stream = stream, replica_stream
+        gradients.take_down()
         self.received = gradients.unreduced.complete()
         self._reduced: torch.Tensor | None = None
         self.event: Any = None
@@ -123,7 +124,7 @@ class ShardedReduction:
                 self.received = [max(pair) for pair in zip(self.received, received, strict=True)]
                 gradients.carried = None
             if axes.replicate and not options.all_reduce:
-                gradients.carried = piece, self.received
+                gradients.carry(piece, self.received)
                 self.event = self._stream.done()
                 return False
             self._replica_stream.wait_event(self._stream.done())

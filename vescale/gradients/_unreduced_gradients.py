@@ -197,6 +197,22 @@ class UnreducedGradients:
         shape = self.parameters[index].shape
         return view if view.shape == shape else view[: shape[0]]
 
+    # Between backwards
+
+    @property
+    def are_of_one_loss(self) -> bool:
+        return self._of_one_loss
+
+    def shown(self, index: int) -> torch.Tensor:
+        """A parameter's gradient as it has come so far, in its place; zeros if none has. There must be some of others."""
+        self._hold_no_more()
+        view = self._view(self.buffer, index)
+        return view if self._received[index] else view.zero_()
+
+    def forget(self, index: int) -> None:
+        """The next gradient of this parameter is the first one."""
+        self._received[index] = False
+
     # Those that are held
 
     def take_place_of_parameters(self) -> None:
