@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.fsdp.compare import by_block, data, gradients_of, mesh_of, parameters_of, same_gradients, train_step
 from tests.fsdp.models import Block, Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
+from vescale.comm import record_comms
 from vescale.fsdp import fully_shard, register_fsdp_forward_method, state_of
 
 

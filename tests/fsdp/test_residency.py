@@ -177,7 +177,12 @@ CASES: dict[str, Case] = {
         [*KEPT, "reshard", *KEPT, "use", *REDUCED],
     ),
     "evaluation": ({}, {}, evaluate, FORWARD * 2 + BACKWARD),
-    "kept, two forwards": ({}, {"reshard_after_forward": False}, two_forwards, [*KEPT, "use", "leave", "use", *REDUCED]),
+    "kept, two forwards": (
+        {},
+        {"reshard_after_forward": False},
+        two_forwards,
+        [*KEPT, "use", "leave", "use", *REDUCED],
+    ),
     "kept after backward": ({}, {}, kept_after_backward, [*FORWARD, *KEPT, "use", "reshard", *BACKWARD]),
     "create_graph": ({}, {}, create_graph, [*FORWARD, *KEPT, "reshard", *FORWARD, *BACKWARD]),
     "a piece": (

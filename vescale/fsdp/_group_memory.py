@@ -183,11 +183,14 @@ class GroupMemory:
         """A sum for each parameter: ops count on the sharded form, or on its local tensor, or on both."""
         return [p.sharded._version + _local(p.sharded)._version for p in self.at_rest.parameters]
 
+    @property
+    def is_current(self) -> bool:
+        """Whether whole parameters are there, and the sharded ones have not been written to since."""
+        return self.is_gathered and not self.at_rest.is_stale and self._versions == self._present_versions()
+
     def reshard_if_changed(self) -> None:
         """What is kept is older than the sharded parameters: it is gathered anew."""
-        if self.residency is Residency.GATHERED and (
-            self.at_rest.is_stale or self._versions != self._present_versions()
-        ):
+        if self.residency is Residency.GATHERED and not self.is_current:
             self.reshard()
 
     def wait(self) -> None:

@@ -154,7 +154,12 @@ class ShardedParameters:
         and sets their slots, in copies of the modules."""
         twin = copy.copy(self)
         twin.parameters = [parameter.copy() for parameter in self.parameters]
+        slots = [parameter.slots for parameter in twin.parameters]
+        for parameter in twin.parameters:
+            parameter.slots = []  # those are of the modules that are copied
         twin._regroup(self._layouts())
+        for parameter, its in zip(twin.parameters, slots, strict=True):
+            parameter.slots = its
         return twin
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -86,6 +87,8 @@ class ModuleState(FSDP2State):
         self._still_to_run: set[nn.Module] = set()
         self._calls = Calls()
         self._call: Call | None = None  # that is running forward
+        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._running_part: nn.Module | None = None
         self._depth = 0  # of forwards of a module inside of its own
         self._has_ended = False  # the forward, without an exception
         for module in modules:
@@ -139,6 +142,39 @@ class ModuleState(FSDP2State):
                 return self.after_forward(module, args, output)
         return self._cast_outputs(output)
 
+    # Parts that are called apart
+
+    def _install_on_parts(self, module: nn.Module) -> None:
+        """Modules below the root whose parameters are the root's, and which programs call outside of its forward: an output
+        layer in chunks, an embedding. Inside of the root's forward their hooks do nothing."""
+        if len(self.modules) > 1:
+            return
+        owners = {slot.module for group in self.groups for p in group.parameters for slot in p.slots}
+        for part in _parts(module, owners):
+            if part not in self._parts:
+                self._parts.add(part)
+                part.register_forward_pre_hook(self._before_part, prepend=True, with_kwargs=True)
+                part.register_forward_hook(self._after_part)
+                part.register_forward_hook(self._after_exception_in_part, always_call=True)
+                guard_call(part)
+
+    def _before_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.phase is not Phase.IDLE:
+            return None
+        self._running_part = part
+        return self.before_forward(part, args, kwargs)
+
+    def _after_part(self, part: nn.Module, args: Any, output: Any) -> Any:
+        if self._running_part is not part:
+            return None
+        self._running_part = None
+        return self.after_forward(part, args, output)
+
+    def _after_exception_in_part(self, part: nn.Module, args: Any, output: Any) -> None:
+        if self._running_part is part:
+            self._running_part = None
+            self.after_exception(part, args, output)
+
     # Forward
 
     @torch.compiler.disable
@@ -161,7 +197,9 @@ class ModuleState(FSDP2State):
         for group in self.groups:
             group.before_forward()
         if begins:
-            if self.groups and torch.is_grad_enabled():
+            if (
+                self.groups and torch.is_grad_enabled() and self._running_part is None
+            ):  # the rest needs the parameters, too
                 args, kwargs, self._call = self._calls.watch_inputs(args, kwargs, self._after_backward)
             for other in self.forward_prefetch:
                 for group in other.groups:
@@ -204,7 +242,7 @@ class ModuleState(FSDP2State):
         self.become_root()
         if self.tree.forward_root is not None:
             return args, kwargs
-        if not in_backward():
+        if not in_backward() and not self._continues:
             groups = [group for state in self.tree.states for group in state.groups]
             if any(has_replaced(group.parameters) for group in groups):
                 check_distinct(parameter for group in groups for parameter in group.parameters)
@@ -223,6 +261,11 @@ class ModuleState(FSDP2State):
                 map_tensors(lambda t: t.to(self.device, non_blocking=True), given) for given in (args, kwargs)
             )
         return args, kwargs
+
+    @property
+    def _continues(self) -> bool:
+        """Whether a part is called that uses what the root's forward has left."""
+        return self._running_part is not None and all(group.memory.is_current for group in self.groups)
 
     @torch.compiler.disable
     def after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -246,7 +289,7 @@ class ModuleState(FSDP2State):
     def _forget_forward(self) -> None:
         self.to_rest()
         self._still_to_run.clear()
-        self._call, self._depth = None, 0
+        self._call, self._depth, self._running_part = None, 0, None
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
 
@@ -340,12 +383,14 @@ class ModuleState(FSDP2State):
             twin.phase, twin.is_root = Phase.IDLE, None
             twin.tree = Tree(CommContext(state.device))
             twin._still_to_run, twin._calls, twin._call, twin._depth = set(), Calls(), None, 0
+            twin._running_part = None
             made.append(twin)
         return made
 
     def take_place(self, memo: dict[int, Any]) -> None:
         """Belong to the copies of the modules."""
         self.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        self._parts = weakref.WeakSet(copy.deepcopy(part, memo) for part in self._parts)
         self.forward_prefetch = [memo.get(id(state), state) for state in self.forward_prefetch]
         self.backward_prefetch = [memo.get(id(state), state) for state in self.backward_prefetch]
         if self.ignored is not None:
@@ -412,6 +457,7 @@ class ModuleState(FSDP2State):
             group.memory.prepare()
             _ = group.memory.unit
         self.tree.begin(root, groups, compares_steps=self.ignored is not None)
+        self._install_on_parts(root)
 
     def abandon_iteration(self) -> None:
         """See :meth:`FSDPModule.reset_iter_state`."""
@@ -433,3 +479,16 @@ def _cast(dtype: torch.dtype | None, values: Any) -> Any:
     if dtype is None:
         return values
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+
+
+def _parts(module: nn.Module, owners: set[nn.Module]) -> Iterator[nn.Module]:
+    """Modules below one that own some of its parameters, and those with units below them; not what is below the others."""
+    for child in module.children():
+        if state_of(child) is not None:
+            continue
+        below = list(child.modules())
+        if not owners.isdisjoint(below):
+            yield child
+        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if is_container or any(state_of(each) is not None for each in below):
+            yield from _parts(child, owners)

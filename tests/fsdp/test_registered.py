@@ -1,0 +1,314 @@
+"""What a script does to parameters and gradients between, and inside of, forwards and backwards: one device's numbers.
+
+Programs are drawn: steps of actions that touch parameters through the module, on plans with units, on ``fully_shard`` with
+every ``reshard_after_forward``, on replicas, and on one device in float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import RankPools, run_cases
+from tests.whole import whole_tensors
+from vescale import INIT, RUN, Plan, RaggedShard, no_sync, parallelize
+from vescale.fsdp import fully_shard
+
+DIM, ROWS = 7, 4
+
+
+class Layer(nn.Linear):
+    """Gives a part of its weight away, and itself."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.tanh(super().forward(x)), self.weight[1:3], self.weight
+
+
+class Averaged(nn.Module):
+    """A momentum encoder beside a trained one; writes to the former, and limits the latter, inside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.average = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM).requires_grad_(False)
+        self.writes = "lerp"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for of, to in zip(self.trained.parameters(), self.average.parameters(), strict=True):
+                if self.writes == "lerp":
+                    to.lerp_(of, 0.5)
+                elif self.writes == "copy":
+                    to.copy_(of)
+                elif self.writes == "data":
+                    to.data = to.data * 0.5 + of.data * 0.5
+                elif self.writes == "limit":
+                    of.clamp_(-0.3, 0.3)
+        return self.trained(x) - 0.1 * self.average(x)
+
+
+class Model(nn.Module):
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.averaged, self.head = Averaged(), nn.Linear(DIM, 3)
+        self.log_std = nn.Parameter(torch.full((3,), 0.3))
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = []
+        for layer in self.layers:
+            x, part, weight = layer(x)
+            given += [part, weight]
+        x = checkpoint(self._middle, x, use_reentrant=False) if self.recomputes else self._middle(x)
+        return self.head(x), self.log_std.expand(x.shape[0], 3), self.head.weight.t(), *given
+
+    def _middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.head.weight.sum() * 0.01 + self.averaged(x))
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise KeyError("on purpose")
+
+
+class Run:
+    """One model, and what a program does to it; ``seen`` is what it has read."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self.kind, self.draw = kind, random.Random(seed)
+        torch.manual_seed(seed)
+        model = Model(self.draw.random() < 0.3).double()
+        model.averaged.writes = self.draw.choice(["none", "lerp", "copy", "data", "limit"])
+        self.model: Any = _on(kind, model)
+        self.seen: list[torch.Tensor] = []
+        self.step = 0
+        self.new_optimizer()
+
+    def new_optimizer(self) -> None:
+        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+
+    def input(self, number: int) -> torch.Tensor:
+        x = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        return x.chunk(dist.get_world_size())[dist.get_rank()] if self.kind.startswith("fsdp") else x
+
+    def outputs(self, number: int) -> tuple[torch.Tensor, ...]:
+        found: tuple[torch.Tensor, ...] = self.model(self.input(number))
+        return found
+
+    def loss(self, number: int) -> torch.Tensor:
+        y, std, head, part, weight, *_ = self.outputs(number)
+        return (y / std.exp()).pow(2).mean() + 0.1 * head.pow(2).sum() + part.sum() + 0.01 * weight.sum()
+
+    def see(self, *values: torch.Tensor | None) -> None:
+        self.seen += [torch.zeros(()) if v is None else v.detach().clone() for v in values]
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    # Between a forward and its backward, and between steps
+
+    def clear(self) -> None:
+        self.model.zero_grad()
+
+    def clear_one_by_one(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def clear_by_optimizer(self) -> None:
+        self.optimizer.zero_grad()
+
+    def read_gradients(self) -> None:
+        self.see(*(p.grad for p in self.trainable()))
+
+    def hold(self) -> None:
+        """Outputs stay what they are, whatever comes."""
+        self.held = getattr(self, "held", [])
+        with torch.no_grad():
+            found = self.outputs(50)[1:]
+        self.held.append((found, [value.detach().clone() for value in found]))
+
+    # Between steps
+
+    def probe(self) -> None:
+        self.see(self.outputs(60)[0][:1].sum() * 0)
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.see(*(value.mean() for value in self.outputs(70)[1:]))
+
+    def write(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.9)
+
+    def write_data(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.data.add_(0.01)
+
+    def initialize(self) -> None:
+        nn.init.constant_(self.model.head.bias, 0.05 * (1 + self.step))
+
+    def freeze(self) -> None:
+        self.model.head.bias.requires_grad_(not self.model.head.bias.requires_grad)
+        self.model.head.bias.grad = None
+        self.new_optimizer()
+
+    def start_over(self) -> None:
+        self.new_optimizer()
+
+    def copy(self) -> None:
+        self.see(*copy.deepcopy(self.model).parameters())
+
+    def clip(self) -> None:
+        if all(p.grad is not None for p in self.trainable()):
+            self.see(nn.utils.clip_grad_norm_(self.trainable(), 0.5))
+
+    def break_off(self) -> None:
+        y = self.outputs(80)[0]
+        with contextlib.suppress(KeyError):
+            Fails.apply(y).sum().backward()  # type: ignore[no-untyped-call]
+        self.check_registered()
+        self.clear_one_by_one()
+
+    def interrupt(self) -> None:
+        def stop(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        handle = self.model.averaged.trained.register_forward_hook(stop)
+        with contextlib.suppress(KeyboardInterrupt):
+            self.outputs(90)
+        handle.remove()
+        assert type(torch.zeros(2)) is torch.Tensor
+
+    def accumulate(self) -> None:
+        """A backward that reduces nothing, which may be cleared, and one that does."""
+        clears = self.draw.choice([self.clear, self.clear_one_by_one, self.read_gradients])
+        with self.unreduced():
+            self.loss(self.step + 200).backward()
+        clears()
+
+    @contextlib.contextmanager
+    def unreduced(self) -> Any:
+        if self.kind == "plan":
+            with no_sync(self.model):
+                yield
+            return
+        if self.kind.startswith("fsdp"):
+            self.model.set_requires_gradient_sync(False)
+        yield
+        if self.kind.startswith("fsdp"):
+            self.model.set_requires_gradient_sync(True)
+
+    def check_registered(self) -> None:
+        if self.kind != "device":
+            assert all(isinstance(p, DTensor) for p in self.model.parameters())
+
+    def run_step(self) -> None:
+        between_steps = [self.clear, self.clear_one_by_one, self.clear_by_optimizer, self.read_gradients, self.hold]
+        between_steps += [
+            self.probe,
+            self.evaluate,
+            self.write,
+            self.write_data,
+            self.initialize,
+            self.freeze,
+            self.copy,
+        ]
+        between_steps += [self.start_over, self.clip, self.break_off, self.interrupt, self.accumulate]
+        for _ in range(self.draw.randrange(4)):
+            self.draw.choice(between_steps)()
+            self.check_registered()
+        loss = self.loss(self.step)
+        for _ in range(self.draw.randrange(3)):
+            # A forward that writes to parameters between another one and its backward is an error on one device.
+            self.draw.choice(between_steps[: 5 if self.model.averaged.writes == "none" else 4])()
+            self.check_registered()
+        loss.backward()
+        self.check_registered()
+        self.optimizer.step()
+        if self.draw.random() < 0.7:
+            self.optimizer.zero_grad()
+        self.step += 1
+
+
+def _mesh(kind: str) -> DeviceMesh:
+    if kind == "fsdp replicas":
+        return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "dp"))
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def _on(kind: str, model: Model) -> nn.Module:
+    if kind == "device":
+        return model
+    mesh = _mesh(kind)
+    if kind == "plan":
+        plan = Plan(mesh)
+        plan.shard("<in:x>", Shard(0), mesh="dp").shard("<out>", Replicate(), mesh="dp")
+        plan.shard(".*", RaggedShard(), mesh="dp", phase=INIT).shard(".*", Replicate(), mesh="dp", phase=RUN)
+        return parallelize(model, plan)
+    options = {"fsdp kept": {"reshard_after_forward": False}, "fsdp": {"reshard_after_forward": True}}.get(kind, {})
+    for part in (*model.layers, model.averaged):
+        fully_shard(part, mesh=mesh, **options)  # type: ignore[arg-type]
+    return fully_shard(model, mesh=mesh, **options)  # type: ignore[arg-type]
+
+
+def same_as_one_device(kind: str, seed: int) -> None:
+    runs = [Run(kind, seed), Run("device", seed)]
+    for step in range(4):
+        for one in runs:
+            one.run_step()
+        ours, device = (whole_tensors(dict(one.model.named_parameters())) for one in runs)
+        for name, value in ours.items():
+            torch.testing.assert_close(
+                value, device[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{step} {n}: {m}"
+            )
+        own, wanted = (whole_tensors(dict(enumerate(one.seen))) for one in runs)
+        assert own.keys() == wanted.keys()
+        for index, value in own.items():
+            assert value is not None
+            torch.testing.assert_close(value.double(), wanted[index].double(), rtol=1e-9, atol=1e-9)
+    for found, values in getattr(runs[0], "held", []):
+        for value, before in zip(found, values, strict=True):
+            assert torch.equal(*map(_whole, (value, before)))
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+KINDS = ("plan", "fsdp", "fsdp root", "fsdp kept")
+
+
+def programs(kinds: tuple[str, ...], seeds: range) -> int:
+    return run_cases(same_as_one_device, [(kind, seed) for kind in kinds for seed in seeds])
+
+
+def test_drawn_programs(ranks: RankPools) -> None:
+    ranks.run(programs, KINDS, range(12), world_size=2)
+
+
+def test_drawn_programs_on_replicas(ranks: RankPools) -> None:
+    ranks.run(programs, ("fsdp replicas",), range(4), world_size=4)
+
+
+@pytest.mark.slow
+def test_many_drawn_programs(ranks: RankPools) -> None:
+    ranks.run(programs, KINDS, range(12, 212), world_size=2, timeout=3000)
