@@ -75,6 +75,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'vescale' has no attribute {name!r}")
 
 
+def _install_for_models() -> None:
+    """Install all that ops on the tensors of a model need, whichever function shards it: what is installed never depends on
+    what else the process has done. Functions below the top floor call it here."""
+    from vescale.runtime import install_handlers
+
+    install_handlers()
+
+
 def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
 
