@@ -70,5 +70,5 @@ def _with_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 register_family("foreach", covers=is_foreach, rule=foreach_rule)
-for _name in ("_foreach_addcmul", "_foreach_addcmul_", "_foreach_addcdiv", "_foreach_addcdiv_"):
-    register(getattr(torch.ops.aten, _name).Tensor, handler=_with_numbers, takes_plain=True)
+for _name in ("addcmul", "addcmul_", "addcdiv", "addcdiv_"):
+    register(getattr(torch.ops.aten, f"_foreach_{_name}").Tensor, handler=_with_numbers, takes_plain=True)
