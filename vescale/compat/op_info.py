@@ -67,7 +67,8 @@ def native_sharding(
 
 def schema_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpSchema:
     """The call with specs in place of DTensors."""
-    found: OpSchema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
+    found = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
+    assert found is not None
     return found
 
 

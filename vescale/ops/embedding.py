@@ -48,14 +48,9 @@ class _Call(NamedTuple):
 
 
 def _needs_other_ranks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether rows are sharded, or a batch of which rows are counted."""
+    """Whether rows are sharded, or counted: the gradient may arrive sharded where the batch is not."""
     call = _Call.of(func, args, kwargs)
-    tensors = (call.weight, call.indices) if call.counts else (call.weight,)
-    return any(
-        shard_dim(placement) == 0 if x is call.weight else not placement.is_replicate()
-        for x in tensors
-        for placement in getattr(x, "placements", ())
-    )
+    return call.counts or any(shard_dim(placement) == 0 for placement in getattr(call.weight, "placements", ()))
 
 
 @replaces(F.embedding, torch.embedding, changes=_needs_other_ranks)
@@ -64,11 +59,11 @@ def _embedding(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dic
 
     It is a plain ``Partial(sum)``, which every op understands; stock DTensor's result is a masked one, which only a
     redistribution does. If the rows of the table are not sharded, DTensor's own rule is used, except with
-    ``scale_grad_by_freq`` over a sharded batch, in all of which rows are counted: the indices are gathered.
+    ``scale_grad_by_freq``, which counts rows in the whole batch: the indices are gathered.
 
     Raises:
         IndexBoundsError: an index that no rank has a row for.
-        UnsupportedOpError: ``max_norm`` on a table with sharded rows, or with ``scale_grad_by_freq`` over a sharded batch.
+        UnsupportedOpError: ``max_norm`` on a table with sharded rows, or together with ``scale_grad_by_freq``.
     """
     call = _Call.of(func, args, kwargs)
     weight, indices, padding = call.weight, call.indices, call.padding
