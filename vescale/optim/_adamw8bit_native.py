@@ -114,8 +114,8 @@ def _rows(one: Update) -> list[tuple[Any, ...]]:
         pointers = [t.data_ptr() + begin * t.element_size() for t in per_element]
         pointers += [0 if t is None else t.data_ptr() + blocks * 4 for t in (one.first_max, one.second_max)]
         pointers += [0 if t is None else t.data_ptr() + begin * t.element_size() for t in (one.master, one.noise)]
-        sizes = (part.matrices, part.rows, part.columns, part.block_rows, part.block_columns)
-        sizes += (max(0, numel - begin), max(0, num_maxima - blocks))
+        left = max(0, numel - begin), max(0, num_maxima - blocks)
+        sizes = (part.matrices, part.rows, part.columns, part.block_rows, part.block_columns, *left)
         found.append((*pointers, *sizes, *kinds, *factors))
         begin, blocks = begin + part.numel, blocks + part.num_blocks
     return found

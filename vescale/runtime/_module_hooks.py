@@ -331,11 +331,10 @@ def _with_item(output: Any, key: Any, before: Any, value: Any) -> Any:
         items = [value if name == key else item for name, item in _items(output).items()]
         return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
     if isinstance(output, Mapping):
-        return (
-            map_tensors(lambda x: value if x is before else x, output)
-            if isinstance(before, torch.Tensor)
-            else type(output)({name: value if name == key else item for name, item in output.items()})
-        )
+        if isinstance(before, torch.Tensor):
+            return map_tensors(lambda x: value if x is before else x, output)
+        kind: Any = type(output)
+        return kind({name: value if name == key else item for name, item in output.items()})
     changed = copy.copy(output)
     object.__setattr__(changed, key, value)
     return changed
