@@ -7,6 +7,8 @@ import importlib
 import os
 from typing import Any
 
+from vescale._model_parts import MODEL_PARTS
+
 __version__ = "0.1.0"
 
 # public name -> module that defines it, or that it is
@@ -73,6 +75,15 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     raise AttributeError(f"module 'vescale' has no attribute {name!r}")
+
+
+def _install_handlers() -> None:
+    from vescale.runtime import install_handlers
+
+    install_handlers()
+
+
+MODEL_PARTS.append(_install_handlers)
 
 
 def __dir__() -> list[str]:

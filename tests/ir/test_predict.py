@@ -332,3 +332,14 @@ R, S0 = Replicate(), Shard(0)
 def test_rules(name: str, lies: Any, shapes: Any, result: Any, arguments: Any, expected: Any) -> None:
     flow = Flow(lies, [meta(*shape) for shape in shapes], meta(*result), arguments, {}, 2)
     assert rule_for(name, flow, CHANNEL_RULES) == expected
+
+
+@pytest.mark.parametrize("path", ["", "0", "1"])
+def test_precision_outside_of_units(path: str) -> None:
+    """Casts of parameters move nothing."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = Plan({"dp": 2}).shard("<in>", {"dp": Shard(0)})
+    before = predict(lower(plan, model), model, (meta(4, 4),))
+    plan.precision(path, param="bfloat16", reduce="float32")
+    found = predict(lower(plan, model), model, (meta(4, 4),))
+    assert [(c.axis, c.op, c.path) for c in found.collectives] == [(c.axis, c.op, c.path) for c in before.collectives]

@@ -401,3 +401,31 @@ def test_plain_tensors_need_no_process_group() -> None:
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5, 3.0), reference)
     for p, e in zip(model.parameters(), expected):
         torch.testing.assert_close(p.grad, e * 0.5 / (reference + 1e-6))
+
+
+def check_complex(order: Any, foreach: bool | None) -> None:
+    mesh = make_mesh((0, 1))
+    own, reference = [], []
+    for place, dtype in itertools.product((S(0), R(), P(), None), (torch.complex64, torch.float32, torch.complex128)):
+        value = torch.randn(4, 3, dtype=dtype, generator=torch.Generator().manual_seed(len(own)))
+        grad: torch.Tensor = value.clone()
+        if isinstance(place, P):
+            grad = from_local(value / 2, mesh, [place])
+        elif place is not None:
+            grad = distribute_tensor(value, mesh, [place], src_data_rank=None)
+        own.append(torch.nn.Parameter(full(grad, mesh) if isinstance(grad, DTensor) else torch.zeros_like(value)))
+        own[-1].grad = grad
+        reference.append(torch.nn.Parameter(torch.zeros_like(value)))
+        reference[-1].grad = value.clone()
+    wanted = torch.nn.utils.clip_grad_norm_(reference, 0.5, order, foreach=False)
+    torch.testing.assert_close(clip_grad_norm_(own, 0.5, order, foreach=foreach), wanted, rtol=1e-6, atol=0)
+    for a, b in zip(own, reference):
+        torch.testing.assert_close(whole(a.grad), b.grad)
+
+
+def run_complex(cases: list[tuple[Any, ...]]) -> int:
+    return run_cases(check_complex, cases)
+
+
+def test_complex_gradients(ranks: RankPools) -> None:
+    ranks.run(run_complex, list(itertools.product([2, 1, 0, math.inf, 0.5], (None, True, False))), world_size=2)

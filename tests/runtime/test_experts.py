@@ -341,3 +341,59 @@ def test_writes_to_inputs(ranks: RankPools, sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("dispatch", ["mask", "all_to_all"])
 def test_the_first_call_leaves_no_trace(ranks: RankPools, dispatch: str) -> None:
     ranks.run(probed, dispatch, world_size=2)
+
+
+class Counting(nn.Module):
+    """Experts whose attributes are all 4; which of them count experts shows in the forward alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.num_experts = self.expert_dim = self.expert_width = self.n = 4
+        self.weight = nn.Parameter(torch.randn(4, 4, 4))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, ids: Any, weights: Any) -> torch.Tensor:
+        by_attribute = {"named": self.num_experts, "unnamed": self.n, "misnamed": self.expert_dim}
+        out = torch.zeros_like(x)
+        for expert in range(by_attribute.get(self.kind, len(self.weight))):
+            chosen = (ids == expert) * weights
+            scale = self.expert_width if self.kind != "all" else self.num_experts * self.n / self.expert_dim
+            out = (
+                out
+                + chosen.sum(-1, keepdim=True) * torch.tanh(x @ self.weight[expert] / scale**0.5) / self.expert_width
+            )
+        return out
+
+
+class Counted(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 4, bias=False)
+        self.experts = Counting(kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = torch.topk(self.router(x).softmax(-1), 2, dim=-1)
+        return self.experts(x, index, weights)
+
+
+def counted_step(kind: str, dispatch: str) -> None:
+    def add(plan: Plan) -> None:
+        plan.local("experts", kind="experts", dispatch=dispatch).shard("experts.weight", Shard(0), mesh="ep")
+        for path in ("<in:x>", "experts.<in>", "experts.<out>"):
+            plan.shard(path, Replicate(), mesh="ep")
+
+    reference, model = pair(lambda: Counted(kind), add, {"ep": 2})
+    for seed in (5, 6):
+        x = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        assert_same_step(reference, model, x, tolerance=1e-10)
+    assert {v for k, v in vars(model.get_submodule("experts")).items() if type(v) is int} == {4}
+
+
+def run_counted(cases: list[tuple[Any, ...]]) -> int:
+    return run_cases(counted_step, cases)
+
+
+def test_attributes_that_count_experts(ranks: RankPools) -> None:
+    """Whatever they are called, and whatever else has the same number."""
+    kinds = ("named", "unnamed", "misnamed", "none", "all")
+    ranks.run(run_counted, [(kind, dispatch) for kind in kinds for dispatch in ("mask", "all_to_all")], world_size=2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale import Plan, lower
+from vescale.errors import EntryError
 from vescale.runtime import install
 
 
@@ -22,10 +25,17 @@ class Pair(NamedTuple):
     second: torch.Tensor
 
 
+@dataclass
+class Record:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
 RETURNS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "tuple": lambda a, b: (a, b),
     "list": lambda a, b: [a, b],
     "named tuple": Pair,
+    "dataclass": Record,
     "mapping": lambda a, b: {"first": a, "second": b},
     "tensor": lambda a, b: a,
 }
@@ -38,6 +48,14 @@ class Inner(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.returned(x + 1, x * 2)
+
+
+def items_of(output: Any) -> list[Any]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    return list(
+        output if isinstance(output, tuple | list) else (output if isinstance(output, dict) else vars(output)).values()
+    )
 
 
 @pytest.fixture
@@ -58,6 +76,13 @@ def two_ranks() -> Iterator[None]:
         ("mapping", "0", {0}),
         ("tensor", "0", {0}),
         ("tensor", "1", set()),
+        ("tuple", "2", set()),
+        ("tuple", "first", set()),
+        ("mapping", "third", set()),
+        ("mapping", "2", set()),
+        ("named tuple", "second", {1}),
+        ("dataclass", "second", {1}),
+        ("dataclass", "third", set()),
     ],
 )
 def test_one_item_is_placed(two_ranks: None, kind: str, entry: str, expected: set[int]) -> None:
@@ -65,9 +90,16 @@ def test_one_item_is_placed(two_ranks: None, kind: str, entry: str, expected: se
     plan = Plan(mesh).shard("<in:0>", {"tp": Replicate()}).shard(f"0.<out:{entry}>", {"tp": Shard(0)})
     model = nn.Sequential(Inner(kind))
     install(model, lower(plan, model), mesh)
-    found = model(torch.arange(4.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = model(torch.arange(4.0))
+    assert ["names nothing" in str(each.message) for each in caught] == ([] if expected else [True])
+    if not expected:
+        install(strict := nn.Sequential(Inner(kind)), lower(plan, strict), mesh, strict=True)
+        with pytest.raises(EntryError, match=f"0.<out:{entry}>.*names nothing"):
+            strict(torch.arange(4.0))
     assert type(found) is type(RETURNS[kind](torch.ones(1), torch.ones(1))) or kind == "tensor"
-    items = [found] if kind == "tensor" else list(found.values() if kind == "mapping" else found)
+    items = items_of(found)
     assert all(isinstance(item, DTensor) for item in items)
     assert {index for index, item in enumerate(items) if item.placements == (Shard(0),)} == expected
     values = [torch.arange(4.0) + 1, torch.arange(4.0) * 2]
@@ -90,5 +122,5 @@ def test_a_loss_is_reduced_wherever_it_is(two_ranks: None, kind: str) -> None:
     model = Loss(kind)
     install(model, lower(Plan(mesh).shard("<in>", {"tp": Shard(0)}), model), mesh)
     found = model(torch.arange(4.0))
-    items = list(found.values()) if isinstance(found, dict) else [found] if kind == "tensor" else list(found)
+    items = items_of(found)
     assert [item.placements for item in items] == [(Replicate(),), (Shard(0),)][: len(items)]

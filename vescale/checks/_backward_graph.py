@@ -2,7 +2,8 @@
 
 A term that only one rank adds to its loss, a number that each rank has counted for itself, or a row that it picks by its
 rank change gradients on that rank alone. Where gradients are summed over ranks, all parameters stay equal nevertheless. So
-the graph between the losses and the model is described: its ops, their numbers, and constants that all ranks hold.
+the graph between the losses and the model is described: its ops, their numbers, and constants that all ranks hold. What
+an op has made itself is left out: it follows from these, or is memory that the op leaves as it is (padding, workspaces).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from vescale.compat import (
     local_of,
     no_torch_function,
     node_sequence,
-    saved_values,
+    saved_operands,
     sequence_number,
     spec_of,
 )
@@ -124,7 +125,7 @@ def _describe(losses: Sequence[Any], gradients: Sequence[Any], begin: int) -> li
 def _op_text(op: str, node: Any) -> str:
     """An op, with the numbers and constants that it keeps for its backward."""
     texts = []
-    for name, value in saved_values(node):
+    for name, value in saved_operands(node):
         if value is PACKED:  # maybe on this rank only
             return UNKNOWN
         is_list = isinstance(value, tuple) and all(isinstance(x, _NUMBERS) for x in value)

@@ -23,6 +23,7 @@ __all__ = [
     "STATE",
     "STEPPED",
     "UNKNOWN",
+    "USED",
     "WRITTEN",
     "InputMismatchError",
     "StepMismatchError",
@@ -53,6 +54,8 @@ class InputMismatchError(StepMismatchError):
 SEED = "seed and state of the default generator"
 NUMBERS = ("state of numpy.random", "state of Python's random")
 """Of generators that have no seed to ask for."""
+USED = "calls of the forward"
+"""What the model has computed where ranks may have drawn from these."""
 MADE = "made: "
 """What names of tensors begin with that a forward has made of numbers, arrays or texts."""
 DRAWN = "drawn: "
@@ -122,6 +125,7 @@ def compare_data(
     unknown = tuple({name for rows in inputs.values() for name, text in rows if text == UNKNOWN})
     if unknown:
         inputs = {rank: [row for row in rows if not row[0].startswith(unknown)] for rank, rows in inputs.items()}
+    inputs = _without_unused_draws(inputs)
     if len({tuple(rows) for rows in inputs.values()}) > 1:
         difference = first_difference("what is given", inputs)
         raise InputMismatchError(_data_text(found[0]["site"], difference), difference.ranks)
@@ -145,6 +149,13 @@ def compare_data(
         for number in range(len(found[0]["parts"]))
     ]
     return shapes if any(len(set(each.values())) > 1 for each in shapes) else None
+
+
+def _without_unused_draws(inputs: dict[int, list[tuple[str, str]]]) -> dict[int, list[tuple[str, str]]]:
+    """Without the states of generators that ranks have drawn from, where all have computed the same all the same."""
+    calls = {tuple(text for name, text in rows if name == USED) for rows in inputs.values()}
+    left_out = {USED, *NUMBERS} if len(calls) == 1 and all(calls) else {USED}
+    return {rank: [row for row in rows if row[0] not in left_out] for rank, rows in inputs.items()}
 
 
 def uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:

@@ -42,8 +42,7 @@ def watch_optimizers(listener: Listener) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    if not isinstance(first, DTensor) and not any(_dtensors(optimizer)):
+    if next(_dtensors(optimizer), None) is None:
         return
     count = _COUNTS[optimizer] = _COUNTS.get(optimizer, 0) + 1
     every = check_every()

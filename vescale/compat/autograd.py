@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ __all__ = [
     "run_compiled",
     "run_gradient_hooks",
     "run_post_accumulate_hooks",
-    "saved_values",
+    "saved_operands",
     "sequence_number",
     "set_versions",
     "suspend_compiling",
@@ -171,12 +172,25 @@ def current_backward() -> int:
 
 
 PACKED: Any = object()
-"""What :func:`saved_values` gives for what hooks have packed."""
+"""What :func:`saved_operands` gives for what hooks have packed."""
 
 
-def saved_values(node: Node) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a node of PyTorch's keeps for its backward; ``PACKED`` for what hooks have packed: unpacking may
-    compute it anew. What has been released, or written to since, is left out: its backward tells of it."""
+@functools.cache
+def _names_of_operands() -> dict[str, set[str]]:
+    """The arguments of all ops of PyTorch's, by the name of their derivatives' nodes."""
+    found: dict[str, set[str]] = {}
+    for schema in torch._C._jit_get_all_schemas():
+        op = schema.name.removeprefix("aten::")
+        node = "".join(part.title() for part in op.split("_"))  # as PyTorch's code generator names it
+        found.setdefault(node, set()).update(argument.name for argument in schema.arguments)
+    return found
+
+
+def saved_operands(node: Node) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what a node of PyTorch's keeps for its backward of the arguments of its op, and of numbers and sizes;
+    ``PACKED`` for tensors that hooks have packed: unpacking may compute them anew. What has been released, or written to
+    since, is left out: its backward tells of it. Tensors that the op has made are left out."""
+    operands = _names_of_operands().get(node.name().rstrip("0123456789").removesuffix("Backward"), ())
     for name in dir(node):
         if not name.startswith("_saved_"):
             continue
@@ -188,7 +202,9 @@ def saved_values(node: Node) -> Iterator[tuple[str, Any]]:
                 value = getattr(node, name)
         except RuntimeError:
             continue
-        yield name.removeprefix("_saved_"), value
+        name = name.removeprefix("_saved_")
+        if name in operands or not (value is PACKED or isinstance(value, torch.Tensor)):
+            yield name, value
 
 
 def is_computed(x: torch.Tensor) -> bool:

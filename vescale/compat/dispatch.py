@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
 from vescale.compat.empty_shards import has_empty_shards
+from vescale.compat.local_shapes import has_local_shapes
 from vescale.compat.model_hooks import DispatchListener, ModelHooks, model_hooks, telling
 from vescale.compat.op_info import OutputSharding, is_view, iterate_specs, with_aliasing
 from vescale.compat.out_arguments import run_into_empty
@@ -254,6 +255,8 @@ def _decided(
         if result is NotImplemented:
             raise
         return result
+    if not has_local_shapes(op_call, op_info.schema, sharding):
+        return sharding if (found := listener.no_strategy(op_call, args, kwargs)) is NotImplemented else found
     if getattr(sharding, "needs_redistribute", False):
         if may_keep and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
             return kept
@@ -332,6 +335,8 @@ def keeps_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
                 raise
             return schema, sharding
         if not isinstance(sharding, OutputSharding):
+            return schema, None
+        if models is not None and not has_local_shapes(op, schema, sharding):
             return schema, None
         if sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema:
             ask = None if models is None else models.listener

@@ -19,8 +19,10 @@ def has_foreach(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def foreach_norm(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The vector norm of each tensor, accumulated and returned in ``dtype``."""
-    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+    """The vector norm of each tensor, all of one dtype, accumulated and returned in ``dtype``. Kernels compute norms of
+    complex tensors in the dtype of their parts."""
+    wanted = None if tensors[0].is_complex() else dtype
+    return list(torch._foreach_norm(list(tensors), order, dtype=wanted))
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

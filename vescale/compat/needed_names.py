@@ -63,7 +63,7 @@ torch._C: Argument.alias_info; Argument.default_value; Argument.is_out; Argument
     _dispatch_has_kernel_for_dispatch_key;
     _dynamo.eval_frame.set_eval_frame; _functorch.get_unwrapped; _functorch.is_functorch_wrapped_tensor;
     _functorch.peek_interpreter_stack; _len_torch_dispatch_stack; _len_torch_function_stack; _storage_Use_Count;
-    _will_engine_execute_node
+    _jit_get_all_schemas; _will_engine_execute_node
 torch._C._autograd: CreationMeta.DEFAULT; _get_sequence_nr; _set_creation_meta; _unsafe_set_version_counter
 torch._C._distributed_c10d: Backend.Options._timeout; Backend.mem_allocator; _register_work
 torch._guards: detect_fake_mode(inputs)

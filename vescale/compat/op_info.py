@@ -27,6 +27,7 @@ __all__ = [
     "observe_redistribution",
     "output_meta",
     "schema_arguments",
+    "schema_of",
     "sized_locally",
     "static_keywords",
     "takes_only_tensors",
@@ -62,6 +63,13 @@ def native_sharding(
         if is_view(op):  # its rules refuse what would move: `squeeze` of a sharded dim of size 1
             return None
         raise
+
+
+def schema_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpSchema:
+    """The call with specs in place of DTensors."""
+    found = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
+    assert found is not None
+    return found
 
 
 def output_meta(

@@ -108,7 +108,6 @@ def _collected(optimizer: _Optimizer, original: Callable[..., Any]) -> Callable[
         if (
             is_compiling()
             or len(lists) != len(optimizer.states) + 2
-            or type(params[0]) is not DTensor
             or set(map(type, params)) != {DTensor}
             or group.get("differentiable")
             or isinstance(group["lr"], torch.Tensor)

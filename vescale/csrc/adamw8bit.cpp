@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <initializer_list>
 #include <thread>
 #include <vector>
 
@@ -145,10 +146,40 @@ Blocks widest_blocks(int32_t width) {
 
 }  // namespace
 
+namespace {
+
+// The product of numbers that are not negative; -1 where one is, and where there are more elements than a tensor may have.
+int64_t product(std::initializer_list<int64_t> factors) {
+  int64_t found = 1;
+  for (const int64_t factor : factors) {
+    if (factor < 0 || __builtin_mul_overflow(found, factor, &found)) return -1;
+  }
+  return found;
+}
+
+// Whether all that a step of the item reads and writes is there.
+bool is_sound(const Item& item) {
+  const int64_t numel = product({item.matrices, item.rows, item.columns});
+  if (numel < 0 || numel > item.numel || item.block_rows < 1 || item.block_columns < 1) return false;
+  if (numel == 0) return true;
+  if (item.param == nullptr || item.grad == nullptr || item.m == nullptr || item.v == nullptr) return false;
+  const auto is_float = [](int32_t dtype) { return dtype == kFloat || dtype == kBFloat16; };
+  if (!is_float(item.param_dtype) || !is_float(item.grad_dtype)) return false;
+  if (item.states != kCodes) return item.states == kFloatStates || item.states == kBFloat16States;
+  const int64_t bands = (item.rows - 1) / item.block_rows + 1, tiles = (item.columns - 1) / item.block_columns + 1;
+  const int64_t num_blocks = product({item.matrices, bands, tiles});
+  return item.m_max != nullptr && item.v_max != nullptr && num_blocks <= item.num_maxima;
+}
+
+}  // namespace
+
 // One step of `count` items; `maps`: of the first moment and of the second; `width`: at most so many elements in a vector.
-// Items must not overlap.
-extern "C" __attribute__((visibility("default"))) void adamw8bit_step(
+// Items must not overlap. The result is `count`, or which item is not sound: nothing has been written then.
+extern "C" __attribute__((visibility("default"))) int64_t adamw8bit_step(
     const Item* items, int64_t count, const Map* maps, int32_t num_threads, int32_t width) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (!is_sound(items[i])) return i;
+  }
   std::vector<Task> tasks;
   for (int64_t i = 0; i < count; ++i) {
     const Item& item = items[i];
@@ -171,6 +202,7 @@ extern "C" __attribute__((visibility("default"))) void adamw8bit_step(
   for (size_t i = 0; i < helpers; ++i) threads.emplace_back(work);
   work();
   for (std::thread& thread : threads) thread.join();
+  return count;
 }
 
 extern "C" __attribute__((visibility("default"))) int64_t adamw8bit_item_bytes() { return sizeof(Item); }

@@ -26,6 +26,7 @@ struct Item {
   float* master;                       // null: none
   const uint16_t* noise;               // null: round to nearest
   int64_t matrices, rows, columns, block_rows, block_columns;
+  int64_t numel, num_maxima;           // that there are behind each of the pointers
   int32_t param_dtype, grad_dtype, states, maximize;
   float weight1, beta2, weight2, decay, step_size, inverse_root, eps, unused;
 };

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from vescale._model_parts import install_model_parts
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
 from vescale.checks import RegisteredParameters, adopt_optimizers, listed_optimizers
 from vescale.compat import (
@@ -148,6 +149,7 @@ def fully_shard(
     """
     optimizers = listed_optimizers(optimizer, "fully_shard")
     install_placements()
+    install_model_parts()
     enable_random_ops()  # for reset_parameters() on shards, after to_empty()
     modules = _roots(module)
     before = RegisteredParameters(modules)

@@ -122,8 +122,11 @@ class _Walk:
             prefix = f"{instruction.path}." if instruction.path else ""
             if isinstance(instruction.op, Place):
                 resting[self.index.state_names[prefix + instruction.target]] = instruction.op.placements
-            elif instruction.hook is Hook.FORWARD_PRE and instruction.target != "<in>":
-                assert isinstance(instruction.op, Redistribute)
+            elif (
+                isinstance(instruction.op, Redistribute)
+                and instruction.hook is Hook.FORWARD_PRE
+                and instruction.target != "<in>"
+            ):
                 running[self.index.state_names[prefix + instruction.target]] = instruction.op.dst
         for bucket in self.buckets:
             for name in bucket.names:

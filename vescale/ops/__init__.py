@@ -63,7 +63,7 @@ from vescale.ops._conversion import (
 from vescale.ops._conversion_plans import cut, stages_between
 from vescale.ops._cut_gradients import with_cut_gradient
 from vescale.ops._decision import Decision, Rule
-from vescale.ops._dispatch import misjudged_view, run_interleaved, view_of_uneven_shards
+from vescale.ops._dispatch import misjudged_view, run_interleaved, run_op, view_of_uneven_shards
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 from vescale.ops._install import install
 from vescale.ops._links import settle, share_version
@@ -83,6 +83,7 @@ from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
 from vescale.ops._transforms import refuse_transforms
 from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.elementwise import is_elementwise
+from vescale.ops.foreach import is_foreach, is_listed
 from vescale.ops.losses import cross_entropy_of_rows, has_whole_rows, without_dim
 from vescale.ops.norms import normalizes_locally
 
@@ -117,6 +118,8 @@ __all__ = [
     "has_whole_rows",
     "install",
     "is_elementwise",
+    "is_foreach",
+    "is_listed",
     "leave_local",
     "meetings",
     "misjudged_view",
@@ -134,6 +137,7 @@ __all__ = [
     "report_implicit_move",
     "require_current",
     "run_interleaved",
+    "run_op",
     "running_module",
     "sequence_axes",
     "settle",

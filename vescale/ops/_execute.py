@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale.compat import (
     DTensorSpec,
     has_results,
+    is_installed,
     is_view,
     local_of,
     make_dtensor,
@@ -67,7 +68,8 @@ def execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: dic
     for index, spec, target in moves:  # refuse before the first communication
         tell_move(call.op, call.argument_name(call.positions[index][0]), locals_[index], spec, target)
         if _is_reported(spec, target):
-            report_fallback(str(call.op), call.describe(index), placements_text(target.placements), is_view(call.op))
+            is_lost = is_view(call.op) and not is_installed("models")  # else writes to the copy reach the operand
+            report_fallback(str(call.op), call.describe(index), placements_text(target.placements), is_lost)
         observe_redistribution(spec, target, call.op)
     for index, spec, target in moves:
         before = locals_[index]

@@ -57,8 +57,9 @@ def strict_placements() -> Iterator[None]:
             _STRICT.remove(rank)
 
 
-def report_fallback(op: str, operand: str, target: str, is_view: bool) -> None:
-    """Report that ``op`` brings ``operand`` to ``target``; warns once for each line of user code, op and operand."""
+def report_fallback(op: str, operand: str, target: str, is_lost: bool) -> None:
+    """Report that ``op`` brings ``operand`` to ``target``; warns once for each line of user code, op and operand.
+    ``is_lost``: whether what is written to the result does not reach the operand."""
     filename, line = _site()
     found = f"{filename}:{line}: {op} has no rule for {operand}"
     fix = "redistribute it yourself where the op is called, or keep the op's operands in a placement it has a rule for"
@@ -71,7 +72,7 @@ def report_fallback(op: str, operand: str, target: str, is_view: bool) -> None:
         if key in _REPORTED:
             return
         _REPORTED.add(key)
-    note = "; the result is a copy, not a view: writes to it do not reach the operand" if is_view else ""
+    note = "; the result is a copy, not a view: writes to it do not reach the operand" if is_lost else ""
     text = f"{found}; it is brought to {target}, which communicates on every call{note}; {fix}"
     warnings.warn_explicit(text, PlacementFallbackWarning, filename, line)
 

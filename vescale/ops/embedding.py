@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,45 +26,60 @@ _SIGNATURE = inspect.signature(F.embedding)
 _BAG_SIGNATURE = inspect.signature(F.embedding_bag)
 
 
-def _has_sharded_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    weight = (kwargs["weight"] if "weight" in kwargs else args[1]) if func is F.embedding else args[0]
-    return any(shard_dim(placement) == 0 for placement in weight.placements)
+class _Call(NamedTuple):
+    indices: Any
+    weight: Any
+    padding: int | None
+    counts: bool  # scale_grad_by_freq
+    renorms: bool  # max_norm
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        if func is F.embedding:
+            call = _SIGNATURE.bind(*args, **kwargs)
+            call.apply_defaults()
+            given = call.arguments
+            padding, renorms = given["padding_idx"], given["max_norm"] is not None
+            return cls(given["input"], given["weight"], padding, bool(given["scale_grad_by_freq"]), renorms)
+        weight, indices = args[0], args[1]
+        padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
+        counts = args[3] if len(args) > 3 else kwargs.get("scale_grad_by_freq", False)
+        return cls(indices, weight, None if padding == -1 else padding, bool(counts), False)
 
 
-@replaces(F.embedding, torch.embedding, changes=_has_sharded_rows)
+def _needs_other_ranks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether rows are sharded, or counted: the gradient may arrive sharded where the batch is not."""
+    call = _Call.of(func, args, kwargs)
+    return call.counts or any(shard_dim(placement) == 0 for placement in getattr(call.weight, "placements", ()))
+
+
+@replaces(F.embedding, torch.embedding, changes=_needs_other_ranks)
 def _embedding(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Each rank looks up the rows that it holds and takes zeros for the others; the result is Partial.
 
     It is a plain ``Partial(sum)``, which every op understands; stock DTensor's result is a masked one, which only a
-    redistribution does. If the rows of the table are not sharded, DTensor's own rule is used.
+    redistribution does. If the rows of the table are not sharded, DTensor's own rule is used, except with
+    ``scale_grad_by_freq``, which counts rows in the whole batch: the indices are gathered.
 
     Raises:
         IndexBoundsError: an index that no rank has a row for.
-        UnsupportedOpError: ``max_norm`` or ``scale_grad_by_freq`` on a table with sharded rows.
+        UnsupportedOpError: ``max_norm`` on a table with sharded rows, or together with ``scale_grad_by_freq``.
     """
-    if func is F.embedding:
-        call = _SIGNATURE.bind(*args, **kwargs)
-        call.apply_defaults()
-        indices, weight, padding = (call.arguments[name] for name in ("input", "weight", "padding_idx"))
-        special = call.arguments["max_norm"] is not None or call.arguments["scale_grad_by_freq"]
-    else:
-        weight, indices = args[0], args[1]
-        padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
-        special = (args[3] if len(args) > 3 else kwargs.get("scale_grad_by_freq", False)) is True
-        padding = None if padding == -1 else padding
-    rows = [isinstance(weight, DTensor) and shard_dim(p) == 0 for p in getattr(weight, "placements", ())]
-    if not any(rows):
+    call = _Call.of(func, args, kwargs)
+    weight, indices, padding = call.weight, call.indices, call.padding
+    is_placed = isinstance(weight, DTensor) and isinstance(indices, DTensor)
+    if not is_placed or not _needs_other_ranks(func, args, kwargs):
         return func(*args, **kwargs)
-    if special:
+    if call.renorms:
         raise UnsupportedOpError(
-            f"{_OP}: max_norm and scale_grad_by_freq with a table of placements {tuple(weight.placements)} need the rows "
-            "of other ranks; leave them out, or replicate the table"
+            f"{_OP}: max_norm with a table of placements {tuple(weight.placements)} and indices of placements "
+            f"{tuple(indices.placements)} needs the rows of other ranks; leave it out, or replicate both"
         )
     padding = padding + weight.shape[0] if padding is not None and padding < 0 else padding
-    return _lookup(context, weight, indices, padding)
+    return _lookup(context, weight, indices, padding, call.counts)
 
 
-def _lookup(context: OpContext, weight: DTensor, indices: DTensor, padding: int | None) -> DTensor:
+def _lookup(context: OpContext, weight: DTensor, indices: DTensor, padding: int | None, counts: bool) -> DTensor:
     mesh = context.mesh
     index_target: list[Placement] = []
     weight_target: list[Placement] = []
@@ -92,6 +107,10 @@ def _lookup(context: OpContext, weight: DTensor, indices: DTensor, padding: int 
         require_in_bounds(local_indices, weight.shape[0], _OP, "check the tokenizer, or the table's number of rows")
         table = enter_local(weight, grads)
         local = _local_lookup(table, local_indices, ranges, padding)
+        if counts and local.requires_grad:
+            whole = local_of(bring(indices, (Replicate(),) * mesh.ndim, _OP, "indices"))
+            times = torch.bincount(whole.reshape(-1), minlength=weight.shape[0])[local_indices].unsqueeze(-1)
+            local.register_hook(lambda grad: grad / times)
         return leave_local(local, mesh, out, (*indices.shape, weight.shape[1]), _OP)
 
 

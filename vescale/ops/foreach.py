@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from torch.distributed.tensor import Replicate
+import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.ops._alignment import align
 from vescale.ops._call import OpCall, Placements, names
 from vescale.ops._decision import Decision
-from vescale.ops._registry import register_family
+from vescale.ops._registry import register, register_family
 
-__all__: list[str] = []
+__all__ = ["is_foreach", "is_listed"]
 
 _REDUCTIONS = names("_foreach_norm _foreach_max _foreach_powsum")
 _FUSED = names("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_")
@@ -22,6 +23,12 @@ def is_foreach(op: Any) -> bool:
     """Whether the op does the same elementwise computation on each index of lists of tensors."""
     name = op.overloadpacket.__name__
     return name in _FUSED or (name.startswith("_foreach_") and name not in _REDUCTIONS)
+
+
+def is_listed(op: Any) -> bool:
+    """Whether the op computes something of each index of lists of tensors, by itself."""
+    name = op.overloadpacket.__name__
+    return name in _FUSED or name.startswith("_foreach_")
 
 
 def foreach_rule(call: OpCall) -> Decision | None:
@@ -55,4 +62,13 @@ def foreach_rule(call: OpCall) -> Decision | None:
     return Decision(tuple(inputs), None if call.meta is None else tuple(outputs), scratch=scratch, write_back=states)
 
 
+def _with_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op whose scalars are a tensor, one of each index: their values are needed before anything can be decided."""
+    values = kwargs.get("scalars", args[-1])
+    scalars = (values.full_tensor() if isinstance(values, DTensor) else values).tolist()
+    return op.overloadpacket.ScalarList(*args[:3], scalars)
+
+
 register_family("foreach", covers=is_foreach, rule=foreach_rule)
+for _name in ("addcmul", "addcmul_", "addcdiv", "addcdiv_"):
+    register(getattr(torch.ops.aten, f"_foreach_{_name}").Tensor, handler=_with_numbers, takes_plain=True)

@@ -16,9 +16,11 @@ from vescale.compat import local_of
 from vescale.errors import OptimizerOptionError, OptimizerParameterError, OptimizerStateError
 from vescale.optim._adamw8bit_native import is_native, update_all
 from vescale.optim._adamw8bit_states import (
+    OPTIONS_OF_STATES,
     STATE_DTYPES,
     blocks_of,
     check_blocks,
+    check_states,
     is_quantized,
     state_tensors,
 )
@@ -199,6 +201,13 @@ class AdamW8bit(ExactStates):
             for p, name in zip(group["params"], names)
             if p in self.state
         ]
+        if not hasattr(self, "_checked"):
+            self._checked: dict[int, tuple[Any, ...]] = {}
+        for group, p, name in listed:
+            form = (*(group[key] for key in OPTIONS_OF_STATES), *map(id, self.state[p].values()))
+            if self._checked.get(id(p)) != form:
+                check_states(name, p, group, self.state[p])
+                self._checked[id(p)] = form
         if not hasattr(self, "_gradients"):
             self._gradients = StepGradients(type(self).__name__)
         everything = [p for group in self.param_groups for p in group["params"]]

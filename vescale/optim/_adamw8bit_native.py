@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from vescale import csrc
+from vescale.errors import OptimizerStateError
 from vescale.optim._adamw8bit_update import Update
 from vescale.optim._code_cells import code_cells
 from vescale.optim._dynamic_map import dynamic_map
@@ -20,7 +21,7 @@ from vescale.optim._dynamic_map import dynamic_map
 __all__ = ["is_native", "update_all"]
 
 _POINTERS = ("param", "grad", "first", "second", "first_max", "second_max", "master", "noise")
-_SIZES = ("matrices", "rows", "columns", "block_rows", "block_columns")
+_SIZES = ("matrices", "rows", "columns", "block_rows", "block_columns", "numel", "num_maxima")
 _KINDS = ("param_dtype", "grad_dtype", "states", "maximize")
 _FACTORS = ("weight1", "beta2", "weight2", "decay", "step_size", "inverse_root", "eps", "unused")
 _ITEM = np.dtype(
@@ -48,7 +49,7 @@ _WIDTH = 16  # at most so many elements in a vector; shows in no result
 def is_native(one: Update) -> bool:
     """Whether the helper is there, and takes these tensors: float32 and bfloat16 on the CPU, numbers as scalars."""
     return (
-        csrc.load("adamw8bit") is not None
+        _library() is not None
         and one.param.device.type == one.grad.device.type == "cpu"
         and one.param.dtype in _DTYPES
         and one.grad.dtype in _DTYPES
@@ -57,26 +58,50 @@ def is_native(one: Update) -> bool:
     )
 
 
+def _library() -> ctypes.CDLL | None:
+    """None also for one that was built of sources in which an item is another one."""
+    found = csrc.load("adamw8bit")
+    return found if found is not None and _item_bytes(found) == _ITEM.itemsize else None
+
+
+@functools.cache
+def _item_bytes(library: ctypes.CDLL) -> int:
+    library.adamw8bit_step.restype = library.adamw8bit_item_bytes.restype = ctypes.c_int64
+    return int(library.adamw8bit_item_bytes())
+
+
 def update_all(updates: Sequence[Update]) -> None:
-    """One step of all of them, in place, on as many threads as torch uses."""
-    library = csrc.load("adamw8bit")
+    """One step of all of them, in place, on as many threads as torch uses.
+
+    Raises OptimizerStateError for states of another size than their parameter's; nothing is written then.
+    """
+    library = _library()
     assert library is not None
     rows = [row for one in updates for row in _rows(one)]
     if not rows:
         return
     items = np.array(rows, dtype=_ITEM)
-    library.adamw8bit_step(
+    done = library.adamw8bit_step(
         ctypes.c_void_p(items.ctypes.data),
         ctypes.c_int64(len(items)),
         ctypes.c_void_p(_maps().ctypes.data),
         ctypes.c_int32(torch.get_num_threads()),
         ctypes.c_int32(_WIDTH),
     )
+    if done != len(items):
+        row = dict(zip(_ITEM.names or (), items[done].tolist()))
+        raise OptimizerStateError(
+            f"AdamW8bit got states of {row['numel']} elements and {row['num_maxima']} maxima for a part of "
+            f"{row['matrices']} x {row['rows']} x {row['columns']} elements in blocks of {row['block_rows']} x "
+            f"{row['block_columns']}: its tensors have been replaced. Put states in place with load_state_dict"
+        )
 
 
 def _rows(one: Update) -> list[tuple[Any, ...]]:
     s, found = one.scalars, []
     per_element = (one.param, one.grad, one.first, one.second)
+    numel = min(t.numel() for t in (*per_element, one.master, one.noise) if t is not None)
+    num_maxima = min((t.numel() for t in (one.first_max, one.second_max) if t is not None), default=0)
     kinds = (
         _DTYPES[one.param.dtype],
         _DTYPES[one.grad.dtype],
@@ -89,7 +114,8 @@ def _rows(one: Update) -> list[tuple[Any, ...]]:
         pointers = [t.data_ptr() + begin * t.element_size() for t in per_element]
         pointers += [0 if t is None else t.data_ptr() + blocks * 4 for t in (one.first_max, one.second_max)]
         pointers += [0 if t is None else t.data_ptr() + begin * t.element_size() for t in (one.master, one.noise)]
-        sizes = (part.matrices, part.rows, part.columns, part.block_rows, part.block_columns)
+        left = max(0, numel - begin), max(0, num_maxima - blocks)
+        sizes = (part.matrices, part.rows, part.columns, part.block_rows, part.block_columns, *left)
         found.append((*pointers, *sizes, *kinds, *factors))
         begin, blocks = begin + part.numel, blocks + part.num_blocks
     return found

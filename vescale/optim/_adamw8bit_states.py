@@ -20,10 +20,23 @@ from vescale.optim._flat_blocks import FlatBlocks
 from vescale.optim._row_blocks import RowBlocks
 from vescale.placements import RaggedShard, contiguous_stride, distribute_tensor, local_region
 
-__all__ = ["STATE_DTYPES", "StateTensor", "blocks_of", "check_blocks", "has_master", "is_quantized", "state_tensors"]
+__all__ = [
+    "OPTIONS_OF_STATES",
+    "STATE_DTYPES",
+    "StateTensor",
+    "blocks_of",
+    "check_blocks",
+    "check_states",
+    "has_master",
+    "is_quantized",
+    "state_tensors",
+]
 
 STATE_DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 """By the name under which a param group has it: torch's full state dicts refuse dtypes."""
+
+OPTIONS_OF_STATES = ("block_size", "block", "min_numel", "state_dtype", "master_weights", "stochastic_rounding")
+"""Of a group: they decide which states a parameter has."""
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -121,6 +134,22 @@ def state_tensors(parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str
     if has_master(parameter, group):
         found["master"] = StateTensor(shape, torch.float32, None, cut)
     return found
+
+
+def check_states(name: str, parameter: torch.Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raises OptimizerStateError for states that are not those which the group's options describe."""
+    for key, wanted in state_tensors(parameter, group).items():
+        value = state.get(key)
+        if isinstance(value, torch.Tensor) and value.dtype == wanted.dtype:
+            held = local_of(value) if isinstance(value, DTensor) else value
+            if tuple(value.shape) == wanted.shape and tuple(held.shape) == wanted.local_shape(parameter):
+                continue
+        found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise OptimizerStateError(
+            f"the state {key!r} of parameter {name} is {found}, and the options of its group describe {wanted.dtype} of "
+            f"shape {wanted.shape}. States keep the form in which they were made: leave block_size, block, min_numel, "
+            "state_dtype and master_weights of a group as they are, or make a new optimizer with other ones"
+        )
 
 
 def check_blocks(name: str, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:

@@ -45,6 +45,7 @@ from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import local_region, shard_dim
 from vescale.plans import PlanError
+from vescale.runtime._expert_counts import counted, find_counts
 from vescale.runtime._generator_states import GeneratorStates
 from vescale.runtime._input_checks import draws_of_this_rank
 from vescale.runtime._local_region import local_state, write_back_local
@@ -67,7 +68,7 @@ class ExpertRegion:
 
     The forward is the model's own, with any implementation (a loop, grouped or batched matmuls). On an axis of experts it is
     called with the routed pairs of this rank's experts, one expert each, with ids counted from this rank's first expert and
-    every ``num_experts`` of the module set to the local count.
+    attributes that hold the number of experts set to the local one (:mod:`vescale.runtime._expert_counts`).
 
     Communication, over all axes of experts together: with ``mask`` an all-gather of the tokens, if they are sharded; with
     ``all_to_all`` one exchange of tokens and one of results, the same for their gradients, and an all-gather of the numbers
@@ -89,6 +90,8 @@ class ExpertRegion:
         self._feature_axes = tuple(axis for axis, name in enumerate(names) if name in op.features)
         self._forward = module.forward
         self._signature = inspect.signature(module.forward)
+        self._stacked: set[str] = set()  # names of what has one entry an expert
+        self._counts: tuple[str, ...] | None = None  # attributes with the number of experts
         self._results: dict[Any, tuple[int, torch.dtype]] = {}  # features and dtype, by what they depend on
         module.forward = self.forward
 
@@ -178,6 +181,8 @@ class ExpertRegion:
             for own, of_tokens in zip(x.placements, arriving)
         )
         local = enter_local(x, gradient, always=True)
+        if any(shard_dim(x.placements[axis]) == 0 for axis in self._expert_axes):
+            self._stacked.add(name)
         if name not in self.op.biases:
             return local
         coordinate = self.runtime.mesh.get_coordinate() or ()
@@ -246,13 +251,24 @@ class ExpertRegion:
             arguments = {**call.arguments, **{n: x.view(*leading, *x.shape) for n, x in zip(names, pairs)}}
             local = inspect.BoundArguments(self._signature, arguments)
             before = [versions(x) for x in pairs]
-            with self._local_count(last - first):
+            with counted(self.module, self._counts or (), last - first):
                 found: torch.Tensor = self._forward(*local.args, **local.kwargs)
             for name, x, version in zip(names, pairs, before, strict=True):
                 if versions(x) != version:
                     raise self._refused_write(name)
             return found.reshape(-1, found.shape[-1])
 
+        def run_each(count: int) -> torch.Tensor:
+            rows = torch.linspace(0.5, 1.5, count, device=flat.tokens.device, dtype=torch.float32)[:, None]
+            tokens = rows.expand(count, flat.tokens.shape[-1]).to(flat.tokens.dtype).contiguous()
+            return run(
+                tokens, torch.arange(count, device=tokens.device)[:, None].to(flat.ids), flat.weights.new_ones(count, 1)
+            )
+
+        if self._counts is None:
+            with self._without_traces(), without_modes(), torch.inference_mode(False), torch.no_grad():
+                number, count = self.op.num_experts, max(last - first, 1)
+                self._counts = find_counts(self.module, self.path, number, count, self._stacked, run_each)
         if kind not in self._results:  # also on ranks with rows, so that all of them find writes
             # Without modes: a checkpointed forward counts ops, and its recomputation does not come here.
             with self._without_traces(), without_modes(), torch.inference_mode(False), torch.no_grad():
@@ -284,20 +300,6 @@ class ExpertRegion:
                 states.restore()
                 for owner, before in registered:
                     owner._buffers.update(before)
-
-    @contextmanager
-    def _local_count(self, count: int) -> Iterator[None]:
-        """Set the module's number of experts to that of this rank."""
-        attributes = vars(self.module)
-        number = self.op.num_experts
-        names = [n for n, value in attributes.items() if type(value) is int and value == number and "expert" in n]
-        for name in names:
-            setattr(self.module, name, count)
-        try:
-            yield
-        finally:
-            for name in names:
-                setattr(self.module, name, number)
 
     # Owners of experts and tokens
 

@@ -38,12 +38,20 @@ class RuntimeMode(TorchFunctionMode):
         super().__init__()
         self.activation = activation
         self._entries = entries()
-        filter_functions(self, RuntimeMode.__torch_function__, _when())
+        if not activation.runtime.compares_made:  # which sees all calls
+            filter_functions(self, RuntimeMode.__torch_function__, _when())
 
     def __torch_function__(
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        result = self._call(func, args, kwargs)
+        states = self.activation.runtime.random_states
+        if states is not None:
+            states.see(func, args, kwargs, result)
+        return result
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in FACTORIES:
             if _plain_only(args, kwargs):
                 self._tell("factory")

@@ -24,6 +24,7 @@ from vescale.compat import (
     map_tensors,
     no_torch_function,
     output_meta,
+    schema_of,
     spec_of,
     stock_dispatch,
     tensors_in,
@@ -33,12 +34,14 @@ from vescale.ops import (
     LIVE_COPIES,
     bring,
     entries,
+    is_foreach,
     misjudged_view,
     note_local,
     remember_copy,
     report_implicit_move,
     require_current,
     run_interleaved,
+    run_op,
     running_module,
     view_of_uneven_shards,
     wrap_global,
@@ -239,7 +242,10 @@ class _Listener(DispatchListener):
         return running_module() is not None
 
     def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather, run on every rank, keep this rank's part of what was written in place."""
+        """Gather, run on every rank, keep this rank's part of what was written in place; each index of lists by itself, as
+        on vescale's placements."""
+        if is_foreach(op):
+            return run_op(op, args, kwargs, schema_of(op, args, kwargs))
         _refuse_collective(op, args)
         if running_module() is None:
             return _outside(op, args, kwargs)
@@ -320,11 +326,13 @@ def _replicated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = None
         for position, argument in enumerate(op._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                old = args[position] if position < len(args) else kwargs[argument.name]
-                new = new_args[position] if position < len(args) else new_kwargs[argument.name]
-                if isinstance(old, DTensor):
-                    if new is not local_of(old):
-                        local_of(old).copy_(move_local(new, mesh, old.shape, whole, old.placements).wait())
-                    write_through(old, sees_reads=current_activation() is not None)
-                written = old
+                written = args[position] if position < len(args) else kwargs[argument.name]
+                copies = new_args[position] if position < len(args) else new_kwargs[argument.name]
+                for old, new in zip(tensors_in(written), tensors_in(copies)):
+                    if isinstance(old, DTensor):
+                        if new is not local_of(old):
+                            local_of(old).copy_(move_local(new, mesh, old.shape, whole, old.placements).wait())
+                        write_through(old, sees_reads=current_activation() is not None)
+        if not op._schema.returns:
+            return None
         return written if written is not None else map_tensors(wrapped, result)

@@ -20,6 +20,7 @@ from vescale.checks import (
     PARTS,
     SEED,
     UNKNOWN,
+    USED,
     InputMismatchError,
     LocalPart,
     RandomStates,
@@ -154,7 +155,7 @@ def _compare_forward(
                     tensors.append((tensor, placements))
         shapes = checks.forward(model, mode, inputs, parts, runtime.number)
         if watched:
-            for name in (MADE, SEED, *NUMBERS):
+            for name in (MADE, SEED, *NUMBERS, USED):
                 checks.note(name, UNKNOWN)
         for alike, rows in sorted(replicas.items()):
             checks.replicas(model, rows, alike)
@@ -235,7 +236,7 @@ def note_random_state(runtime: Runtime) -> None:
     """After a forward whose values are compared, or a part of it: generators that it has drawn from are compared, too."""
     before, runtime.random_states, runtime.compares_made = runtime.random_states, None, False
     if before is not None:
-        unknown = [(name, UNKNOWN) for name in (SEED, *NUMBERS)]
+        unknown = [(name, UNKNOWN) for name in (SEED, *NUMBERS, USED)]
         for name, text in unknown if has_dispatch_modes() else before.drawn_since():
             runtime.checks.note(name, text)
 
@@ -252,7 +253,7 @@ def draws_of_this_rank(runtime: Runtime) -> Iterator[None]:
 
 
 def _look_at_what_is_made(runtime: Runtime) -> None:
-    runtime.random_states = RandomStates(names_state=not runtime.has_local_regions)
+    runtime.random_states = RandomStates(names_state=not runtime.has_local_regions, sees_calls=runtime.runs_alike)
     runtime.compares_made = runtime.runs_alike
 
 

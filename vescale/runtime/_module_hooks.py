@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import in_dual_level, in_transform, map_tensors, no_torch_function, spec_of, tensors_in
-from vescale.errors import NotParallelizedError
+from vescale.errors import EntryError, NotParallelizedError
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert, refuse_transforms, with_cut_gradient
 from vescale.runtime._activation import THREAD
@@ -77,6 +79,7 @@ class _Instructions:
         self.shown = list(dict.fromkeys([*(i.target for i in self.parameters), *self.casts.parameters]))
         self._hidden: list[list[tuple[nn.Module, str, Any]]] = []  # by running call: what was shown before
         self.outputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.OUTPUT]
+        self._found: set[Placing] = set()  # those that have named an item
         self._takes_local_parts = any(placing.takes_local_parts for placing in self.inputs)
         self._named = [placing.index for placing in self.inputs if placing.index is not None]
         self._positions = _positions(module) if self.inputs or self.is_root else {}
@@ -211,19 +214,7 @@ class _Instructions:
 
     def place_outputs(self, output: Any) -> Any:
         for placing in self.outputs:
-            index = placing.index
-            if index is None:
-                output = placing(output)
-            elif isinstance(output, torch.Tensor):
-                if index in (0, "0"):
-                    output = placing(output)
-            elif isinstance(index, int) and isinstance(output, tuple | list):
-                items = [placing(v) if i == index else v for i, v in enumerate(output)]
-                output = type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
-            elif isinstance(output, dict):
-                key = index if isinstance(index, str) else list(output)[index]
-                if output.get(key) is not None:
-                    output = _with_item(output, key, placing(output[key]))
+            output = placing(output) if placing.index is None else self._place_item(placing, output)
         if self.casts.output is not None:
             output = self.casts.outputs(output)
         if self.hands_out and is_generating(self.runtime):
@@ -236,6 +227,31 @@ class _Instructions:
             model = self._module()
             if model is not None:
                 self.runtime.saved.end(output, model, module_of_node)
+        return output
+
+    def _place_item(self, placing: Placing, output: Any) -> Any:
+        """One item of an output, by position or name. An item that only some calls return may be missing in others; an entry
+        that has named none yet is told of, and refused in strict mode."""
+        items = _items(output)
+        index = str(placing.index)
+        key = next((key for position, key in enumerate(items) if index in (key, str(position))), None)
+        if key is not None:
+            self._found.add(placing)
+            if items[key] is None:
+                return output
+            placed = placing(items[key])
+            return placed if output is items[key] else _with_item(output, key, items[key], placed)
+        if placing not in self._found and output is not None:
+            self._found.add(placing)
+            names = f"a {type(output).__name__} with the items {list(items)}" if items else f"a {type(output).__name__}"
+            text = (
+                f"the entry {placing.target_text} names nothing: the module returns {names}. Write <out> for a single "
+                "output, or the position or name of one of these items"
+            )
+            if self.runtime.strict:
+                raise EntryError(text, placing.instruction.source)
+            if self.runtime.is_first_rank:
+                warnings.warn(f"{placing.instruction.source}: {text}", stacklevel=2)
         return output
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:
@@ -294,7 +310,31 @@ def _owner(module: nn.Module, target: str) -> tuple[nn.Module, str]:
     return (module.get_submodule(path) if path else module), name
 
 
-def _with_item(output: Any, key: Any, value: Any) -> Any:
-    if output[key] is value:
+def _items(output: Any) -> dict[Any, Any]:
+    """The items of an output, by name or position, in order; the only one of a tensor is 0."""
+    if isinstance(output, torch.Tensor):
+        return {0: output}
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, tuple | list):
+        return dict(zip(getattr(output, "_fields", range(len(output))), output))
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    return {}
+
+
+def _with_item(output: Any, key: Any, before: Any, value: Any) -> Any:
+    """The output with another value for an item, of the same type."""
+    if value is before:
         return output
-    return map_tensors(lambda x: value if x is output[key] else x, output)
+    if isinstance(output, tuple | list):
+        items = [value if name == key else item for name, item in _items(output).items()]
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    if isinstance(output, Mapping):
+        if isinstance(before, torch.Tensor):
+            return map_tensors(lambda x: value if x is before else x, output)
+        kind: Any = type(output)
+        return kind({name: value if name == key else item for name, item in output.items()})
+    changed = copy.copy(output)
+    object.__setattr__(changed, key, value)
+    return changed

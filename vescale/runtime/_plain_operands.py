@@ -2,6 +2,9 @@
 
 As everywhere, a plain tensor is the global one, the same on every rank, and ranks compare it with their next event.
 
+Ops on lists (``torch._foreach_*``, fused optimizers) compute each index by itself: indices with plain tensors alone, and
+those with DTensors, run apart.
+
 ===========================================  ====================================================================
 a plain tensor                               the op
 ===========================================  ====================================================================
@@ -30,7 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from vescale.checks import step_checks
 from vescale.compat import local_of, make_dtensor, make_spec, map_tensors, tensors_in
 from vescale.errors import MixedTensorsError
-from vescale.ops import bring, convert, enter_local, running_module
+from vescale.ops import bring, convert, enter_local, is_listed, running_module
 from vescale.placements import contiguous_stride, shard_dim
 from vescale.runtime._input_checks import check_read, note_plain_value
 
@@ -48,6 +51,10 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mesh = next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
     if mesh is None:
         return NotImplemented
+    if is_listed(op):
+        apart = _run_apart(op, args, kwargs)
+        if apart is not _TOGETHER:
+            return apart
     written = [x for x in _written(op, args, kwargs) if not isinstance(x, DTensor)]
     if not written and all(isinstance(x, DTensor) or x.ndim == 0 for x in tensors):
         _keep_gradients_plain(tensors, mesh)
@@ -80,6 +87,35 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except (RuntimeError, ValueError):
         _refuse_parts(op, tensors)
         raise
+
+
+_TOGETHER: Any = object()
+
+
+def _run_apart(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an op on lists in which indices differ in what they hold; ``_TOGETHER`` where all are alike."""
+    length = len(args[0])
+    lists = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) == length]
+    written = {id(x) for x in _written(op, args, kwargs) if not isinstance(x, DTensor)}
+    kinds: dict[Any, list[int]] = {}
+    for index, row in enumerate(zip(*lists)):
+        mesh = next((x.device_mesh for x in row if isinstance(x, DTensor)), None)
+        kinds.setdefault((mesh, mesh is not None and any(id(x) in written for x in row)), []).append(index)
+    if len(kinds) < 2:
+        return _TOGETHER
+    results: list[Any] = [None] * length
+    for indices in kinds.values():
+
+        def chosen(name: str, value: Any, indices: list[int] = indices) -> Any:
+            if isinstance(value, list | tuple):
+                return [value[index] for index in indices] if len(value) == length else value
+            return value[indices] if name == "scalars" and isinstance(value, torch.Tensor) else value
+
+        names = [argument.name for argument in op._schema.arguments]
+        found = op(*map(chosen, names, args), **{name: chosen(name, value) for name, value in kwargs.items()})
+        for index, result in zip(indices, found or ()):
+            results[index] = result
+    return results if op._schema.returns else None
 
 
 # Numbers that have the hook; leaves are used in every step.
@@ -189,7 +225,16 @@ def _refuse_gradients(op: Any, tensors: list[torch.Tensor], writes: bool) -> Non
 
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op on whole values, into plain tensors."""
+    """The op on whole values, into plain tensors.
+
+    Raises MixedTensorsError where it would write to DTensors, too.
+    """
+    also = next((x for x in _written(op, args, kwargs) if isinstance(x, DTensor)), None)
+    if also is not None:
+        raise MixedTensorsError(
+            f"{op} writes to plain tensors and to a DTensor of shape {tuple(also.shape)} in one computation (an optimizer's "
+            "state beside its parameter): make all that it writes to alike, as `torch.zeros_like(parameter)` does"
+        )
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, DTensor):

@@ -1,0 +1,26 @@
+"""A thread draws from Python's random and numpy.random while forwards run."""
+
+import random
+import threading
+
+import numpy as np
+
+from tests.first_day.start import Net, inputs, plan, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+model = parallelize(Net(), plan(mesh))
+is_over = threading.Event()
+
+
+def draw() -> None:
+    while not is_over.wait(1e-4):
+        random.random(), np.random.rand()
+
+
+thread = threading.Thread(target=draw)
+thread.start()
+for _ in range(6):
+    model(inputs()).sum().backward()
+is_over.set()
+thread.join()
