@@ -353,8 +353,8 @@ def test_modules_say_what_they_export() -> None:
 
 def test_files_are_short() -> None:
     lengths = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in sources()}
-    long = {name: count for name, count in lengths.items() if count > 400}
-    assert not long, f"files over 400 lines (one noun per file): {long}"
+    long = {name: count for name, count in lengths.items() if count > 800}
+    assert not long, f"files over 800 lines (one noun per file): {long}"
 
 
 _SNAPSHOT = """

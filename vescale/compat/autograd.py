@@ -43,7 +43,6 @@ __all__ = [
     "profiled",
     "resume_compiling",
     "run_compiled",
-    "run_gradient_hooks",
     "run_post_accumulate_hooks",
     "saved_operands",
     "sequence_number",
@@ -242,14 +241,6 @@ def permit_gradients_of_any_dtype(parameter: torch.Tensor) -> None:
     """``parameter.grad`` may be of another dtype, where this version of torch can permit it."""
     if hasattr(torch.Tensor, "grad_dtype"):
         parameter.grad_dtype = None
-
-
-def run_gradient_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """What autograd does with the gradient of a leaf before it accumulates it; returns what is to be accumulated."""
-    for hook in tuple((parameter._backward_hooks or {}).values()):
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient
 
 
 def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:

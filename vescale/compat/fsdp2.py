@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -24,7 +23,6 @@ from vescale.errors import PrivateAttributeError, UnsupportedSettingError
 __all__ = [
     "FSDP2Module",
     "FSDP2State",
-    "ask_for_leaves",
     "fsdp2_state",
     "is_refusing",
     "is_replicated",
@@ -50,32 +48,6 @@ def register_fsdp2_state(module: nn.Module, state: FSDP2State) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})[_CONTRACT.__name__] = RegistryItem()
 
 
-def ask_for_leaves(
-    leaves: Callable[[Sequence[Any]], list[Any] | None], answers: Callable[..., tuple[torch.Tensor | None, ...]]
-) -> None:
-    """Let ``torch.autograd.grad`` and ``backward(inputs=...)`` differentiate by ``leaves(inputs)``, unless that is None, and
-    ``grad`` return ``answers(inputs, gradients, creates_graph=)`` then. Nothing happens the second time."""
-    global _ASKED
-    if _ASKED is not None:
-        return
-    _ASKED = answers
-    original = torch.autograd._engine_run_backward
-    note("compat.fsdp2:torch", torch.autograd)
-
-    @functools.wraps(original)
-    def _engine_run_backward(
-        outputs: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any = (), *args: Any, **kwargs: Any
-    ) -> Any:
-        found = leaves(inputs) if inputs else None
-        if found is None:
-            return original(outputs, gradients, keep, creates_graph, inputs, *args, **kwargs)
-        result = original(outputs, gradients, keep, creates_graph, tuple(found), *args, **kwargs)
-        return result if kwargs.get("accumulate_grad") else answers(inputs, result, creates_graph=bool(creates_graph))
-
-    torch.autograd._engine_run_backward = _engine_run_backward
-
-
-_ASKED: Callable[..., Any] | None = None
 _SPLIT_BACKWARDS = "torch.distributed.pipelining.stage"
 
 

@@ -56,7 +56,7 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "compat.fsdp2:instance": (
         "FSDP2's state, registry and marks of modules", "PyTorch takes them for its own, or refuses them", _MODEL),
     "compat.fsdp2:torch": (
-        "torch.autograd._engine_run_backward; stage_backward_input, stage_backward_weight of torch's pipeline stages",
+        "stage_backward_input, stage_backward_weight of torch's pipeline stages",
         "who names a registered parameter means what was gathered for it", _END),
     "compat.grouped_products:torch": (
         "torch._meta_registrations._meta_grouped_mm_common", "models are walked before anything is installed", _CALL),
@@ -88,6 +88,8 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "gradients._hooked_parameters:instance": ("parameters whose gradients are reduced", _OWN, "with the reducer"),
     "gradients._order_watch:process": (
         "atexit, faulthandler.dump_traceback_later(exit=True)", "a rank that would wait forever ends", _END),
+    "gradients._sharded_gradients:instance": (
+        "gradients that are not reduced yet", _OWN, "when they are reduced, or cleared"),
     "gradients._pipeline_shares:instance": ("models in stages", _OWN, _MODEL),
     "ir._expert_calls:instance": ("forward of experts on the meta device", "their shapes are what is asked for", _CALL),
     "ops._boundary_copies:instance": ("storages of copies at boundaries", _OWN, "with the storage"),

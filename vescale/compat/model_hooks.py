@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,9 @@ from vescale.compat.dtensor import DTensorSpec
 from vescale.compat.patching import HOOKS
 
 __all__ = [
+    "ASKED_GRADIENTS",
     "DRAW_LISTENERS",
+    "AskedGradients",
     "DispatchListener",
     "ModelHooks",
     "OpHandler",
@@ -27,6 +29,19 @@ __all__ = [
     "tell_write",
     "telling",
 ]
+
+
+class AskedGradients(NamedTuple):
+    """For programs that differentiate by tensors which graphs have something else in the place of.
+
+    Attributes:
+        leaves: what graphs have in the place of the given inputs; None where it is these.
+        answers: ``(inputs, gradients, creates_graph=)`` to what ``torch.autograd.grad`` returns, where ``leaves`` was not
+            None.
+    """
+
+    leaves: Callable[[Sequence[Any]], list[Any] | None]
+    answers: Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -202,6 +217,7 @@ def tell_plain_value(op: Any, name: str, tensor: Any, mesh: Any) -> None:
 
 
 # Called beside the listener of parallelized models, with what :func:`tell_draw` is given.
+ASKED_GRADIENTS: list[AskedGradients] = []
 DRAW_LISTENERS: list[Callable[[DTensorSpec, str, torch.Generator | None], None]] = []
 
 

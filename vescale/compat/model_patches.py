@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 
 from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
-from vescale.compat.model_hooks import ModelHooks
+from vescale.compat.model_hooks import ASKED_GRADIENTS, ModelHooks
 from vescale.compat.native_dispatch import answer_mixed_calls, native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
@@ -91,10 +91,15 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
 
     @functools.wraps(original)
     def _engine_run_backward(
-        losses: Any, gradients: Any, keep: Any, creates_graph: Any, *args: Any, **kwargs: Any
+        losses: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any = (), *args: Any, **kwargs: Any
     ) -> Any:
         begins(losses, gradients, bool(creates_graph))
-        return original(losses, gradients, keep, creates_graph, *args, **kwargs)
+        for leaves, answers in ASKED_GRADIENTS if inputs else ():
+            found = leaves(inputs)
+            if found is not None:
+                result = original(losses, gradients, keep, creates_graph, tuple(found), *args, **kwargs)
+                return result if kwargs.get("accumulate_grad") else answers(inputs, result, creates_graph=creates_graph)
+        return original(losses, gradients, keep, creates_graph, inputs, *args, **kwargs)
 
     changes.attribute(torch.autograd, "_engine_run_backward", _engine_run_backward)
 

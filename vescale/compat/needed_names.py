@@ -137,8 +137,9 @@ torch.distributed.tensor._utils: ExplicitRedistributionContext._local;
 torch.distributed.tensor.placement_types: _MaskPartial; _StridedShard.split_factor; Partial._reduce_value(tensor, mesh,
     mesh_dim)
 torch.nn: Module._apply; Module._backward_hooks; Module._backward_pre_hooks; Module._buffers; Module._call_impl;
-    Module._compiled_call_impl; Module._forward_hooks; Module._forward_hooks_with_kwargs; Module._forward_pre_hooks;
-    Module._modules; Module._non_persistent_buffers_set; Module._parameters
+    Module._compiled_call_impl; Module._forward_hooks; Module._forward_hooks_always_called;
+    Module._forward_hooks_with_kwargs; Module._forward_pre_hooks; Module._modules; Module._non_persistent_buffers_set;
+    Module._parameters
 torch.nn.init: _no_grad_trunc_normal_
 torch.nn.modules.module: _global_backward_hooks; _global_backward_pre_hooks; _global_forward_hooks;
     _global_forward_hooks_with_kwargs; _global_forward_pre_hooks

@@ -13,17 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial
 
-from vescale.compat import ask_for_leaves, make_dtensor, make_spec
+from vescale.compat import make_dtensor, make_spec
+from vescale.compat.model_hooks import ASKED_GRADIENTS, AskedGradients
 from vescale.errors import UnsupportedParameterError
 from vescale.fsdp._parameter import ManagedParameter, managed_by
 from vescale.placements import contiguous_stride, redistribute
 
-__all__ = ["answer_programs"]
-
-
-def answer_programs() -> None:
-    """From now on, programs may ask for the gradients of sharded parameters."""
-    ask_for_leaves(_leaves, _answers)
+__all__: list[str] = []
 
 
 def _leaves(inputs: Sequence[Any]) -> list[Any] | None:
@@ -82,3 +78,6 @@ def _reduced(managed: ManagedParameter, gradient: torch.Tensor | None) -> torch.
     whole = make_spec(spec.mesh, placements, shape, contiguous_stride(shape), local.dtype)
     own = managed.sharded_placements
     return redistribute(make_dtensor(local.contiguous(), whole), spec.mesh, own).to(managed.sharded.dtype)
+
+
+ASKED_GRADIENTS.append(AskedGradients(_leaves, _answers))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
 from vescale.compat import profiled
-from vescale.fsdp._asked_gradients import answer_programs
+from vescale.fsdp import _asked_gradients  # noqa: F401  # for programs that ask for gradients of what a group shards
 from vescale.fsdp._bucket import Bucket
 from vescale.fsdp._group_memory import GroupMemory
 from vescale.fsdp._parameter import ManagedParameter
@@ -110,7 +110,6 @@ class ParameterGroup:
         self.options = ReductionOptions(op=reduce_op)
         for parameter in self.at_rest.parameters:
             parameter.reduce_op = reduce_op
-        answer_programs()
         self._set_idle()
 
     def _set_idle(self) -> None:

@@ -242,7 +242,7 @@ class ModuleState(FSDP2State):
         self.become_root()
         if self.tree.forward_root is not None:
             return args, kwargs
-        if not in_backward() and not self._continues:
+        if not in_backward() and not self.continues:
             groups = [group for state in self.tree.states for group in state.groups]
             if any(has_replaced(group.parameters) for group in groups):
                 check_distinct(parameter for group in groups for parameter in group.parameters)
@@ -263,7 +263,7 @@ class ModuleState(FSDP2State):
         return args, kwargs
 
     @property
-    def _continues(self) -> bool:
+    def continues(self) -> bool:
         """Whether a part is called that uses what the root's forward has left."""
         return self._running_part is not None and all(group.memory.is_current for group in self.groups)
 

@@ -13,7 +13,7 @@ import torch
 
 from vescale.compat import ArrivalCount, HookGate, stop_counting_gradients
 
-__all__ = ["ArrivalHooks"]
+__all__ = ["ArrivalHooks", "hooks_of_programs"]
 
 # The attribute of a parameter that owns its ``ArrivalHooks``.
 _HOOKS = "_vescale_hooks"
@@ -81,6 +81,13 @@ class ArrivalHooks:
                 delattr(self._parameter, _HOOKS)
             else:
                 setattr(self._parameter, _HOOKS, self._others)
+
+
+def hooks_of_programs(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """What has been given to ``parameter.register_hook`` by others than this package."""
+    hooks = (parameter._backward_hooks or {}).values()
+    own = __name__.partition(".")[0] + "."
+    return [h for h in hooks if not str(getattr(getattr(h, "func", h), "__module__", "")).startswith(own)]
 
 
 def _begin(hooks: weakref.ref[ArrivalHooks], gradient: torch.Tensor) -> torch.Tensor | None:

@@ -14,10 +14,11 @@ from vescale.comm import all_reduce_
 from vescale.compat import (
     DTensorSpec,
     make_dtensor,
+    note,
     permit_gradients_of_any_dtype,
-    run_gradient_hooks,
     run_post_accumulate_hooks,
 )
+from vescale.gradients._arrival_hooks import hooks_of_programs
 from vescale.gradients._axis_sets import AxisSet
 from vescale.gradients._buffer_reduction import BufferReduction
 from vescale.gradients._complete_gradient import added, gradient_spec, local_part
@@ -68,6 +69,7 @@ class ShardedGradients:
         are pending over the ranks, in the memory where more is added. Who clears them, or reads them, does so to what this
         step has accumulated. A ``.grad`` that has been reduced already stays, and clearing it clears both."""
         if self.unreduced.has_any:
+            note("gradients._sharded_gradients:instance", self)
             pending = {self.axes.shard, *self.axes.replicate}
             for index in range(len(self._parameters)):
                 self._show(index, self.unreduced.shown(index), pending)
@@ -153,6 +155,21 @@ class ShardedGradients:
         sharded = [parameter.sharded for parameter in self._parameters]
         return [gradient_spec(p, p.placements, self.dtype) for p in sharded if isinstance(p, DTensor)]
 
+    def _changed_by(
+        self, hooks: Sequence[Callable[[torch.Tensor], torch.Tensor | None]], part: torch.Tensor, spec: DTensorSpec
+    ) -> torch.Tensor:
+        """The part of a gradient that the hooks of its parameter return."""
+        if not hooks:
+            return part
+        with torch.no_grad():
+            gradient: torch.Tensor = make_dtensor(part.clone(), spec)
+            for hook in hooks:
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            if isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(spec.placements):
+                gradient = redistribute(gradient, spec.mesh, spec.placements)
+            return local_part(gradient)
+
     def _part(self, piece: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter's part of this rank's piece."""
         offset, numel, shape = self._slots[index]
@@ -176,10 +193,6 @@ class ShardedGradients:
             assert isinstance(sharded, DTensor)
             spec = gradient_spec(sharded, placements, self.dtype)
         if sharded._backward_hooks:
-            with torch.no_grad():
-                gradient = run_gradient_hooks(sharded, make_dtensor(part.clone(), spec))
-                if isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(spec.placements):
-                    gradient = redistribute(gradient, spec.mesh, spec.placements)
-                part = local_part(gradient)
+            part = self._changed_by(hooks_of_programs(sharded), part, spec)
         sharded.grad = added(sharded.grad, part, spec)
         run_post_accumulate_hooks(sharded)

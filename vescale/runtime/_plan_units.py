@@ -206,7 +206,7 @@ class UnitState(ModuleState):
     def _begin_iteration(self, args: Any, kwargs: Any) -> Any:
         """What an earlier forward has left gathered may be older than the parameters, which an optimizer has written since,
         unless gradients are being accumulated: it is gathered anew."""
-        begins = self.tree.forward_root is None and not in_backward() and not self._continues
+        begins = self.tree.forward_root is None and not in_backward() and not self.continues
         args, kwargs = super()._begin_iteration(args, kwargs)
         if begins:
             for group in (g for s in self.tree.states if not getattr(s, "stays_gathered", False) for g in s.groups):
