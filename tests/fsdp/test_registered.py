@@ -278,7 +278,7 @@ def same_as_one_device(kind: str, seed: int) -> None:
         ours, device = (whole_tensors(dict(one.model.named_parameters())) for one in runs)
         for name, value in ours.items():
             torch.testing.assert_close(
-                value, device[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{step} {n}: {m}"
+                value, device[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=(step, name): f"{n}: {m}"
             )
         own, wanted = (whole_tensors(dict(enumerate(one.seen))) for one in runs)
         assert own.keys() == wanted.keys()

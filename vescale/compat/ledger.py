@@ -107,6 +107,7 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "runtime._bound_method:instance": ("methods of a model (generate, _apply, ...)", "they know of the mesh", _MODEL),
     "runtime._checkpointed_forward:instance": (
         "forward of checkpointed modules; their parameters in a forward", "they are recomputed as placed", _MODEL),
+    "runtime._expert_counts:instance": ("numbers of experts", "a module runs with fewer ones, or as many", _CALL),
     "runtime._expert_region:instance": ("forward, numbers of experts", "a rank runs its own experts", _MODEL),
     "runtime._foreign_tools:instance": (
         "what DistributedDataParallel, distribute_module and torch.jit ask modules for", "they are refused", _MODEL),

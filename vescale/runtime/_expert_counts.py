@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from vescale.compat import note
 from vescale.errors import ExpertRegionError
 from vescale.runtime._local_region import local_state
 
@@ -77,6 +78,7 @@ def _distinct(x: torch.Tensor, num_experts: int) -> torch.Tensor:
 def counted(module: nn.Module, names: Sequence[str], count: int) -> Iterator[None]:
     """Inside, these attributes are ``count``."""
     before = {name: getattr(module, name) for name in names}
+    note("runtime._expert_counts:instance", module)
     for name in names:
         setattr(module, name, count)
     try:
