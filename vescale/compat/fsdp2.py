@@ -58,7 +58,7 @@ def split_backwards_by(leaf_of: Callable[[Any], Any]) -> None:
     stages: Any = sys.modules.get(_SPLIT_BACKWARDS)
     if stages is None or hasattr(stages.stage_backward_weight, "__wrapped__"):
         return
-    note("compat.fsdp2:torch", stages)
+    note("compat.fsdp2:instance", stages)
     by_inputs, by_weights = stages.stage_backward_input, stages.stage_backward_weight
 
     @functools.wraps(by_inputs)

@@ -54,10 +54,8 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "compat.fake_worlds:torch": (
         "distributed_c10d._world, sys.excepthook", "a rank of ranks that do not exist, beside the process's own", _CALL),
     "compat.fsdp2:instance": (
-        "FSDP2's state, registry and marks of modules", "PyTorch takes them for its own, or refuses them", _MODEL),
-    "compat.fsdp2:torch": (
-        "stage_backward_input, stage_backward_weight of torch's pipeline stages",
-        "who names a registered parameter means what was gathered for it", _END),
+        "FSDP2's state, registry and marks of modules; stage_backward_input and _weight of torch's pipeline stages",
+        "PyTorch takes modules for its own, or refuses them, and differentiates what was gathered", _MODEL),
     "compat.grouped_products:torch": (
         "torch._meta_registrations._meta_grouped_mm_common", "models are walked before anything is installed", _CALL),
     "compat.hook_gate:torch": (
