@@ -35,6 +35,7 @@ __all__ = [
     "root_mesh",
     "set_local",
     "spec_of",
+    "spec_of_result",
     "versions",
 ]
 
@@ -70,10 +71,38 @@ def make_spec(
         return DTensorSpec(mesh, key[1], tensor_meta=TensorMeta(torch.Size(shape), key[3], dtype))
     if made is None:
         made = DTensorSpec(mesh, key[1], tensor_meta=TensorMeta(torch.Size(shape), key[3], dtype))
-        if not made.use_strided_shard_as_shard_order:  # PyTorch changes that flag of specs that it meets
-            make_room(MADE_SPECS)
-            MADE_SPECS[key] = made
+        if (
+            made.use_strided_shard_as_shard_order
+        ):  # PyTorch changes that flag of specs that it meets: these are not shared
+            return (
+                made if _is_order(mesh, key[1]) else spec_of_result(mesh, key[1], made.tensor_meta, (), is_order=False)
+            )
+        make_room(MADE_SPECS)
+        MADE_SPECS[key] = made
     return made
+
+
+def _is_order(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
+    """Whether strided shards say in which order the axes have cut a dim. Others are of dims that a view has flattened."""
+    return DTensorSpec._maybe_convert_StridedShard_to_shard_order(placements, mesh) is not None
+
+
+def spec_of_result(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    meta: TensorMeta | None,
+    operands: Sequence[DTensorSpec],
+    *,
+    is_order: bool | None = None,
+) -> DTensorSpec:
+    """A spec whose strided shards stand for what they do in the operands, for an order of axes or for a view: to PyTorch,
+    specs that differ in that are different, and it gathers both. ``is_order``: what they stand for; None: as the operands
+    say, or PyTorch's default."""
+    flag = is_order
+    if flag is None and any(isinstance(placement, StridedShard) for placement in placements):
+        strided = (s for s in operands if any(isinstance(placement, StridedShard) for placement in s.placements))
+        flag = next((s.use_strided_shard_as_shard_order for s in strided), None)
+    return DTensorSpec(mesh, placements, tensor_meta=meta, use_strided_shard_as_shard_order=flag)
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:

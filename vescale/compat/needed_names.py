@@ -117,6 +117,7 @@ torch.distributed.tensor._api: _FromTorchTensor.apply; Redistribute.apply; asser
 torch.distributed.tensor._dispatch: redistribute_local_tensor(local_tensor, current_spec, target_spec, async_op);
     get_active_debug_mode; pytree.tree_leaves
 torch.distributed.tensor._dtensor_spec: DTensorSpec(mesh, placements, tensor_meta); DTensorSpec._hash;
+    DTensorSpec._maybe_convert_StridedShard_to_shard_order(placements, mesh);
     DTensorSpec.compute_default_shard_order(placements); DTensorSpec.device_mesh; DTensorSpec.is_replicated;
     DTensorSpec.is_sharded; DTensorSpec.mesh; DTensorSpec.ndim; DTensorSpec.placements; DTensorSpec.shape;
     DTensorSpec.shard_order; DTensorSpec.stride; DTensorSpec.tensor_meta; DTensorSpec.use_strided_shard_as_shard_order;

@@ -11,7 +11,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, native_sharding, output_meta, schema_arguments, without_modes
+from vescale.compat import (
+    DTensorSpec,
+    native_sharding,
+    output_meta,
+    schema_arguments,
+    spec_of_result,
+    without_modes,
+)
 
 __all__ = ["OpCall", "Placements", "names", "placements_text", "substitute", "with_placements"]
 
@@ -139,7 +146,7 @@ def placements_text(placements: Sequence[Placement]) -> str:
 
 
 def with_placements(spec: DTensorSpec, placements: Placements) -> DTensorSpec:
-    return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+    return spec_of_result(spec.mesh, placements, spec.tensor_meta, (spec,))
 
 
 def _locate(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[DTensorSpec, tuple[int | str, int | None]]]:

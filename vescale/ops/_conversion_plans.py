@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, intern_spec, local_of, make_dtensor, make_spec, spec_of
+from vescale.compat import DTensorSpec, intern_spec, local_of, make_dtensor, make_spec, spec_of, spec_of_result
 from vescale.placements import (
     NativeMove,
     contiguous_stride,
@@ -78,7 +78,10 @@ def as_summand(grad: DTensor, target: Placements) -> DTensor:
 def gradient_spec(grad: torch.Tensor, like: DTensorSpec, placements: Placements | None) -> DTensorSpec:
     """The spec of the gradient of a tensor with the spec ``like``, of which ``grad`` is the local part."""
     placements = without_partials(like.placements) if placements is None else placements
-    return make_spec(like.mesh, placements, like.shape, stride_like(grad, like.shape), grad.dtype)
+    spec = make_spec(like.mesh, placements, like.shape, stride_like(grad, like.shape), grad.dtype)
+    return (
+        spec_of_result(spec.mesh, placements, spec.tensor_meta, (like,)) if spec.placements == like.placements else spec
+    )
 
 
 def plan_gradient(*given: Any) -> tuple[DTensorSpec] | None:

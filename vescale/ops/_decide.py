@@ -14,6 +14,7 @@ from vescale.compat import (
     TensorMeta,
     clear_sharding_caches,
     sized_locally,
+    spec_of_result,
     static_keywords,
     takes_only_tensors,
 )
@@ -142,13 +143,13 @@ def output_specs(call: OpCall, decision: Decision) -> Any:
     meta = call.meta
     metas = [meta] if isinstance(meta, TensorMeta) else list(meta)
     specs = [
-        None if one is None or placements is None else _output_spec(call.mesh_of_result(index), placements, one)
+        None if one is None or placements is None else _output_spec(call, call.mesh_of_result(index), placements, one)
         for index, (one, placements) in enumerate(zip(metas, decision.outputs, strict=True))
     ]
     return specs[0] if isinstance(meta, TensorMeta) else tuple(specs)
 
 
-def _output_spec(mesh: DeviceMesh, placements: Placements, meta: TensorMeta) -> DTensorSpec:
+def _output_spec(call: OpCall, mesh: DeviceMesh, placements: Placements, meta: TensorMeta) -> DTensorSpec:
     if ragged_axis(placements) is not None:  # a flat local tensor has the elements in row-major order, whatever the op
         meta = TensorMeta(meta.shape, contiguous_stride(meta.shape), meta.dtype)
-    return DTensorSpec(mesh, placements, tensor_meta=meta)
+    return spec_of_result(mesh, placements, meta, call.operands)
