@@ -1,0 +1,204 @@
+"""For every op that PyTorch has a rule for: what is decided about drawn placements is what PyTorch's own search decides in the
+installed version, and ranks that follow it have one device's numbers."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.compat import aten_calls
+from tests.compat.aten_calls import Call
+from tests.compat.drawn_decisions import (
+    MESHES,
+    Case,
+    Wrong,
+    alike,
+    check_numbers,
+    decide,
+    draw,
+    meshes_of,
+    ops_with_rules,
+)
+from vescale import Plan, compat, parallelize
+from vescale.compat import clear_sharding_caches, native_dispatch
+from vescale.compat.dispatch import keeps_operands
+from vescale.compat.model_hooks import model_hooks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "upstream.md"
+
+# Rules of PyTorch that give other numbers than one device, by op and the section of the page that shows it.
+WRONG_RULES: dict[str, str] = {}
+# Rules of PyTorch after which the op refuses the local tensors: an error, and no numbers.
+REFUSED: dict[str, str] = {}
+
+DRAWS = {1: 4, 2: 2, 3: 1}
+"""Of one op, on meshes with so many axes."""
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    meshes_of.cache_clear()
+    yield dist.group.WORLD
+    meshes_of.cache_clear()
+    clear_sharding_caches()
+    dist.destroy_process_group()
+
+
+def recorded(share: int, offset: int) -> dict[Any, list[Call]]:
+    """Calls of ops with rules, by one in ``share`` of PyTorch's functions with samples."""
+    ops = [op for op in ops_with_rules() if op.namespace == "aten"]
+    calls = aten_calls.record(aten_calls.samples(lambda infos: infos[offset::share]), ops)
+    aten_calls.add_siblings(calls, ops)
+    return calls
+
+
+def drawn(calls: dict[Any, list[Call]], chance: random.Random) -> list[Case]:
+    """Each case is followed by one with the same placements and other sizes, where there is one."""
+    cases = []
+    for op in sorted(calls, key=str):
+        for num_axes, number in DRAWS.items():
+            shapes = [shape for shape in MESHES if len(shape) == num_axes]
+            for _ in range(number):
+                case = draw(chance.choice(calls[op]), chance.choice(shapes), chance)
+                cases += [c for c in (case, alike(case, calls[op], chance)) if c is not None]
+    return cases
+
+
+def facts(found: Any) -> Any:
+    if isinstance(found, AssertionError):  # of PyTorch's code about itself; it tells of the candidate that it came to
+        return AssertionError
+    if isinstance(found, Exception):
+        return type(found), str(found)[:200]
+    return (
+        repr(found.output_spec),
+        found.needs_redistribute,
+        found.use_val_from_redistribute_schema,
+        str(found.redistribute_schema),
+    )
+
+
+def is_right(case: Case, meshes: dict[Any, DeviceMesh], found: Any) -> bool:
+    """Whether ranks that follow a decision, which has no sizes of one rank in it, have one device's numbers."""
+    if isinstance(found, Exception) or found.use_val_from_redistribute_schema:
+        return False
+    try:
+        check_numbers(case, meshes, lambda mesh: found)
+    except Wrong:
+        return False
+    return True
+
+
+def compare(world: Any, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    meshes = [meshes_of(world, case.mesh_shape) for case in cases]
+    first = [next(iter(found.values())) for found in meshes]
+    compat.uninstall()
+    clear_sharding_caches()
+    expected = [decide(case, mesh) for case, mesh in zip(cases, first)]
+    parallelize(nn.Linear(2, 2), Plan(init_device_mesh("cpu", (8,), mesh_dim_names=("a",))))
+    compat.install()
+    clear_sharding_caches()
+
+    counts: Counter[str] = Counter()
+    differ: list[str] = []
+    for case, mesh, wanted, places in zip(cases, first, expected, meshes):
+        found = decide(case, mesh)
+        if facts(found) != facts(wanted):
+            if facts(wanted) is AssertionError or is_right(case, places, found) and not is_right(case, places, wanted):
+                counts["corrected"] += 1
+                continue
+            differ.append(f"{case}\n    PyTorch: {facts(wanted)}\n    vescale: {facts(found)}")
+    wrong: dict[str, list[str]] = defaultdict(list)
+    for case, mesh, places in zip(cases, first, meshes):
+        try:
+            counts[f"numbers: {followed(case, places)}"] += 1
+        except Wrong as error:
+            counts["numbers: wrong"] += 1
+            wrong[str(case.call.op)].append(f"{case}\n    {error}")
+        form = with_and_without_form(case, mesh, monkeypatch)
+        counts[f"form: {form}"] += 1
+        if form == "differs":
+            differ.append(f"{case}\n    what is kept for all sizes differs")
+    if os.environ.get("DECISIONS_LOG"):
+        with open(os.environ["DECISIONS_LOG"], "a") as log:
+            for op, found in wrong.items():
+                log.write(f"{torch.__version__} WRONG {op} {len(found)}\n" + "".join(f"  {x}\n" for x in found[:2]))
+            log.writelines(f"{torch.__version__} DIFFER {x}\n" for x in differ)
+            log.write(f"{torch.__version__} {counts}\n")
+    unknown = {
+        op: found for op, found in wrong.items() if not any(op in known for known in (WRONG_RULES, REFUSED))
+    }
+    listed = "\n".join(f"{op}: {len(found)}, such as\n  {found[0]}" for op, found in unknown.items())
+    assert not differ, f"{len(differ)} decisions are not PyTorch's:\n" + "\n".join(differ[:20])
+    assert not unknown, f"{sum(map(len, unknown.values()))} decisions give other numbers than one device:\n{listed}"
+    return counts
+
+
+def followed(case: Case, meshes: dict[Any, DeviceMesh]) -> str:
+    """Compares the numbers of the decision that ranks follow in a model."""
+    op = case.call.op
+    args, kwargs = case.on(next(iter(meshes.values())))
+    hooks = model_hooks()
+    assert hooks is not None
+    schema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
+    if op in hooks.handlers and hooks.handlers[op].applies(op, schema):
+        return "handled"
+
+    def decided(mesh: DeviceMesh) -> Any:
+        args, kwargs = case.on(mesh)
+        return keeps_operands(op, args, kwargs)[1]
+
+    try:
+        found = decided(next(iter(meshes.values())))
+    except Exception:  # compared with PyTorch's above
+        return "refused"
+    return "elsewhere" if found is None else check_numbers(case, meshes, decided)
+
+
+def with_and_without_form(case: Case, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether what is kept for all sizes is what is decided for these."""
+    op = case.call.op
+    args, kwargs = case.on(mesh)
+    name, _, overload = op.name().partition(".")
+    form = native_dispatch.form_key(op, args, kwargs)
+    if form is None:
+        return "none"
+    found = native_dispatch._decide(name, overload, args, kwargs)
+    with monkeypatch.context() as patch:
+        patch.setattr(native_dispatch, "form_key", lambda *_: None)
+        expected = native_dispatch._decide(name, overload, args, kwargs)
+    return "same" if described(found, args) == described(expected, args) else "differs"
+
+
+def described(found: Any, args: tuple[Any, ...]) -> Any:
+    """Local sizes that are the global ones may be given or left out."""
+    if found is None:
+        return None
+    results, replaced, parts = found
+    return results, {p: tuple(sizes) for p, sizes in replaced if tuple(sizes) != tuple(args[p])}, parts
+
+
+def test_decisions_of_a_sample(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = compare(world, drawn(recorded(48, 5), random.Random(0)), monkeypatch)
+    print(counts)
+    assert counts["numbers: stay"] > 200, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset", range(48))
+def test_decisions(world: Any, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(world, drawn(recorded(48, offset), random.Random(offset)), monkeypatch)
