@@ -111,7 +111,10 @@ def samples(chosen: Callable[[Sequence[Any]], Sequence[Any]] = lambda infos: inf
         wanted = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16)
         dtypes = [dtype for dtype in wanted if dtype in supported]
         # Most ops take floating-point numbers; a few samples of others show which dtypes decide.
-        for dtype, limit in [*[(dtype, 8) for dtype in dtypes[:1]], *[(dtype, 1) for dtype in dtypes[1:] if dtype is torch.int64]]:
+        for dtype, limit in [
+            *[(dtype, 8) for dtype in dtypes[:1]],
+            *[(dtype, 1) for dtype in dtypes[1:] if dtype is torch.int64],
+        ]:
             yield from _of(info, dtype, limit)
 
 
@@ -148,7 +151,9 @@ def _of(info: Any, dtype: torch.dtype, limit: int) -> Iterator[Callable[[], Any]
         for variant in (info.inplace_variant,):
             if variant is not None:
                 yield lambda variant=variant, sample=sample: variant(
-                    tree_map_only(torch.Tensor, lambda x: x.detach().clone(), sample.input), *sample.args, **sample.kwargs
+                    tree_map_only(torch.Tensor, lambda x: x.detach().clone(), sample.input),
+                    *sample.args,
+                    **sample.kwargs,
                 )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from vescale.placements import FlattenedShard
 
 __all__ = ["cut", "pieces", "put_together"]
 
@@ -39,6 +41,14 @@ def _cut_once(whole: torch.Tensor, placement: Any, num_ranks: int) -> list[torch
 
 def pieces(size: int, placement: Any, num_ranks: int) -> list[list[int]]:
     """The indices of a dim that each rank holds."""
+    if isinstance(placement, FlattenedShard):
+        step = placement.size * placement.inner
+        blocks = [range(start, start + step, placement.inner) for start in range(0, size, step)]
+        parts = [_chunks(block, num_ranks) for block in blocks]
+        return [
+            [row + i for split in parts for row in split[rank] for i in range(placement.inner)]
+            for rank in range(num_ranks)
+        ]
     groups = _chunks(range(size), placement.split_factor) if isinstance(placement, _StridedShard) else [range(size)]
     split = [_chunks(group, num_ranks) for group in groups]
     return [list(itertools.chain.from_iterable(parts[rank] for parts in split)) for rank in range(num_ranks)]
@@ -68,19 +78,13 @@ def _summands(whole: torch.Tensor, reduce_op: str, num_ranks: int) -> list[torch
 def put_together(
     locals_: dict[Coordinate, torch.Tensor], placements: Sequence[Any], mesh_shape: Sequence[int], shape: Sequence[int]
 ) -> torch.Tensor:
-    """The tensor of which ranks hold these. Raises AssertionError where they cannot hold it like this."""
-    return _join(locals_, list(placements), list(mesh_shape), list(shape))
-
-
-def _join(
-    locals_: dict[Coordinate, torch.Tensor], placements: list[Any], mesh_shape: list[int], shape: list[int]
-) -> torch.Tensor:
+    """The tensor of this shape of which ranks hold these. Raises AssertionError where they cannot hold it like this."""
     if not placements:
         (local,) = locals_.values()
-        assert list(local.shape) == shape, f"a rank's part has the shape {list(local.shape)}, not {shape}"
+        assert list(local.shape) == list(shape), f"a rank's part has the shape {list(local.shape)}, not {list(shape)}"
         return local
     placement, number = placements[0], mesh_shape[0]
-    is_cut = isinstance(placement, Shard | _StridedShard)
+    is_cut = isinstance(placement, Shard | _StridedShard | FlattenedShard)
     rows = pieces(shape[placement.dim], placement, number) if is_cut else []
     parts = []
     for index in range(number):
@@ -88,7 +92,7 @@ def _join(
         if is_cut:
             part_shape[placement.dim] = len(rows[index])
         own = {where[1:]: local for where, local in locals_.items() if where[0] == index}
-        parts.append(_join(own, placements[1:], mesh_shape[1:], part_shape))
+        parts.append(put_together(own, placements[1:], mesh_shape[1:], part_shape))
     if is_cut:
         order = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int64)
         return torch.cat(parts, placement.dim).index_select(placement.dim, order.argsort())
@@ -112,7 +116,3 @@ def _reduced(parts: torch.Tensor, reduce_op: str) -> torch.Tensor:
         "product": lambda: parts.prod(0),
     }
     return reduced[reduce_op]()
-
-
-def coordinates(mesh_shape: Sequence[int]) -> Iterator[Coordinate]:
-    yield from itertools.product(*map(range, mesh_shape))
