@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from vescale.placements import FlattenedShard
+from vescale.placements import FlattenedShard, InterleavedShard
 
 __all__ = ["cut", "pieces", "put_together"]
 
@@ -49,7 +49,8 @@ def pieces(size: int, placement: Any, num_ranks: int) -> list[list[int]]:
             [row + i for split in parts for row in split[rank] for i in range(placement.inner)]
             for rank in range(num_ranks)
         ]
-    groups = _chunks(range(size), placement.split_factor) if isinstance(placement, _StridedShard) else [range(size)]
+    number = getattr(placement, "split_factor", None) or getattr(placement, "num_chunks", 1)
+    groups = _chunks(range(size), number)
     split = [_chunks(group, num_ranks) for group in groups]
     return [list(itertools.chain.from_iterable(parts[rank] for parts in split)) for rank in range(num_ranks)]
 
@@ -64,13 +65,15 @@ def _summands(whole: torch.Tensor, reduce_op: str, num_ranks: int) -> list[torch
     """Terms of a sum, or what a mean or an extremum is taken of: other ones at every rank, and of both signs."""
     if num_ranks == 1:
         return [whole]
+    owner = torch.arange(whole.numel()).view(whole.shape) % num_ranks
+    if whole.dtype == torch.bool:  # of which a sum is true where a term is
+        return [whole & (owner == rank) for rank in range(num_ranks)]
     if reduce_op in ("sum", "avg"):
         terms = [(whole * _SCALES[rank % 5] + rank).to(whole.dtype) for rank in range(num_ranks - 1)]
         if reduce_op == "avg":
             return [*terms, whole * num_ranks - sum(terms)]
         return [*terms, whole - sum(terms)]
     # Every rank has the value of some elements, and less than it, or more, of others.
-    owner = torch.arange(whole.numel()).view(whole.shape) % num_ranks
     sign = -1 if reduce_op == "max" else 1
     return [torch.where(owner == rank, whole, whole + sign * (3 + rank)) for rank in range(num_ranks)]
 
@@ -84,7 +87,7 @@ def put_together(
         assert list(local.shape) == list(shape), f"a rank's part has the shape {list(local.shape)}, not {list(shape)}"
         return local
     placement, number = placements[0], mesh_shape[0]
-    is_cut = isinstance(placement, Shard | _StridedShard | FlattenedShard)
+    is_cut = isinstance(placement, Shard | _StridedShard | FlattenedShard | InterleavedShard)
     rows = pieces(shape[placement.dim], placement, number) if is_cut else []
     parts = []
     for index in range(number):

@@ -183,6 +183,8 @@ def check_numbers(case: Case, meshes: dict[Coordinate, DeviceMesh], decided: Cal
         try:
             found[where] = _run(op, args, kwargs)
         except Exception as error:
+            if any(not parts[where].numel() and x.numel() for parts, x in zip(cuts, case.call.tensors)):
+                return "empty shard refused"  # an error, and no numbers
             raise Refused(f"raises {type(error).__name__}: {error}"[:300].replace("\n", " ")) from error
     for index, (value, spec) in enumerate(zip(expected, _listed(first.output_spec, len(expected)), strict=True)):
         if not isinstance(value, torch.Tensor) or spec is None:
@@ -195,8 +197,10 @@ def check_numbers(case: Case, meshes: dict[Coordinate, DeviceMesh], decided: Cal
         try:
             together = by_hand.put_together(local, spec.placements, case.mesh_shape, value.shape)
             torch.testing.assert_close(together, value, equal_nan=True, rtol=tolerance, atol=tolerance)
-        except NotImplementedError as error:
-            raise Refused(f"result {index} as {spec.placements}: {error}") from error
+        except NotImplementedError:
+            if not value.is_complex():
+                raise
+            return "extremum of complex numbers"  # which nothing reduces: an error, and no numbers
         except AssertionError as error:
             raise Wrong(f"result {index} as {spec.placements}: {error}"[:400].replace("\n", " ")) from error
     return "moved" if any(moved) else "stay"

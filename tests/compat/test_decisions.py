@@ -45,7 +45,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "internals" / "upstream.md"
 # Rules of PyTorch that give other numbers than one device, by op and the section of the page that shows it.
 WRONG_RULES: dict[str, str] = {}
 # Rules of PyTorch after which the op refuses the local tensors: an error, and no numbers.
-REFUSED: dict[str, str] = {}
+REFUSED = {
+    "aten.slice_backward.out": "Sizes of `out` variants stay global",
+    "aten.select_backward.out": "Sizes of `out` variants stay global",
+}
 
 PARTS = 48
 DRAWS = {1: 3, 2: 1.5, 3: 0.3}

@@ -190,7 +190,7 @@ def _keeps_dims_behind(op: Any, schema: Any) -> bool:
 
 @handles(_aten.logsumexp.default, applies=_keeps_dims_behind)
 def _logsumexp(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``keepdim`` by name: given by position, PyTorch's rule does not see it, and numbers the dims of the result as without."""
+    """``keepdim`` by name. Given by position, PyTorch's rule does not see it, and counts the result's dims as without."""
     return stock_dispatch(op, args[:2], {**kwargs, "keepdim": args[2]})
 
 
