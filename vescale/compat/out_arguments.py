@@ -1,5 +1,7 @@
-"""``torch.mul(x, y, out=z)``: an empty ``z`` gets the shape of the result, which only its local tensor does in stock DTensor.
-What runs in place of an op runs in place of the same op with ``out``, too."""
+"""``torch.mul(x, y, out=z)``: an empty ``z`` gets the shape of the result, in stock DTensor only its local tensor does.
+
+What runs in place of an op runs in place of the same op with ``out``, too.
+"""
 
 from __future__ import annotations
 
