@@ -3,7 +3,6 @@ and ranks that follow them have one device's numbers."""
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections import Counter, defaultdict
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -151,12 +149,6 @@ def compare(world: Any, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> C
         counts[f"form: {form}"] += 1
         if form == "differs":
             differ.append(f"{case}\n    what is kept for all sizes differs")
-    if os.environ.get("DECISIONS_LOG"):
-        with open(os.environ["DECISIONS_LOG"], "a") as log:
-            for op, found in wrong.items():
-                log.write(f"{torch.__version__} WRONG {op} {len(found)}\n" + "".join(f"  {x}\n" for x in found[:2]))
-            log.writelines(f"{torch.__version__} DIFFER {x}\n" for x in differ)
-            log.write(f"{torch.__version__} {counts}\n")
     listed = "\n".join(f"{op}: {len(found)}, such as\n  {found[0]}" for op, found in wrong.items())
     assert not differ, f"{len(differ)} decisions are not PyTorch's:\n" + "\n".join(differ[:20])
     assert not wrong, f"{sum(map(len, wrong.values()))} decisions give other numbers than one device:\n{listed}"
