@@ -68,6 +68,8 @@ def _summands(whole: torch.Tensor, reduce_op: str, num_ranks: int) -> list[torch
     owner = torch.arange(whole.numel()).view(whole.shape) % num_ranks
     if whole.dtype == torch.bool:  # of which a sum is true where a term is
         return [whole & (owner == rank) for rank in range(num_ranks)]
+    if reduce_op == "sum" and not (whole.abs() < 1e6).all():  # of which differences are not finite
+        return [torch.where(owner == rank, whole, torch.zeros_like(whole)) for rank in range(num_ranks)]
     if reduce_op in ("sum", "avg"):
         terms = [(whole * _SCALES[rank % 5] + rank).to(whole.dtype) for rank in range(num_ranks - 1)]
         if reduce_op == "avg":
