@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Call", "add_siblings", "record", "samples"]
+__all__ = ["Call", "add_siblings", "by_hand", "record", "samples"]
 
 _MAX_ELEMENTS = 1024
 _MAX_TENSORS = 12
@@ -118,6 +118,44 @@ def samples(chosen: Callable[[Sequence[Any]], Sequence[Any]] = lambda infos: inf
             yield from _of(info, dtype, limit)
 
 
+def by_hand() -> Iterator[Callable[[], Any]]:
+    """Calls of ops that no sample reaches."""
+    aten = torch.ops.aten
+    x, y, z = (torch.randn(4, 6, dtype=torch.float64) for _ in range(3))
+    w, step = torch.ones(6, dtype=torch.float64), torch.ones((), dtype=torch.float32)
+    positive = y.abs() + 1
+    yield lambda: aten.slice_scatter(x, y[:, :2], 1, 1, 3)
+    yield lambda: aten.slice_scatter(x, y[:2], 0, 0, 2)
+    yield lambda: aten.native_dropout(x, 0.5, True)
+    yield lambda: aten.norm(x, 2)
+    yield lambda: aten.linalg__powsum(x, 2)
+    yield lambda: aten._foreach_powsum([x, y], 2)
+    yield lambda: aten.view(x, torch.int64)
+    yield lambda: aten.is_same_size(x, y)
+    yield lambda: aten._fused_rms_norm(x, [6], w, 1e-5)
+    yield lambda: aten._index_put_impl_(x.clone(), [torch.tensor([0, 2])], y[:2])
+    yield lambda: aten._native_batch_norm_legit(x, w, w, True, 0.1, 1e-5)
+    yield lambda: aten._native_batch_norm_legit_no_training(x, w, w, w, w.abs(), 0.1, 1e-5)
+    yield lambda: aten._foreach_addcdiv_([x.clone(), y.clone()], [x, y], [positive, positive], [1.0, 2.0])
+    yield lambda: aten._foreach_addcmul_([x.clone(), y.clone()], [x, y], [y, z], [1.0, 2.0])
+    yield lambda: aten._foreach_addcdiv([x, y], [x, y], [positive, positive], [1.0, 2.0])
+    yield lambda: aten._foreach_addcmul([x, y], [x, y], [y, z], [1.0, 2.0])
+    scalars = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    yield lambda: aten._foreach_addcdiv_([x.clone(), y.clone()], [x, y], [positive, positive], scalars)
+    yield lambda: aten._foreach_addcmul_([x.clone(), y.clone()], [x, y], [y, z], scalars)
+    yield lambda: aten._foreach_pow(2.0, [x, y])
+    yield lambda: aten._amp_foreach_non_finite_check_and_unscale_(
+        [x.clone().float(), y.clone().float()], torch.zeros(1), torch.ones(1)
+    )
+    for fused in (aten._fused_adam_, aten._fused_adamw_):
+        state = [x.clone()], [y], [z.clone()], [positive.clone()], [], [step.clone()]
+        numbers = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+        yield lambda fused=fused, state=state, numbers=numbers: fused(*state, lr=0.1, **numbers)
+    a, b = (torch.randn(2, 16, 16).bfloat16() for _ in range(2))
+    yield lambda: aten._grouped_mm(a, b)
+    yield lambda: aten._grouped_mm(a.view(32, 16), b, torch.tensor([16, 32], dtype=torch.int32))
+
+
 def _infos() -> Sequence[Any]:
     if "expecttest" not in sys.modules:
         try:
@@ -194,12 +232,14 @@ def _add(made: dict[str, Call], op: Any, call: Call) -> None:
     given = dict(zip((argument.name for argument in declared), call.args)) | call.kwargs
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
+    left = {name for name, value in given.items() if isinstance(value, torch.Tensor)}
     for position, argument in enumerate(op._schema.arguments):
         if argument.is_out:
             continue
         name = argument.name
         if name not in given and position < len(declared):
             name = declared[position].name  # as `other` is to `scalar`
+        left.discard(name)
         value = _as_type(given.get(name), str(argument.type))
         if value is None and argument.has_default_value():
             value = argument.default_value
@@ -209,6 +249,8 @@ def _add(made: dict[str, Call], op: Any, call: Call) -> None:
             kwargs[argument.name] = value
         else:
             args.append(value)
+    if left:  # what the other op takes without it is another computation; some kernels do not check, and crash
+        return
     try:
         made_call = _with_results(Call(op, tuple(args), kwargs), call)
         new = _new(made, made_call)

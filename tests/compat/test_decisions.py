@@ -3,14 +3,16 @@ and ranks that follow them have one device's numbers."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -45,6 +47,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "internals" / "upstream.md"
 WRONG_RULES: dict[str, str] = {}
 _OUT = "Sizes stay global where `out` is given"
 
+# Ops with a rule that no call was found of.
+NOT_CALLED: frozenset[str] = frozenset()
+
 PARTS = 48
 DRAWS = {1: 3, 2: 1.5, 3: 0.3}
 """Of one op, on meshes with so many axes, on average. PyTorch's whole search takes up to seconds on three."""
@@ -62,20 +67,25 @@ def world() -> Iterator[Any]:
 
 def recorded(chosen: Callable[[Sequence[Any]], Sequence[Any]]) -> dict[Any, list[Call]]:
     """Calls of ops with rules, by the chosen ones of PyTorch's functions with samples."""
+    return called(aten_calls.samples(chosen))
+
+
+def called(functions: Iterable[Callable[[], Any]]) -> dict[Any, list[Call]]:
+    """Calls of ops with rules that the functions make. Ops of ``prims`` stand in graphs alone."""
     ops = [op for op in ops_with_rules() if op.namespace == "aten"]
-    calls = aten_calls.record(aten_calls.samples(chosen), ops)
+    calls = aten_calls.record(functions, ops)
     aten_calls.add_siblings(calls, ops)
     return calls
 
 
-def drawn(calls: dict[Any, list[Call]], chance: random.Random) -> list[Case]:
+def drawn(calls: dict[Any, list[Call]], chance: random.Random, max_axes: int = 3) -> list[Case]:
     """Each case is followed by one with the same placements and other sizes, where there is one."""
     cases = []
     for op in sorted(calls, key=str):
         for num_axes, number in DRAWS.items():
-            shapes = [shape for shape in MESHES if len(shape) == num_axes]
+            shapes = [shape for shape in MESHES if len(shape) == num_axes <= max_axes]
             number = number / 3 if op._overloadname.endswith("out") else number  # decided as without it
-            for _ in range(int(number + chance.random())):
+            for _ in range(int(number + chance.random()) if shapes else 0):
                 case = draw(chance.choice(calls[op]), chance.choice(shapes), chance)
                 cases += [c for c in (case, alike(case, calls[op], chance)) if c is not None]
     return cases
@@ -233,3 +243,30 @@ def test_decisions_of_a_sample(world: Any, monkeypatch: pytest.MonkeyPatch) -> N
 def test_decisions(world: Any, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = drawn(recorded(lambda functions: functions[part::PARTS]), random.Random(part))
     compare(world, cases, monkeypatch)
+
+
+@pytest.mark.slow
+def test_decisions_of_calls_by_hand(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one axis: of fused optimizers, PyTorch's search judges as many candidates on two as take minutes."""
+    compare(world, drawn(called(aten_calls.by_hand()), random.Random(0), max_axes=1), monkeypatch)
+
+
+@pytest.mark.slow
+def test_most_ops_with_rules_are_called() -> None:
+    """The others are composite, so that DTensor sees what they are made of, have no kernel for CPUs, or are listed here."""
+    functions = itertools.chain(aten_calls.samples(), aten_calls.by_hand())
+    calls = called(functions)
+    ops = [op for op in ops_with_rules() if op.namespace == "aten"]
+    missing = {str(op) for op in ops if op not in calls and not is_composite(op) and has_cpu_kernel(op)}
+    print(len(ops), len(calls), sorted(missing))
+    assert missing <= NOT_CALLED, missing - NOT_CALLED
+    assert len(calls) >= 0.85 * len(ops)
+
+
+def is_composite(op: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def has_cpu_kernel(op: Any) -> bool:
+    keys = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
