@@ -56,6 +56,7 @@ ALONG: dict[str, Callable[[Any, int], Any]] = {
     "normalize": lambda x, dim: functional.normalize(x, dim=dim),
     "glu": lambda x, dim: functional.glu(x, dim),
     "logsumexp": lambda x, dim: x.logsumexp(dim),
+    "logsumexp kept": lambda x, dim: x.logsumexp(dim, keepdim=True),
     "sum": lambda x, dim: x.sum(dim),
     "mean": lambda x, dim: x.mean(dim, keepdim=True),
     "prod": lambda x, dim: x.prod(dim),

@@ -75,6 +75,7 @@ from vescale.compat.native_hooks import native_hooks
 from vescale.compat.native_static import native_static
 from vescale.compat.op_info import *
 from vescale.compat.optimizers import note_writes
+from vescale.compat.out_arguments import with_out_variants
 from vescale.compat.patches import *
 from vescale.compat.process_groups import *
 from vescale.compat.sharding_caches import begin_world, clear_sharding_caches
@@ -138,6 +139,7 @@ __all__ = [
     "tree_map",
     "weak_node",
     "with_empty_shards",
+    "with_out_variants",
     "with_torch_function",
     "without_modes",
 ]

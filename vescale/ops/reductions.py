@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from vescale.compat import TensorMeta, some_rank_holds_nothing
+from vescale.compat import DTensorSpec, TensorMeta, some_rank_holds_nothing, stock_dispatch
 from vescale.ops._call import OpCall
 from vescale.ops._combine_ranks import (
     accumulation_dtype,
@@ -181,6 +181,17 @@ def _as_boolean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _nansum_of_all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Over every dim. On meta tensors, PyTorch reduces none of them."""
     return op(args[0], None, *args[2:], **{name: value for name, value in kwargs.items() if name != "dim"})
+
+
+def _keeps_dims_behind(op: Any, schema: Any) -> bool:
+    args = schema.args_schema
+    return len(args) > 2 and bool(args[2]) and isinstance(args[0], DTensorSpec) and args[0].is_sharded()
+
+
+@handles(_aten.logsumexp.default, applies=_keeps_dims_behind)
+def _logsumexp(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``keepdim`` by name. Given by position, PyTorch's rule does not see it, and counts the result's dims as without."""
+    return stock_dispatch(op, args[:2], {**kwargs, "keepdim": args[2]})
 
 
 def _lacks_elements(op: Any, schema: Any) -> bool:

@@ -28,6 +28,7 @@ from vescale.compat import (
     spec_of,
     stock_dispatch,
     tensors_in,
+    with_out_variants,
 )
 from vescale.errors import OpPlacementError
 from vescale.ops import (
@@ -81,7 +82,9 @@ def install_handlers() -> None:
             own[op] = OpHandler(entry.handler, applies, bool(entry.takes_plain))
     own.update((op, OpHandler(handler)) for op, handler in INPLACE_VIEW_HANDLERS.items())
     own.update((op, OpHandler(handler, takes_plain=True)) for op, handler in DERIVATIVE_HANDLERS.items())
-    install_part("models", ModelHooks(own, _Listener(), LIVE_COPIES, checkpointed, StrayWatch(AdapterWatch())))
+    install_part(
+        "models", ModelHooks(with_out_variants(own), _Listener(), LIVE_COPIES, checkpointed, StrayWatch(AdapterWatch()))
+    )
 
 
 def _is_pending(op: Any, schema: Any) -> bool:
