@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole_tensors
 from vescale import INIT, RUN, Plan, RaggedShard, no_sync, parallelize
+from vescale.checks import StepMismatchError
+from vescale.errors import UnsupportedParameterError, WrittenParameterError
 from vescale.fsdp import fully_shard
 
 DIM, ROWS = 7, 4
@@ -113,8 +117,10 @@ class Run:
         found: tuple[torch.Tensor, ...] = self.model(self.input(number))
         return found
 
-    def loss(self, number: int) -> torch.Tensor:
+    def loss(self, number: int, uses_std: bool = True) -> torch.Tensor:
         y, std, head, part, weight, *_ = self.outputs(number)
+        if not uses_std:
+            return y.pow(2).mean()
         return (y / std.exp()).pow(2).mean() + 0.1 * head.pow(2).sum() + part.sum() + 0.01 * weight.sum()
 
     def see(self, *values: torch.Tensor | None) -> None:
@@ -292,6 +298,117 @@ def same_as_one_device(kind: str, seed: int) -> None:
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+# What programs ask of parameters by name
+
+
+def _trained(kind: str) -> tuple[Any, Callable[..., torch.Tensor]]:
+    torch.manual_seed(0)
+    model = _on(kind, Model(recomputes=False).double())
+    of = Run.__new__(Run)
+    of.kind, of.model = kind, model
+    return model, of.loss
+
+
+def asked(kind: str) -> None:
+    """``torch.autograd.grad`` and ``backward(inputs=)`` by registered parameters."""
+    found = []
+    for one in (kind, "device"):
+        model, loss = _trained(one)
+        weight, bias = model.head.weight, model.averaged.trained.bias
+        given = torch.autograd.grad(loss(0), [weight, bias])
+        assert weight.grad is None
+        torch.autograd.backward(loss(1), inputs=[weight])
+        assert model.log_std.grad is None
+        (of_weight, of_unused) = torch.autograd.grad(
+            loss(2, uses_std=False), [weight, model.log_std], allow_unused=True
+        )
+        assert of_unused is None
+        given = (*given, of_weight)
+        found.append([_whole(value) for value in (*given, weight.grad)])
+    for own, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-9, atol=1e-9)
+    model, loss = _trained(kind)
+    with pytest.raises(UnsupportedParameterError, match=r"create_graph=True.* of parameter 'head.weight'"):
+        torch.autograd.grad(loss(0), [model.head.weight], create_graph=True)
+
+
+def hooked(kind: str) -> None:
+    """``register_hook`` sees the gradient of this backward, and may change it, before it is accumulated."""
+    found, mask = [], (torch.arange(3 * DIM).view(3, DIM) % 2).double()
+    for one in (kind, "device"):
+        model, loss = _trained(one)
+        weight, seen = model.head.weight, []
+        own_mask = mask if one == "device" else distribute_tensor(mask, weight.device_mesh, weight.placements)
+        weight.register_hook(lambda grad, m=own_mask: grad * m)
+        model.log_std.register_hook(lambda grad: grad * 2)
+        handle = model.log_std.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+        weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.clone()))
+        for number in range(3):
+            loss(number).backward()
+            if number == 1:
+                handle.remove()
+        assert len(seen) == 5
+        found.append(
+            [_whole(value) for value in (weight.grad, model.log_std.grad, *sorted(seen, key=lambda g: -g.numel()))]
+        )
+    for own, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-9, atol=1e-9)
+
+
+def parts_apart(kind: str) -> None:
+    """A part of the root runs outside of its forward, in chunks, with one backward or with one each."""
+    found = []
+    for one in (kind, "device"):
+        model, _ = _trained(one)
+        x = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        x = x.chunk(dist.get_world_size())[dist.get_rank()] if one != "device" else x
+        for _ in range(3):
+            hidden = model(x)[0] @ torch.ones(3, DIM, dtype=torch.float64)
+            cut = hidden.detach().requires_grad_()
+            for scale in (1.0, 0.5):
+                (scale * model.head(cut).pow(2).mean()).backward()
+            hidden.backward(cut.grad)
+        found.append(whole_tensors({name: p.grad for name, p in model.named_parameters()}))
+    for name, own in found[0].items():
+        if own is not None and found[1][name] is not None:
+            torch.testing.assert_close(own, found[1][name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def refused_writes() -> None:
+    """Ranks that write different values learn it with their next step; a rounded copy is not written to."""
+    model, loss = _trained("fsdp")
+    model.averaged.writes = "none"
+
+    def write(module: nn.Module, _: Any) -> None:
+        with torch.no_grad():
+            module.average.weight.mul_(1 + dist.get_rank())  # type: ignore[union-attr, operator]
+
+    model.averaged.register_forward_pre_hook(write)
+    with pytest.raises(
+        StepMismatchError,
+        match=r"different values to parameter 'averaged.average.weight' in the forward",
+    ):
+        for number in range(2):
+            loss(number).backward()
+    torch.manual_seed(0)
+    low = Model(recomputes=False)
+    for part in (low.averaged, low):
+        fully_shard(part, mesh=_mesh("fsdp"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(WrittenParameterError, match=r"'averaged.average.weight' of averaged, of torch.float32"):
+        low(torch.randn(2, DIM))
+
+
+def by_name() -> int:
+    run_cases(asked, [(kind,) for kind in KINDS])
+    run_cases(hooked, [(kind,) for kind in KINDS])
+    run_cases(parts_apart, [("fsdp",), ("fsdp root",)])
+    return run_cases(refused_writes, [()])
+
+
+def test_parameters_by_name(ranks: RankPools) -> None:
+    ranks.run(by_name, world_size=2)
 
 
 KINDS = ("plan", "fsdp", "fsdp root", "fsdp kept")

@@ -35,6 +35,7 @@ from tests.ranks import RankPools, run_cases
 from vescale import rng
 from vescale.comm import record_comms
 from vescale.compat import local_of, make_dtensor, spec_of
+from vescale.compat.model_hooks import model_hooks
 from vescale.ops import Decision, PlacementFallbackError, PlacementFallbackWarning, register_rule, strict_placements
 from vescale.ops._decide import decide
 from vescale.placements import InterleavedShard, RaggedShard, from_local, has_custom
@@ -712,7 +713,8 @@ def on_rank_fallback() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         x.t()
-    assert "writes to it do not reach the operand" in str(caught[0].message)
+    writes_through = model_hooks() is not None  # what models install brings writes to a copy back
+    assert ("writes to it do not reach the operand" in str(caught[0].message)) != writes_through
     with record_comms() as comms, strict_placements():
         with pytest.raises(PlacementFallbackError, match=r"test_rules.py:\d+: aten.flip.default has no rule"):
             x.flip(0)

@@ -25,6 +25,7 @@ __all__ = [
     "UNKNOWN",
     "USED",
     "WRITTEN",
+    "WRITTEN_GATHERED",
     "InputMismatchError",
     "StepMismatchError",
     "absence",
@@ -58,6 +59,8 @@ USED = "calls of the forward"
 """What the model has computed where ranks may have drawn from these."""
 MADE = "made: "
 """What names of tensors begin with that a forward has made of numbers, arrays or texts."""
+WRITTEN_GATHERED = "written while it was gathered: "
+"""What names of parameters begin with that a forward has written to."""
 DRAWN = "drawn: "
 """What names of random ops on DTensors begin with, outside of forwards."""
 COMPUTED = "before backward: "
@@ -190,6 +193,14 @@ def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
             "and numbers on every rank (no `if rank == 0:` around a term, no number that each rank counts for itself, such "
             "as the tokens of its own rows: count those of the global batch), and pick the same rows. If numbers differ on "
             "purpose: `with vescale.unchecked():`"
+        )
+    if difference.name.startswith(WRITTEN_GATHERED):
+        return (
+            "ranks have written different values to parameter "
+            f"{difference.name.removeprefix(WRITTEN_GATHERED)!r} in the forward before {site}: a digest of it is {found}. A "
+            "parameter that is gathered for a forward is the same on every rank, and so must be what is written to it. What "
+            "depends on a rank's own data (nn.Embedding(max_norm=)) has to be written outside of the forward, from the "
+            "values of all ranks; or leave the parameter out of the group (ignored_params)"
         )
     if difference.name.startswith(WRITTEN):
         return (

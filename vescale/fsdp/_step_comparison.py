@@ -12,7 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.checks import StepChecks, StepMismatchError, describe_draw, is_unchecked, start_checks_among
+from vescale.checks import (
+    WRITTEN_GATHERED,
+    StepChecks,
+    StepMismatchError,
+    describe_draw,
+    is_unchecked,
+    start_checks_among,
+)
 from vescale.compat import DTensorSpec
 from vescale.compat.model_hooks import DRAW_LISTENERS
 from vescale.fsdp._group import ParameterGroup
@@ -132,7 +139,7 @@ class StepComparison:
     def note_write(self, parameter: str, digest: str) -> None:
         """What a forward has written to a parameter that all ranks have gathered is compared with the next event."""
         if self._checks is not None and self._checks.is_on:
-            self._checks.note(f"the value that a forward has written to parameter {parameter!r}", digest)
+            self._checks.note(f"{WRITTEN_GATHERED}{parameter}", digest)
 
     def _note_draws(self, checks: StepChecks) -> None:
         for mesh in self._meshes:
