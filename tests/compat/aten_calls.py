@@ -151,6 +151,15 @@ def by_hand() -> Iterator[Callable[[], Any]]:
         state = [x.clone()], [y], [z.clone()], [positive.clone()], [], [step.clone()]
         numbers = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
         yield lambda fused=fused, state=state, numbers=numbers: fused(*state, lr=0.1, **numbers)
+    image = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    for op in (aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa):
+        yield lambda op=op: op(image, [5, 8], False)
+    yield lambda: aten._upsample_bilinear2d_aa_backward(image, [4, 5], [2, 3, 8, 8], False)
+    yield lambda: aten._upsample_bicubic2d_aa_backward(image, [4, 5], [2, 3, 8, 8], False)
+    whole = torch.arange(24).view(4, 6)
+    for name in ("__lshift__", "__rshift__", "__ilshift__", "__irshift__"):
+        yield lambda name=name: getattr(aten, name)(whole.clone(), 1)
+        yield lambda name=name: getattr(aten, name)(whole.clone(), torch.ones_like(whole))
     a, b = (torch.randn(2, 16, 16).bfloat16() for _ in range(2))
     yield lambda: aten._grouped_mm(a, b)
     yield lambda: aten._grouped_mm(a.view(32, 16), b, torch.tensor([16, 32], dtype=torch.int32))

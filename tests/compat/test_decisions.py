@@ -47,8 +47,25 @@ PAGE = Path(__file__).parents[2] / "docs" / "internals" / "upstream.md"
 WRONG_RULES: dict[str, str] = {}
 _OUT = "Sizes stay global where `out` is given"
 
-# Ops with a rule that no call was found of.
-NOT_CALLED: frozenset[str] = frozenset()
+# Ops with a rule and a kernel for CPUs that no call was found of: most stand in graphs alone, take 8-bit numbers, or have no
+# operand that is placed.
+NOT_CALLED = frozenset(
+    {
+        "aten._batch_norm_with_update_functional.default",
+        "aten._native_batch_norm_legit_functional.default",
+        "aten.normal_functional.default",
+        "aten.rrelu_with_noise_functional.default",
+        "aten._scaled_mm.default",
+        "aten._scaled_mm.out",
+        "aten._upsample_lanczos2d_aa.default",
+        "aten._upsample_lanczos2d_aa.out",
+        "aten._upsample_lanczos2d_aa_backward.default",
+        "aten._upsample_lanczos2d_aa_backward.grad_input",
+        "aten.adaptive_avg_pool1d.out",
+        "aten.avg_pool1d.out",
+        "aten.eye.m_out",
+    }
+)
 
 PARTS = 48
 DRAWS = {1: 3, 2: 1.5, 3: 0.3}
@@ -258,7 +275,6 @@ def test_most_ops_with_rules_are_called() -> None:
     calls = called(functions)
     ops = [op for op in ops_with_rules() if op.namespace == "aten"]
     missing = {str(op) for op in ops if op not in calls and not is_composite(op) and has_cpu_kernel(op)}
-    print(len(ops), len(calls), sorted(missing))
     assert missing <= NOT_CALLED, missing - NOT_CALLED
     assert len(calls) >= 0.85 * len(ops)
 

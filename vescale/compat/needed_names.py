@@ -46,7 +46,7 @@ torch: Tensor._backward_hooks; Tensor._base; Tensor._cdata; Tensor._is_zerotenso
     _foreach_mul_; _foreach_norm; _fused_sdp_choice; _jit_internal; _meta_registrations; _ops; _tensor;
     ops._c10d_functional; ops.aten._adaptive_avg_pool2d_backward.default;
     ops.aten._amp_foreach_non_finite_check_and_unscale_.default; ops.aten._convolution; ops.aten._foreach_lerp_;
-    ops.aten._foreach_max.default; ops.aten._foreach_norm.Scalar; ops.aten._foreach_powsum;
+    ops.aten._foreach_max.default; ops.aten._foreach_norm.Scalar; ops.aten._foreach_powsum.Scalar;
     ops.aten._fused_dropout.default; ops.aten._has_same_storage_numel.default; ops.aten._is_all_true.default;
     ops.aten._is_any_true.default; ops.aten._local_scalar_dense.default; ops.aten._log_softmax.default;
     ops.aten._log_softmax_backward_data.default; ops.aten._sample_dirichlet; ops.aten._softmax.default;

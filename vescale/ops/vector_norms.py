@@ -21,7 +21,7 @@ from vescale.ops._combine_ranks import (
     neutral_extremum,
     reduction_axes,
 )
-from vescale.ops._conversion import whole
+from vescale.ops._conversion import bring, whole
 from vescale.ops._decision import Decision
 from vescale.ops._registration import handles
 from vescale.ops._registry import register_aten
@@ -149,6 +149,23 @@ def _foreach_extremum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Of tensors with fewer rows than ranks: of all rows on every rank."""
     tensors = [whole(x, str(op)) if some_rank_holds_nothing(spec_of(x)) else x for x in args[0]]
     return op(tensors, *args[1:], **kwargs)
+
+
+def _is_pending(op: Any, schema: Any) -> bool:
+    x = schema.args_schema[0]
+    specs = x if isinstance(x, list | tuple) else [x]
+    return any(isinstance(spec, DTensorSpec) and any(p.is_partial() for p in spec.placements) for spec in specs)
+
+
+@handles(_aten.linalg__powsum.default, _aten._foreach_powsum.Scalar, applies=_is_pending)
+def _powers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the value. PyTorch's rule adds up the powers of the terms of a pending sum."""
+    x = args[0]
+    values = [
+        bring(each, without_partials(each.placements), str(op), "self")
+        for each in (x if isinstance(x, list | tuple) else [x])
+    ]
+    return op(values if isinstance(x, list | tuple) else values[0], *args[1:], **kwargs)
 
 
 register_aten("linalg_vector_norm norm linalg__powsum", rule=norm_rule, communicates=("all_reduce", "all_gather_v"))
