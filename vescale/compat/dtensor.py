@@ -37,6 +37,7 @@ __all__ = [
     "spec_of",
     "spec_of_result",
     "versions",
+    "write_counts",
 ]
 
 
@@ -85,6 +86,11 @@ def make_spec(
 def _is_order(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
     """Whether strided shards say in which order the axes have cut a dim. Others are of dims that a view has flattened."""
     return DTensorSpec._maybe_convert_StridedShard_to_shard_order(placements, mesh) is not None
+
+
+def write_counts(dtensors: Sequence[DTensor]) -> list[int]:
+    """A number for each that changes when it is written to: ops count on the DTensor, or on its local tensor, or on both."""
+    return [x._version + x._local_tensor._version for x in dtensors]
 
 
 def spec_of_result(

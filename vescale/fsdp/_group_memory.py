@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.buffer import Allocation, PendingBuffer
 from vescale.comm import group_of_ranks
-from vescale.compat import backend_memory_pool, local_of, profiled
+from vescale.compat import backend_memory_pool, local_of, profiled, write_counts
 from vescale.errors import GroupMemoryError
 from vescale.fsdp._context import CommContext, RootOrders
 from vescale.fsdp._parameter import ManagedParameter
@@ -57,7 +57,7 @@ class GroupMemory:
         self.is_held = False
         self._versions: list[int] = []  # of the sharded parameters, when they were gathered last
         self._changed: list[ManagedParameter] = []  # between the last two gathers
-        self._marks: dict[int, tuple[int, int]] = {}  # of the unsharded parameters, when they were registered
+        self._marks: list[tuple[int, int]] = []  # of the unsharded parameters, when they were registered
         self.on_write: Callable[[str, str], None] = lambda name, value: None
         self._reduce_op, self._begin_gradients = reduce_op, begin_gradients
         self._pool: Any = None
@@ -180,8 +180,11 @@ class GroupMemory:
         return bool(changed)
 
     def _present_versions(self) -> list[int]:
-        """A sum for each parameter: ops count on the sharded form, or on its local tensor, or on both."""
-        return [p.sharded._version + _local(p.sharded)._version for p in self.at_rest.parameters]
+        return write_counts([p.sharded for p in self.at_rest.parameters])  # type: ignore[misc]  # they are DTensors
+
+    def _present_marks(self) -> list[tuple[int, int]]:
+        found = [p.unsharded for p in self.at_rest.parameters]
+        return [(t._version, t.data_ptr()) if type(t) is nn.Parameter else _mark(t) for t in found]
 
     @property
     def is_current(self) -> bool:
@@ -215,7 +218,7 @@ class GroupMemory:
                 [each for t in tensors for each in {id(t): t, id(_local(t)): _local(t)}.values()]
             )
             self._changed = []
-        self._marks = {id(p): _mark(p.unsharded) for p in self.at_rest.parameters}
+        self._marks = self._present_marks()
         self._move(Event.USE)
 
     def _arrive(self) -> None:
@@ -263,11 +266,12 @@ class GroupMemory:
 
     def _register_sharded(self) -> None:
         """What has been written to the unsharded parameters since they were registered is written to the sharded ones."""
-        for bucket in self.at_rest.buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                mark = self._marks.get(id(parameter))
-                if mark is not None and mark != _mark(parameter.unsharded) and not bucket.unreduced.in_place:
-                    self.on_write(parameter.name, bucket.write_back(index, self.at_rest.path))
+        if self._marks != self._present_marks():
+            before, now = (dict(zip(map(id, self.at_rest.parameters), m)) for m in (self._marks, self._present_marks()))
+            for bucket in self.at_rest.buckets:
+                for index, parameter in enumerate(bucket.parameters):
+                    if before[id(parameter)] != now[id(parameter)] and not bucket.unreduced.in_place:
+                        self.on_write(parameter.name, bucket.write_back(index, self.at_rest.path))
         for parameter in self.at_rest.parameters:
             parameter.register(parameter.sharded)
 
@@ -338,8 +342,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _mark(tensor: nn.Parameter | None) -> tuple[int, int]:
     """Changes when a tensor is written to, or gets other data."""
-    if tensor is None:
-        return 0, 0
-    local = _local(tensor)
-    version = tensor._version if local is tensor else tensor._version + local._version
-    return version, local.data_ptr() if type(local) in (torch.Tensor, nn.Parameter) else 0
+    if not isinstance(tensor, DTensor):
+        return (0, 0) if tensor is None else (tensor._version, 0)
+    local = local_of(tensor)
+    return tensor._version + local._version, local.data_ptr() if type(local) is torch.Tensor else 0
