@@ -6,6 +6,7 @@ numbers with numbers in place of tensors. A call that raises is none.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import types
@@ -148,18 +149,18 @@ def by_hand() -> Iterator[Callable[[], Any]]:
         [x.clone().float(), y.clone().float()], torch.zeros(1), torch.ones(1)
     )
     for fused in (aten._fused_adam_, aten._fused_adamw_):
-        state = [x.clone()], [y], [z.clone()], [positive.clone()], [], [step.clone()]
+        state: Any = [x.clone()], [y], [z.clone()], [positive.clone()], [], [step.clone()]
         numbers = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
-        yield lambda fused=fused, state=state, numbers=numbers: fused(*state, lr=0.1, **numbers)
+        yield functools.partial(fused, *state, lr=0.1, **numbers)
     image = torch.randn(2, 3, 4, 5, dtype=torch.float64)
     for op in (aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa):
-        yield lambda op=op: op(image, [5, 8], False)
+        yield functools.partial(op, image, [5, 8], False)
     yield lambda: aten._upsample_bilinear2d_aa_backward(image, [4, 5], [2, 3, 8, 8], False)
     yield lambda: aten._upsample_bicubic2d_aa_backward(image, [4, 5], [2, 3, 8, 8], False)
     whole = torch.arange(24).view(4, 6)
     for name in ("__lshift__", "__rshift__", "__ilshift__", "__irshift__"):
-        yield lambda name=name: getattr(aten, name)(whole.clone(), 1)
-        yield lambda name=name: getattr(aten, name)(whole.clone(), torch.ones_like(whole))
+        yield functools.partial(getattr(aten, name), whole.clone(), 1)
+        yield functools.partial(getattr(aten, name), whole.clone(), torch.ones_like(whole))
     a, b = (torch.randn(2, 16, 16).bfloat16() for _ in range(2))
     yield lambda: aten._grouped_mm(a, b)
     yield lambda: aten._grouped_mm(a.view(32, 16), b, torch.tensor([16, 32], dtype=torch.int32))
@@ -194,14 +195,14 @@ def _of(info: Any, dtype: torch.dtype, limit: int) -> Iterator[Callable[[], Any]
     except Exception:  # PyTorch's tests skip these
         return
     for sample in listed[:: max(1, len(listed) // limit)][:limit]:
-        yield lambda sample=sample: _run(info.op, sample)
-        for variant in (info.inplace_variant,):
-            if variant is not None:
-                yield lambda variant=variant, sample=sample: variant(
-                    tree_map_only(torch.Tensor, lambda x: x.detach().clone(), sample.input),
-                    *sample.args,
-                    **sample.kwargs,
-                )
+        yield functools.partial(_run, info.op, sample)
+        if info.inplace_variant is not None:
+            yield functools.partial(_run_in_place, info.inplace_variant, sample)
+
+
+def _run_in_place(function: Callable[..., Any], sample: Any) -> None:
+    copied = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), sample.input)
+    function(copied, *sample.args, **sample.kwargs)
 
 
 def _run(function: Callable[..., Any], sample: Any) -> None:

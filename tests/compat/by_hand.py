@@ -49,7 +49,7 @@ def pieces(size: int, placement: Any, num_ranks: int) -> list[list[int]]:
             [row + i for split in parts for row in split[rank] for i in range(placement.inner)]
             for rank in range(num_ranks)
         ]
-    number = getattr(placement, "split_factor", None) or getattr(placement, "num_chunks", 1)
+    number: int = getattr(placement, "split_factor", None) or getattr(placement, "num_chunks", None) or 1
     groups = _chunks(range(size), number)
     split = [_chunks(group, num_ranks) for group in groups]
     return [list(itertools.chain.from_iterable(parts[rank] for parts in split)) for rank in range(num_ranks)]

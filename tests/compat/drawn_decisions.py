@@ -72,7 +72,9 @@ class Case:
 
     def on(self, mesh: DeviceMesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with DTensors."""
-        return self.call.on(make_dtensor(torch.empty(0, dtype=s.tensor_meta.dtype), s) for s in self.specs(mesh))
+        return self.call.on(
+            make_dtensor(torch.empty(0, dtype=x.dtype), s) for x, s in zip(self.call.tensors, self.specs(mesh))
+        )
 
     def __str__(self) -> str:
         return f"{self.call} as {[' '.join(map(str, p)) for p in self.placements]} on {self.mesh_shape}"

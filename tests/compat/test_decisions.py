@@ -262,7 +262,6 @@ def test_decisions(world: Any, part: int, monkeypatch: pytest.MonkeyPatch) -> No
     compare(world, cases, monkeypatch)
 
 
-@pytest.mark.slow
 def test_decisions_of_calls_by_hand(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one axis: of fused optimizers, PyTorch's search judges as many candidates on two as take minutes."""
     compare(world, drawn(called(aten_calls.by_hand()), random.Random(0), max_axes=1), monkeypatch)

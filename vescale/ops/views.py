@@ -15,8 +15,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec
 from vescale.ops._call import OpCall, Placements, names, with_placements
+from vescale.ops._conversion import bring
 from vescale.ops._decision import Decision
 from vescale.ops._refit import refit_ragged, runs_of
+from vescale.ops._registration import handles
 from vescale.ops._registry import register_aten
 from vescale.ops._regrouped_dims import is_cut_unevenly, regrouped
 from vescale.placements import (
@@ -31,6 +33,7 @@ from vescale.placements import (
     shard_dim,
     shift_dim,
     split_factor,
+    without_partials,
 )
 
 __all__ = ["VIEWS", "holds_the_same", "view_rule"]
@@ -211,6 +214,18 @@ def _local_view(
     region = own_region(shape, placements, mesh)
     assert region is not None  # only ranks of the mesh run local functions
     return local.view(region.local_shape)
+
+
+def _is_pending(op: Any, schema: Any) -> bool:
+    spec = schema.args_schema[0]
+    return isinstance(spec, DTensorSpec) and any(p.is_partial() for p in spec.placements)
+
+
+@handles(torch.ops.aten.view.dtype, applies=_is_pending)
+def _reinterpreted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The bits of the value. PyTorch's rule adds up those of the terms of a pending sum."""
+    x = args[0]
+    return op(bring(x, without_partials(x.placements), str(op), "self"), *args[1:], **kwargs)
 
 
 register_aten(_VIEWS, rule=view_rule)
