@@ -235,8 +235,6 @@ class ModuleState(FSDP2State):
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """A gathered parameter, or a part of one, is copied before its memory is freed or gathered to."""
-        if tensor.grad_fn is not None and tensor._base is None:
-            return tensor  # computed
         return tensor.clone() if any(group.memory.holds(tensor) for group in self.groups) else tensor
 
     def _begin_iteration(self, args: Any, kwargs: Any) -> Any:
