@@ -45,7 +45,7 @@ def broken_off(reset: bool) -> None:
         model.reset_iter_state()
     for step in (2, 3):
         for one, optimizer in zip((model, same), optimizers, strict=True):
-            optimizer.zero_grad()  # of a broken-off backward some modules are gathered still: those of ``model`` would miss
+            optimizer.zero_grad()
             net_loss(one, step, dist.get_rank()).backward()
         same_gradients([model, same], f"step {step} after an exception")
 

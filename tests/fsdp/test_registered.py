@@ -207,21 +207,24 @@ class Run:
     def accumulate(self) -> None:
         """A backward that reduces nothing, which may be cleared, and one that does."""
         clears = self.draw.choice([self.clear, self.clear_one_by_one, self.read_gradients])
-        with self.unreduced():
+        with self.unreduced(over_replicas_only=self.draw.random() < 0.5):
             self.loss(self.step + 200).backward()
         clears()
 
     @contextlib.contextmanager
-    def unreduced(self) -> Any:
+    def unreduced(self, over_replicas_only: bool) -> Any:
         if self.kind == "plan":
             with no_sync(self.model):
                 yield
             return
-        if self.kind.startswith("fsdp"):
-            self.model.set_requires_gradient_sync(False)
+        if self.kind == "device":
+            yield
+            return
+        leaves = over_replicas_only and self.kind == "fsdp replicas"
+        sync = self.model.set_requires_all_reduce if leaves else self.model.set_requires_gradient_sync
+        sync(False)
         yield
-        if self.kind.startswith("fsdp"):
-            self.model.set_requires_gradient_sync(True)
+        sync(True)
 
     def check_registered(self) -> None:
         if self.kind != "device":

@@ -197,7 +197,7 @@ def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
     if difference.name.startswith(WRITTEN_GATHERED):
         return (
             "ranks have written different values to parameter "
-            f"{difference.name.removeprefix(WRITTEN_GATHERED)!r} in the forward before {site}: a digest of it is {found}. A "
+            f"{difference.name.removeprefix(WRITTEN_GATHERED)!r} in the forward before {site}: it is {found}. A "
             "parameter that is gathered for a forward is the same on every rank, and so must be what is written to it. What "
             "depends on a rank's own data (nn.Embedding(max_norm=)) has to be written outside of the forward, from the "
             "values of all ranks; or leave the parameter out of the group (ignored_params)"

@@ -35,13 +35,13 @@ class AskedGradients(NamedTuple):
     """For programs that differentiate by tensors which graphs have something else in the place of.
 
     Attributes:
-        leaves: what graphs have in the place of the given inputs; None where it is these.
-        answers: ``(inputs, gradients, creates_graph=)`` to what ``torch.autograd.grad`` returns, where ``leaves`` was not
-            None.
+        leaves: ``(inputs, returns_graph=)`` to what graphs have in their place; None where it is these. ``returns_graph``:
+            gradients with a graph of their own are to be returned.
+        answers: ``(inputs, gradients)`` to what ``torch.autograd.grad`` returns, where ``leaves`` was not None.
     """
 
-    leaves: Callable[[Sequence[Any]], list[Any] | None]
-    answers: Callable[..., tuple[torch.Tensor | None, ...]]
+    leaves: Callable[..., list[Any] | None]
+    answers: Callable[[Sequence[Any], Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, ...]]
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,12 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
         losses: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any = (), *args: Any, **kwargs: Any
     ) -> Any:
         begins(losses, gradients, bool(creates_graph))
+        returns = not kwargs.get("accumulate_grad")
         for leaves, answers in ASKED_GRADIENTS if inputs else ():
-            found = leaves(inputs)
+            found = leaves(inputs, returns_graph=returns and bool(creates_graph))
             if found is not None:
                 result = original(losses, gradients, keep, creates_graph, tuple(found), *args, **kwargs)
-                return result if kwargs.get("accumulate_grad") else answers(inputs, result, creates_graph=creates_graph)
+                return answers(inputs, result) if returns else result
         return original(losses, gradients, keep, creates_graph, inputs, *args, **kwargs)
 
     changes.attribute(torch.autograd, "_engine_run_backward", _engine_run_backward)

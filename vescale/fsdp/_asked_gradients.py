@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Partial
 
+from vescale.comm import all_reduce_
 from vescale.compat import make_dtensor, make_spec
 from vescale.compat.model_hooks import ASKED_GRADIENTS, AskedGradients
 from vescale.errors import UnsupportedParameterError
@@ -22,42 +22,41 @@ from vescale.placements import contiguous_stride, redistribute
 __all__: list[str] = []
 
 
-def _leaves(inputs: Sequence[Any]) -> list[Any] | None:
-    """What a graph has in the place of ``inputs``; None where it has these."""
+def _leaves(inputs: Sequence[Any], *, returns_graph: bool) -> list[Any] | None:
+    """What a graph has in the place of ``inputs``; None where it has these.
+
+    Raises UnsupportedParameterError where gradients with a graph are asked for.
+    """
     found = [managed_by(each) for each in inputs]
-    if not any(found):
+    asked = next((managed for managed in found if managed is not None), None)
+    if asked is None:
         return None
+    if returns_graph:
+        raise UnsupportedParameterError(
+            f"torch.autograd.grad(..., create_graph=True) of parameter {asked.name!r} of shape {asked.global_shape}, "
+            "which fully_shard or a unit of a plan gathers: the reduction over ranks is no part of the graph. Expected "
+            "gradients of inputs and activations, create_graph=False, or a plan that keeps this parameter whole "
+            "(no entry with phase=INIT)"
+        )
     return [
         each if managed is None or managed.unsharded is None else managed.unsharded
         for each, managed in zip(inputs, found, strict=True)
     ]
 
 
-def _answers(
-    inputs: Sequence[Any], gradients: Sequence[torch.Tensor | None], *, creates_graph: bool
-) -> tuple[torch.Tensor | None, ...]:
+def _answers(inputs: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """The gradients of ``inputs``, each placed as the parameter, from those of this rank. All ranks ask for the same ones:
-    one reduction for each, and one for which ones any rank has.
-
-    Raises UnsupportedParameterError for a graph of the gradients.
-    """
-    found = [managed_by(each) for each in inputs]
-    asked = [(index, managed) for index, managed in enumerate(found) if managed is not None]
-    if creates_graph:
-        managed = asked[0][1]
-        raise UnsupportedParameterError(
-            f"torch.autograd.grad(..., create_graph=True) of parameter {managed.name!r} of shape {managed.global_shape}, "
-            "which fully_shard or a unit of a plan gathers: the reduction over ranks is no part of the graph. Expected "
-            "gradients of inputs and activations, create_graph=False, or a plan that keeps this parameter whole "
-            "(no entry with phase=INIT)"
-        )
-    axes = asked[0][1].axes
-    has = torch.tensor([gradients[index] is not None for index, _ in asked], dtype=torch.uint8, device=axes.device)
-    dist.all_reduce(has, dist.ReduceOp.MAX, group=axes.data_parallel.group)
+    one reduction for each, and for each group of data-parallel ranks one of which ones any rank has."""
+    asked = [(index, managed) for index, each in enumerate(inputs) if (managed := managed_by(each)) is not None]
     answers = list(gradients)
-    with torch.no_grad():
-        for (index, managed), any_has in zip(asked, has.tolist(), strict=True):
-            answers[index] = _reduced(managed, gradients[index]) if any_has else None
+    for group in dict.fromkeys(managed.axes.data_parallel.group for _, managed in asked):
+        own = [(index, managed) for index, managed in asked if managed.axes.data_parallel.group is group]
+        has = [gradients[index] is not None for index, _ in own]
+        flags = torch.tensor(has, dtype=torch.uint8, device=own[0][1].axes.device)
+        flags = all_reduce_(flags, "max", group, requester="which gradients any rank has").wait()
+        with torch.no_grad():
+            for (index, managed), any_has in zip(own, flags.tolist(), strict=True):
+                answers[index] = _reduced(managed, gradients[index]) if any_has else None
     return tuple(answers)
 
 

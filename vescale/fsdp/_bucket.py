@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from vescale.buffer import Allocation, DBuffer
+from vescale.checks import sum_of_bits
 from vescale.compat import local_of, set_local
 from vescale.errors import WrittenParameterError
 from vescale.fsdp._extensions import refuse_hooks
@@ -190,7 +191,7 @@ class Bucket:
 
     def write_back(self, index: int, path: str) -> str:
         """Write this rank's part of an unsharded parameter, which the caller's code has changed, to the sharded one. Returns
-        a digest of the whole, which every rank must have.
+        what every rank must have written alike, in short; waits for the device.
 
         Raises WrittenParameterError where the gathered copy is of another dtype or shape, or a tensor subclass.
         """
@@ -217,7 +218,7 @@ class Bucket:
                 else:
                     unsharded.data = place
             self.at_rest.cut(index, place)
-        return _digest(place)
+        return f"sum of bits {sum_of_bits(place):x}"
 
     # What is reported
 
@@ -240,10 +241,3 @@ class Bucket:
             return text
         kinds = ",".join(type(self.at_rest.local(index)).__name__ for index in range(len(self.parameters)))
         return f"{text}, gathered by the hooks of {kinds}"
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    """Two sums over the bytes. Waits for the device."""
-    values = tensor.contiguous().view(torch.uint8).flatten().to(torch.int64)
-    places = torch.arange(1, values.numel() + 1, device=values.device) % 65521
-    return f"{int(values.sum())}, {int((values * places).sum())}"

@@ -48,12 +48,13 @@ def find_counts(
         with local_state(module, entered), counted(module, names, count):
             return run(count)
 
-    wanted = found(number, ())
+    wanted, cause = found(number, ()), None
     for size in range(len(candidates) + 1):
         for names in itertools.combinations(candidates, size):
             try:
                 here = found(count, names)
-            except Exception:  # not lost: of a wrong choice, as an index behind the last expert
+            except Exception as error:  # of a wrong choice, as an index behind the last expert
+                cause = error
                 continue
             if here.shape == wanted.shape and torch.allclose(
                 here.float(), wanted.float(), rtol=1e-2, atol=1e-6, equal_nan=True
@@ -63,7 +64,7 @@ def find_counts(
         f"the experts {path!r} compute other results with {count} of their {number} experts, whether attributes that are "
         f"{number} ({', '.join(candidates)}) count these or not. Take the number of experts from a weight "
         "(self.weight.shape[0]) in the module's forward"
-    )
+    ) from cause
 
 
 def _distinct(x: torch.Tensor, num_experts: int) -> torch.Tensor:
