@@ -425,6 +425,30 @@ def test_drawn_programs(ranks: RankPools) -> None:
     ranks.run(programs, KINDS, range(12), world_size=2)
 
 
+def cleared_before_replicas_add() -> None:
+    """What has been reduced over the shards, and is pending over the replicas, is ``.grad``, and is cleared with it."""
+    found = []
+    for one in ("fsdp replicas", "device"):
+        model, loss = _trained(one)
+        for number, clears in enumerate((False, True, False)):
+            if one != "device":
+                model.set_requires_all_reduce(False)
+            loss(number).backward()
+            found.append(_whole(model.head.weight.grad).clone())
+            if clears:
+                model.zero_grad()
+        if one != "device":
+            model.set_requires_all_reduce(True)
+        loss(3).backward()
+        found.append(_whole(model.head.weight.grad).clone())
+    for own, wanted in zip(found[:4], found[4:], strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_pending_over_replicas_is_cleared(ranks: RankPools) -> None:
+    ranks.run(cleared_before_replicas_add, world_size=4)
+
+
 def test_drawn_programs_on_replicas(ranks: RankPools) -> None:
     ranks.run(programs, ("fsdp replicas",), range(4), world_size=4)
 
