@@ -21,7 +21,7 @@ from vescale.pipeline._loss_path import output_at, try_loss
 from vescale.pipeline._loss_sums import LossShare, share_of_microbatches
 from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import NOTHING, Boundary, Origin, Trace
-from vescale.plans import PipelineEntry
+from vescale.plans import PipelineEntry, PlanError
 
 __all__ = ["MOST_BRANCHES", "Signature", "inputs_of", "like", "microbatches_of", "traced_pair"]
 
@@ -114,9 +114,19 @@ def traced_pair(
         return trace(skeleton, cut, inputs, entry.source, grad=grad, answers=answers, loss=loss)
 
     whole = traced(batch)
-    part = traced(first, whole.reads.values)
-    if part.reads.counts != whole.reads.counts and whole.reads.values:
-        part = traced(first)
+    try:
+        part = traced(first, whole.reads.values)
+        if part.reads.counts != whole.reads.counts and whole.reads.values:
+            part = traced(first)
+    except PlanError:
+        raise
+    except Exception as error:  # of the model's own code, which has run for the whole batch
+        raise PipelineBatchError(
+            f"pipeline: the forward takes the batch, and none of its {entry.microbatches} micro-batches, with which it "
+            f"raises {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}; give a number of "
+            "microbatches= that leaves rows together which belong together, or microbatches=1 with GPipe",
+            entry.source,
+        ) from error
     return whole, part
 
 
@@ -131,8 +141,9 @@ def inputs_of(model: nn.Module, batch: Mapping[str, Any], entry: PipelineEntry) 
     return {name: value for name, value in batch.items() if name in parameters}
 
 
-def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry) -> list[dict[str, Any]]:
+def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry, count: int = 1) -> list[dict[str, Any]]:
     """The micro-batches of a batch: equal parts of each tensor along dim 0, also of those in lists, tuples and dicts.
+    With ``count``, so many of them together.
 
     Tensors without dims, tensors of one row beside others of several, and other values go to every micro-batch as they
     are. Raises PlanError for sizes that cannot be cut.
@@ -157,12 +168,12 @@ def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry) -> list[dict
         )
     part = size // m
 
-    def of(index: int) -> dict[str, Any]:
-        cut = [v[index * part : (index + 1) * part] if n == size else v for v, n in zip(leaves, rows)]
+    def of(index: int, count: int) -> dict[str, Any]:
+        cut = [v[index * part : (index + count) * part] if n == size else v for v, n in zip(leaves, rows)]
         found: dict[str, Any] = tree_unflatten(cut, tree)
         return found
 
-    return [of(index) for index in range(m)]
+    return [of(index, count) for index in range(0, m, count)]
 
 
 def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[int, ...], int | None]:
@@ -209,7 +220,12 @@ def _share(whole: Trace, part: Trace, entry: PipelineEntry) -> LossShare:
         )
 
     losses = output_at(whole.output, entry.loss, entry.source), output_at(part.output, entry.loss, entry.source)
-    return share_of_microbatches(whole.nodes, part.nodes, losses, entry.microbatches, whole.replay, refuse)
+    try:
+        return share_of_microbatches(whole.nodes, part.nodes, losses, entry.microbatches, whole.replay, refuse)
+    except PipelineLossError:
+        if entry.rows == "microbatch":
+            return LossShare(1.0 / entry.microbatches, {})  # the average, as of gradient accumulation
+        raise
 
 
 def like(value: Any) -> str:

@@ -19,6 +19,7 @@ from vescale.pipeline._batch_reads import Place, ReadCalls
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._gates import Gate, StageEnd, current_run
 from vescale.pipeline._hooked_calls import TensorLike, call_hooks, seeing_values
+from vescale.pipeline._row_trial import RowTrial
 from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TracedCall
 from vescale.placements import contiguous_stride
 from vescale.plans import PipelineEntry
@@ -43,6 +44,7 @@ class Surroundings(Protocol):
     device: torch.device
     entry: PipelineEntry
     states: dict[int, torch.Tensor]
+    trial: RowTrial | None
 
 
 class StageRun:
@@ -69,6 +71,7 @@ class StageRun:
         self.depth = 0
         self.loss_mode: Callable[[], Any] | None = None
         self.at_begin: Callable[[], None] | None = None
+        self.at_end: Callable[[Any], Any] = lambda out: out
         self.answers = answers  # of the whole batch, to what the forward reads from it
 
     @contextlib.contextmanager
@@ -98,12 +101,15 @@ class StageRun:
             if answer is not None:
                 return answer[0]
         number = self.number - 1
+        trial = self.runner.trial
         self.depth += 1
         try:
             with self._around_hooks(gate, number):
-                result = proceed(*args, **kwargs)
+                result = proceed(*args, **kwargs) if trial is None else trial.run(proceed, args, kwargs)
         finally:
             self.depth -= 1
+        if trial is not None:
+            result = trial.returned(number, result, changes=self.leaves is NOTHING)
         if self.leaving:
             self._see_leaves(number, tree_flatten(result)[0])
         return result
@@ -296,7 +302,8 @@ def end_forward(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
             )
         try:
             with run.around_forward():
-                return forward(*args, **kwargs)
+                out = forward(*args, **kwargs)
+            return run.at_end(out)
         except StageEnd:
             return tuple(run.made or ())
 
