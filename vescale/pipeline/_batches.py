@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
-from vescale.errors import PipelineBatchError, PipelineLossError, PipelineWarning
+from vescale.errors import PipelineBatchError, PipelineLossError, PipelineRowsError, PipelineWarning
 from vescale.pipeline._batch_reads import Place
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss_path import output_at, try_loss
 from vescale.pipeline._loss_sums import LossShare, share_of_microbatches
+from vescale.pipeline._row_flow import EDITS, RowFlow, Substitute
 from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import NOTHING, Boundary, Origin, Trace
 from vescale.plans import PipelineEntry, PlanError
@@ -37,6 +38,7 @@ class Signature:
         self.headers = headers
         self.dims = _batch_dims(whole, part, entry)
         self.share = _share(whole, part, entry)
+        self.substitutes = _substitutes(whole, part, entry)
         self.whole, self.part = whole.without_values(), part.without_values()
         self._ignores_values = False
         if entry.microbatches > 1 and whole.of_rows:
@@ -111,7 +113,8 @@ def traced_pair(
     def traced(given: Mapping[str, Any], answers: Mapping[Place, Any] | None = None) -> Trace:
         loss = functools.partial(try_loss, entry, batch=given) if callable(entry.loss) else None
         inputs, grad = inputs_of(skeleton, given, entry), torch.is_grad_enabled()
-        return trace(skeleton, cut, inputs, entry.source, grad=grad, answers=answers, loss=loss)
+        beside = {name: value for name, value in given.items() if name not in inputs}
+        return trace(skeleton, cut, inputs, entry.source, grad=grad, answers=answers, loss=loss, beside=beside)
 
     whole = traced(batch)
     try:
@@ -226,6 +229,28 @@ def _share(whole: Trace, part: Trace, entry: PipelineEntry) -> LossShare:
         if entry.rows == "microbatch":
             return LossShare(1.0 / entry.microbatches, {})  # the average, as of gradient accumulation
         raise
+
+
+def _substitutes(whole: Trace, part: Trace, entry: PipelineEntry) -> list[Substitute]:
+    """What micro-batches take from the whole batch. Raises PlanError for a loss that depends otherwise on rows of several of
+    them."""
+    if entry.rows == "microbatch" or entry.microbatches == 1:
+        return []
+    if callable(entry.loss):
+        losses = whole.total, part.total
+    else:
+        losses = tuple(output_at(trace.output, entry.loss, entry.source) for trace in (whole, part))  # type: ignore[assignment]
+    if losses[0] is None or losses[1] is None:
+        return []
+    flow = RowFlow(whole.row_ops, part.row_ops, entry.microbatches, whole.replay, (whole.nodes.means, part.nodes.means))
+    state = flow.of(*losses)
+    if state.kind == "mixed":
+        raise PipelineRowsError(
+            f"pipeline: the loss depends on rows of several micro-batches: {state.why}, and each of {entry.microbatches} "
+            f"micro-batches has a part of the batch's rows. {EDITS}",
+            entry.source,
+        )
+    return [flow.substitutes[number] for number in state.needs]
 
 
 def like(value: Any) -> str:

@@ -77,9 +77,7 @@ class LossNodes:
     nodes: list[_Node] = field(default_factory=list)
     of: dict[int, int] = field(default_factory=dict)  # id of a tensor -> its node
     batch: set[int] = field(default_factory=set)  # ids of tensors that depend on the batch
-    means: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict
-    )  # by id: means over labels, of what
+    means: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # by id: means over labels, of what
     read: set[float] = field(default_factory=set)  # numbers that were read from tensors of the batch
 
     def note(
@@ -141,7 +139,7 @@ class LossCalls(TorchFunctionMode):
         result = func(*args, **kwargs)
         given = is_mean_of_labels(func, args, kwargs)
         if given is not None:
-            self._nodes.means[id(result)] = result, given["input"]
+            self._nodes.means[id(result)] = result, given["input"], given["target"]
         return result
 
 

@@ -25,13 +25,7 @@ from vescale.pipeline._hooked_calls import TensorLike
 from vescale.pipeline._traced import NOTHING, TracedCall
 from vescale.placements import CustomPlacement, shard_dim
 
-__all__ = ["EDITS", "RowTrial"]
-
-EDITS = (
-    "Compute what needs all rows before .step() and pass the result in the batch (advantages, weights that are normalized, "
-    "pairs of rows as two tensors); or give microbatches=1 with GPipe; or rows='microbatch' in plan.pipeline(...), if each "
-    "micro-batch shall compute it of its own rows, as gradient accumulation does"
-)
+__all__ = ["RowTrial"]
 
 _Rows = tuple[torch.Tensor, torch.Tensor]  # a projection of each row, and its norm
 

@@ -30,13 +30,14 @@ from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss, output_at
 from vescale.pipeline._residency import releases
-from vescale.pipeline._row_trial import EDITS, RowTrial
+from vescale.pipeline._row_flow import EDITS
+from vescale.pipeline._row_trial import RowTrial
 from vescale.pipeline._schedule import Action, Schedule, build
 from vescale.pipeline._stage import ModelStage
 from vescale.pipeline._stage_run import StageRun
 from vescale.pipeline._staged_program import stages_of_unit
 from vescale.pipeline._ties import Ties
-from vescale.pipeline._traced import Trace
+from vescale.pipeline._traced import Origin, Trace
 from vescale.plans import PipelineEntry
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
 from vescale.runtime import (
@@ -101,6 +102,7 @@ class Runner:
         self._batches: list[dict[str, Any]] = []
         self._inputs: list[dict[str, Any]] = []  # what of them the model's forward takes
         self._loss: BatchLoss | None = None
+        self._whole_values: list[tuple[Origin, torch.Tensor, int | None]] = []
         self._losses: list[tuple[Any, Any]] = []  # of micro-batches, with their counts
         self.states: dict[int, torch.Tensor] = {}
 
@@ -245,6 +247,7 @@ class Runner:
         self._answers = known.answers(whole, self._inputs)
         self._loss = BatchLoss(self.entry, known, batch)
         self._losses, self.states = [], {}
+        self._whole_values = [(s.origin, s.value(batch), s.dim) for s in known.substitutes]
         known.headers.begin_step()
         if known.whole.draws:
             without_native_fills()
@@ -393,7 +396,7 @@ class Runner:
     def forward(self, stage: int, microbatch: int, received: Sequence[DTensor]) -> tuple[list[DTensor], Any]:
         known, trial = self._known, self.trial
         assert known is not None and self._loss is not None
-        run = StageRun(self, known, stage, received, self._answers)
+        run = StageRun(self, known, stage, received, self._answers, self._values_of(microbatch))
         generator = default_generator(self.device)
         generator.set_state(self._start_state)
         batch = self._batches[microbatch]
@@ -415,6 +418,8 @@ class Runner:
             with running(run):
                 out = self.model(**self._inputs[microbatch])
             if is_last and callable(self.entry.loss):
+                if run.whole_values is not None:
+                    stack.enter_context(run.whole_values)
                 total = self._share(out if trial is None else trial.given(out), batch)
             elif is_last and trial is None:
                 total = self._share(out, batch)
@@ -430,6 +435,14 @@ class Runner:
         if trial is not None:
             trial.sent(stage + 1, run.made)
         return run.made, None
+
+    def _values_of(self, microbatch: int) -> dict[Origin, torch.Tensor]:
+        """What a micro-batch takes from the whole batch."""
+        parts = len(self._batches)
+        return {
+            origin: value if dim is None else value.tensor_split(parts, dim)[microbatch]
+            for origin, value, dim in self._whole_values
+        }
 
     def _end_tried(self, trial: RowTrial, batch: Mapping[str, Any], out: Any) -> Any:
         """At the end of the model's own forward: what hooks behind it get, without gradients."""

@@ -20,7 +20,7 @@ from vescale.pipeline._batches import Signature
 from vescale.pipeline._gates import Gate, StageEnd, current_run
 from vescale.pipeline._hooked_calls import TensorLike, call_hooks, seeing_values
 from vescale.pipeline._row_trial import RowTrial
-from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TracedCall
+from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TracedCall, WholeValues
 from vescale.placements import contiguous_stride
 from vescale.plans import PipelineEntry
 from vescale.rng import default_generator
@@ -57,6 +57,7 @@ class StageRun:
         stage: int,
         received: Sequence[DTensor],
         answers: Mapping[Place, Any],
+        values: Mapping[Origin, torch.Tensor],
     ) -> None:
         self.runner, self.known, self.stage, self.received = runner, known, stage, received
         self.begun = stage == 0
@@ -73,11 +74,14 @@ class StageRun:
         self.at_begin: Callable[[], None] | None = None
         self.at_end: Callable[[Any], Any] = lambda out: out
         self.answers = answers  # of the whole batch, to what the forward reads from it
+        self.whole_values = WholeValues(values, lambda: not self.depth) if values else None
 
     @contextlib.contextmanager
     def around_forward(self) -> Iterator[None]:
         """Around the forward of the model itself."""
         with contextlib.ExitStack() as stack:
+            if self.whole_values is not None:
+                stack.enter_context(self.whole_values)
             if self.stage in self.known.part.outside:
                 stack.enter_context(_Arrived(self._replace))
             if any(origin.function is not None for origin in (*self.entering, *self.leaving)):
