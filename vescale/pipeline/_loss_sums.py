@@ -292,5 +292,6 @@ class _Analysis:
             ratio = numbers[0][0] / numbers[1][0] if numbers[1][0] else 0.0
             if ratio != self._count or numbers[0][0] in self._whole.read:
                 raise self._refuse("is multiplied or divided by a number that is read from the batch")
+            self.has_other_means = True  # a sum over rows, divided by their number
             return scale / ratio if divides else scale * ratio
         return scale

@@ -8,7 +8,7 @@ What depends on parameters cannot, as other micro-batches are not there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ EDITS = (
     "micro-batch shall compute it of its own rows, as gradient accumulation does"
 )
 _NOT_USERS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
+_APART = 12  # ops that are in one of two traces
 _VIEWS = {"select", "slice", "expand", "permute", "transpose", "t", "split", "split_with_sizes", "unbind", "diagonal"}
 
 
@@ -107,10 +108,9 @@ class RowFlow:
                     self._roots[id(op.outs[0])] = self._root(op.args[0] if op.args else op.kwargs["self"])
         for big, small in zip(whole.batch, part.batch):
             self._set(big, small, RowState("rows") if big.shape != small.shape else FIXED)
-        pairs = zip(*([op for op in ops if op.name not in KEEPS_ORDER] for ops in (whole.ops, part.ops)))
-        for one, other in pairs:
-            if one.func is not other.func or len(one.outs) != len(other.outs):
-                break  # what follows is unknown
+        for one, other in _aligned(
+            *([op for op in ops if op.name not in KEEPS_ORDER] for ops in (whole.ops, part.ops))
+        ):
             self._follow(one, other)
 
     def of(self, big: torch.Tensor, small: torch.Tensor) -> RowState:
@@ -131,7 +131,7 @@ class RowFlow:
         if self._small[id(root)] is not self._root(small):
             return Operand(big, small, UNKNOWN.needing(state.needs))
         found = Operand.of(big, small, state, self._count)
-        if found.kind == "mixed" or (found.kind == "count" and not counts):
+        if found.kind in ("mixed", "unknown") or (found.kind == "count" and not counts):
             for one, other in ((big, small), (root, self._root(small))):
                 taken = self._substituted(one, other)
                 if taken is not None:
@@ -205,11 +205,18 @@ class RowFlow:
         if "sum" in kinds:
             return [self._of_sums(op, call, shapes_differ) for _ in call.outs]
         if not call.cut:
-            fixed = FIXED if not shapes_differ else self._mixed(op, "has the number of rows among its arguments")
+            fixed = self._mixed(op, "has the number of rows among its arguments")
+            fixed = fixed if shapes_differ or call.numbers_differ else FIXED
             return [fixed.needing(call.needs) for _ in call.outs]
         rule = rule_of(op.func)
         found = rule(call) if rule is not None else None
+        if "batch_norm" in op.name and not op.depends:
+            found = call.mixed("takes statistics over rows")
         states = [UNKNOWN] * len(call.outs) if found is None else found if isinstance(found, list) else [found]
+        states = [
+            RowState("mixed", why="compares each row with each") if s is UNKNOWN and _differ_twice(out) else s
+            for s, out in zip(states, call.outs)
+        ]
         states = [*states, *[UNKNOWN] * (len(call.outs) - len(states))]
         if not op.depends:  # a sum of the batch's own values is not the sum that a micro-batch has
             states = [self._mixed(op, "is a sum over rows") if s.kind == "sum" else s for s in states]
@@ -224,8 +231,7 @@ class RowFlow:
         big, small = call.outs[n]
         different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
         if not different:
-            numbers = [[v for v in o.values() if isinstance(v, int | float)] for o in (call.big, call.small)]
-            return FIXED if numbers[0] == numbers[1] else self._mixed(op, "has the number of rows among its arguments")
+            return self._mixed(op, "has the number of rows among its arguments") if call.numbers_differ else FIXED
         if (
             len(different) > 1
             or big.ndim != small.ndim
@@ -249,6 +255,26 @@ class RowFlow:
         ):
             return self._mixed(op, "is taken of a sum or mean over rows").needing(call.needs)
         return RowState("sum", needs=call.needs)
+
+
+def _aligned(whole: Sequence[_Op], part: Sequence[_Op]) -> Iterator[tuple[_Op, _Op]]:
+    """The ops of both that are the same. (By its sizes, a linear layer is one op or two.) Results of others are unknown."""
+    n = k = 0
+    while n < len(whole) and k < len(part):
+        steps = ((a, total - a) for total in range(_APART) for a in range(total + 1))
+        for a, b in steps:
+            one, other = whole[n + a : n + a + 1], part[k + b : k + b + 1]
+            if one and other and one[0].func is other[0].func and one[0].where == other[0].where:
+                yield one[0], other[0]
+                n, k = n + a + 1, k + b + 1
+                break
+        else:
+            return
+
+
+def _differ_twice(out: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    big, small = out
+    return big.ndim == small.ndim and sum(a != b for a, b in zip(big.shape, small.shape)) > 1
 
 
 def _named(op: _Op) -> dict[str, Any]:

@@ -50,9 +50,8 @@ def _pointwise(call: RowCall) -> RowState:
     places = {(o.dim + ndim - o.big.ndim, o.outer) for o in call.cut}
     if len(places) > 1:
         return call.mixed("meets rows in different dims")
-    for name, value in call.big.items():
-        if isinstance(value, int | float) and value != call.small.get(name) and name != "size":
-            return call.mixed(f"has the number {value} for the batch and {call.small.get(name)} for a micro-batch")
+    if call.numbers_differ:
+        return call.mixed("has the number of rows among its arguments")
     ((dim, outer),) = places
     only = call.cut[0] if call.name in _COPIES and len(call.cut) == 1 else None
     return call.rows(dim, outer, kind="rows" if only is None else only.kind)
@@ -248,6 +247,12 @@ def _index(call: RowCall) -> RowState | None:
     return call.rows(first + dim, outer)
 
 
+def _ctc_loss(call: RowCall) -> list[RowState] | None:
+    """Of log probabilities ``[time, rows, classes]``."""
+    x = call.operands[0]
+    return [call.rows(0, x.outer), UNKNOWN] if x.dim == 1 and x.big.ndim == 3 else None
+
+
 def _loss(call: RowCall) -> list[RowState]:
     x = call.operands[0]
     if call.big.get("reduction", 1):
@@ -292,6 +297,7 @@ _RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(_names("avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d"), _leading),
     **dict.fromkeys(_names(_LOSSES), _loss),
+    "_ctc_loss": _ctc_loss,
     "select": _select,
     "slice": _slice,
     "repeat": _repeat,

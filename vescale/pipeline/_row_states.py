@@ -105,6 +105,11 @@ class RowCall:
     def needs(self) -> frozenset[int]:
         return frozenset().union(*(operand.state.needs for operand in self.operands))
 
+    @property
+    def numbers_differ(self) -> bool:
+        """Whether an argument is another number for a micro-batch: the number of rows, mostly."""
+        return any(isinstance(v, int | float) and v != self.small.get(name) for name, v in self.big.items())
+
     def rows(self, dim: int, outer: int = 1, out: int = 0, kind: str = "rows") -> RowState:
         """A result with the micro-batches in ``dim``."""
         shape = self.outs[out][0].shape

@@ -251,7 +251,7 @@ class _WithoutStatistics(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.batch_norm:
+        if func is not F.batch_norm or not isinstance(kwargs.get("input", args and args[0]), DTensor):
             return func(*args, **kwargs)
         names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
         given = {**dict(zip(names, args)), **kwargs, "training": False}

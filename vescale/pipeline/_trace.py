@@ -247,7 +247,7 @@ class _Recorder(TorchDispatchMode):
         if reads_values:
             self._check(func, tensors)
         self._note_draw(func, args, kwargs)
-        self._note_rows(func, args)
+        self._note_rows(func, args, depends)
         out, is_replayable = self._run(func, flat, tree, args, kwargs, tensors)
         self._note_loss(func, args, kwargs, depends)
         outs = [v for v in tree_flatten(out)[0] if isinstance(v, torch.Tensor)]
@@ -281,6 +281,9 @@ class _Recorder(TorchDispatchMode):
             refuse_reading(func, tensors)
             if func in _WITH_MASKS:
                 flat, tree = _with_positions(args, kwargs)
+            if func.overloadpacket is aten._ctc_loss:  # has no kernel for the meta device
+                time, rows, _ = args[0].shape
+                return (args[0].new_empty(rows), args[0].new_empty(rows, time, 2 * args[1].shape[-1] + 1)), False
             # Computed values beside unknown ones.
             moved = [v.to("meta") if isinstance(v, torch.Tensor) and not v.is_meta else v for v in flat]
             args, kwargs = tree_unflatten(moved, tree)
@@ -321,10 +324,10 @@ class _Recorder(TorchDispatchMode):
             )
         self.draws.append(draw)
 
-    def _note_rows(self, func: Any, args: Any) -> None:
+    def _note_rows(self, func: Any, args: Any, depends: bool) -> None:
         """Batch normalization (that of instances is one of a single row), and buffers that are written to."""
         if "batch_norm" in func._schema.name and "backward" not in func._schema.name:
-            if any(value is True for value in args) and args[0].shape[0] > 1:
+            if depends and any(value is True for value in args) and args[0].shape[0] > 1:
                 where = f"the forward of {self.inside!r}" if self.inside else "the forward"
                 self.of_rows[f"{where} takes statistics over the rows of a batch (batch normalization)"] = None
         elif func._schema.is_mutable and args and id(args[0]) in self._buffers:
@@ -334,8 +337,15 @@ class _Recorder(TorchDispatchMode):
         if func not in _LOSSES:
             return
         _, target, weight, reduction, ignore_index = args
-        recipe = self.replay_of(target) if depends else None
-        self.losses.append(LossTerm(reduction, ignore_index, weight is not None, recipe))
+        labels = self._value_of(target) if depends else None
+        weights = None if weight is None else self._value_of(weight)
+        self.losses.append(LossTerm(reduction, ignore_index, weight is not None, labels, weights))
+
+    def _value_of(self, tensor: torch.Tensor) -> Callable[[Mapping[str, Any]], torch.Tensor] | None:
+        """What computes the tensor from another batch, or a constant; None for one that depends on parameters."""
+        if self._depends(id(tensor)) or id(tensor) in self.recipes:
+            return self.replay_of(tensor)
+        return None if tensor.is_meta else lambda batch: tensor
 
     def _note_read(self, place: Place, func: Any, args: Any, kwargs: Any, value: Any) -> None:
         tensors = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]

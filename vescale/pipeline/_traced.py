@@ -131,12 +131,25 @@ class TracedCall:
 
 @dataclass
 class LossTerm:
-    """A call of ``nll_loss``: what counts its labels in another batch, and how it adds them up."""
+    """A call of ``nll_loss``: what its labels and weights of classes are in another batch (None: not known, or no weights),
+    and how it adds up."""
 
     reduction: int
     ignore_index: int
     has_weight: bool
     target: Callable[[Mapping[str, Any]], torch.Tensor] | None
+    weight: Callable[[Mapping[str, Any]], torch.Tensor] | None
+
+    @property
+    def is_known(self) -> bool:
+        return self.target is not None and self.has_weight == (self.weight is not None)
+
+    def count(self, batch: Mapping[str, Any]) -> float:
+        """What the sum over all labels is divided by."""
+        assert self.target is not None
+        target = self.target(batch)
+        valid = target != self.ignore_index
+        return int(valid.sum()) if self.weight is None else float(self.weight(batch)[target[valid]].sum())
 
 
 @dataclass
