@@ -630,7 +630,7 @@ FORWARDS |= {
     )(net.rows(x)),
     "next_token": lambda net, ids, labels: F.cross_entropy(net.logits(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()),
     "next_token_z": lambda net, ids, labels: (
-        lambda l: F.cross_entropy(l.flatten(0, 1), labels[:, 1:].flatten()) + 1e-3 * l.logsumexp(-1).square().mean()
+        lambda s: F.cross_entropy(s.flatten(0, 1), labels[:, 1:].flatten()) + 1e-3 * s.logsumexp(-1).square().mean()
     )(net.logits(ids)[:, :-1]),
     "positions_added": lambda net, ids, labels: F.cross_entropy(
         net.head(net.body(net.embed(ids) + torch.linspace(0, 1, LENGTH)[:, None].double())).flatten(0, 1), labels.flatten()

@@ -42,9 +42,9 @@ class BatchLoss:
             if not term.is_known:
                 what = "weights" if term.target is not None else "labels"
                 raise PipelineLossError(
-                    f"pipeline: loss={entry.loss!r} is a mean with {what} that the model computes from its parameters, so that "
-                    "the number of valid labels is not known before the forward: give a callable loss=f(out, batch) -> (sum, "
-                    "count)",
+                    f"pipeline: loss={entry.loss!r} is a mean with {what} that the model computes from its parameters, so "
+                    "that what it is divided by is not known before the forward: give a callable "
+                    "loss=f(out, batch) -> (sum, count)",
                     entry.source,
                 )
             self.counts.append(term.count(batch))
