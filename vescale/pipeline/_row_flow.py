@@ -28,6 +28,7 @@ EDITS = (
 )
 _NOT_USERS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
 _APART = 12  # ops that are in one of two traces
+_CHOOSES = {"nonzero", "masked_select", "unique_consecutive", "_unique2"}  # of how many rows, values tell
 _VIEWS = {"select", "slice", "expand", "permute", "transpose", "t", "split", "split_with_sizes", "unbind", "diagonal"}
 
 
@@ -98,7 +99,7 @@ class RowFlow:
         self._origins, self._count, self._replay = part.origins, count, replay
         self.substitutes: dict[int, Substitute] = {}
         self._states: dict[int, RowState] = {}
-        self._small: dict[int, torch.Tensor] = {}
+        self._small: dict[int, set[int]] = {}  # of a tensor that is two entries of the batch, several
         self._made: set[int] = {id(out) for op in (*whole.ops, *part.ops) for out in op.outs}
         self._roots: dict[int, torch.Tensor] = {}
         self._bases: dict[int, torch.Tensor] = {}
@@ -120,7 +121,9 @@ class RowFlow:
         return self._roots.get(id(tensor), tensor)
 
     def _set(self, big: torch.Tensor, small: torch.Tensor, state: RowState) -> None:
-        self._states[id(self._root(big))], self._small[id(self._root(big))] = state, self._root(small)
+        root = id(self._root(big))
+        self._states[root] = state
+        self._small.setdefault(root, set()).add(id(self._root(small)))
 
     def _operand(self, big: torch.Tensor, small: torch.Tensor, *, counts: bool = False) -> Operand:
         root = self._root(big)
@@ -128,10 +131,11 @@ class RowFlow:
         if state is None:
             is_given = id(root) not in self._made and big.shape == small.shape  # a parameter, or a constant
             return Operand(big, small, FIXED if is_given else UNKNOWN)
-        if self._small[id(root)] is not self._root(small):
+        if id(self._root(small)) not in self._small[id(root)]:
             return Operand(big, small, UNKNOWN.needing(state.needs))
         found = Operand.of(big, small, state, self._count)
-        if found.kind in ("mixed", "unknown") or (found.kind == "count" and not counts):
+        can_be_taken = found.kind in ("mixed", "unknown") and not found.state.is_pythons
+        if can_be_taken or (found.kind == "count" and not counts):
             for one, other in ((big, small), (root, self._root(small))):
                 taken = self._substituted(one, other)
                 if taken is not None:
@@ -195,16 +199,23 @@ class RowFlow:
     def _results(self, op: _Op, call: RowCall) -> list[RowState]:
         kinds = {operand.kind for operand in call.operands}
         shapes_differ = any(big.shape != small.shape for big, small in call.outs)
+        if op.name == "lift_fresh":  # torch.tensor(...)
+            return [_constant(*call.outs[0])]
+        if op.name in _CHOOSES:
+            return [RowState("unknown", is_pythons=True, needs=call.needs) for _ in call.outs]
         if op.name in FACTORIES or not call.operands:
             return [self._made_by_sizes(op, call, n) for n in range(len(call.outs))]
         if "mixed" in kinds:
             worst = next(operand.state for operand in call.operands if operand.kind == "mixed")
             return [worst.needing(call.needs) for _ in call.outs]
         if "unknown" in kinds:
-            return [UNKNOWN.needing(call.needs) for _ in call.outs]
+            pythons = any(operand.state.is_pythons for operand in call.operands)
+            return [RowState("unknown", is_pythons=pythons, needs=call.needs) for _ in call.outs]
         if "sum" in kinds:
             return [self._of_sums(op, call, shapes_differ) for _ in call.outs]
         if not call.cut:
+            if op.name in ("expand", "repeat"):  # each row is the same
+                return [self._made_by_sizes(op, call, 0).needing(call.needs)]
             fixed = self._mixed(op, "has the number of rows among its arguments")
             fixed = fixed if shapes_differ or call.numbers_differ else FIXED
             return [fixed.needing(call.needs) for _ in call.outs]
@@ -238,7 +249,7 @@ class RowFlow:
             or big.shape[different[0]] != self._count * small.shape[different[0]]
         ):
             return UNKNOWN
-        if op.name in FACTORIES:
+        if op.name in FACTORIES or op.name in ("expand", "repeat"):
             return call.rows(different[0], out=n)
         return call.rows(0, kind="count") if op.name == "arange" and not call.big.get("start") else UNKNOWN
 
@@ -255,6 +266,12 @@ class RowFlow:
         ):
             return self._mixed(op, "is taken of a sum or mean over rows").needing(call.needs)
         return RowState("sum", needs=call.needs)
+
+
+def _constant(big: torch.Tensor, small: torch.Tensor) -> RowState:
+    if big.shape == small.shape and not big.is_meta and not small.is_meta and torch.equal(big, small):
+        return FIXED
+    return RowState("unknown", is_pythons=True)
 
 
 def _aligned(whole: Sequence[_Op], part: Sequence[_Op]) -> Iterator[tuple[_Op, _Op]]:

@@ -25,7 +25,7 @@ def _names(text: str) -> list[str]:
 
 # Results have the elements of the operand, in the same order.
 KEEPS_ORDER = frozenset(
-    _names("view _unsafe_view reshape _reshape_alias clone contiguous alias detach unsqueeze squeeze lift_fresh")
+    _names("view _unsafe_view reshape _reshape_alias clone contiguous alias detach unsqueeze squeeze")
 )
 FACTORIES = frozenset(_names("zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones")) | {
     "new_full", "new_empty", "rand_like", "randn_like", "new_empty_strided", "empty_strided", "scalar_tensor",

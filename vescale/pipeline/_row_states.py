@@ -22,12 +22,15 @@ class RowState:
             ``mixed``: it is made of rows of several micro-batches otherwise. ``unknown``: there is no rule for an op.
         before: of ``rows``, in the flat tensor, the elements are ``[before, micro-batches, ...]``.
         why: of ``mixed``, for a message.
+        is_pythons: it is made of numbers that Python has read from rows, or of rows that values choose, and so cannot be
+            computed of another batch with the same shapes.
         needs: the values that a micro-batch has to take from the whole batch for this to hold, by id.
     """
 
     kind: str
     before: int = 1
     why: str = ""
+    is_pythons: bool = False
     needs: frozenset[int] = frozenset()
 
     def needing(self, needs: Iterable[int]) -> RowState:
