@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.pipeline.steps import mesh_of, rel
 from tests.ranks import RankPools
 from tests.whole import whole
 from vescale import parallelize
+from vescale.errors import PipelineWarning
 from vescale.plans import Plan, PlanError
 
 
@@ -142,3 +144,49 @@ NEVER_REFUSED = [
 def test_each_micro_batch_by_itself(ranks: RankPools) -> None:
     for found in ranks.run(kinds_case, ["quotient", "advantages"], "microbatch", world_size=2):
         assert found["quotient"] <= 1e-12 and found["advantages"] > 0.1
+
+
+def normalized_case() -> float | str:
+    """With batch normalization in a block, of which users are warned."""
+    torch.manual_seed(0)
+    model = Rows("plain").double()
+    model.blocks[1] = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+    plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, loss="out")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = step_or_refusal(model, plan, batch_of_rows(), lambda out: out)
+    assert torch.distributed.get_rank() or any(one.category is PipelineWarning for one in told)
+    return found
+
+
+def test_batch_normalization_is_no_refusal(ranks: RankPools) -> None:
+    for found in ranks.run(normalized_case, world_size=2):
+        assert not isinstance(found, str), found
+
+
+class Labelled(nn.Module):
+    """A classifier whose inputs can be guessed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def unnamed_case() -> str:
+    with pytest.raises(PlanError) as raised:
+        parallelize(Labelled(), Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.1"], loss="out.losses"))
+    parallelize(Labelled(), Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.1"], loss="out.loss"))
+    return str(raised.value)
+
+
+def test_a_loss_that_names_nothing_is_found_before_a_batch(ranks: RankPools) -> None:
+    for message in ranks.run(unnamed_case, world_size=2):
+        assert "has no 'losses'" in message

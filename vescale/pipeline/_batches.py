@@ -237,13 +237,13 @@ def _substitutes(whole: Trace, part: Trace, entry: PipelineEntry) -> list[Substi
     if entry.rows == "microbatch" or entry.microbatches == 1:
         return []
     if callable(entry.loss):
-        losses = whole.total, part.total
+        big, small = whole.total, part.total
     else:
-        losses = tuple(output_at(trace.output, entry.loss, entry.source) for trace in (whole, part))  # type: ignore[assignment]
-    if losses[0] is None or losses[1] is None:
+        big, small = (output_at(trace.output, entry.loss, entry.source) for trace in (whole, part))
+    if big is None or small is None:
         return []
     flow = RowFlow(whole.row_ops, part.row_ops, entry.microbatches, whole.replay, (whole.nodes.means, part.nodes.means))
-    state = flow.of(*losses)
+    state = flow.of(big, small)
     if state.kind == "mixed":
         raise PipelineRowsError(
             f"pipeline: the loss depends on rows of several micro-batches: {state.why}, and each of {entry.microbatches} "

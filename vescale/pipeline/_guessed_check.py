@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +21,6 @@ from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss
 from vescale.pipeline._skeleton import skeleton_of
-from vescale.pipeline._traced import Trace
 from vescale.plans import PipelineEntry
 
 __all__ = ["check_with_guesses", "without_guesses"]
@@ -40,15 +41,18 @@ def without_guesses() -> Iterator[None]:
         _OFF.reset(token)
 
 
-def check_with_guesses(model: nn.Module, skeleton: nn.Module, cut: Cut, entry: PipelineEntry) -> None:
+def check_with_guesses(
+    model: nn.Module, skeleton: nn.Module, cut: Cut, entry: PipelineEntry
+) -> PipelineLossError | None:
     """Trace the gated ``skeleton`` of ``model`` with the first guess of inputs that its forward takes. Where it takes none,
     the first step is the first check.
 
     Raises PlanError for a forward that the cut does not fit, and for a loss that does not add up over micro-batches. What
-    depends on the sizes of a batch is left to the steps, and so is an output without a loss: labels may be missing.
+    depends on the sizes of a batch is left to the steps. Returns what is wrong with an output that has no loss where the
+    entry says, if that is not for the lack of labels.
     """
     if _OFF.get():
-        return
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about guesses
         for guess in guessed_inputs(skeleton_of(model).to("meta"), 2 * entry.microbatches, _LENGTH):
@@ -60,14 +64,20 @@ def check_with_guesses(model: nn.Module, skeleton: nn.Module, cut: Cut, entry: P
                 raise
             except Exception:  # the forward does not take this guess
                 continue
-            if not callable(entry.loss) and _has_loss(part, entry):
-                with contextlib.suppress(PipelineBatchError):  # of the sizes that were guessed
-                    BatchLoss(entry, Signature(whole, part, HeaderExchange(""), entry), batch)
-            return
+            if callable(entry.loss):
+                return None
+            try:
+                check_loss(part.output, entry)
+            except PipelineLossError as problem:
+                return problem if _has_labels(model, batch) else None
+            with contextlib.suppress(PipelineBatchError):  # of the sizes that were guessed
+                BatchLoss(entry, Signature(whole, part, HeaderExchange(""), entry), batch)
+            return None
+    return None
 
 
-def _has_loss(traced: Trace, entry: PipelineEntry) -> bool:
-    with contextlib.suppress(PipelineLossError):
-        check_loss(traced.output, entry)
-        return True
-    return False
+def _has_labels(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether the forward would not return more if it were given more."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    others = [p for p in parameters if p.name not in batch]
+    return not others or any("label" in name or "target" in name for name in batch)

@@ -93,6 +93,8 @@ def parallelize(
                 f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(known)}; give the plan's mesh"
             )
         program = lower(plan, model)
+        if program.pipeline.problem is not None:
+            raise program.pipeline.problem
     except PlanError as problem:
         preflight(model, known, plan=plan, problem=problem)
         raise

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,9 +35,9 @@ _VIEWS = {"select", "slice", "expand", "permute", "transpose", "t", "split", "sp
 
 def _users_line() -> str:
     """The nearest line that is neither torch's nor this library's."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
 
 
@@ -51,7 +52,7 @@ class _Op:
 
     @property
     def name(self) -> str:
-        return self.func._schema.name.split("::")[-1]  # type: ignore[no-any-return]
+        return self.func._schema.name.split("::")[-1]
 
 
 @dataclass

@@ -62,7 +62,7 @@ class RowTrial:
         """All forwards begin with the same state."""
         self._run, self._leaves = microbatch if known is self.apart else 2, []
         self._state.restore()
-        with torch.set_grad_enabled(self._has_gradients), _WithoutStatistics():
+        with torch.set_grad_enabled(self._has_gradients):
             yield
 
     def end_runs(self) -> None:
@@ -71,7 +71,7 @@ class RowTrial:
     @staticmethod
     def run(module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a module, without gradients: they are asked for by what it returns."""
-        with torch.no_grad():
+        with torch.no_grad(), _WithoutStatistics():
             return module(*args, **kwargs)
 
     def returned(self, number: int, result: Any, *, changes: bool) -> Any:
@@ -227,11 +227,15 @@ def _changed(leaf: torch.Tensor) -> torch.Tensor:
     return leaf * (1 - 0.1 * (8 * bounded).sin().square())
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 class _State:
     """Buffers and attributes of a model's modules, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(b, local_of(b).detach().clone()) for b in model.buffers() if not b.is_meta]
+        self._buffers = [(b, _local(b).detach().clone()) for b in model.buffers() if not b.is_meta]
         self._attributes = [(module, dict(module.__dict__)) for module in model.modules()]
         self._tables = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
 
@@ -243,15 +247,15 @@ class _State:
         for module, buffers in self._tables:
             module._buffers.update(buffers)
         for buffer, before in self._buffers:
-            local_of(buffer).copy_(before)
+            _local(buffer).copy_(before)
 
 
 class _WithoutStatistics(TorchFunctionMode):
-    """Batch normalization takes no statistics over rows: of that, users are warned."""
+    """Batch normalization in a module takes no statistics over rows: of that, users are warned."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.batch_norm or not isinstance(kwargs.get("input", args and args[0]), DTensor):
+        if func is not F.batch_norm:
             return func(*args, **kwargs)
         names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
         given = {**dict(zip(names, args)), **kwargs, "training": False}

@@ -22,7 +22,7 @@ from vescale.pipeline._stage_program import program_of_stages, refuse_torn
 from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import Trace
 from vescale.pipeline._traced_dtypes import TracedDtypes
-from vescale.plans import PipelineEntry, Plan
+from vescale.plans import PipelineEntry, Plan, PlanError
 
 __all__ = ["StagedProgram", "stages_of_unit"]
 
@@ -37,6 +37,7 @@ class StagedProgram:
         schedule: what each rank along the pipeline's axis computes, in order.
         program: the instructions of all stages, on the mesh of one.
         skeleton: the model with parameters on the meta device.
+        problem: why no step can find its loss; None where it may.
     """
 
     entry: PipelineEntry
@@ -44,6 +45,7 @@ class StagedProgram:
     schedule: Schedule
     program: Program
     skeleton: nn.Module
+    problem: PlanError | None = None
 
     @classmethod
     def of(cls, plan: Plan, model: nn.Module, program: Program) -> StagedProgram:
@@ -61,8 +63,8 @@ class StagedProgram:
                 stand_in_for_experts(skeleton.get_submodule(instruction.path))
         skeleton.__dict__["_pipeline_dtypes"] = TracedDtypes(skeleton, program)
         add_gates(skeleton, cut)
-        check_with_guesses(model, skeleton, cut, entry)
-        return cls(entry, cut, schedule, program, skeleton)
+        problem = check_with_guesses(model, skeleton, cut, entry)
+        return cls(entry, cut, schedule, program, skeleton, problem)
 
     def traced(self, batch: Mapping[str, Any]) -> Trace:
         """The forward of the first micro-batch of ``batch``. Raises PlanError for one that the stages do not fit."""
