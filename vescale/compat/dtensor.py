@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial as MaskPartial
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
@@ -39,6 +39,9 @@ __all__ = [
     "versions",
     "write_counts",
 ]
+
+_ORDERED = (Replicate, Shard, StridedShard, Partial, MaskPartial)
+"""The placements from which PyTorch derives an order of axes."""
 
 
 def spec_of(dtensor: DTensor) -> DTensorSpec:
@@ -84,7 +87,10 @@ def make_spec(
 
 
 def _is_order(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
-    """Whether strided shards say in which order the axes have cut a dim. Others are of dims that a view has flattened."""
+    """Whether strided shards say in which order the axes have cut a dim. Others are of dims that a view has flattened, or
+    stand beside placements for which PyTorch has no order, which it refuses to look at."""
+    if not all(isinstance(placement, _ORDERED) for placement in placements):
+        return False
     return DTensorSpec._maybe_convert_StridedShard_to_shard_order(placements, mesh) is not None
 
 
