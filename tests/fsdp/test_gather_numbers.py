@@ -23,13 +23,13 @@ from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import (
     Plan,
+    parallelize,
     static,  # noqa: F401  (the mode's name)
 )
 from vescale.comm import Apart, PostedOrder
 from vescale.comm import _posted_order as posted_order
 from vescale.gradients import OrderMismatchError, _order_watch
 from vescale.gradients._gather_sizes import GatherSizes
-from vescale.runtime import parallelize
 
 GATHER, REDUCTION, END_OF_BACKWARD = 0, 1, 3
 

@@ -18,11 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 import vescale
-from vescale import Plan, PlanError
+from vescale import Plan, PlanError, parallelize
 from vescale.cli import main
 from vescale.ir import Program, check, lower
 from vescale.plans import checkpoint_policy
-from vescale.runtime import parallelize
 from vescale.runtime._checkpoint_budget import Choice, choose
 
 WIDTH = 16

@@ -1,6 +1,6 @@
 """Mistakes of the script around a model that would end in wrong numbers or a hang: found, and told with the edit."""
 
-from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
+from vescale.checks._adopted_optimizers import adopt_optimizers, check_optimizers, listed_optimizers
 from vescale.checks._backward_graph import ScriptGraph, describe_graphs, follows_graphs
 from vescale.checks._call_site import call_site
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
@@ -62,6 +62,7 @@ __all__ = [
     "call_site",
     "check_every",
     "check_mode",
+    "check_optimizers",
     "describe",
     "describe_draw",
     "describe_graphs",

@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0: nothing found; 1: findings."""
     with working("loading torch"):
-        from vescale.ir import Finding, check
+        from vescale.ir import Finding
+        from vescale.pipeline import check_stages
         from vescale.plans import PlanError
 
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
@@ -74,14 +75,14 @@ def run(args: argparse.Namespace) -> int:
             args.batch = _rows(plan)
         inputs = inputs_of(model, args)
         with working("tracing the forward"):
-            found = check(plan, model, inputs)
+            found = check_stages(plan, model, inputs)
             if inputs and not any(finding.severity == "error" for finding in found):
                 look = functools.partial(_implicit, model, inputs)
                 try:
                     if args.fix:
                         fixed = fix_plan(file, lambda path: load_plan(str(path), mesh), look)
                         plan = load_plan(args.plan, mesh)
-                        found = check(plan, model, inputs)
+                        found = check_stages(plan, model, inputs)
                     found = (*found, *(Finding("warning", "implicit", text, None, ()) for text in look(plan)))
                 except Exception as error:  # code that reads values, or that takes other inputs
                     message = (str(error).splitlines() or ["no message"])[0]

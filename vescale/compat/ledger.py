@@ -113,6 +113,7 @@ _ROWS: dict[str, tuple[str, str, str]] = {
         "lazy_initialization of layers of transformers' caches", "they are allocated as placed", "with the cache"),
     "runtime._local_region:instance": ("forward, parameters of modules of a local entry", "they are local", _MODEL),
     "runtime._module_hooks:instance": ("parameters of modules in a forward", "placed as the plan says", _CALL),
+    "runtime._module_tables:class": ("modules of a model that parallelize could not change", "they are as before", "never"),
     "runtime._runtime:instance": ("modules of a model", _OWN, _MODEL),
     "runtime._saving:instance": ("state_dict of a model in save_pretrained", "it gives whole values", _CALL),
     "simulation._rank:process": (

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale._parallelize import parallelize
 from vescale.checks import unchecked
 from vescale.comm import AxisGroup
 from vescale.compat import local_of
@@ -23,7 +24,7 @@ from vescale.debug._dispatch_stats import DispatchStats, dispatch_stats
 from vescale.errors import DebugOptionError
 from vescale.estimation import Routing, balanced_tokens, loss_of, make_batch, skeleton_of
 from vescale.plans import Plan
-from vescale.runtime import TokenExchange, parallelize
+from vescale.runtime import TokenExchange
 
 __all__ = ["HostProfile", "profile_host"]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale._parallelize import parallelize
 from vescale.compat.fake_worlds import fake_world
 from vescale.estimation._depth import first_and_last_of
 from vescale.estimation._memory_log import Instant, MemoryLog
@@ -19,7 +20,7 @@ from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
 from vescale.ir import repeats_of
 from vescale.plans import Plan
-from vescale.runtime import ImplicitCommunicationWarning, parallelize
+from vescale.runtime import ImplicitCommunicationWarning
 
 __all__ = ["implicit_reports"]
 

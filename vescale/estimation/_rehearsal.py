@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale._parallelize import parallelize
 from vescale.buffer import observe_allocations
 from vescale.checks import unchecked
 from vescale.comm import CommRecord, record_comms
@@ -31,7 +32,7 @@ from vescale.fsdp import state_of
 from vescale.ir import Local
 from vescale.plans import CheckpointEntry, MeshAxes, Plan
 from vescale.rng import counting_draws
-from vescale.runtime import Runtime, current_activation, locate, observe_offloaded, parallelize
+from vescale.runtime import Runtime, current_activation, locate, observe_offloaded
 
 __all__ = ["Rehearsal", "StateTensor", "apart", "classify", "given", "rehearse"]
 

@@ -32,6 +32,7 @@ from vescale.ir._predict import Prediction, predict
 from vescale.ir._program import Program
 from vescale.ir._repeats import Repeats, repeats_of
 from vescale.ir._replica_checks import refuse_part_of_replicas
+from vescale.ir._skeleton import skeleton_of
 from vescale.ir._uneven_cuts import UnevenCut, uneven_cuts, uneven_inputs
 from vescale.ir._unit_layouts import UnitBucket, unit_buckets
 
@@ -81,6 +82,7 @@ __all__ = [
     "random_inputs",
     "refuse_part_of_replicas",
     "repeats_of",
+    "skeleton_of",
     "stand_in_for_experts",
     "uneven_cuts",
     "uneven_inputs",
