@@ -160,7 +160,7 @@ def arrivals_case(policy: str | None) -> tuple[Counter[str], Counter[str]]:
     for stage in model._pipeline.stages:
         stage.__class__ = Watched
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: found[in_second].update([name]))
+        parameter.register_hook(lambda _, name=name: found[in_second].update([name]))
     model.step(**token_batch(0, names=NAMES))
     return found[True], found[False]
 

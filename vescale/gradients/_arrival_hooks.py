@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from vescale.compat import ArrivalCount, HookGate, stop_counting_gradients
+from vescale.compat import ArrivalCount, HookGate, stop_counting_gradients, versions
 
-__all__ = ["ArrivalHooks", "hooks_of_programs"]
+__all__ = ["ArrivalHooks", "HooksOfPrograms", "hooks_of_programs"]
 
 # The attribute of a parameter that owns its ``ArrivalHooks``.
 _HOOKS = "_vescale_hooks"
@@ -81,6 +81,80 @@ class ArrivalHooks:
                 delattr(self._parameter, _HOOKS)
             else:
                 setattr(self._parameter, _HOOKS, self._others)
+
+
+class HooksOfPrograms(OrderedDict[int, Callable[[torch.Tensor], None]]):
+    """The hooks for accumulated gradients of a parameter whose gradient is completed at the end of a backward.
+
+    It takes the place of ``parameter._post_accumulate_grad_hooks``, whose items autograd calls: hooks of this package. Hooks
+    of programs (``register_post_accumulate_grad_hook``) are kept aside, and called when the complete gradient is there.
+
+    Args:
+        parameter: of which no program has registered such a hook yet.
+        waiting: of all parameters whose gradients are completed together: by id, those that have hooks of programs.
+    """
+
+    def __init__(self, parameter: torch.Tensor, waiting: dict[int, HooksOfPrograms]) -> None:
+        super().__init__()
+        self._aside: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
+        self._parameter, self._waiting = weakref.ref(parameter), waiting
+        self._before: tuple[weakref.ref[torch.Tensor] | None, tuple[int, ...]] | None = None
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, waiting: dict[int, HooksOfPrograms]) -> None:
+        if not parameter._post_accumulate_grad_hooks:
+            with _trainable(parameter):
+                parameter._post_accumulate_grad_hooks = cls(parameter, waiting)
+
+    def __setitem__(self, number: int, hook: Callable[[torch.Tensor], None]) -> None:
+        if isinstance(hook, functools.partial) and hook.func is _take:
+            super().__setitem__(number, hook)
+            return
+        self._aside[number] = hook
+        self._waiting[id(self)] = self
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._aside or super().__contains__(number)
+
+    def __delitem__(self, number: int) -> None:
+        if number not in self._aside:
+            super().__delitem__(number)
+            return
+        del self._aside[number]
+        if not self._aside:
+            self._waiting.pop(id(self), None)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+    def begin(self) -> None:
+        """A backward begins, after one whose gradients were completed."""
+        parameter = self._parameter()
+        if parameter is not None and self._before is None:
+            gradient = parameter.grad
+            self._before = (None, ()) if gradient is None else (weakref.ref(gradient), versions(gradient))
+
+    def end(self, is_reduced: bool | None) -> None:
+        """Gradients are complete: call the hooks if this one was accumulated since. ``is_reduced``: whether it is the result
+        of a reduction; None: it is not reduced, and was complete when it arrived."""
+        parameter, before = self._parameter(), self._before
+        self._before = None
+        gradient = parameter.grad if parameter is not None else None
+        if parameter is None or before is None or gradient is None:
+            return
+        known, was = before
+        if is_reduced is None:
+            is_reduced = known is None or known() is not gradient or was != versions(gradient)
+        if is_reduced:
+            for hook in tuple(self._aside.values()):
+                hook(parameter)
+
+    def leave(self) -> None:
+        """Autograd calls all of them again."""
+        self._waiting.pop(id(self), None)
+        for number, hook in self._aside.items():
+            super().__setitem__(number, hook)
+        self._aside.clear()
 
 
 def hooks_of_programs(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
