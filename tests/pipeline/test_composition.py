@@ -131,6 +131,7 @@ def counted_case(case: str | None) -> tuple[dict[int, dict[str, int]], Counter[s
         counts[what or ("reductions" if is_reduction(record) else "others")] += 1
         if is_reduction(record) and record.requester.startswith("stage "):
             by_stage[int(record.requester.split()[1].rstrip(","))] += 1
+    model.evaluate(**batch)
     with record_comms() as ledger:
         model.evaluate(**batch)
     return predicted, counts, by_stage, sum(record.op == "all_gather_v" for record in ledger.records)
@@ -196,6 +197,8 @@ PRECISION: dict[str, Any] = {
 def precision_case(kind: str) -> tuple[float, float, torch.dtype, set[int]]:
     """Differences of gradients from the same entries without a pipeline, and from none; what is sent between stages."""
 
+    sent: set[int] = set()
+
     def gradients(plan: Plan) -> dict[str, torch.Tensor]:
         for name in NAMES:
             plan.shard(f"<in:{name}>", Shard(0), mesh="dp")
@@ -204,7 +207,10 @@ def precision_case(kind: str) -> tuple[float, float, torch.dtype, set[int]]:
             batch = token_batch(step, names=NAMES)
             torch.manual_seed(step)
             if plan.pipeline_entry is not None:
-                model.step(**batch)
+                with record_comms() as ledger:
+                    model.step(**batch)
+                sent.clear()  # the first step tries larger micro-batches, too
+                sent.update(record.bytes for record in ledger.records if record.op == "send")
             else:
                 model(**batch)["loss"].backward()
         return {name: whole(p.grad) for name, p in model.named_parameters()}
@@ -216,9 +222,7 @@ def precision_case(kind: str) -> tuple[float, float, torch.dtype, set[int]]:
         PRECISION[kind](plan)
         return plan
 
-    with record_comms() as ledger:
-        found = gradients(staged())
-    sent = {record.bytes for record in ledger.records if record.op == "send"}
+    found = gradients(staged())
     plan = Plan(mesh_of(x=2, dp=2))
     PRECISION[kind](plan)
     expected, exact = gradients(plan), gradients(Plan(mesh_of(x=2, dp=2)))

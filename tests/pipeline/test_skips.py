@@ -194,6 +194,7 @@ def counted(name: str, model: nn.Module) -> tuple[dict[int, dict[str, int]], Cou
     batch = token_batch(0, names=NAMES)
     predicted = StagedProgram.of(plan(), model).counts(batch)
     model = parallelize(copy.deepcopy(model), plan())
+    model.step(**batch)
     with record_comms() as ledger:
         model.step(**batch)
     return predicted, Counter(r.op for r in ledger.records)

@@ -10,6 +10,7 @@ __all__ = [
     "PipelineCallError",
     "PipelineCutError",
     "PipelineLossError",
+    "PipelineRowsError",
     "PipelineTraceError",
     "PipelineWarning",
     "ScheduleError",
@@ -57,3 +58,9 @@ class PipelineWarning(Coded, UserWarning):
     """A forward computes something of the rows of its batch together, which in a pipeline are those of a micro-batch."""
 
     code = "VS1007"
+
+
+class PipelineRowsError(PlanError):
+    """A forward computes something across the rows of its batch, of which each micro-batch has a part."""
+
+    code = "VS1008"

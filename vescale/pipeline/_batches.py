@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
-from vescale.errors import PipelineBatchError, PipelineLossError, PipelineWarning
+from vescale.errors import PipelineBatchError, PipelineLossError, PipelineRowsError, PipelineWarning
 from vescale.pipeline._batch_reads import Place
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss_path import output_at, try_loss
 from vescale.pipeline._loss_sums import LossShare, share_of_microbatches
+from vescale.pipeline._row_flow import EDITS, RowFlow, Substitute
 from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import NOTHING, Boundary, Origin, Trace
-from vescale.plans import PipelineEntry
+from vescale.plans import PipelineEntry, PlanError
 
 __all__ = ["MOST_BRANCHES", "Signature", "inputs_of", "like", "microbatches_of", "traced_pair"]
 
@@ -37,6 +38,7 @@ class Signature:
         self.headers = headers
         self.dims = _batch_dims(whole, part, entry)
         self.share = _share(whole, part, entry)
+        self.substitutes = _substitutes(whole, part, entry)
         self.whole, self.part = whole.without_values(), part.without_values()
         self._ignores_values = False
         if entry.microbatches > 1 and whole.of_rows:
@@ -111,12 +113,23 @@ def traced_pair(
     def traced(given: Mapping[str, Any], answers: Mapping[Place, Any] | None = None) -> Trace:
         loss = functools.partial(try_loss, entry, batch=given) if callable(entry.loss) else None
         inputs, grad = inputs_of(skeleton, given, entry), torch.is_grad_enabled()
-        return trace(skeleton, cut, inputs, entry.source, grad=grad, answers=answers, loss=loss)
+        beside = {name: value for name, value in given.items() if name not in inputs}
+        return trace(skeleton, cut, inputs, entry.source, grad=grad, answers=answers, loss=loss, beside=beside)
 
     whole = traced(batch)
-    part = traced(first, whole.reads.values)
-    if part.reads.counts != whole.reads.counts and whole.reads.values:
-        part = traced(first)
+    try:
+        part = traced(first, whole.reads.values)
+        if part.reads.counts != whole.reads.counts and whole.reads.values:
+            part = traced(first)
+    except PlanError:
+        raise
+    except Exception as error:  # of the model's own code, which has run for the whole batch
+        raise PipelineBatchError(
+            f"pipeline: the forward takes the batch, and none of its {entry.microbatches} micro-batches, with which it "
+            f"raises {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}; give a number of "
+            "microbatches= that leaves rows together which belong together, or microbatches=1 with GPipe",
+            entry.source,
+        ) from error
     return whole, part
 
 
@@ -131,8 +144,9 @@ def inputs_of(model: nn.Module, batch: Mapping[str, Any], entry: PipelineEntry) 
     return {name: value for name, value in batch.items() if name in parameters}
 
 
-def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry) -> list[dict[str, Any]]:
+def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry, count: int = 1) -> list[dict[str, Any]]:
     """The micro-batches of a batch: equal parts of each tensor along dim 0, also of those in lists, tuples and dicts.
+    With ``count``, so many of them together.
 
     Tensors without dims, tensors of one row beside others of several, and other values go to every micro-batch as they
     are. Raises PlanError for sizes that cannot be cut.
@@ -157,12 +171,12 @@ def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry) -> list[dict
         )
     part = size // m
 
-    def of(index: int) -> dict[str, Any]:
-        cut = [v[index * part : (index + 1) * part] if n == size else v for v, n in zip(leaves, rows)]
+    def of(index: int, count: int) -> dict[str, Any]:
+        cut = [v[index * part : (index + count) * part] if n == size else v for v, n in zip(leaves, rows)]
         found: dict[str, Any] = tree_unflatten(cut, tree)
         return found
 
-    return [of(index) for index in range(m)]
+    return [of(index, count) for index in range(0, m, count)]
 
 
 def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[int, ...], int | None]:
@@ -209,7 +223,34 @@ def _share(whole: Trace, part: Trace, entry: PipelineEntry) -> LossShare:
         )
 
     losses = output_at(whole.output, entry.loss, entry.source), output_at(part.output, entry.loss, entry.source)
-    return share_of_microbatches(whole.nodes, part.nodes, losses, entry.microbatches, whole.replay, refuse)
+    try:
+        return share_of_microbatches(whole.nodes, part.nodes, losses, entry.microbatches, whole.replay, refuse)
+    except PipelineLossError:
+        if entry.rows == "microbatch":
+            return LossShare(1.0 / entry.microbatches, {})  # the average, as of gradient accumulation
+        raise
+
+
+def _substitutes(whole: Trace, part: Trace, entry: PipelineEntry) -> list[Substitute]:
+    """What micro-batches take from the whole batch. Raises PlanError for a loss that depends otherwise on rows of several of
+    them."""
+    if entry.rows == "microbatch" or entry.microbatches == 1:
+        return []
+    if callable(entry.loss):
+        losses = whole.total, part.total
+    else:
+        losses = tuple(output_at(trace.output, entry.loss, entry.source) for trace in (whole, part))  # type: ignore[assignment]
+    if losses[0] is None or losses[1] is None:
+        return []
+    flow = RowFlow(whole.row_ops, part.row_ops, entry.microbatches, whole.replay, (whole.nodes.means, part.nodes.means))
+    state = flow.of(*losses)
+    if state.kind == "mixed":
+        raise PipelineRowsError(
+            f"pipeline: the loss depends on rows of several micro-batches: {state.why}, and each of {entry.microbatches} "
+            f"micro-batches has a part of the batch's rows. {EDITS}",
+            entry.source,
+        )
+    return [flow.substitutes[number] for number in state.needs]
 
 
 def like(value: Any) -> str:

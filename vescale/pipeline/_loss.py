@@ -29,7 +29,8 @@ class BatchLoss:
     """
 
     def __init__(self, entry: PipelineEntry, known: Signature, batch: Mapping[str, Any]) -> None:
-        self.entry, self.counts = entry, []
+        self.entry = entry
+        self.counts: list[float] = []
         self.weight, self._parts = known.share.weight, known.share.parts
         if callable(entry.loss) or entry.microbatches == 1:
             self.scalars: dict[int, tuple[int, float]] = {}
@@ -38,14 +39,15 @@ class BatchLoss:
         for term in known.whole.losses:
             if term.reduction != _MEAN:
                 continue
-            if term.target is None or term.has_weight:
-                what = "weights of classes" if term.has_weight else "labels that the model computes from its parameters"
+            if not term.is_known:
+                what = "weights" if term.target is not None else "labels"
                 raise PipelineLossError(
-                    f"pipeline: loss={entry.loss!r} is a mean with {what}, so that the number of valid labels is not known "
-                    "before the forward: give a callable loss=f(out, batch) -> (sum, count)",
+                    f"pipeline: loss={entry.loss!r} is a mean with {what} that the model computes from its parameters, so "
+                    "that what it is divided by is not known before the forward: give a callable "
+                    "loss=f(out, batch) -> (sum, count)",
                     entry.source,
                 )
-            self.counts.append(int((term.target(batch) != term.ignore_index).sum()))
+            self.counts.append(term.count(batch))
 
     def around_forward(self) -> _Shares | None:
         """A mode for the last stage's forward of one micro-batch."""

@@ -49,9 +49,10 @@ def check_loss(output: Any, entry: PipelineEntry) -> None:
         )
 
 
-def try_loss(entry: PipelineEntry, output: Any, batch: Mapping[str, Any]) -> None:
+def try_loss(entry: PipelineEntry, output: Any, batch: Mapping[str, Any]) -> torch.Tensor | None:
     """Call a callable loss in a trace, with what a forward without values has returned: an error in it is raised on every
-    rank, and not on the last one alone, for which the others would wait. One that reads values is left to the step.
+    rank, and not on the last one alone, for which the others would wait. One that reads values is left to the step. Returns
+    the sum, if that is traced.
 
     Raises PlanError for a callable that raises, also with an output that has values, and for one that returns no sum and
     count.
@@ -61,7 +62,7 @@ def try_loss(entry: PipelineEntry, output: Any, batch: Mapping[str, Any]) -> Non
     try:
         found = entry.loss(output, dict(batch))
     except UnknownValueError:
-        return
+        return None
     except PlanError:
         raise
     except Exception as first:
@@ -83,6 +84,8 @@ def try_loss(entry: PipelineEntry, output: Any, batch: Mapping[str, Any]) -> Non
             "without dims, and the count that the sum over all micro-batches is divided by",
             entry.source,
         )
+    total: torch.Tensor = pair[0]
+    return total
 
 
 def _with_values(loss: Callable[[Any, Any], Any], output: Any, batch: Mapping[str, Any]) -> Any:

@@ -77,9 +77,7 @@ class LossNodes:
     nodes: list[_Node] = field(default_factory=list)
     of: dict[int, int] = field(default_factory=dict)  # id of a tensor -> its node
     batch: set[int] = field(default_factory=set)  # ids of tensors that depend on the batch
-    means: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict
-    )  # by id: means over labels, of what
+    means: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # by id: means over labels, of what
     read: set[float] = field(default_factory=set)  # numbers that were read from tensors of the batch
 
     def note(
@@ -141,7 +139,7 @@ class LossCalls(TorchFunctionMode):
         result = func(*args, **kwargs)
         given = is_mean_of_labels(func, args, kwargs)
         if given is not None:
-            self._nodes.means[id(result)] = result, given["input"]
+            self._nodes.means[id(result)] = result, given["input"], given["target"]
         return result
 
 
@@ -294,5 +292,6 @@ class _Analysis:
             ratio = numbers[0][0] / numbers[1][0] if numbers[1][0] else 0.0
             if ratio != self._count or numbers[0][0] in self._whole.read:
                 raise self._refuse("is multiplied or divided by a number that is read from the batch")
+            self.has_other_means = True  # a sum over rows, divided by their number
             return scale / ratio if divides else scale * ratio
         return scale

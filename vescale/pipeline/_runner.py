@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.checks import describe, start_checks_among
 from vescale.comm import record, requested_by
+from vescale.compat import map_tensors
 from vescale.compat.random_ops import without_native_fills
-from vescale.errors import PipelineCallError, PipelineTraceError
+from vescale.errors import PipelineCallError, PipelineRowsError, PipelineTraceError
 from vescale.gradients import StageShare, set_shares
 from vescale.pipeline._batch_reads import Place
 from vescale.pipeline._batches import MOST_BRANCHES, Signature, inputs_of, like, microbatches_of, traced_pair
@@ -28,11 +30,14 @@ from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss, output_at
 from vescale.pipeline._residency import releases
+from vescale.pipeline._row_flow import EDITS
+from vescale.pipeline._row_trial import RowTrial
 from vescale.pipeline._schedule import Action, Schedule, build
 from vescale.pipeline._stage import ModelStage
 from vescale.pipeline._stage_run import StageRun
 from vescale.pipeline._staged_program import stages_of_unit
 from vescale.pipeline._ties import Ties
+from vescale.pipeline._traced import Origin, Trace
 from vescale.plans import PipelineEntry
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
 from vescale.runtime import (
@@ -93,11 +98,12 @@ class Runner:
         self._signatures: dict[Any, list[Signature]] = {}
         self._answers: Mapping[Place, Any] = {}
         self._known: Signature | None = None
+        self.trial: RowTrial | None = None
         self._batches: list[dict[str, Any]] = []
         self._inputs: list[dict[str, Any]] = []  # what of them the model's forward takes
         self._loss: BatchLoss | None = None
-        self._totals: list[torch.Tensor] = []
-        self._counts: list[Any] = []
+        self._whole_values: list[tuple[Origin, torch.Tensor, int | None]] = []
+        self._losses: list[tuple[Any, Any]] = []  # of micro-batches, with their counts
         self.states: dict[int, torch.Tensor] = {}
 
     def _share_out(self) -> None:
@@ -151,15 +157,21 @@ class Runner:
         self.model.eval()
         try:
             with torch.no_grad(), self._on(batch):
-                with kept_gathered(self.model) as self._gathered:
-                    self._resident, self._let_go = set(), releases(self._forwards)
+                with self._gathering():
                     self._forward_only()
-                for group in self._gathered:
-                    group.reshard()
                 return self._global_loss()[0]
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    @contextlib.contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Around forwards without backward."""
+        with kept_gathered(self.model) as self._gathered:
+            self._resident, self._let_go = set(), releases(self._forwards)
+            yield
+        for group in self._gathered:
+            group.reshard()
 
     def _forward_only(self) -> None:
         """Every stage's forward of every micro-batch; a rank's stages in order, so that nobody waits in a circle."""
@@ -186,8 +198,8 @@ class Runner:
         last = self.schedule.rank_of[-1]
         both = torch.zeros(2, dtype=torch.float64)
         if self.rank == last:
-            both[0] = sum(float(total) for total in self._totals)
-            both[1] = sum(float(count) for count in self._counts) if self._counts else -1.0
+            both[0] = sum(float(total) for total, _ in self._losses)
+            both[1] = sum(float(count) for _, count in self._losses)
         both = both.to(self.device)
         with record("broadcast", self.group.size(), both.nbytes, requester="pipeline: the loss", group=self.group):
             dist.broadcast(both, dist.get_global_rank(self.group, last), group=self.group)
@@ -214,26 +226,31 @@ class Runner:
             runtime.missing_values.check(batch)
         batch = self._local_inputs.whole(batch)
         self._compare(batch)
-        self._batches = microbatches_of(batch, self.entry)
-        whole = inputs_of(self.skeleton, batch, self.entry)
-        self._inputs = [{name: part[name] for name in whole} for part in self._batches]
-        known = self._known = self._signature(batch, whole)
-        self._answers = known.answers(whole, self._inputs)
-        self._loss = BatchLoss(self.entry, known, batch)
-        self._totals, self._counts, self.states = [], [], {}
-        known.headers.begin_step()
-        generator = default_generator(self.device)
-        before = generator.get_state()
-        self._start_state = before
-        if known.whole.draws:
-            without_native_fills()
+        parts = microbatches_of(batch, self.entry)
+        self._start_state = default_generator(self.device).get_state()
+        known = self._signature(batch, parts)
+        self._use(known, batch, parts)
         try:
             yield
-            generator.set_state(before)
+            generator = default_generator(self.device)
+            generator.set_state(self._start_state)
             for draw in known.whole.draws:
                 draw.skip(generator)
         finally:
             self._batches, self._inputs, self.states = [], [], {}
+
+    def _use(self, known: Signature, batch: Mapping[str, Any], parts: list[dict[str, Any]]) -> None:
+        """Run forwards of these micro-batches from now on."""
+        whole = inputs_of(self.skeleton, batch, self.entry)
+        self._known, self._batches = known, parts
+        self._inputs = [{name: part[name] for name in whole} for part in parts]
+        self._answers = known.answers(whole, self._inputs)
+        self._loss = BatchLoss(self.entry, known, batch)
+        self._losses, self.states = [], {}
+        self._whole_values = [(s.origin, s.value(batch), s.dim) for s in known.substitutes]
+        known.headers.begin_step()
+        if known.whole.draws:
+            without_native_fills()
 
     def _compare(self, batch: Mapping[str, Any]) -> None:
         """All stages do the same with the same batch. (The ranks of one stage compare what its forwards are given.)"""
@@ -249,8 +266,9 @@ class Runner:
         what = "a step" if torch.is_grad_enabled() else "an evaluation"
         checks.forward(f"the stages of {type(self.model).__name__}", what, rows, ())
 
-    def _signature(self, batch: Mapping[str, Any], whole: Mapping[str, Any]) -> Signature:
-        """What is known of batches of this signature, whose forward reads the same values from them; it takes ``whole``."""
+    def _signature(self, batch: Mapping[str, Any], parts: list[dict[str, Any]]) -> Signature:
+        """What is known of batches of this signature, whose forward reads the same values from them."""
+        whole = inputs_of(self.skeleton, batch, self.entry)
         modes = bytes(module.training for module in self._modules)
         key = (modes, torch.is_grad_enabled(), *sorted((name, like(value)) for name, value in batch.items()))
         found = self._signatures.setdefault(key, [])
@@ -259,13 +277,62 @@ class Runner:
                 return known
         for module, twin in zip(self._modules, self.skeleton.modules()):
             twin.training = module.training
-        pair = traced_pair(self.skeleton, self.cut, self.entry, batch, self._batches[0])
+        pair = traced_pair(self.skeleton, self.cut, self.entry, batch, parts[0])
         check_loss(pair[1].output, self.entry)
-        known = Signature(*pair, HeaderExchange(f"{self._place}/{self._num_traces}"), self.entry)
-        self._num_traces += 1
+        known = Signature(*pair, self._new_headers(), self.entry)
         known.compare(found)
+        if self.entry.microbatches > 1 and self.entry.rows == "batch":
+            self._try_rows(batch, parts[0], pair)
         found[:] = [known, *found[: MOST_BRANCHES - 1]]
         return known
+
+    def _new_headers(self) -> HeaderExchange:
+        self._num_traces += 1
+        return HeaderExchange(f"{self._place}/{self._num_traces}")
+
+    def _try_rows(self, batch: Mapping[str, Any], first: Mapping[str, Any], pair: tuple[Trace, Trace]) -> None:
+        """Run the first two micro-batches apart and together, without gradients. Raises PlanError on every rank where one
+        finds a difference. Communication: forward messages of three micro-batches, and one all-reduce for each axis."""
+        entry, forwards = self.entry, self._forwards
+        both = microbatches_of(batch, entry, 2)[0]
+        entries = [replace(entry, microbatches=count) for count in (2, 1)]
+        if entry.microbatches > 2:
+            pair = traced_pair(self.skeleton, self.cut, entries[0], both, first)
+        whole, part = replace(pair[0], of_rows=()), pair[1]
+        apart = Signature(whole, part, self._new_headers(), entries[0])
+        together = Signature(whole, whole, self._new_headers(), entries[1])
+        trial = RowTrial(apart, together, self.model, gradients=torch.is_grad_enabled())
+        losses: list[Any] = []
+        try:
+            self.trial = trial
+            with self._gathering():
+                for self.entry, known in zip(entries, (apart, together)):
+                    self._use(known, both, microbatches_of(both, self.entry))
+                    self._forwards = [
+                        Action(s.stage_index, "F", n) for n in range(len(self._batches)) for s in self.stages
+                    ]
+                    with torch.no_grad():
+                        self._forward_only()
+                    losses.append(self._losses)
+        finally:
+            self.trial, self.entry, self._forwards = None, entry, forwards
+            trial.end_runs()
+            default_generator(self.device).set_state(self._start_state)
+        found = self._first_of_all(trial.first_difference(*losses))
+        if found <= trial.end:
+            raise PipelineRowsError(
+                f"pipeline: {trial.describe(found)}: the forward computes something across the rows of the batch, of which "
+                f"each of {entry.microbatches} micro-batches has a part. {EDITS}",
+                entry.source,
+            )
+
+    def _first_of_all(self, place: int) -> int:
+        """The smallest on any rank. Communication: one all-reduce for each axis."""
+        found = torch.tensor(place, dtype=torch.int64, device=self.device)
+        groups = [self.group, *(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))]
+        for group in groups:
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+        return int(found)
 
     # What stages ask for
 
@@ -327,38 +394,76 @@ class Runner:
             )
 
     def forward(self, stage: int, microbatch: int, received: Sequence[DTensor]) -> tuple[list[DTensor], Any]:
-        known = self._known
+        known, trial = self._known, self.trial
         assert known is not None and self._loss is not None
-        run = StageRun(self, known, stage, received, self._answers)
+        run = StageRun(self, known, stage, received, self._answers, self._values_of(microbatch))
         generator = default_generator(self.device)
         generator.set_state(self._start_state)
         batch = self._batches[microbatch]
         rows = MicrobatchRows(self.entry.microbatches, microbatch, known.dims)
         self._begin(stage, microbatch, "F")
         is_last = stage == self.cut.num_stages - 1
-        with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(drawing_rows(rows))
+            stack.enter_context(requested_by(f"stage {stage}, micro-batch {microbatch}"))
+            if trial is not None:
+                stack.enter_context(trial.around_forward(known, microbatch))
+            if is_last:
+                run.loss_mode = self._loss.around_forward
+            if is_last and trial is not None:
+                run.received, run.at_end = (
+                    trial.received(stage, received),
+                    functools.partial(self._end_tried, trial, batch),
+                )
             with running(run):
-                run.loss_mode = self._loss.around_forward if is_last else None
                 out = self.model(**self._inputs[microbatch])
-            total: Any = None
             if is_last and callable(self.entry.loss):
-                total, count = self.entry.loss(out, batch)
-                self._counts.append(_number(count))
-            elif is_last:
-                total = self._loss.share(out, batch)
+                if run.whole_values is not None:
+                    stack.enter_context(run.whole_values)
+                total = self._share(out if trial is None else trial.given(out), batch)
+            elif is_last and trial is None:
+                total = self._share(out, batch)
         if known.whole.draws and stage not in known.drawn:
             known.drawn.add(stage)
             self._check_draws(stage, known)
-        if not is_last:
-            if run.made is None:
-                raise PipelineTraceError(
-                    f"pipeline: stage {stage} ran to the end of the model's forward", self.entry.source
-                )
-            return run.made, None
+        if is_last:
+            return [], total if trial is None else None
+        if run.made is None:
+            raise PipelineTraceError(
+                f"pipeline: stage {stage} ran to the end of the model's forward", self.entry.source
+            )
+        if trial is not None:
+            trial.sent(stage + 1, run.made)
+        return run.made, None
+
+    def _values_of(self, microbatch: int) -> dict[Origin, torch.Tensor]:
+        """What a micro-batch takes from the whole batch."""
+        parts = len(self._batches)
+        return {
+            origin: value if dim is None else value.tensor_split(parts, dim)[microbatch]
+            for origin, value, dim in self._whole_values
+        }
+
+    def _end_tried(self, trial: RowTrial, batch: Mapping[str, Any], out: Any) -> Any:
+        """At the end of the model's own forward: what hooks behind it get, without gradients."""
+        if not callable(self.entry.loss):
+            self._share(out, batch)
+        return map_tensors(torch.Tensor.detach, out)
+
+    def _share(self, out: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        """What a micro-batch adds to the loss, which is noted."""
+        assert self._loss is not None
+        count: Any = 1.0 / len(self._batches)  # in all 1
+        if callable(self.entry.loss):
+            total, count = self.entry.loss(out, batch)
+        else:
+            total = self._loss.share(out, batch)
         if isinstance(total, DTensor) and any(p.is_partial() for p in total.placements):
             total = total.redistribute(total.device_mesh, [Replicate()] * total.device_mesh.ndim)
-        self._totals.append(_number(total.detach()))
-        return [], total
+        if self.trial is not None:
+            self.trial.end_forward(total)
+        self._losses.append((_number(total.detach()), _number(count)))
+        return total
 
 
 @torch.no_grad()

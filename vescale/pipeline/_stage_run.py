@@ -19,7 +19,8 @@ from vescale.pipeline._batch_reads import Place, ReadCalls
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._gates import Gate, StageEnd, current_run
 from vescale.pipeline._hooked_calls import TensorLike, call_hooks, seeing_values
-from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TracedCall
+from vescale.pipeline._row_trial import RowTrial
+from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TracedCall, WholeValues
 from vescale.placements import contiguous_stride
 from vescale.plans import PipelineEntry
 from vescale.rng import default_generator
@@ -43,6 +44,7 @@ class Surroundings(Protocol):
     device: torch.device
     entry: PipelineEntry
     states: dict[int, torch.Tensor]
+    trial: RowTrial | None
 
 
 class StageRun:
@@ -55,6 +57,7 @@ class StageRun:
         stage: int,
         received: Sequence[DTensor],
         answers: Mapping[Place, Any],
+        values: Mapping[Origin, torch.Tensor],
     ) -> None:
         self.runner, self.known, self.stage, self.received = runner, known, stage, received
         self.begun = stage == 0
@@ -69,12 +72,16 @@ class StageRun:
         self.depth = 0
         self.loss_mode: Callable[[], Any] | None = None
         self.at_begin: Callable[[], None] | None = None
+        self.at_end: Callable[[Any], Any] = lambda out: out
         self.answers = answers  # of the whole batch, to what the forward reads from it
+        self.whole_values = WholeValues(values, lambda: not self.depth) if values else None
 
     @contextlib.contextmanager
     def around_forward(self) -> Iterator[None]:
         """Around the forward of the model itself."""
         with contextlib.ExitStack() as stack:
+            if self.whole_values is not None:
+                stack.enter_context(self.whole_values)
             if self.stage in self.known.part.outside:
                 stack.enter_context(_Arrived(self._replace))
             if any(origin.function is not None for origin in (*self.entering, *self.leaving)):
@@ -98,12 +105,15 @@ class StageRun:
             if answer is not None:
                 return answer[0]
         number = self.number - 1
+        trial = self.runner.trial
         self.depth += 1
         try:
             with self._around_hooks(gate, number):
-                result = proceed(*args, **kwargs)
+                result = proceed(*args, **kwargs) if trial is None else trial.run(proceed, args, kwargs)
         finally:
             self.depth -= 1
+        if trial is not None:
+            result = trial.returned(number, result, changes=self.leaves is NOTHING)
         if self.leaving:
             self._see_leaves(number, tree_flatten(result)[0])
         return result
@@ -296,7 +306,8 @@ def end_forward(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
             )
         try:
             with run.around_forward():
-                return forward(*args, **kwargs)
+                out = forward(*args, **kwargs)
+            return run.at_end(out)
         except StageEnd:
             return tuple(run.made or ())
 

@@ -24,6 +24,7 @@ from vescale.pipeline._hooked_calls import TensorLike, noting_hooks
 from vescale.pipeline._loss_sums import LossCalls, LossNodes
 from vescale.pipeline._math_attention import math_attention
 from vescale.pipeline._parameter_reads import SHAPE_ONLY
+from vescale.pipeline._row_flow import RowOps
 from vescale.pipeline._traced import LossTerm, Origin, OuterResults, Trace, TracedCall
 from vescale.pipeline._unknown_values import refuse_reading, why_unknown
 from vescale.rng import Draw
@@ -44,13 +45,15 @@ def trace(
     *,
     grad: bool,
     answers: Mapping[Place, Any] | None = None,
-    loss: Callable[[Any], None] | None = None,
+    loss: Callable[[Any], torch.Tensor | None] | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> Trace:
     """Run the forward of a gated skeleton on a batch; its generators and buffers are left as they were.
 
     Args:
         answers: values that the forward gets where it reads from the batch; without, those of the batch.
-        loss: called with the output, as a part of what is traced.
+        loss: called with the output, as a part of what is traced; ``beside`` is what it takes of the batch that the forward
+            does not.
 
     Raises PlanError for a forward that the cut does not fit: a module that runs in another stage than it belongs to, or a
     value that a stage would need from an earlier one and does not get.
@@ -61,7 +64,7 @@ def trace(
         dtypes = skeleton.__dict__.get("_pipeline_dtypes")
         if dtypes is not None:
             stack.enter_context(dtypes.computing(skeleton))
-        recorder = _Recorder(skeleton, cut, batch, entry_source, answers or {})
+        recorder = _Recorder(skeleton, cut, batch, dict(sorted((beside or {}).items())), entry_source, answers or {})
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(math_attention())
@@ -76,8 +79,7 @@ def trace(
         except NotImplementedError as error:  # an op whose result's shape depends on values
             where = f"of {recorder.failed_inside!r}" if recorder.failed_inside else "around the stages' modules"
             raise PipelineTraceError(f"pipeline: the forward {where} {why_unknown(error)}", entry_source) from error
-        if loss is not None:
-            loss(output)
+        total = loss(output) if loss is not None else None
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -99,6 +101,8 @@ def trace(
         recorder.reads(),
         recorder.draws_before,
         tuple(recorder.of_rows),
+        recorder.row_ops,
+        total,
     )
     recorder.read_calls.end()  # else in a cycle with the recorder
     return found
@@ -124,7 +128,13 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], source: Any, answers: Mapping[Place, Any]
+        self,
+        skeleton: nn.Module,
+        cut: Cut,
+        batch: Mapping[str, Any],
+        beside: Mapping[str, Any],
+        source: Any,
+        answers: Mapping[Place, Any],
     ) -> None:
         super().__init__()
         self.skeleton, self.cut, self.source = skeleton, cut, source
@@ -134,12 +144,15 @@ class _Recorder(TorchDispatchMode):
         self.called: set[str] = set()  # in this stage
         self.carried = Carried(source)
         self.values: set[int] = set()  # of tensors that depend on parameters
-        self.keep: list[Any] = [batch]
+        self.keep: list[Any] = [batch, beside]
         self.recipes: dict[int, Any] = {}
-        for n, value in enumerate(tree_flatten(batch)[0]):
+        self._names = list(batch), list(beside)
+        given, others = (tree_flatten(values)[0] for values in (batch, beside))
+        for n, value in enumerate((*given, *others)):
             if isinstance(value, torch.Tensor):
                 self.recipes[id(value)] = ("batch", n)
-        self.nodes = LossNodes(batch=set(self.recipes))
+        self.nodes = LossNodes(batch={id(v) for v in given if isinstance(v, torch.Tensor)})
+        self.row_ops = RowOps([v for v in (*given, *others) if isinstance(v, torch.Tensor)])
         self.loss_calls = LossCalls(self.nodes)
         self.calls: list[TracedCall] = []
         self.draws: list[Draw] = []
@@ -195,6 +208,8 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def note_origin(self, origin: Origin, tensor: torch.Tensor) -> None:
+        if origin.function is not None and id(tensor) in self.recipes:
+            self.row_ops.origins.setdefault(id(tensor), origin)
         if id(tensor) in self.carried.made:
             self.carried.origin(origin, tensor)
 
@@ -232,11 +247,12 @@ class _Recorder(TorchDispatchMode):
         if reads_values:
             self._check(func, tensors)
         self._note_draw(func, args, kwargs)
-        self._note_rows(func, args)
+        self._note_rows(func, args, depends)
         out, is_replayable = self._run(func, flat, tree, args, kwargs, tensors)
         self._note_loss(func, args, kwargs, depends)
         outs = [v for v in tree_flatten(out)[0] if isinstance(v, torch.Tensor)]
         self.keep.extend(outs)
+        self.row_ops.note(func, args, kwargs, outs, depends, self.inside)
         if reads_values:
             self.nodes.note(func, args, kwargs, outs, self._depends, self.loss_calls.current)
         self.carried.note_op(func, args, tensors, outs, self.stage)
@@ -265,6 +281,9 @@ class _Recorder(TorchDispatchMode):
             refuse_reading(func, tensors)
             if func in _WITH_MASKS:
                 flat, tree = _with_positions(args, kwargs)
+            if func.overloadpacket is aten._ctc_loss:  # has no kernel for the meta device
+                time, rows, _ = args[0].shape
+                return (args[0].new_empty(rows), args[0].new_empty(rows, time, 2 * args[1].shape[-1] + 1)), False
             # Computed values beside unknown ones.
             moved = [v.to("meta") if isinstance(v, torch.Tensor) and not v.is_meta else v for v in flat]
             args, kwargs = tree_unflatten(moved, tree)
@@ -305,10 +324,10 @@ class _Recorder(TorchDispatchMode):
             )
         self.draws.append(draw)
 
-    def _note_rows(self, func: Any, args: Any) -> None:
+    def _note_rows(self, func: Any, args: Any, depends: bool) -> None:
         """Batch normalization (that of instances is one of a single row), and buffers that are written to."""
         if "batch_norm" in func._schema.name and "backward" not in func._schema.name:
-            if any(value is True for value in args) and args[0].shape[0] > 1:
+            if depends and any(value is True for value in args) and args[0].shape[0] > 1:
                 where = f"the forward of {self.inside!r}" if self.inside else "the forward"
                 self.of_rows[f"{where} takes statistics over the rows of a batch (batch normalization)"] = None
         elif func._schema.is_mutable and args and id(args[0]) in self._buffers:
@@ -318,8 +337,15 @@ class _Recorder(TorchDispatchMode):
         if func not in _LOSSES:
             return
         _, target, weight, reduction, ignore_index = args
-        recipe = self.replay_of(target) if depends else None
-        self.losses.append(LossTerm(reduction, ignore_index, weight is not None, recipe))
+        labels = self._value_of(target) if depends else None
+        weights = None if weight is None else self._value_of(weight)
+        self.losses.append(LossTerm(reduction, ignore_index, weight is not None, labels, weights))
+
+    def _value_of(self, tensor: torch.Tensor) -> Callable[[Mapping[str, Any]], torch.Tensor] | None:
+        """What computes the tensor from another batch, or a constant; None for one that depends on parameters."""
+        if self._depends(id(tensor)) or id(tensor) in self.recipes:
+            return self.replay_of(tensor)
+        return None if tensor.is_meta else lambda batch: tensor
 
     def _note_read(self, place: Place, func: Any, args: Any, kwargs: Any, value: Any) -> None:
         tensors = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
@@ -358,7 +384,9 @@ class _Recorder(TorchDispatchMode):
 
         def compute(batch: Mapping[str, Any]) -> list[Any]:
             done: dict[int, Any] = {}
-            given = tree_flatten(dict(sorted(batch.items())))[0]
+            # Reads are of what the forward takes, and get no more.
+            taken = [{name: batch[name] for name in names if name in batch} for names in self._names]
+            given = [leaf for values in taken for leaf in tree_flatten(values)[0]]
 
             def value(x: Any) -> Any:
                 if not isinstance(x, torch.Tensor) or id(x) not in recipes:

@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
-from vescale.compat.tensor_subclasses import tree_flatten
+from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
 from vescale.pipeline._batch_reads import BatchReads
 from vescale.pipeline._hooked_calls import HookedCall
 from vescale.pipeline._loss_sums import LossNodes
+from vescale.pipeline._row_flow import RowOps
 from vescale.rng import Draw
 
-__all__ = ["NOTHING", "Boundary", "LossTerm", "Origin", "OuterResults", "Trace", "TracedCall"]
+__all__ = ["NOTHING", "Boundary", "LossTerm", "Origin", "OuterResults", "Trace", "TracedCall", "WholeValues"]
 
 
 class Origin(NamedTuple):
@@ -41,16 +43,46 @@ class OuterResults(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._is_outside():
-            leaves = tree_flatten(result)[0]
-            shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves)
-            if any(shape is not None for shape in shapes):
-                function = func, shapes
-                number = self._seen[function]
-                self._seen[function] += 1
-                for n, value in enumerate(leaves):
-                    if shapes[n] is not None:
-                        self._see(Origin(function, number, n), value)
+            for origin, value in self._origins(func, tree_flatten(result)[0]):
+                self._see(origin, value)
         return result
+
+    def _origins(self, func: Any, leaves: Sequence[Any]) -> list[tuple[Origin, torch.Tensor]]:
+        """Of what a function has returned."""
+        shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves)
+        if all(shape is None for shape in shapes):
+            return []
+        function = func, shapes
+        number = self._seen[function]
+        self._seen[function] += 1
+        return [(Origin(function, number, n), v) for n, v in enumerate(leaves) if shapes[n] is not None]
+
+
+class WholeValues(OuterResults):
+    """Gives values in place of what torch functions return, by origin, where ``is_outside()``."""
+
+    def __init__(self, values: Mapping[Origin, torch.Tensor], is_outside: Callable[[], bool]) -> None:
+        super().__init__(lambda origin, value: None, is_outside)
+        self._values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._is_outside():
+            return result
+        leaves, tree = tree_flatten(result)
+        taken = [(o.leaf, _as_is(self._values[o], v)) for o, v in self._origins(func, leaves) if o in self._values]
+        for n, value in taken:
+            leaves[n] = value
+        return tree_unflatten(leaves, tree) if taken else result
+
+
+def _as_is(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The value with the placements of another one, but pending sums. Communication: none."""
+    if not isinstance(like, DTensor):
+        return value
+    placements = [Replicate() if p.is_partial() else p for p in like.placements]
+    spread = DTensor.from_local(value, like.device_mesh, [Replicate()] * len(placements), run_check=False)
+    return spread.redistribute(like.device_mesh, placements)
 
 
 @dataclass(frozen=True)
@@ -99,12 +131,25 @@ class TracedCall:
 
 @dataclass
 class LossTerm:
-    """A call of ``nll_loss``: what counts its labels in another batch, and how it adds them up."""
+    """A call of ``nll_loss``: what its labels and weights of classes are in another batch (None: not known, or no weights),
+    and how it adds up."""
 
     reduction: int
     ignore_index: int
     has_weight: bool
     target: Callable[[Mapping[str, Any]], torch.Tensor] | None
+    weight: Callable[[Mapping[str, Any]], torch.Tensor] | None
+
+    @property
+    def is_known(self) -> bool:
+        return self.target is not None and self.has_weight == (self.weight is not None)
+
+    def count(self, batch: Mapping[str, Any]) -> float:
+        """What the sum over all labels is divided by."""
+        assert self.target is not None
+        target = self.target(batch)
+        valid = target != self.ignore_index
+        return int(valid.sum()) if self.weight is None else float(self.weight(batch)[target[valid]].sum())
 
 
 @dataclass
@@ -118,6 +163,8 @@ class Trace:
         reads: values that the forward reads from the batch.
         draws_before: of a stage, how many draws earlier ones do.
         of_rows: texts on what depends on the rows of a batch together.
+        row_ops: all ops, in order.
+        total: the sum that a callable loss returned.
     """
 
     boundaries: dict[int, Boundary]
@@ -132,10 +179,12 @@ class Trace:
     reads: BatchReads
     draws_before: Mapping[int, int]
     of_rows: Sequence[str]
+    row_ops: RowOps
+    total: torch.Tensor | None
 
     def without_values(self) -> Trace:
         """The same without the tensors that the forward made, as masks of attention, one or several for each layer."""
-        return replace(self, nodes=LossNodes(batch=set()), replay=lambda _: None)
+        return replace(self, nodes=LossNodes(batch=set()), replay=lambda _: None, row_ops=RowOps([]), total=None)
 
     def looks_like(self, other: Trace) -> bool:
         """Whether stages send, call and draw the same as in another trace."""

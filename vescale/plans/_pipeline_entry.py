@@ -26,6 +26,7 @@ PIPELINE_SCHEDULES = (
 )
 _SHORT = {"zbv": "ZBVZeroBubble", "zb1p": "InterleavedZeroBubble"}
 _REDUCE = ("step", "microbatch")
+_ROWS = ("batch", "microbatch")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class PipelineEntry:
         microbatches: into how many equal parts the batch is cut.
         loss: a path into the model's output, ``"out.loss"``, or ``f(out, batch) -> (sum, count)``.
         reduce: gradients are reduced once a step, or after every micro-batch's backward.
+        rows: what a forward computes across rows is of those of the batch, or of each micro-batch by itself.
         stages_per_rank: with ``balance``; None: what the schedule needs.
         costs: with ``balance``: (module path, cost) of blocks, and of what is around them; None: costs are estimated.
         memory_gib: with ``balance``: the most that parameters, gradients and two states of an optimizer may take on a rank,
@@ -56,6 +58,7 @@ class PipelineEntry:
     microbatches: int = 8
     loss: str | Callable[[Any, Mapping[str, Any]], tuple[Any, Any]] = "out.loss"
     reduce: str = "step"
+    rows: str = "batch"
     stages_per_rank: int | None = None
     costs: tuple[tuple[Path, float], ...] | None = None
     memory_gib: float | None = None
@@ -74,7 +77,7 @@ class PipelineEntry:
         )
         return (
             f"mesh={self.mesh}, cut={cut}, schedule={self.schedule}, microbatches={self.microbatches}, loss={loss}, "
-            f"reduce={self.reduce}, stages_per_rank={self.stages_per_rank}, "
+            f"reduce={self.reduce}, rows={self.rows}, stages_per_rank={self.stages_per_rank}, "
             f"costs={None if self.costs is None else [(str(path), cost) for path, cost in self.costs]}, "
             f"memory_gib={self.memory_gib}, microbatch_shape={self.microbatch_shape}"
         )
@@ -95,6 +98,7 @@ def pipeline_entry(
     microbatches: int,
     loss: Any,
     reduce: str,
+    rows: str,
     stages_per_rank: int | None,
     costs: Mapping[str, float] | None,
     memory_gib: float | None,
@@ -120,6 +124,8 @@ def pipeline_entry(
         raise refuse(f'balance={balance!r}; use "cost"')
     if reduce not in _REDUCE:
         raise refuse(f"reduce={reduce!r}; use 'step' or 'microbatch'{did_you_mean(str(reduce), _REDUCE)}")
+    if rows not in _ROWS:
+        raise refuse(f"rows={rows!r}; use 'batch' or 'microbatch'{did_you_mean(str(rows), _ROWS)}")
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise refuse(f"microbatches={microbatches!r}; use a number of at least 1")
     if stages_per_rank is not None and (not isinstance(stages_per_rank, int) or stages_per_rank < 1 or balance is None):
@@ -155,6 +161,7 @@ def pipeline_entry(
         microbatches,
         loss,
         reduce,
+        rows,
         stages_per_rank,
         None if costs is None else _costs(costs, refuse),
         memory_gib,

@@ -77,6 +77,7 @@ class Plan(ModuleEntries):
         microbatches: int = 8,
         loss: str | Callable[[Any, Mapping[str, Any]], tuple[Any, Any]] = "out.loss",
         reduce: Literal["step", "microbatch"] = "step",
+        rows: Literal["batch", "microbatch"] = "batch",
         stages_per_rank: int | None = None,
         costs: Mapping[str, float] | None = None,
         memory_gib: float | None = None,
@@ -94,6 +95,8 @@ class Plan(ModuleEntries):
             loss: a path into the model's output; or ``f(out, batch) -> (sum, count)`` of a micro-batch.
             reduce: gradients of units (ZeRO) are reduced once a step, which keeps unreduced ones for all micro-batches, or
                 after each micro-batch's backward. All others are reduced once a step.
+            rows: what the forward computes across rows (statistics, pairs) is that of the batch, or refused; or that of each
+                micro-batch by itself, as gradient accumulation has it.
             stages_per_rank: beside ``balance``.
             costs: beside ``balance``: the cost of each block, and of modules around the blocks, by path, in any unit; what
                 :func:`vescale.pipeline.measure_costs` returns. Without, the operations of a forward are counted.
@@ -117,6 +120,7 @@ class Plan(ModuleEntries):
             microbatches=microbatches,
             loss=loss,
             reduce=reduce,
+            rows=rows,
             stages_per_rank=stages_per_rank,
             costs=costs,
             memory_gib=memory_gib,

@@ -161,6 +161,8 @@ def _pipeline(entry: PipelineEntry) -> str:
     named = {name: value for name, value in cut.items() if value} | {
         name: getattr(entry, name) for name in ("mesh", "schedule", "microbatches", "loss", "reduce")
     }
+    if entry.rows != "batch":
+        named["rows"] = entry.rows
     parts = [f"{name}: {json.dumps(value)}" for name, value in named.items()]
     if entry.memory_gib is not None:
         parts.append(f"memory_gib: {Decimal(repr(entry.memory_gib)):f}")  # without an exponent
