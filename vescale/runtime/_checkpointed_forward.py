@@ -34,6 +34,7 @@ from vescale.comm import KeptResults
 from vescale.compat import hides_tensors, map_tensors, no_torch_function, tensors_in
 from vescale.errors import RecomputationError
 from vescale.ir import Checkpoint, Instruction
+from vescale.ops import following_writes
 from vescale.plans import CheckpointPolicy
 from vescale.runtime._activation import current_activation
 from vescale.runtime._argument_state import copy_state, held_objects
@@ -185,8 +186,11 @@ class _Call:
             before = GeneratorStates(self.device_type)
             untouched, why_not = copy_state(self._given) if self._has_state else (self._given, "")
             held = set(held_objects(self._given)) if why_not else set()
-        with self.kept.keeping(), self.work if self.work is not None else contextlib.nullcontext():
+        with self.kept.keeping(), following_writes(), self.work if self.work is not None else contextlib.nullcontext():
             result = self._forward(inputs)
+            with no_torch_function():
+                for tensor in tensors_in(result):
+                    self.kept.watch(tensor)
         with no_torch_function():
             if before.have_moved():
                 self.draws = before
