@@ -14,6 +14,7 @@ from torch import nn
 from vescale.compat import TorchDispatchMode
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.ir._flow_mode import FlowMode
+from vescale.ir._forward_state import state_unchanged
 from vescale.ir._model_index import ModelIndex
 
 __all__ = ["MetaOps"]
@@ -25,8 +26,8 @@ _ATTENTION = "_scaled_dot_product"
 class MetaOps:
     """Runs the model on meta tensors when it is first asked; where that fails, single modules.
 
-    The model's parameters and buffers are replaced by meta tensors while it runs, and nothing of the model is written to but
-    what its own forward assigns. Inputs are made up: token ids for ``input_ids``, else one tensor that fits the first layer.
+    The model's parameters and buffers are replaced by meta tensors while it runs, and nothing of the model is written to.
+    Inputs are made up: token ids for ``input_ids``, else one tensor that fits the first layer.
     """
 
     def __init__(self, index: ModelIndex) -> None:
@@ -77,7 +78,13 @@ def _ops_of(module: nn.Module, path: str) -> Mapping[str, Counter[str]] | None:
     """By the innermost module that runs; None if no forward succeeds."""
     for inputs in _made_up_inputs(module):
         counter = _Counter(path)
-        with contextlib.suppress(Exception), counter.hooks(module), FlowMode(counter), torch.no_grad():
+        with (
+            contextlib.suppress(Exception),
+            state_unchanged(module),
+            counter.hooks(module),
+            FlowMode(counter),
+            torch.no_grad(),
+        ):
             with _on_meta(module), counter:
                 module(**inputs)
             return counter.ops

@@ -22,7 +22,7 @@ import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,13 +31,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale.comm import KeptResults
-from vescale.compat import hides_tensors, map_tensors, no_torch_function, tensors_in
-from vescale.errors import RecomputationError
-from vescale.ir import Checkpoint, Instruction
+from vescale.compat import map_tensors, no_torch_function, tensors_in
+from vescale.ir import Checkpoint, ForwardState, Instruction, KnownState
 from vescale.ops import following_writes
 from vescale.plans import CheckpointPolicy
 from vescale.runtime._activation import current_activation
-from vescale.runtime._argument_state import copy_state, held_objects
 from vescale.runtime._checkpoint_budget import Budget, Work
 from vescale.runtime._generator_states import GeneratorStates
 from vescale.runtime._offloaded_tensors import OffloadedForward
@@ -60,6 +58,7 @@ class CheckpointedForward:
             made = Budget(runtime, instruction.op.budget_gib)
             self.budget = runtime.budgets.setdefault(instruction.op.budget, made)
             self.budget.add(path, self.policy)
+        self.known = KnownState()
         self._forward = module.forward
         module.forward = self.forward
         runtime.saved.reads_graph = True
@@ -129,8 +128,8 @@ class _Call:
         self.inputs: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}  # of the inputs, by id of what stands for them
         with no_torch_function():
+            self._first = args, kwargs
             self._given = map_tensors(self._take_out, [args, kwargs])
-        self._has_state = hides_tensors([args, kwargs])
         self.kept = KeptResults(
             keeps=not policy.recompute_communication,
             on_kept=functools.partial(self._note, op="communication", path=owner.path),
@@ -139,8 +138,8 @@ class _Call:
         self.work = Work() if is_measured else None
         self.number = owner.runtime.num_training_forwards
         self.draws: GeneratorStates | None = None
-        self.shown: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
-        self.has_run = self._is_again = False
+        self.state: ForwardState | None = None
+        self.has_run = False
 
     def _take_out(self, tensor: torch.Tensor) -> torch.Tensor:
         stands_for_it = torch.empty(0, device="meta")
@@ -151,12 +150,12 @@ class _Call:
     def run(self) -> Any:
         with no_torch_function():
             self._note(self.inputs, self.owner.path, "inputs")
+            self.state = state = ForwardState(self.owner.module, self.owner.path, self._given, self.owner.known)
         inputs, self.inputs = self.inputs, []  # the checkpoint keeps them, so that autograd can free them
-        self.shown = _shown(self.owner.module)
         options: dict[str, Any] = {}
         if self.policy.kind != "full":
             options["context_fn"] = self._contexts
-        return checkpoint(
+        result = checkpoint(
             self._computed,
             *inputs,
             use_reentrant=False,
@@ -164,6 +163,11 @@ class _Call:
             early_stop=not (self.policy.recompute_communication or self.work),  # ranks may save others last
             **options,
         )
+        with no_torch_function():
+            if state.keeps_tensors_in_arguments():
+                self._warn_of_state()
+            state.ended()
+        return result
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         path = self.owner.path
@@ -184,31 +188,20 @@ class _Call:
         self.has_run = True
         with no_torch_function():
             before = GeneratorStates(self.device_type)
-            untouched, why_not = copy_state(self._given) if self._has_state else (self._given, "")
-            held = set(held_objects(self._given)) if why_not else set()
+        (args, kwargs), self._first = self._first, ((), {})
         with self.kept.keeping(), following_writes(), self.work if self.work is not None else contextlib.nullcontext():
-            result = self._forward(inputs)
+            result = self.owner._forward(*args, **kwargs)
             with no_torch_function():
                 for tensor in tensors_in(result):
                     self.kept.watch(tensor)
         with no_torch_function():
             if before.have_moved():
                 self.draws = before
-            if why_not and held != set(held_objects(self._given)):
-                raise RecomputationError(
-                    f"the checkpointed module {self.owner.path!r} writes tensors to an object among its arguments that "
-                    f"cannot be copied ({why_not}), so that its recomputation would write them a second time: turn caches "
-                    "off (use_cache=False), or leave the module out of the plan's checkpoint entries"
-                )
-            if self._has_state:
-                self._warn_of_state(untouched)
-        self._given = untouched
         return result
 
-    def _warn_of_state(self, untouched: Any) -> None:
+    def _warn_of_state(self) -> None:
         runtime = self.owner.runtime
-        kept = {key for key, x in held_objects(self._given).items() if isinstance(x, torch.Tensor)}
-        if runtime.warned_of_state or not runtime.is_first_rank or kept <= held_objects(untouched).keys():
+        if runtime.warned_of_state or not runtime.is_first_rank:
             return
         runtime.warned_of_state = True
         warnings.warn(
@@ -220,15 +213,14 @@ class _Call:
     def _forward(self, inputs: Sequence[torch.Tensor]) -> Any:
         numbers = self._numbers
         with no_torch_function():
-            given = copy_state(self._given)[0] if self._has_state and self._is_again else self._given
-            args, kwargs = map_tensors(lambda x: inputs[numbers[id(x)]] if id(x) in numbers else x, given)
+            args, kwargs = map_tensors(lambda x: inputs[numbers[id(x)]] if id(x) in numbers else x, self._given)
         return self.owner._forward(*args, **kwargs)
 
     def _again(self, inputs: Sequence[torch.Tensor]) -> Any:
         budget, owner = self.owner.budget, self.owner
-        self._is_again = True
         draws = self.draws.again() if self.draws is not None else contextlib.nullcontext()
-        with draws, _showing(self.shown), self.kept.taking():
+        assert self.state is not None
+        with draws, self.state.again(), self.kept.taking():
             if budget is None or self.work is None:
                 return self._forward(inputs)
             num_bytes = sum(self.held.values())
@@ -244,32 +236,3 @@ def _note(
     if owner.budget is not None:
         for storage in filter(None, map(storage_of, found)):
             held[storage._cdata] = storage.nbytes()
-
-
-def _shown(module: nn.Module) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """Parameters that the plan has shown with other placements for this forward: attributes that hide registered ones."""
-    found = []
-    for owner in module.modules():
-        attributes = vars(owner)
-        hidden = {name: attributes[name] for name in (*owner._parameters, *owner._buffers) if name in attributes}
-        if hidden:
-            found.append((owner, hidden))
-    return found
-
-
-@contextlib.contextmanager
-def _showing(shown: list[tuple[nn.Module, dict[str, torch.Tensor]]]) -> Iterator[None]:
-    missing = object()
-    before: list[tuple[nn.Module, str, Any]] = []
-    for owner, hidden in shown:
-        for name, tensor in hidden.items():
-            before.append((owner, name, vars(owner).get(name, missing)))
-            vars(owner)[name] = tensor
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            if value is missing:
-                vars(owner).pop(name, None)
-            else:
-                vars(owner)[name] = value
