@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 import weakref
@@ -289,8 +290,30 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
         return backward(ctx, *map(_zeros_of_dtensor, grads, specs))
 
     changes.function(original, generator)
+    frame = checkpointing._CheckpointFrame
+    for name in ("get_inputs", "check_recomputed_tensors_match"):
+        changes.attribute(frame, name, _telling_of_failures(getattr(frame, name)))
     changes.attribute(checkpointing.CheckpointFunction, "forward", staticmethod(reentrant))
     changes.attribute(checkpointing.CheckpointFunction, "backward", staticmethod(backward_of_reentrant))
+
+
+def _telling_of_failures(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a checkpointed function's frame. The function says what its own recomputation fails with."""
+
+    @functools.wraps(method)
+    def told(self: Any, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except RuntimeError as error:
+            recompute = self.recompute_fn
+            cells = dict(zip(recompute.__code__.co_freevars, recompute.__closure__ or ()))
+            function = cells["fn"].cell_contents if "fn" in cells else None
+            failure = getattr(inspect.unwrap(function), "recomputation_failed", None) if callable(function) else None
+            if failure is None:
+                raise
+            raise failure(error) from error
+
+    return told
 
 
 def _zeros_of_dtensor(grad: Any, spec: DTensorSpec | None) -> Any:

@@ -28,10 +28,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from vescale.comm import KeptResults
 from vescale.compat import map_tensors, no_torch_function, tensors_in
+from vescale.errors import RecomputationError
 from vescale.ir import Checkpoint, ForwardState, Instruction, KnownState
 from vescale.ops import following_writes
 from vescale.plans import CheckpointPolicy
@@ -156,7 +157,7 @@ class _Call:
         if self.policy.kind != "full":
             options["context_fn"] = self._contexts
         result = checkpoint(
-            self._computed,
+            self,
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,  # GeneratorStates
@@ -182,7 +183,23 @@ class _Call:
 
         return saving_contexts(self.policy, path, self.kept, running, note, self.device_type)
 
-    def _computed(self, *inputs: torch.Tensor) -> Any:
+    def recomputation_failed(self, error: RuntimeError) -> RecomputationError:
+        """The error in place of PyTorch's, which does not name the module."""
+        path = self.owner.path
+        if isinstance(error, CheckpointError):
+            text = str(error).partition("\n\n")[0].removeprefix("torch.utils.checkpoint: ")
+            return RecomputationError(
+                f"the checkpointed module {path!r} computes otherwise when it runs again than in its forward, by something "
+                "that it reads, that has changed since, and that vescale does not know of; keep that in an attribute of the "
+                f"module, or leave the module out of the plan's checkpoint entries. {text}"
+            )
+        return RecomputationError(
+            f"an input of the checkpointed module {path!r} was written to in place, in the call or after it, and its "
+            "recomputation needs the values before; write to a copy (x = x.clone()), or leave the module out of the plan's "
+            f"checkpoint entries. {error}"
+        )
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
         if self.has_run:
             return self._again(inputs)
         self.has_run = True
@@ -222,7 +239,10 @@ class _Call:
         assert self.state is not None
         with draws, self.state.again(), self.kept.taking():
             if budget is None or self.work is None:
-                return self._forward(inputs)
+                try:
+                    return self._forward(inputs)
+                except CheckpointError as error:  # more tensors are saved
+                    raise self.recomputation_failed(error) from error
             num_bytes = sum(self.held.values())
             return budget.measured(owner.path, self.number, owner.module, inputs, num_bytes, self.work, self._forward)
 
