@@ -17,7 +17,7 @@ from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
 from vescale.errors import PipelineCallError, PipelineTraceError
 from vescale.pipeline._batch_reads import Place, ReadCalls
 from vescale.pipeline._batches import Signature
-from vescale.pipeline._gates import Gate, StageEnd, current_run
+from vescale.pipeline._gates import Gate, StageEnd, current_run, recomputed
 from vescale.pipeline._hooked_calls import TensorLike, call_hooks, seeing_values
 from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TracedCall
 from vescale.placements import contiguous_stride
@@ -87,6 +87,10 @@ class StageRun:
                 stack.enter_context(ReadCalls(lambda: self.number - 1 if self.depth else -1, self.answers))
             yield
 
+    @property
+    def is_outside(self) -> bool:
+        return not self.depth
+
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.depth:
             return proceed(*args, **kwargs)
@@ -101,7 +105,7 @@ class StageRun:
         self.depth += 1
         try:
             with self._around_hooks(gate, number):
-                result = proceed(*args, **kwargs)
+                result = recomputed(proceed)(*args, **kwargs)
         finally:
             self.depth -= 1
         if self.leaving:
