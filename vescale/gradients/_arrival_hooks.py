@@ -6,14 +6,14 @@ import contextlib
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from vescale.compat import ArrivalCount, HookGate, stop_counting_gradients
 
-__all__ = ["ArrivalHooks", "hooks_of_programs"]
+__all__ = ["ArrivalHooks", "HooksOfPrograms", "hooks_of_programs"]
 
 # The attribute of a parameter that owns its ``ArrivalHooks``.
 _HOOKS = "_vescale_hooks"
@@ -85,9 +85,60 @@ class ArrivalHooks:
 
 def hooks_of_programs(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
     """What has been given to ``parameter.register_hook`` by others than this package."""
-    hooks = (parameter._backward_hooks or {}).values()
+    return [hook for hook in (parameter._backward_hooks or {}).values() if not _is_own(hook)]
+
+
+def _is_own(hook: Any) -> bool:
     own = __name__.partition(".")[0] + "."
-    return [h for h in hooks if not str(getattr(getattr(h, "func", h), "__module__", "")).startswith(own)]
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(own)
+
+
+class HooksOfPrograms:
+    """The hooks that programs have registered on parameters, before and after their gradients are accumulated: for a step of
+    several backwards, at the end of which they run once.
+
+    Attributes:
+        parameters: those that have hooks.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.parameters: list[torch.Tensor] = []
+        self._found: list[tuple[Any, dict[int, Any]]] = []  # tables of hooks, and the programs' in them
+        for parameter in parameters:
+            tables: list[Any] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+            found = [{key: hook for key, hook in (table or {}).items() if not _is_own(hook)} for table in tables]
+            if any(found):
+                self.parameters.append(parameter)
+                self._found += zip(tables, found)
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        for table, hooks in self._found:
+            for key in hooks:
+                del table[key]
+        try:
+            yield
+        finally:
+            for table, hooks in self._found:
+                if hooks:
+                    table.update(hooks)
+
+    @torch.no_grad()
+    def run(self, earlier: Sequence[torch.Tensor | None]) -> None:
+        """Call them with the gradients of the step, in ``.grad``, which are added to ``earlier`` ones."""
+        for parameter, before, (_, hooks), (_, after) in zip(
+            self.parameters, earlier, self._found[::2], self._found[1::2], strict=True
+        ):
+            gradient = parameter.grad
+            if gradient is None:
+                parameter.grad = before
+                continue
+            for hook in tuple(hooks.values()):
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            parameter.grad = gradient if before is None else before.add_(gradient)
+            for hook in tuple(after.values()):
+                hook(parameter)
 
 
 def _begin(hooks: weakref.ref[ArrivalHooks], gradient: torch.Tensor) -> torch.Tensor | None:
