@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from tests.examples import daily_sample
 from tests.pipeline.steps import Net, mesh_of, rel, token_batch
@@ -64,9 +65,10 @@ def hook(model: nn.Module, kind: str, calls: list[str]) -> None:
 def case(kind: str, loss: str, schedule: str, units: bool) -> tuple[float, list[int]]:
     """The largest difference of gradients and parameters over steps that accumulate, and how often each hook has run."""
     loss_of: Any = sum_and_count if loss == "function" else "out.loss"
-    plan = Plan(mesh_of(pp=2, dp=1) if units else mesh_of(pp=2))
+    plan = Plan(mesh_of(pp=2, dp=2) if units else mesh_of(pp=2))
     if units:
-        sharded_at_rest(plan, ".*", "dp").unit(r"blocks\\.\\d+")
+        plan.shard("<in:(ids|labels)>", Shard(0), mesh="dp")
+        sharded_at_rest(plan, ".*", "dp").unit(r"blocks\.\d+")
     splits = [2] if schedule == "1F1B" else [1, 2, 3]
     plan.pipeline(split_before=[f"blocks.{n}" for n in splits], schedule=schedule, microbatches=4, loss=loss_of)
     reference = make_net()
@@ -103,7 +105,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "loss", "schedule", "units"), daily_sample(CASES, 8))
 def test_hooks_run_once_in_a_step(ranks: RankPools, kind: str, loss: str, schedule: str, units: bool) -> None:
-    for worst, counts in ranks.run(case, kind, loss, schedule, units, world_size=2):
+    for worst, counts in ranks.run(case, kind, loss, schedule, units, world_size=4 if units else 2):
         assert worst <= 1e-12 and counts == [2], (worst, counts)
 
 
