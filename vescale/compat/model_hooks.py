@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from vescale.compat.patching import HOOKS
 
 __all__ = [
     "ASKED_GRADIENTS",
+    "CHECKPOINTED_APART",
     "DRAW_LISTENERS",
+    "REFUSES_REENTRANT",
     "AskedGradients",
     "DispatchListener",
     "ModelHooks",
@@ -216,6 +219,12 @@ def tell_plain_value(op: Any, name: str, tensor: Any, mesh: Any) -> None:
         models.listener.plain_value(op, name, tensor, mesh)
 
 
+# Asked when a program checkpoints a function, with the options of ``checkpoint``: a context in which it runs as it is,
+# because what it calls is checkpointed there; or None.
+CHECKPOINTED_APART: list[Callable[[Mapping[str, Any]], AbstractContextManager[None] | None]] = []
+# Asked when a program checkpoints a function by reentrant autograd: whether that is to be done without it, because backwards
+# compute gradients of some tensors only, where PyTorch refuses it.
+REFUSES_REENTRANT: list[Callable[[], bool]] = []
 # Called beside the listener of parallelized models, with what :func:`tell_draw` is given.
 ASKED_GRADIENTS: list[AskedGradients] = []
 DRAW_LISTENERS: list[Callable[[DTensorSpec, str, torch.Generator | None], None]] = []

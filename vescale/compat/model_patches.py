@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.nn.modules.module import (
 
 from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
-from vescale.compat.model_hooks import ASKED_GRADIENTS, ModelHooks
+from vescale.compat.model_hooks import ASKED_GRADIENTS, CHECKPOINTED_APART, REFUSES_REENTRANT, ModelHooks
 from vescale.compat.native_dispatch import answer_mixed_calls, native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
@@ -271,9 +273,25 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
     forward = checkpointing.CheckpointFunction.forward
     backward = checkpointing.CheckpointFunction.backward
 
+    signature, apply = inspect.signature(original), checkpointing.CheckpointFunction.apply
+
     @functools.wraps(original)
     def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if CHECKPOINTED_APART:
+            given = signature.bind_partial(fn, *args, **kwargs).arguments
+            apart = _apart({name: given[name] for name in _OPTIONS if name in given})
+            if apart is not None:
+                return _as_it_is(apart)
         return original(hooks.checkpointed(fn, False), *args, **kwargs)
+
+    def apply_reentrant(run_function: Any, preserve: bool, *args: Any) -> Any:
+        apart = _apart({"preserve_rng_state": preserve})
+        if apart is not None:
+            with apart:
+                return run_function(*args)
+        if any(ask() for ask in REFUSES_REENTRANT):
+            return checkpointing.checkpoint(run_function, *args, use_reentrant=False, preserve_rng_state=preserve)
+        return apply(run_function, preserve, *args)
 
     @functools.wraps(forward)
     def reentrant(ctx: Any, run_function: Any, *args: Any) -> Any:
@@ -289,8 +307,44 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
         return backward(ctx, *map(_zeros_of_dtensor, grads, specs))
 
     changes.function(original, generator)
+    frame = checkpointing._CheckpointFrame
+    for name in ("get_inputs", "check_recomputed_tensors_match"):
+        changes.attribute(frame, name, _telling_of_failures(getattr(frame, name)))
+    changes.attribute(checkpointing.CheckpointFunction, "apply", staticmethod(apply_reentrant))
     changes.attribute(checkpointing.CheckpointFunction, "forward", staticmethod(reentrant))
     changes.attribute(checkpointing.CheckpointFunction, "backward", staticmethod(backward_of_reentrant))
+
+
+_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+def _apart(options: Mapping[str, Any]) -> contextlib.AbstractContextManager[None] | None:
+    return next((found for ask in CHECKPOINTED_APART if (found := ask(options)) is not None), None)
+
+
+def _as_it_is(around: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """What ``checkpoint`` calls a function inside of, in place of PyTorch's generator."""
+    with around:
+        yield
+
+
+def _telling_of_failures(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a checkpointed function's frame. The function says what its own recomputation fails with."""
+
+    @functools.wraps(method)
+    def told(self: Any, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except RuntimeError as error:
+            recompute = self.recompute_fn
+            cells = dict(zip(recompute.__code__.co_freevars, recompute.__closure__ or ()))
+            function = cells["fn"].cell_contents if "fn" in cells else None
+            failure = getattr(inspect.unwrap(function), "recomputation_failed", None) if callable(function) else None
+            if failure is None:
+                raise
+            raise failure(error) from error
+
+    return told
 
 
 def _zeros_of_dtensor(grad: Any, spec: DTensorSpec | None) -> Any:

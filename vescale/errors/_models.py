@@ -148,7 +148,8 @@ class RestartedStoreError(Coded, RuntimeError):
 
 
 class RecomputationError(Coded, RuntimeError):
-    """A checkpointed module writes to an object that cannot be copied, so that its recomputation would write twice."""
+    """What a checkpointed module has read in its forward is not there when it runs again in backward: an input was written
+    to in place, or a tensor of which nobody knew that the module writes to it."""
 
     code = "VS0222"
 

@@ -6,6 +6,7 @@ from vescale.ir._example_inputs import example_inputs, hf_inputs, random_inputs
 from vescale.ir._expert_calls import stand_in_for_experts
 from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._flow_mode import FlowMode
+from vescale.ir._forward_state import ForwardState, KnownState
 from vescale.ir._gradient_buckets import PredictedBucket, predict_buckets
 from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._joint_sharding import join_placements, ragged_positions
@@ -46,8 +47,10 @@ __all__ = [
     "Factory",
     "Finding",
     "FlowMode",
+    "ForwardState",
     "Hook",
     "Instruction",
+    "KnownState",
     "Local",
     "LoweringError",
     "NewPlan",

@@ -14,6 +14,7 @@ from torch import nn
 from vescale.compat import TorchDispatchMode
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.ir._flow_mode import FlowMode
+from vescale.ir._forward_state import state_unchanged
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._skeleton import skeleton_of
 
@@ -81,7 +82,13 @@ def _ops_of(module: nn.Module, path: str) -> Mapping[str, Counter[str]] | None:
     """By the innermost module that runs; None if no forward succeeds."""
     for inputs in _made_up_inputs(module):
         counter = _Counter(path)
-        with contextlib.suppress(Exception), counter.hooks(module), FlowMode(counter), torch.no_grad():
+        with (
+            contextlib.suppress(Exception),
+            state_unchanged(module),  # globals, and random numbers of the host
+            counter.hooks(module),
+            FlowMode(counter),
+            torch.no_grad(),
+        ):
             with counter:
                 module(**inputs)
             return counter.ops

@@ -42,6 +42,7 @@ from vescale.ops import (
 from vescale.ops._attention_work import ROWS, AttentionWork
 from vescale.ops._boundary_copies import (
     LIVE_COPIES,
+    following_writes,
     note_local,
     num_writes,
     read_arguments,
@@ -115,6 +116,7 @@ __all__ = [
     "enter_local",
     "entries",
     "families",
+    "following_writes",
     "has_whole_rows",
     "install",
     "is_elementwise",

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.checks import HASHES_OF_CHECKED_MESHES, describe_graphs, follows_graphs, step_checks
-from vescale.comm import record
+from vescale.comm import note_write, record
 from vescale.compat import (
     DispatchListener,
     DTensorSpec,
@@ -333,6 +333,7 @@ def _replicated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 copies = new_args[position] if position < len(args) else new_kwargs[argument.name]
                 for old, new in zip(tensors_in(written), tensors_in(copies)):
                     if isinstance(old, DTensor):
+                        note_write(new)  # which may be what a collective gave, and is kept
                         if new is not local_of(old):
                             local_of(old).copy_(move_local(new, mesh, old.shape, whole, old.placements).wait())
                         write_through(old, sees_reads=current_activation() is not None)

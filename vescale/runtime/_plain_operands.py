@@ -31,7 +31,7 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vescale.checks import step_checks
-from vescale.compat import local_of, make_dtensor, make_spec, map_tensors, tensors_in
+from vescale.compat import local_of, make_dtensor, make_spec, map_tensors, tensors_in, written_tensors
 from vescale.errors import MixedTensorsError
 from vescale.ops import bring, convert, enter_local, is_listed, running_module
 from vescale.placements import contiguous_stride, shard_dim
@@ -55,7 +55,7 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         apart = _run_apart(op, args, kwargs)
         if apart is not _TOGETHER:
             return apart
-    written = [x for x in _written(op, args, kwargs) if not isinstance(x, DTensor)]
+    written = [x for x in written_tensors(op, args, kwargs) if not isinstance(x, DTensor)]
     if not written and all(isinstance(x, DTensor) or x.ndim == 0 for x in tensors):
         _keep_gradients_plain(tensors, mesh)
         return NotImplemented
@@ -96,7 +96,7 @@ def _run_apart(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an op on lists in which indices differ in what they hold; ``_TOGETHER`` where all are alike."""
     length = len(args[0])
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) == length]
-    written = {id(x) for x in _written(op, args, kwargs) if not isinstance(x, DTensor)}
+    written = {id(x) for x in written_tensors(op, args, kwargs) if not isinstance(x, DTensor)}
     kinds: dict[Any, list[int]] = {}
     for index, row in enumerate(zip(*lists)):
         mesh = next((x.device_mesh for x in row if isinstance(x, DTensor)), None)
@@ -189,15 +189,6 @@ def _refuse_parts(op: Any, tensors: list[torch.Tensor]) -> None:
             )
 
 
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += tensors_in(value)
-    return found
-
-
 def _names(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The argument of each tensor, in order."""
     given = [*((argument.name, value) for argument, value in zip(op._schema.arguments, args)), *kwargs.items()]
@@ -229,7 +220,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Raises MixedTensorsError where it would write to DTensors, too.
     """
-    also = next((x for x in _written(op, args, kwargs) if isinstance(x, DTensor)), None)
+    also = next((x for x in written_tensors(op, args, kwargs) if isinstance(x, DTensor)), None)
     if also is not None:
         raise MixedTensorsError(
             f"{op} writes to plain tensors and to a DTensor of shape {tuple(also.shape)} in one computation (an optimizer's "
@@ -243,5 +234,5 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return local_of(bring(x, (Replicate(),) * x.device_mesh.ndim, str(op), "an operand"))
 
     result = op(*map_tensors(whole, tuple(args)), **map_tensors(whole, dict(kwargs)))
-    written = _written(op, args, kwargs)
+    written = written_tensors(op, args, kwargs)
     return written[0] if len(written) == 1 and isinstance(result, torch.Tensor) else result
