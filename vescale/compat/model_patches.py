@@ -12,13 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import BackwardHook
 
+from vescale.compat.containers import tensors_in
 from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
 from vescale.compat.model_hooks import ASKED_GRADIENTS, ModelHooks
@@ -35,6 +38,7 @@ __all__ = [
     "observe_registrations",
     "observe_writes",
     "refuse_swaps",
+    "run_backwards_in_modules",
     "tell_of_exports",
     "wrap_checkpointed_functions",
 ]
@@ -291,6 +295,45 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
     changes.function(original, generator)
     changes.attribute(checkpointing.CheckpointFunction, "forward", staticmethod(reentrant))
     changes.attribute(checkpointing.CheckpointFunction, "backward", staticmethod(backward_of_reentrant))
+
+
+def run_backwards_in_modules(changes: Changes, hooks: ModelHooks) -> None:
+    """Have ``hooks.in_backward(function, *args)`` run what a program runs in backwards, on DTensors: the backward of its own
+    functions (``torch.autograd.Function``), hooks of gradients, backward hooks of modules."""
+
+    def inside(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+        if str(getattr(owner, "__module__", "")).partition(".")[0] in _AWARE:
+            return function
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            if any(isinstance(x, DTensor) for x in tensors_in(args)):
+                return hooks.in_backward(function, *args)
+            return function(*args)
+
+        return call
+
+    def of_functions(original: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(original)(lambda self, *args: inside(original, self._forward_cls)(self, *args))
+
+    for name in {"apply", "apply_boxed"} & vars(BackwardCFunction).keys():
+        changes.attribute(BackwardCFunction, name, of_functions(getattr(BackwardCFunction, name)))
+    register, make = torch.Tensor.register_hook, BackwardHook.__init__
+
+    @functools.wraps(register)
+    def register_hook(self: Any, hook: Any) -> Any:
+        return register(self, inside(hook, hook))
+
+    @functools.wraps(make)
+    def init(self: Any, module: Any, hooks: Any, pre_hooks: Any) -> None:
+        make(self, module, [inside(hook, hook) for hook in hooks], [inside(hook, hook) for hook in pre_hooks])
+
+    changes.attribute(DTensor, "register_hook", register_hook)
+    changes.attribute(BackwardHook, "__init__", init)
+
+
+# Packages whose functions know what they are given.
+_AWARE = ("torch", "vescale")
 
 
 def _zeros_of_dtensor(grad: Any, spec: DTensorSpec | None) -> Any:

@@ -64,6 +64,7 @@ from vescale.ops._conversion_plans import cut, stages_between
 from vescale.ops._cut_gradients import with_cut_gradient
 from vescale.ops._decision import Decision, Rule
 from vescale.ops._dispatch import misjudged_view, run_interleaved, run_op, view_of_uneven_shards
+from vescale.ops._execute import write_back
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 from vescale.ops._install import install
 from vescale.ops._links import settle, share_version
@@ -149,6 +150,7 @@ __all__ = [
     "with_cut_gradient",
     "without_dim",
     "wrap_global",
+    "write_back",
     "write_through",
 ]
 
