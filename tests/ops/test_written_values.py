@@ -1,4 +1,4 @@
-"""In-place ops on values that are pending (sums, norms, products) or ragged: what they hold afterwards, against one device."""
+"""In-place ops on values that are pending (sums, norms, products) or ragged: what they hold then, against one device."""
 
 from __future__ import annotations
 

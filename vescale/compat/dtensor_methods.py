@@ -288,8 +288,8 @@ def refuse_early_lookups(changes: Changes, hooks: DTensorHooks) -> None:
 
 
 def key_compiled_code(changes: Changes, _: Any) -> None:
-    """``torch.compile`` keeps code for the sizes of local tensors, which differ between ranks that share a cache, and between
-    parts of equal tensors: its key has them, too."""
+    """``torch.compile`` keeps code for the sizes of local tensors, which differ between ranks that share a cache, and
+    between parts of equal tensors: its key has them, too."""
     original = DTensor._stable_hash_for_caching
 
     @functools.wraps(original)

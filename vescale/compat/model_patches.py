@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import BackwardHook
 
+from vescale.compat.batched_gradients import backward_by_rows
 from vescale.compat.containers import tensors_in
 from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
@@ -93,11 +94,14 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
 def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
     original, begins = torch.autograd._engine_run_backward, hooks.listener.begins_backward
 
-    @functools.wraps(original)
-    def _engine_run_backward(
+    def run(
         losses: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any = (), *args: Any, **kwargs: Any
     ) -> Any:
         begins(losses, gradients, bool(creates_graph))
+        gradients = tuple(
+            _global(x, loss._spec) if isinstance(loss, DTensor) else x
+            for loss, x in zip(losses, gradients, strict=True)
+        )
         returns = not kwargs.get("accumulate_grad")
         for leaves, answers in ASKED_GRADIENTS if inputs else ():
             found = leaves(inputs, returns_graph=returns and bool(creates_graph))
@@ -106,7 +110,7 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
                 return answers(inputs, result) if returns else result
         return original(losses, gradients, keep, creates_graph, inputs, *args, **kwargs)
 
-    changes.attribute(torch.autograd, "_engine_run_backward", _engine_run_backward)
+    changes.attribute(torch.autograd, "_engine_run_backward", functools.wraps(original)(backward_by_rows(run)))
 
 
 def refuse_swaps(changes: Changes, _: Any) -> None:
@@ -290,7 +294,7 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
     def backward_of_reentrant(ctx: Any, *grads: Any) -> Any:
         """The gradients of outputs without one are zeros, which PyTorch makes plain tensors of global shape."""
         specs = getattr(ctx, "vescale_specs", None) or [None] * len(grads)
-        return backward(ctx, *map(_zeros_of_dtensor, grads, specs))
+        return backward(ctx, *map(_global, grads, specs))
 
     changes.function(original, generator)
     changes.attribute(checkpointing.CheckpointFunction, "forward", staticmethod(reentrant))
@@ -336,7 +340,8 @@ def run_backwards_in_modules(changes: Changes, hooks: ModelHooks) -> None:
 _AWARE = ("torch", "vescale")
 
 
-def _zeros_of_dtensor(grad: Any, spec: DTensorSpec | None) -> Any:
+def _global(grad: Any, spec: DTensorSpec | None) -> Any:
+    """A plain gradient of a DTensor is the whole one, the same on every rank."""
     if spec is None or not isinstance(grad, torch.Tensor) or isinstance(grad, DTensor):
         return grad
     whole = (Replicate(),) * spec.mesh.ndim

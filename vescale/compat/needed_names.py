@@ -14,6 +14,7 @@ from __future__ import annotations
 
 __all__ = [
     "ATTENTION_KERNELS",
+    "BATCHED_GRADIENTS",
     "CHECKPOINTS",
     "COMPILED_CODE",
     "COUNTED_HOLDERS",
@@ -31,6 +32,7 @@ __all__ = [
 
 # Optional features, as errors and `vescale env` name them.
 ATTENTION_KERNELS = "attention kernels of some devices and versions (their ops are not met without)"
+BATCHED_GRADIENTS = "batches of gradients of DTensors (torch.autograd.grad(..., is_grads_batched=True))"
 CHECKPOINTS = "torch.distributed.checkpoint of DTensors with vescale's placements"
 COMPILED_CODE = "compiled code of DTensors in the caches of torch.compile (it is compiled anew without)"
 COUNTED_HOLDERS = "gradients that are taken without a copy (they are copied without)"
@@ -198,6 +200,10 @@ torch.distributed.checkpoint.filesystem: _FileSystemWriter.prepare_global_plan(p
 torch.distributed.checkpoint.planner_helpers: _create_default_metadata_only_plan(state_dict)
 torch.distributed.checkpoint.state_dict: _broadcast_state_dict(full_state_dict, local_state_dict);
     _distribute_state_dict(full_state_dict, local_state_dict)
+""",
+    BATCHED_GRADIENTS: """
+torch: _add_batch_dim; _remove_batch_dim
+torch._C: _vmapmode_decrement_nesting; _vmapmode_increment_nesting
 """,
     COMPILED_CODE: """
 torch.distributed.tensor: DTensor._stable_hash_for_caching

@@ -18,6 +18,7 @@ from vescale.compat import (
     model_patches,
     optimizers,
     random_ops,
+    sequences,
 )
 from vescale.compat.collective_kernels import register_collective_kernels
 from vescale.compat.empty_shards import let_shards_be_empty
@@ -147,6 +148,7 @@ PATCHES: tuple[Patch, ...] = (
           "PyTorch calls the mode for each, 1 to 3 us", "models", pass_methods),
     Patch("a checkpointed function is recomputed in the module whose forward checkpointed it",
           "a recomputation runs outside of the model's forward", "models", model_patches.wrap_checkpointed_functions),
+    Patch("pad_sequence takes DTensors", "PyTorch writes them to a plain buffer", "models", sequences.pad_dtensors, _FILE),
     Patch("a program's own code in a backward runs in the module whose forward made the node: functions, hooks",
           "what it makes would be no DTensors, unlike in the forward", "models", model_patches.run_backwards_in_modules),
     Patch("random ops draw one device's numbers; item() is the value of the whole tensor",

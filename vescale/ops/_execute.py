@@ -97,7 +97,7 @@ def execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: dic
             locals_[index] = function(locals_[index])
         local_args, local_kwargs = substitute(args, kwargs, locals_, torch.Tensor)
         result = (decision.local or call.op)(*local_args, **local_kwargs)
-        for index, spec, target in moves:
+        for index, _, target in moves:
             if index in decision.write_back:
                 write_back(tensors[index], locals_[index], target)
     return _results(call, args, kwargs, result, specs)

@@ -34,8 +34,8 @@ def shard_dim(placement: Placement) -> int | None:
 
 
 def is_pending(placement: Placement, *reductions: str) -> bool:
-    """Whether a placement is Partial with one of these reductions. PyTorch's subclasses (a pending norm) answer that they are
-    sums, and are not linear."""
+    """Whether a placement is Partial with one of these reductions. PyTorch's subclasses (a pending norm) answer that they
+    are sums, and are not linear."""
     return type(placement) is Partial and placement.reduce_op in reductions
 
 

@@ -100,7 +100,9 @@ class _Instructions:
         """Of the model: ranks compare what it is given, which is placed then."""
         refuse_tracing()
         if in_transform() or in_dual_level():
-            refuse_transforms(tensors_in((args, kwargs)), f"{self._model}, a parallelized model")
+            model = self._module()
+            given = tensors_in((args, kwargs, [] if model is None else [*model.parameters()]))
+            refuse_transforms(given, f"{self._model}, a parallelized model")
         missing = self.runtime.missing_values
         if missing is not None and missing.places:
             missing.check((args, kwargs))

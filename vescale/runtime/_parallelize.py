@@ -116,6 +116,8 @@ def parallelize(
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
             "parallelize"
         )
+    if isinstance(model, nn.Module):
+        _refuse_shared(model)
     if pipelined and optimizers:
         raise ParallelizeError(
             "a pipeline leaves each rank its stages' parameters: make the optimizer after parallelize, of model.parameters()"
@@ -146,6 +148,19 @@ def parallelize(
     _finish(model, way, missing)
     adopt_optimizers(optimizers, "parallelize")
     return model
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """Raises ParallelizeError for a module that is a part of another parallelized model."""
+    for path, module in model.named_modules():
+        other = Runtime.around(module)
+        if other is not None:
+            raise ParallelizeError(
+                f"{path!r} of this {type(model).__name__} is a part of another parallelized model, "
+                f"{type(other.root).__name__}, by whose plan its parameters are placed and its gradients reduced. "
+                "Parallelize one module that holds both models (nn.ModuleDict, or a class with a forward that calls "
+                "either), or give this one a copy (copy.deepcopy)"
+            )
 
 
 def _finish(model: nn.Module, way: Mode, missing: MissingValues | None) -> None:
