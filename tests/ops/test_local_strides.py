@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from tests.examples import examples
+from tests.examples import NIGHTLY
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole
 from vescale.placements import distribute_tensor
@@ -79,5 +79,5 @@ def all_cases(seeds: list[tuple[int]]) -> int:
 
 
 def test_drawn_chains_of_views(ranks: RankPools) -> None:
-    seeds = [(seed,) for seed in range(examples(60))]
+    seeds = [(seed,) for seed in range(60 if NIGHTLY else 5)]
     assert ranks.run(all_cases, seeds, world_size=2) == [len(seeds)] * 2
