@@ -24,10 +24,8 @@ def pad_dtensors(changes: Changes, _: Any) -> None:
     def pad_sequence(
         sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
     ) -> Any:
-        if not any(isinstance(x, DTensor) for x in sequences):
+        if padding_side not in ("left", "right") or not any(isinstance(x, DTensor) for x in sequences):
             return original(sequences, batch_first, padding_value, padding_side)
-        if padding_side not in ("left", "right"):
-            raise ValueError(f"padding_side is {padding_side!r}; expected 'left' or 'right'")
         return _padded(list(sequences), 0 if batch_first else 1, padding_value, padding_side == "left")
 
     changes.function(original, pad_sequence)

@@ -87,6 +87,7 @@ from vescale.ops.elementwise import is_elementwise
 from vescale.ops.foreach import is_foreach, is_listed
 from vescale.ops.losses import cross_entropy_of_rows, has_whole_rows, without_dim
 from vescale.ops.norms import normalizes_locally
+from vescale.ops.sparse import is_sparse, multiply_sparse
 
 __all__ = [
     "FAMILY_FILES",
@@ -121,9 +122,11 @@ __all__ = [
     "is_elementwise",
     "is_foreach",
     "is_listed",
+    "is_sparse",
     "leave_local",
     "meetings",
     "misjudged_view",
+    "multiply_sparse",
     "normalizes_locally",
     "note_local",
     "num_writes",
