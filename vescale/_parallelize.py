@@ -140,6 +140,15 @@ def _refuse(model: nn.Module, plan: Plan, static: StaticMode | None, optimizers:
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
             "parallelize"
         )
+    for path, module in model.named_modules():
+        other = Runtime.around(module)
+        if other is not None:
+            raise ParallelizeError(
+                f"{path!r} of this {type(model).__name__} is a part of another parallelized model, "
+                f"{type(other.root).__name__}, by whose plan its parameters are placed and its gradients reduced. "
+                "Parallelize one module that holds both models (nn.ModuleDict, or a class with a forward that calls "
+                "either), or give this one a copy (copy.deepcopy)"
+            )
     refuse_wrapped(model)
     entry = plan.pipeline_entry
     if entry is not None and static is not None:

@@ -77,13 +77,14 @@ def run(args: argparse.Namespace) -> int:
         with working("tracing the forward"):
             found = check_stages(plan, model, inputs)
             if inputs and not any(finding.severity == "error" for finding in found):
-                look = functools.partial(_implicit, model, inputs)
+                look = functools.partial(_reports, model, inputs)
                 try:
                     if args.fix:
-                        fixed = fix_plan(file, lambda path: load_plan(str(path), mesh), look)
+                        texts = lambda plan: [text for _, text in look(plan)]  # noqa: E731
+                        fixed = fix_plan(file, lambda path: load_plan(str(path), mesh), texts)
                         plan = load_plan(args.plan, mesh)
                         found = check_stages(plan, model, inputs)
-                    found = (*found, *(Finding("warning", "implicit", text, None, ()) for text in look(plan)))
+                    found = (*found, *(Finding("warning", rule, text, None, ()) for rule, text in look(plan)))
                 except Exception as error:  # code that reads values, or that takes other inputs
                     message = (str(error).splitlines() or ["no message"])[0]
                     note = f"not looked for implicit communication: {type(error).__name__}: {message}"
@@ -118,11 +119,11 @@ def _as_dict(finding: Finding) -> dict[str, Any]:
     return {**data, "names": list(finding.names)}
 
 
-def _implicit(model: nn.Module, inputs: dict[str, Any], plan: Plan) -> tuple[str, ...]:
-    """Reports of what the forward and backward would communicate without an entry."""
-    from vescale.estimation import implicit_reports
+def _reports(model: nn.Module, inputs: dict[str, Any], plan: Plan) -> tuple[tuple[str, str], ...]:
+    """(rule, text) of what the forward and backward tell of the plan."""
+    from vescale.estimation import forward_reports
 
-    return implicit_reports(model, plan, inputs)
+    return forward_reports(model, plan, inputs)
 
 
 def _print(findings: list[Finding], fixed: list[str], note: str) -> None:

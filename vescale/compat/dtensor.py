@@ -32,6 +32,7 @@ __all__ = [
     "make_spec",
     "partial_reduce",
     "rank_in_mesh",
+    "replace_parts",
     "root_mesh",
     "set_local",
     "spec_of",
@@ -121,6 +122,11 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool 
     """A DTensor around a local tensor; no check, no communication, no autograd link."""
     # DTensor's __init__ does nothing, behind two wrappers that cost more than the rest.
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def replace_parts(x: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Let ``x`` be what ``local`` is a part of by ``spec``, of the same shape."""
+    x._local_tensor, x._spec = local, spec
 
 
 def current_mesh() -> DeviceMesh:

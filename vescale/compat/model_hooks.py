@@ -160,6 +160,7 @@ class ModelHooks:
         listener: what the dispatcher tells and asks.
         view_copies: what writes have to be followed for; the listener's ``wrote`` is called while it is not empty.
         checkpointed: what runs in place of a function that is checkpointed (:mod:`torch.utils.checkpoint`).
+        in_backward: ``(function, *args)`` to the function's result, inside of the module whose node a backward runs.
         registered: ``(module, name, child)``, called when a child or parameter is registered in any module of the program.
     """
 
@@ -167,6 +168,7 @@ class ModelHooks:
     listener: DispatchListener
     view_copies: AbstractSet[int]
     checkpointed: Callable[[Callable[..., Any], bool], Callable[..., Any]]
+    in_backward: Callable[..., Any]
     registered: Callable[[nn.Module, str, Any], None]
 
 

@@ -14,13 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import BackwardHook
 
+from vescale.compat.batched_gradients import backward_by_rows
+from vescale.compat.containers import tensors_in
 from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
 from vescale.compat.model_hooks import ASKED_GRADIENTS, CHECKPOINTED_APART, REFUSES_REENTRANT, ModelHooks
@@ -37,6 +41,7 @@ __all__ = [
     "observe_registrations",
     "observe_writes",
     "refuse_swaps",
+    "run_backwards_in_modules",
     "tell_of_exports",
     "wrap_checkpointed_functions",
 ]
@@ -91,11 +96,14 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
 def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
     original, begins = torch.autograd._engine_run_backward, hooks.listener.begins_backward
 
-    @functools.wraps(original)
-    def _engine_run_backward(
+    def run(
         losses: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any = (), *args: Any, **kwargs: Any
     ) -> Any:
         begins(losses, gradients, bool(creates_graph))
+        gradients = tuple(
+            _global(x, loss._spec) if isinstance(loss, DTensor) else x
+            for loss, x in zip(losses, gradients, strict=True)
+        )
         returns = not kwargs.get("accumulate_grad")
         for leaves, answers in ASKED_GRADIENTS if inputs else ():
             found = leaves(inputs, returns_graph=returns and bool(creates_graph))
@@ -104,7 +112,7 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
                 return answers(inputs, result) if returns else result
         return original(losses, gradients, keep, creates_graph, inputs, *args, **kwargs)
 
-    changes.attribute(torch.autograd, "_engine_run_backward", _engine_run_backward)
+    changes.attribute(torch.autograd, "_engine_run_backward", functools.wraps(original)(backward_by_rows(run)))
 
 
 def refuse_swaps(changes: Changes, _: Any) -> None:
@@ -304,7 +312,7 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
     def backward_of_reentrant(ctx: Any, *grads: Any) -> Any:
         """The gradients of outputs without one are zeros, which PyTorch makes plain tensors of global shape."""
         specs = getattr(ctx, "vescale_specs", None) or [None] * len(grads)
-        return backward(ctx, *map(_zeros_of_dtensor, grads, specs))
+        return backward(ctx, *map(_global, grads, specs))
 
     changes.function(original, generator)
     frame = checkpointing._CheckpointFrame
@@ -347,7 +355,47 @@ def _telling_of_failures(method: Callable[..., Any]) -> Callable[..., Any]:
     return told
 
 
-def _zeros_of_dtensor(grad: Any, spec: DTensorSpec | None) -> Any:
+def run_backwards_in_modules(changes: Changes, hooks: ModelHooks) -> None:
+    """Have ``hooks.in_backward(function, *args)`` run what a program runs in backwards, on DTensors: the backward of its own
+    functions (``torch.autograd.Function``), hooks of gradients, backward hooks of modules."""
+
+    def inside(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+        if str(getattr(owner, "__module__", "")).partition(".")[0] in _AWARE:
+            return function
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            if any(isinstance(x, DTensor) for x in tensors_in(args)):
+                return hooks.in_backward(function, *args)
+            return function(*args)
+
+        return call
+
+    def of_functions(original: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(original)(lambda self, *args: inside(original, self._forward_cls)(self, *args))
+
+    for name in {"apply", "apply_boxed"} & vars(BackwardCFunction).keys():
+        changes.attribute(BackwardCFunction, name, of_functions(getattr(BackwardCFunction, name)))
+    register, make = torch.Tensor.register_hook, BackwardHook.__init__
+
+    @functools.wraps(register)
+    def register_hook(self: Any, hook: Any) -> Any:
+        return register(self, inside(hook, getattr(hook, "func", hook)))
+
+    @functools.wraps(make)
+    def init(self: Any, module: Any, hooks: Any, pre_hooks: Any) -> None:
+        make(self, module, [inside(hook, hook) for hook in hooks], [inside(hook, hook) for hook in pre_hooks])
+
+    changes.attribute(DTensor, "register_hook", register_hook)
+    changes.attribute(BackwardHook, "__init__", init)
+
+
+# Packages whose functions know what they are given.
+_AWARE = ("torch", "vescale")
+
+
+def _global(grad: Any, spec: DTensorSpec | None) -> Any:
+    """A plain gradient of a DTensor is the whole one, the same on every rank."""
     if spec is None or not isinstance(grad, torch.Tensor) or isinstance(grad, DTensor):
         return grad
     whole = (Replicate(),) * spec.mesh.ndim

@@ -104,6 +104,7 @@ from vescale.errors._models import (
     StrayParameterError,
     TransformError,
     UnitSubclassError,
+    UnusedEntryWarning,
 )
 from vescale.errors._near_names import did_you_mean
 from vescale.errors._ops import (
@@ -332,6 +333,7 @@ __all__ = [
     "UnsupportedSettingError",
     "UnsupportedTorchError",
     "UntestedTorchWarning",
+    "UnusedEntryWarning",
     "VerifyError",
     "WhatIfError",
     "WrittenParameterError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 
 from vescale.comm import group_of_ranks
 from vescale.compat import split_backwards_by
-from vescale.errors import ArgumentTypeError, FSDPSettingError, UnsupportedSettingError, kind_of
+from vescale.errors import ArgumentTypeError, FSDPSettingError, NotPicklableError, UnsupportedSettingError, kind_of
 from vescale.fsdp._direct import use_direct_gradients
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import leaf_of
@@ -321,6 +321,18 @@ class FSDPModule:
         for state in made:
             state.take_place(memo)
         return twin
+
+    def __copy__(self) -> Any:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__getstate__())  # type: ignore[attr-defined]
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotPicklableError(
+            f"a {type(self).__name__}, which fully_shard or a unit of a plan gathers, cannot be pickled: its parameters are "
+            "parts in the buffers of this process. Save model.state_dict() (torch.distributed.checkpoint), and shard a "
+            "fresh model before loading"
+        )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()

@@ -46,16 +46,17 @@ from vescale.ops import (
     running_module,
     view_of_uneven_shards,
     wrap_global,
+    write_back,
     write_through,
 )
-from vescale.placements import move_local
+from vescale.placements import is_pending
 from vescale.runtime._activation import current_activation
 from vescale.runtime._adapters import AdapterWatch
 from vescale.runtime._foreign_tools import refuse_export
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
 from vescale.runtime._input_checks import check_move, check_read, note_draw, note_plain_value
 from vescale.runtime._linear_on_partial import DERIVATIVE_HANDLERS, accumulated, derivative, where
-from vescale.runtime._module_calls import checkpointed
+from vescale.runtime._module_calls import checkpointed, in_backward_of
 from vescale.runtime._plain_operands import run_mixed
 from vescale.runtime._stray_parameters import StrayWatch
 
@@ -83,7 +84,15 @@ def install_handlers() -> None:
     own.update((op, OpHandler(handler)) for op, handler in INPLACE_VIEW_HANDLERS.items())
     own.update((op, OpHandler(handler, takes_plain=True)) for op, handler in DERIVATIVE_HANDLERS.items())
     install_part(
-        "models", ModelHooks(with_out_variants(own), _Listener(), LIVE_COPIES, checkpointed, StrayWatch(AdapterWatch()))
+        "models",
+        ModelHooks(
+            with_out_variants(own),
+            _Listener(),
+            LIVE_COPIES,
+            checkpointed,
+            in_backward_of,
+            StrayWatch(AdapterWatch()),
+        ),
     )
 
 
@@ -103,7 +112,11 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return op(x, value)
         local_of(x).fill_(value)
         coordinate = x.device_mesh.get_coordinate() or ()
-        if any(p.is_partial("sum") and index for p, index in zip(x.placements, coordinate)):
+        if any(p.is_partial() and not is_pending(p, "sum", "avg", "max", "min") for p in x.placements):
+            whole = [Replicate() if p.is_partial() else p for p in x.placements]
+            write_back(x, local_of(x), make_spec(x.device_mesh, whole, x.shape, x.stride(), x.dtype))
+            return x
+        if any(is_pending(p, "sum") and index for p, index in zip(x.placements, coordinate)):
             local_of(x).zero_()
     return x
 
@@ -157,7 +170,7 @@ def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputShar
 def _masked_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Zeros may be filled into a pending sum: on every rank. (Label smoothing does, over sharded classes.)"""
     x, mask, value = args
-    pending = [p.is_partial("sum") or p.is_partial("avg") for p in x.placements] if isinstance(x, DTensor) else []
+    pending = [is_pending(p, "sum", "avg") for p in x.placements] if isinstance(x, DTensor) else []
     if not any(pending) or value != 0 or not isinstance(mask, DTensor) or mask.shape != x.shape:
         return stock_dispatch(op, args, kwargs)
     wanted = [Replicate() if reduced_later else p for reduced_later, p in zip(pending, x.placements)]
@@ -334,8 +347,7 @@ def _replicated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 for old, new in zip(tensors_in(written), tensors_in(copies)):
                     if isinstance(old, DTensor):
                         note_write(new)  # which may be what a collective gave, and is kept
-                        if new is not local_of(old):
-                            local_of(old).copy_(move_local(new, mesh, old.shape, whole, old.placements).wait())
+                        write_back(old, new, make_spec(mesh, whole, old.shape, old.stride(), old.dtype))
                         write_through(old, sees_reads=current_activation() is not None)
         if not op._schema.returns:
             return None

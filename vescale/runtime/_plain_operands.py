@@ -59,8 +59,8 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not written and all(isinstance(x, DTensor) or x.ndim == 0 for x in tensors):
         _keep_gradients_plain(tensors, mesh)
         return NotImplemented
-    if running_module() is not None:
-        return NotImplemented if written else _on_replicas(op, args, kwargs, mesh)
+    if running_module() is not None and not written:
+        return _on_replicas(op, args, kwargs, mesh)
     if step_checks(mesh) is None:
         return NotImplemented
     if op in _COMPARED_EARLIER:  # asked because sizes differ
@@ -230,7 +230,8 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def whole(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, DTensor):
             return x
-        check_read(x, str(op))
+        if running_module() is None:
+            check_read(x, str(op))
         return local_of(bring(x, (Replicate(),) * x.device_mesh.ndim, str(op), "an operand"))
 
     result = op(*map_tensors(whole, tuple(args)), **map_tensors(whole, dict(kwargs)))
