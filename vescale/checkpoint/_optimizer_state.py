@@ -94,7 +94,9 @@ def named_groups(prefix: str, optimizer: Optimizer, names: Mapping[int, str]) ->
 
 
 def _members(prefix: str, index: int, group: Mapping[str, Any], names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
-    own = group.get("param_names") or [None] * len(group["params"])
+    own = group.get("param_names") or ()
+    if len(own) != len(group["params"]):  # the list of parameters was edited
+        own = [None] * len(group["params"])
     for place, (parameter, given) in enumerate(zip(group["params"], own)):
         name = names.get(id(parameter), given)
         if name is None:
