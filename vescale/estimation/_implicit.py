@@ -17,6 +17,7 @@ from vescale.estimation._rehearsal import apart, given
 from vescale.estimation._skeleton import loss_of, skeleton_of
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
+from vescale.fsdp import values_are_of_no_interest
 from vescale.ir import repeats_of
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationWarning, parallelize
@@ -54,7 +55,8 @@ def _reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], loss: Any)
         warnings.simplefilter("always", ImplicitCommunicationWarning)
         parallelize(model, plan if plan.mesh is None else plan.without_mesh())
         with mode:
-            model.to_empty(device="cpu")
+            with values_are_of_no_interest():
+                model.to_empty(device="cpu")
             batch = {name: given(mode, _whole(value)) for name, value in inputs.items()}
             (loss or loss_of)(model(**batch), batch).backward()
     return tuple(str(each.message) for each in caught if isinstance(each.message, ImplicitCommunicationWarning))

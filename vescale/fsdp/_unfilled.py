@@ -6,8 +6,10 @@ not-a-numbers), so that whatever writes a tensor, or replaces it, makes it known
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import nn
@@ -16,13 +18,14 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import local_of
 from vescale.errors import MissingValuesError
 
-__all__ = ["Place", "check_filled", "mark_unfilled", "places_on_meta", "unfilled"]
+__all__ = ["Place", "check_filled", "mark_unfilled", "places_on_meta", "unfilled", "values_are_of_no_interest"]
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its parameters or buffers."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNFILLED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_IS_OFF: ContextVar[bool] = ContextVar("values are of no interest", default=False)
 _SHOWN = 5
 
 
@@ -35,10 +38,20 @@ def places_on_meta(model: nn.Module) -> list[Place]:
     ]
 
 
+@contextlib.contextmanager
+def values_are_of_no_interest() -> Iterator[None]:
+    """Memory that is given inside is used as it is: by estimates."""
+    token = _IS_OFF.set(True)
+    try:
+        yield
+    finally:
+        _IS_OFF.reset(token)
+
+
 @torch.no_grad()
 def mark_unfilled(places: Sequence[Place]) -> None:
     """Fill with the pattern what was on the meta device before the model was moved, and has memory now."""
-    for module, name in places:
+    for module, name in () if _IS_OFF.get() else places:
         tensor = _tensor_at(module, name)
         if tensor is not None and not tensor.is_meta and tensor.dtype != torch.bool:
             bits, pattern = _as_integers(tensor)
