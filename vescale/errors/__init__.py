@@ -111,6 +111,7 @@ from vescale.errors._ops import (
     LabelError,
     MixedTensorsError,
     OpPlacementError,
+    PendingSumWarning,
     RuleError,
     UnsupportedOpError,
 )
@@ -271,6 +272,7 @@ __all__ = [
     "ParallelizeError",
     "ParameterHookError",
     "PathError",
+    "PendingSumWarning",
     "PhaseError",
     "PipelineBatchError",
     "PipelineCallError",

@@ -6,10 +6,10 @@ modules of its closure, would go on calling those of the original.
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, TypeVar
 
 from torch import nn
@@ -18,16 +18,17 @@ __all__ = ["copy_model"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_OF_MODULES = ("_modules", "_parameters", "_buffers")
+
 
 def copy_model(model: Model, memo: dict[int, Any] | None = None) -> Model:
     """As ``copy.deepcopy(model, memo)``. Functions in attributes of modules, in containers there and inside of each other
     see copies in their closures and defaults."""
     rebinding = _Rebinding({} if memo is None else memo)
-    copied = copy.deepcopy(model, rebinding.memo)
+    copied = deepcopy(model, rebinding.memo)
     for module in copied.modules():
-        for name, value in list(module.__dict__.items()):
-            if name not in ("_modules", "_parameters", "_buffers"):
-                module.__dict__[name] = rebinding.of(value)
+        own = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
+        module.__dict__.update({name: rebinding.of(value) for name, value in own.items()})
     return copied
 
 
@@ -82,31 +83,31 @@ class _Rebinding:
         if known is not None:
             return known
         cells = function.__closure__ or ()
-        made = types.FunctionType(
+        copy = types.FunctionType(
             function.__code__,
             function.__globals__,
             function.__name__,
             None,
             tuple(types.CellType() for _ in cells) if cells else None,
         )
-        self._functions[id(function)] = self._functions[id(made)] = made  # one may hold itself
+        self._functions[id(function)] = self._functions[id(copy)] = copy  # one may hold itself
         changed = False
-        for cell, own in zip(cells, made.__closure__ or ()):
+        for cell, own in zip(cells, copy.__closure__ or ()):
             try:
                 content = cell.cell_contents
             except ValueError:  # nothing yet
                 continue
             own.cell_contents = self._held(content)
-            changed |= own.cell_contents is not content and own.cell_contents is not made
-        made.__defaults__ = self._held(function.__defaults__)
-        made.__kwdefaults__ = self._held(function.__kwdefaults__)
-        changed |= made.__defaults__ is not function.__defaults__ or made.__kwdefaults__ is not function.__kwdefaults__
+            changed |= own.cell_contents is not content and own.cell_contents is not copy
+        copy.__defaults__ = self._held(function.__defaults__)
+        copy.__kwdefaults__ = self._held(function.__kwdefaults__)
+        changed |= copy.__defaults__ is not function.__defaults__ or copy.__kwdefaults__ is not function.__kwdefaults__
         if not changed:
             self._functions[id(function)] = function
             return function
-        made.__dict__.update(function.__dict__)
-        made.__qualname__, made.__doc__ = function.__qualname__, function.__doc__
-        return made
+        copy.__dict__.update(function.__dict__)
+        copy.__qualname__, copy.__doc__ = function.__qualname__, function.__doc__
+        return copy
 
 
 def _same(one: Any, other: Any) -> bool:
