@@ -108,6 +108,8 @@ def test_bytes_at_rest_of_every_rank(which: str) -> None:
             model, plan = make()
             parallelize(model, plan)
             model.to_empty(device="cpu")
+            for tensor in (*model.parameters(), *model.buffers()):
+                nn.init.zeros_(tensor)
             elements = sum(local_of(p).numel() for p in model.parameters())
             others = sum(
                 local_of(x).untyped_storage().nbytes() if hasattr(x, "placements") else x.untyped_storage().nbytes()

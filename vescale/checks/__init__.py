@@ -2,7 +2,7 @@
 
 from vescale.checks._adopted_optimizers import adopt_optimizers, check_optimizers, listed_optimizers
 from vescale.checks._backward_graph import ScriptGraph, describe_graphs, follows_graphs
-from vescale.checks._call_site import call_site
+from vescale.checks._call_site import call_site, called_by_user
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
 from vescale.checks._events import LocalPart
 from vescale.checks._mismatches import (
@@ -60,6 +60,7 @@ __all__ = [
     "StepMismatchError",
     "adopt_optimizers",
     "call_site",
+    "called_by_user",
     "check_every",
     "check_mode",
     "check_optimizers",

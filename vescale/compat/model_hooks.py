@@ -92,6 +92,9 @@ class DispatchListener:
     def hands_out(self, tensor: DTensor) -> None:
         """Before ``to_local()`` returns, where there is no C++ dispatcher."""
 
+    def hands_out_summand(self, tensor: DTensor) -> None:
+        """Before ``to_local()`` of a pending sum returns."""
+
     def draws(self, spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:
         """Before the random op ``what`` draws this rank's part of a tensor of ``spec``, with a generator or the default."""
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
 from torch.autograd.function import BackwardCFunction
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -154,19 +154,25 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
     write_through_python(changes, copies)
     require = native_require_current() or listener.requires_current
-    changes.attribute(DTensor, "to_local", _reading_locals(DTensor.to_local, require))
+    changes.attribute(DTensor, "to_local", _reading_locals(DTensor.to_local, require, listener))
     if native_require_current() is None:
         changes.attribute(DTensor, "to_local", _telling_of_locals(DTensor.to_local, listener))
     changes.attribute(DTensor, "full_tensor", _telling_of_reads(DTensor.full_tensor, require, listener))
     changes.attribute(DTensor, "redistribute", _telling_of_moves(DTensor.redistribute, require, listener))
 
 
-def _reading_locals(method: Callable[..., Any], require: Callable[[DTensor], None]) -> Callable[..., Any]:
+def _reading_locals(
+    method: Callable[..., Any], require: Callable[[DTensor], None], listener: Any
+) -> Callable[..., Any]:
     """``to_local``, which reads the local tensor and runs no op for that."""
 
     @functools.wraps(method)
     def to_local(self: Any, *, grad_placements: Any = None) -> Any:
         require(self)
+        for placement in self._spec.placements:
+            if isinstance(placement, Partial):
+                listener.hands_out_summand(self)
+                break
         return method(self) if grad_placements is None else method(self, grad_placements=grad_placements)
 
     return to_local

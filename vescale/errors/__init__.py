@@ -112,6 +112,7 @@ from vescale.errors._ops import (
     LabelError,
     MixedTensorsError,
     OpPlacementError,
+    PendingSumWarning,
     RuleError,
     UnsupportedOpError,
 )
@@ -273,6 +274,7 @@ __all__ = [
     "ParallelizeError",
     "ParameterHookError",
     "PathError",
+    "PendingSumWarning",
     "PhaseError",
     "PipelineBatchError",
     "PipelineCallError",

@@ -50,7 +50,7 @@ class MeshSizeError(Coded, ValueError):
 
 
 class MissingValuesError(PlanError):
-    """Parameters are on the meta device and nothing tells where their values come from."""
+    """Parameters or buffers are on the meta device, or got memory by `to_empty()`, and nothing has given them values."""
 
     code = "VS0207"
 

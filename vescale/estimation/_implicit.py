@@ -19,6 +19,7 @@ from vescale.estimation._rehearsal import apart, given
 from vescale.estimation._skeleton import loss_of, skeleton_of
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
+from vescale.fsdp import values_are_of_no_interest
 from vescale.ir import repeats_of
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationWarning
@@ -62,7 +63,8 @@ def _reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], loss: Any)
             warnings.simplefilter("always", kind)
         parallelize(model, plan if plan.mesh is None else plan.without_mesh())
         with mode:
-            model.to_empty(device="cpu")
+            with values_are_of_no_interest():
+                model.to_empty(device="cpu")
             batch = {name: given(mode, _whole(value)) for name, value in inputs.items()}
             (loss or loss_of)(model(**batch), batch).backward()
     rules = [(_RULES.get(type(each.message)), str(each.message)) for each in caught]

@@ -231,12 +231,13 @@ _CLASSES: dict[tuple[type, bool], type] = {}
 
 
 def _sharded_class(original: type, for_torch: bool) -> type:
-    """``FSDP<name>``, one for each class."""
+    """One for each class: ``FSDP<name>`` as FSDP2's, else with the name of the original, by which tools know a model."""
     made = _CLASSES.get((original, for_torch))
     if made is None:
         bases = (FSDPModule, FSDP2Module, original) if for_torch else (FSDPModule, original)
         members = {"__module__": original.__module__, "_original": original}
-        made = _CLASSES[original, for_torch] = type(f"FSDP{original.__name__}", bases, members)
+        name = f"FSDP{original.__name__}" if for_torch else original.__name__
+        made = _CLASSES[original, for_torch] = type(name, bases, members)
     return made
 
 

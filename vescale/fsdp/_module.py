@@ -18,6 +18,7 @@ from vescale.fsdp._direct import use_direct_gradients
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import leaf_of
 from vescale.fsdp._state import ModuleState, Phase, state_of
+from vescale.fsdp._unfilled import mark_unfilled, places_on_meta
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -334,11 +335,17 @@ class FSDPModule:
             "fresh model before loading"
         )
 
+    def _get_name(self) -> str:
+        """Of the module's own class. Tools choose by it what they compute: Trainer, whether labels are shifted."""
+        return type(self)._original.__name__  # type: ignore[attr-defined, no-any-return]
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
+        without_values = places_on_meta(self)  # type: ignore[arg-type]
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for group in self._state.groups:
             group.rebuild()
+        mark_unfilled(without_values)
         return result
 
 

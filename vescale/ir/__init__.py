@@ -12,6 +12,7 @@ from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._joint_sharding import join_placements, ragged_positions
 from vescale.ir._lower import check, lower
 from vescale.ir._merged_names import merge_repeats, name_list
+from vescale.ir._model_copy import copy_model
 from vescale.ir._move_collectives import Collective
 from vescale.ir._new_plan import NewPlan, new_plan
 from vescale.ir._operations import (
@@ -70,6 +71,7 @@ __all__ = [
     "UnitBucket",
     "Wrap",
     "check",
+    "copy_model",
     "coverage",
     "example_inputs",
     "hf_inputs",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from vescale.checks import HASHES_OF_CHECKED_MESHES, describe_graphs, follows_graphs, step_checks
+from vescale.checks import HASHES_OF_CHECKED_MESHES, called_by_user, describe_graphs, follows_graphs, step_checks
 from vescale.comm import note_write, record
 from vescale.compat import (
     DispatchListener,
@@ -30,7 +31,7 @@ from vescale.compat import (
     tensors_in,
     with_out_variants,
 )
-from vescale.errors import OpPlacementError
+from vescale.errors import OpPlacementError, PendingSumWarning
 from vescale.ops import (
     LIVE_COPIES,
     bring,
@@ -206,6 +207,17 @@ class _Listener(DispatchListener):
     def hands_out(self, tensor: DTensor) -> None:
         if current_activation() is not None:
             note_local(tensor)
+
+    def hands_out_summand(self, tensor: DTensor) -> None:
+        """Tell scripts and libraries that read an output; code in a forward computes with summands on purpose."""
+        if current_activation() is None and hash(tensor.device_mesh) in HASHES_OF_CHECKED_MESHES and called_by_user(3):
+            warnings.warn(
+                f"to_local() of a DTensor of shape {tuple(tensor.shape)} placed as {tuple(tensor.placements)}, a pending "
+                "sum, is this rank's summand, and no value: x.full_tensor() is the value on every rank; or have the model "
+                "return whole tensors, by the entry `<out>: R` of the plan",
+                PendingSumWarning,
+                stacklevel=3,
+            )
 
     def wrote(self, tensor: DTensor) -> None:
         write_through(tensor, sees_reads=current_activation() is not None)

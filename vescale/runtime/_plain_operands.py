@@ -15,12 +15,13 @@ is written to (``total += loss.detach()``)   writes the whole value, which all r
 is written to by what requires a gradient    MixedTensorsError: autograd would have to continue through both
 ===========================================  ====================================================================
 
-Meshes without a parallelized model, and places inside of one, are not treated here.
+Meshes without a parallelized model, and places inside of one, are not treated here: PyTorch's refusal gets advice.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -38,6 +39,9 @@ from vescale.placements import contiguous_stride, shard_dim
 from vescale.runtime._input_checks import check_read, note_plain_value
 
 __all__ = ["run_mixed"]
+
+_REFUSAL = "got mixed torch.Tensor and DTensor"  # PyTorch's
+_ASKED = threading.local()  # whether PyTorch is being asked what it says
 
 
 def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +66,7 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if running_module() is not None and not written:
         return _on_replicas(op, args, kwargs, mesh)
     if step_checks(mesh) is None:
-        return NotImplemented
+        return _as_pytorch(op, args, kwargs)
     if op in _COMPARED_EARLIER:  # asked because sizes differ
         if op is not torch.ops.aten.broadcast_tensors.default or not _fit(tensors):
             _refuse_parts(op, tensors)
@@ -160,6 +164,27 @@ _COMPARED_EARLIER = (
 )
 
 
+def _as_pytorch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What PyTorch answers where no model is parallelized; where it refuses, with what to do about parameters of
+    fully_shard."""
+    if getattr(_ASKED, "is_answering", False):
+        return NotImplemented
+    _ASKED.is_answering = True
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError as error:
+        if _REFUSAL not in str(error):
+            raise
+        raise MixedTensorsError(
+            f"{str(error).rstrip('!.')}. Parameters of fully_shard are DTensors outside of the forward of their module: "
+            "call the module itself; for another method that uses them, call "
+            'vescale.fsdp.register_fsdp_forward_method(module, "method") once, which gathers them there as in forward; or '
+            "read the whole value, parameter.full_tensor()"
+        ) from None
+    finally:
+        _ASKED.is_answering = False
+
+
 def _fit(tensors: list[torch.Tensor]) -> bool:
     """Whether shapes broadcast."""
     sizes = itertools.zip_longest(*(reversed(x.shape) for x in tensors), fillvalue=1)
@@ -208,10 +233,16 @@ def _refuse_gradients(op: Any, tensors: list[torch.Tensor], writes: bool) -> Non
         return
     for x in tensors:
         if not isinstance(x, DTensor) and x.requires_grad and x.ndim:
+            what = f"{name} of DTensors and a plain tensor of shape {tuple(x.shape)} that requires a gradient"
+            if x.is_leaf:
+                raise MixedTensorsError(
+                    f"{what}, outside of the parallelized model: nothing places its gradient. Make it a parameter of the "
+                    "model before parallelize, compute with it inside of the model's forward, or detach it"
+                )
             raise MixedTensorsError(
-                f"{name} of DTensors and a plain tensor of shape {tuple(x.shape)} that requires a gradient, outside of the "
-                "parallelized model: nothing places its gradient. Make it a parameter of the model before parallelize, "
-                "compute with it inside of the model's forward, or detach it"
+                f"{what}, outside of the parallelized model. If the plain one is an output of the model, which the plan has "
+                "made whole (`<out>: R`), make the others whole as well, by the same entry or by x.full_tensor(); if it was "
+                "computed from other parameters, compute it inside of the model's forward, or detach it"
             )
 
 
