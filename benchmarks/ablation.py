@@ -61,7 +61,7 @@ def leave_out(row: str) -> None:
         conversion._native = conversion.NATIVE = links._native = idle
     if "hooks" in missing:
         module("runtime._function_mode").filter_functions = lambda *_: None
-        module("runtime._parallelize").native_hooks = lambda: None
+        module("runtime._install").native_hooks = lambda: None
 
 
 def seconds(run: Callable[[], object]) -> float:

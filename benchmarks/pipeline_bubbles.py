@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale import Plan, parallelize
-from vescale.ir import lower
+from vescale.pipeline import StagedProgram
 
 WIDTH, BLOCKS = 8, 8
 # name, stages on a rank
@@ -144,9 +144,9 @@ def main() -> None:
     print(f"{'schedule':24}{'measured':>10}{'of 1F1B':>9}{'paper':>9}{'of 1F1B':>9}{'measured / paper':>18}")
     paper: dict[str, float] = {}
     for name, per_rank in SCHEDULES:
-        schedule = lower(
+        schedule = StagedProgram.of(
             plan_of({"pp": args.ranks}, args.ranks, name, per_rank, args.microbatches), Net(0.0)
-        ).pipeline.schedule
+        ).schedule
         paper[name] = schedule.length * BLOCKS / (args.ranks * per_rank) * args.milliseconds / 1e3
     for name, _ in SCHEDULES:
         one, other = times[name], paper[name]

@@ -1,64 +1,60 @@
-"""``transformers.Trainer`` on a mesh, by an adapter of a page: its loop, schedules, callbacks and arguments stay.
+"""``transformers.Trainer`` on a mesh: its loop, losses, metrics, schedules, callbacks and arguments stay as on one device.
 
     python examples/hf_trainer.py --out out/trainer
     torchrun --nproc-per-node 4 examples/hf_trainer.py --mesh dp=2,tp=2 --out out/trainer
 
-Trainer would wrap the model in DDP, give each rank other rows, and save from one rank. MeshTrainer leaves the model as it
-is, gives every rank the same global batches (the plan cuts them), and saves with every rank's help.
+Two steps make every rank do what one device does: Trainer is not told of the other ranks, and the model's outputs are
+whole, by the entry ``<out>: R``. What is left for MeshSaving is to save and load with every rank's help. It fits all
+trainers that are made of Trainer: ``class MeshDPOTrainer(MeshSaving, DPOTrainer)``.
 """
 
 import argparse
+import os
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import vescale
-from vescale.checkpoint import export_hf
+from vescale.checkpoint import export_hf, load_hf
 
 
-class MeshTrainer(Trainer):
-    """Trainer for a model of ``vescale.parallelize``. per_device_train_batch_size is the size of the global batch."""
+def hide_ranks() -> None:
+    """After ``init_mesh``, and before arguments of a trainer are made: Trainer and Accelerate find one process."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
 
-    def __init__(self, model: torch.nn.Module, args: TrainingArguments, **options: Any) -> None:
-        args.average_tokens_across_devices = False  # the loss is that of the whole batch already
-        super().__init__(model, args, **options)
-        self.is_model_parallel = True  # no DataParallel
-        prepare_model = self.accelerator.prepare_model
-        self.accelerator.prepare_model = lambda model, *_, **options: prepare_model(model, evaluation_mode=True)
 
-    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """It is where the mesh is."""
+def stay_on_device(arguments: TrainingArguments, mesh: DeviceMesh, index: int) -> None:
+    """Arguments of one process take the first accelerator; this rank goes on with its own, of this index."""
+    if mesh.device_type != "cpu":
+        torch.accelerator.set_device_index(index)
+        vars(arguments).update(_setup_devices=torch.device(mesh.device_type, index), _n_gpu=1)
 
-    def get_train_dataloader(self) -> DataLoader:
-        order = RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(self.args.seed))
-        return self._loader(self.train_dataset, order, self.args.per_device_train_batch_size)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self._loader(data, SequentialSampler(data), self.args.per_device_eval_batch_size)
-
-    def _loader(self, data: Any, order: Any, size: int) -> DataLoader:
-        return DataLoader(data, batch_size=size, sampler=order, collate_fn=self.data_collator)
-
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps  # on any number of ranks
-
-    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
-        return vescale.optim.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
-
-    def compute_loss(self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
-        loss = loss.to_local() if hasattr(loss, "to_local") else loss
-        return (loss, outputs) if return_outputs else loss
+class MeshSaving:
+    """A trainer on a mesh saves with every rank's help. Batch sizes are those of the whole job."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        export_hf(self.model, output_dir or self.args.output_dir)  # as from_pretrained loads it
+        folder = output_dir or self.args.output_dir
+        export_hf(self.model, folder)  # as from_pretrained loads it
+        if self.processing_class is not None and dist.get_rank() == 0:
+            self.processing_class.save_pretrained(folder)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        limit = self.args.save_total_limit
+        try:
+            if dist.get_rank() > 0:  # one rank removes old ones
+                self.args.save_total_limit = None
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
@@ -71,6 +67,13 @@ class MeshTrainer(Trainer):
         if checkpoint is not None:
             state = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
             vescale.checkpoint.load(Path(checkpoint) / "training", model=self.model, **state)
+
+    def _load_best_model(self) -> None:
+        load_hf(self.model, self.state.best_model_checkpoint)
+
+
+class MeshTrainer(MeshSaving, Trainer):
+    """Trainer for a model of ``vescale.parallelize``."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -108,8 +111,13 @@ def main(argv: list[str] | None = None) -> list[float]:
     """Train, going on from the last checkpoint in OUT; returns the losses of all steps."""
     args = parse(argv)
     mesh = vescale.init_mesh(args.mesh)
+    index = 0 if mesh.device_type == "cpu" else torch.accelerator.current_device_index()
+    hide_ranks()
     torch.manual_seed(17)
-    model = vescale.parallelize(make_model(args), vescale.plan_zoo.load("llama_zero3", mesh), strict=True)
+    plan = vescale.plan_zoo.load("llama_zero3", mesh)
+    for axis in mesh.mesh_dim_names or ():
+        plan.shard("<out>", Replicate(), mesh=axis)
+    model = vescale.parallelize(make_model(args), plan, strict=True)
     arguments = TrainingArguments(
         output_dir=str(args.out),
         max_steps=args.steps,
@@ -123,7 +131,10 @@ def main(argv: list[str] | None = None) -> list[float]:
         disable_tqdm=True,
         use_cpu=mesh.device_type == "cpu",
     )
+    stay_on_device(arguments, mesh, index)
     trainer = MeshTrainer(model, arguments, train_dataset=manual(args.length, 256))
+    if dist.is_initialized() and dist.get_rank() > 0:
+        trainer.remove_callback(PrinterCallback)  # one rank tells
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if args.out.is_dir() else None)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -53,7 +53,15 @@ PAGES: dict[str, list[str]] = {
         "RecordedSite",
         "RecordedType",
     ],
-    "vescale.pipeline": ["make_schedule", "measure_costs", "schedule_page", "partition", "Cut", "PipelineModule"],
+    "vescale.pipeline": [
+        "make_schedule",
+        "measure_costs",
+        "schedule_page",
+        "partition",
+        "Cut",
+        "PipelineModule",
+        "StagedProgram",
+    ],
     "vescale.fsdp": ["report", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "ResidencyError"],
     "vescale.checkpoint": [
         "Checkpointer",

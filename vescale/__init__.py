@@ -7,9 +7,8 @@ import importlib
 import os
 from typing import Any
 
-from vescale._model_parts import MODEL_PARTS
-
-__version__ = "0.1.0"
+from vescale._model_parts import MODEL_PARTS, PLACEMENT_PARTS
+from vescale._version import __version__
 
 # public name -> module that defines it, or that it is
 _PUBLIC: dict[str, str] = {
@@ -32,7 +31,7 @@ _PUBLIC: dict[str, str] = {
     "static": "vescale.static",
     "suggest_num_shards": "vescale.buffer",
     "GradientReducer": "vescale.gradients",
-    "parallelize": "vescale.static",
+    "parallelize": "vescale._parallelize",
     "implicit_communication": "vescale.runtime",
     "init_mesh": "vescale.runtime",
     "no_sync": "vescale.runtime",
@@ -77,12 +76,19 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'vescale' has no attribute {name!r}")
 
 
+def _install_ops() -> None:
+    from vescale.ops import install
+
+    install()
+
+
 def _install_handlers() -> None:
     from vescale.runtime import install_handlers
 
     install_handlers()
 
 
+PLACEMENT_PARTS.append(_install_ops)
 MODEL_PARTS.append(_install_handlers)
 
 

@@ -1,15 +1,24 @@
-"""What the first function that shards a model installs, whichever that is: nothing depends on what a process did before.
+"""What is installed by functions of lower floors, and stands on higher ones: nothing depends on what a process did before.
 
-The package fills the list when it is imported; what is in it stands above some of the functions that call it.
+The package fills the lists when it is imported. Placements run the first when one is constructed, whatever shards a model
+runs both.
 """
 
 from collections.abc import Callable
 
-__all__ = ["MODEL_PARTS", "install_model_parts"]
+__all__ = ["MODEL_PARTS", "PLACEMENT_PARTS", "install_model_parts", "install_placement_parts"]
 
+PLACEMENT_PARTS: list[Callable[[], None]] = []
 MODEL_PARTS: list[Callable[[], None]] = []
 
 
+def install_placement_parts() -> None:
+    """Install ops on DTensors with placements of vescale."""
+    for install in PLACEMENT_PARTS:
+        install()
+
+
 def install_model_parts() -> None:
+    """Install what models need beside ops: handlers of functions on DTensors."""
     for install in MODEL_PARTS:
         install()

@@ -230,7 +230,7 @@ def unsavable_on_a_rank(folder: str) -> None:
                 for step in (1, 3):
                     own = pytest.raises(UnsavableValueError, match=r"value is a builtins\.object")
                     told = pytest.raises(
-                        CheckpointError, match=rf"step-{step} .*rank {bad}: value is a builtins.object"
+                        CheckpointError, match=rf"was(?:| not) saved.*rank {bad}: value is a builtins.object"
                     )
                     with own if rank == bad else told, warnings.catch_warnings():
                         warnings.simplefilter("ignore")

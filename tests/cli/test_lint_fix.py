@@ -107,6 +107,13 @@ def test_rows_that_are_cut_as_columns(run: Callable[..., tuple[int, str]]) -> No
     assert run(wrong, *INPUT, "--ignore", "implicit")[0] == 0
 
 
+@pytest.mark.parametrize(("entry", "is_used"), [("<out:0>", True), ("<out:logits>", False), ("<out:3>", False)])
+def test_entries_of_outputs_that_name_nothing(run: Callable[..., tuple[int, str]], entry: str, is_used: bool) -> None:
+    _, out = run(GOOD + f"  layers.\\d.q_proj.{entry}: {{tp: S(-1)}}\n", *INPUT, "--json")
+    found = [each["problem"] for each in json.loads(out)["findings"] if each["rule"] == "unused-output"]
+    assert bool(found) != is_used and all("names nothing" in problem and entry in problem for problem in found)
+
+
 def test_stages_of_a_pipeline_are_looked_at(run: Callable[..., tuple[int, str]]) -> None:
     staged = (
         GOOD.replace("{tp: 2}", "{pp: 2, tp: 2}") + "pipeline: {split_before: [layers.3], microbatches: 2, loss: out}\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from vescale import Plan
 from vescale.cli import _main, main
 from vescale.cli._console import working
 
@@ -114,6 +115,19 @@ def test_a_new_plan_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "axis 'pp' of the mesh (pp=2) has no part" in capsys.readouterr().err
     assert main(["plan", "new", f"{tmp_path}/other.py:Net", "--mesh", "tp=2"]) == 2
     assert "there is no file" in capsys.readouterr().err
+
+
+def test_what_a_model_prints_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = MODEL.replace(
+        "def forward(", "def forward(self, x):\n        print('at work')\n        return self.run(x)\n\n    def run("
+    )
+    (tmp_path / "loud.py").write_text("print('imported')\n" + text)
+    assert main(["plan", "new", f"{tmp_path}/loud.py:Net", "--mesh", "dp=2,tp=2", "--input", "x=4x8"]) == 0
+    found = capsys.readouterr()
+    assert Plan.from_yaml(found.out).entries and "imported" in found.err and "at work" in found.err
+    (tmp_path / "table.py").write_text("from torch import nn\nNet = lambda: nn.Sequential(nn.Embedding(9, 4))\n")
+    assert main(["plan", "new", f"{tmp_path}/table.py:Net", "--mesh", "tp=2", "--input", "input=8x32"]) == 2
+    assert "--input NAME=SHAPE:int64" in capsys.readouterr().err
 
 
 def test_the_axis_that_a_plan_wants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,12 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
 from tests.runtime.hf import quiet
-from vescale import RaggedShard, plan_zoo
+from vescale import RaggedShard, parallelize, plan_zoo
 from vescale.compat import local_of
 from vescale.estimation import Estimate, estimate
 from vescale.fsdp import state_of
 from vescale.plans import Plan
-from vescale.runtime import parallelize
 
 __all__ = ["CASES", "Case", "Measured", "build_counting_allocator", "estimated", "groups_of", "held", "measured"]
 

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import vescale
 from tests.estimation.measure import CASES, estimated
-from vescale import Plan, plan_zoo
+from vescale import Plan, parallelize, plan_zoo
 from vescale.cli import main
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
@@ -41,8 +41,9 @@ from vescale.estimation._rehearsal import Rehearsal
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
 from vescale.ir import lower
+from vescale.pipeline import StagedProgram
 from vescale.plans import PlanError
-from vescale.runtime import TokenExchange, parallelize
+from vescale.runtime import TokenExchange
 
 CONFIG = {
     "model_type": "llama",
@@ -107,6 +108,8 @@ def test_bytes_at_rest_of_every_rank(which: str) -> None:
             model, plan = make()
             parallelize(model, plan)
             model.to_empty(device="cpu")
+            for tensor in (*model.parameters(), *model.buffers()):
+                nn.init.zeros_(tensor)
             elements = sum(local_of(p).numel() for p in model.parameters())
             others = sum(
                 local_of(x).untyped_storage().nbytes() if hasattr(x, "placements") else x.untyped_storage().nbytes()
@@ -398,9 +401,9 @@ def test_stages_of_a_pipeline(schedule: str, layers: int, splits: tuple[int, ...
     found = estimate(llama(layers), plan, batch={"input_ids": (16, 16)}, steps=2)
     assert [one.coordinates["pp"] for one in found.ranks] == [0, 1]
     assert sorted(rank for one in found.ranks for rank in one.ranks) == [0, 1, 2, 3]
-    assert lower(plan, llama(layers)).pipeline.schedule.peak == in_flight
-    owners = lower(plan, llama(layers)).pipeline.cut.owners
-    rank_of = lower(plan, llama(layers)).pipeline.schedule.rank_of
+    assert StagedProgram.of(plan, llama(layers)).schedule.peak == in_flight
+    owners = StagedProgram.of(plan, llama(layers)).cut.owners
+    rank_of = StagedProgram.of(plan, llama(layers)).schedule.rank_of
     for one in found.ranks:
         own = [n for n, stages in owners.items() if any(rank_of[s] == one.coordinates["pp"] for s in stages)]
         total = sum(llama(layers).get_parameter(name).numel() * 4 for name in own)

@@ -24,14 +24,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.estimation.measure import groups_of, held
 from tests.plan_zoo.models import model_of, tokens
 from tests.plan_zoo.test_zero import CALLED_ALONE
-from vescale import Plan, RaggedShard, plan_zoo
+from vescale import Plan, RaggedShard, parallelize, plan_zoo
 from vescale.buffer import observe_allocations
 from vescale.comm import CommRecord, record_comms
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
 from vescale.estimation import estimate, zero_plan, zero_units
 from vescale.plans import PlanError
-from vescale.runtime import parallelize
 
 MESHES = ({"dp": 2}, {"dp": 3}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 2})
 STAGES = (None, 1, 2, 3)

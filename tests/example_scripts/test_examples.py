@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -205,6 +206,103 @@ def test_transformers_trainer(ranks: RankPools, tmp_path: Path) -> None:
     resumed = ranks.run(trained_with_trainer, [*argv, "dp=1,tp=4"], port, world_size=4)
     assert_same(resumed, expected, tolerance=1e-4)
     LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing_factor": 0.1},
+    {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+    {"train_sampling_strategy": "group_by_length", "eval_accumulation_steps": 1},
+    {"optim": "adafactor", "lr_scheduler_type": "cosine", "weight_decay": 0.1},
+    {"batch_eval_metrics": True, "include_for_metrics": ["inputs", "loss"]},
+    {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "prediction_loss_only": True},
+    {"torch_empty_cache_steps": 1, "average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+    {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "best", "metric_for_best_model": "loss"}
+    | {"eval_steps": 1, "save_steps": 1, "save_total_limit": 1},
+]
+
+
+def found_by_trainer(trainer: Any, data: list[Any]) -> list[Any]:
+    trainer.train()
+    found: list[Any] = [
+        {k: v for k, v in e.items() if "second" not in k and "runtime" not in k} for e in trainer.state.log_history
+    ]
+    found.append({k: v for k, v in trainer.evaluate().items() if "second" not in k and "runtime" not in k})
+    predicted = trainer.predict(data[:10])
+    values = predicted.predictions if predicted.predictions is not None else torch.zeros(1).numpy()
+    return [*found, {"shape": values.shape, "sum": float(values.sum())}]
+
+
+def trainer_options(mesh_text: str, folder: str) -> None:
+    """Trainer in its options on a mesh, beside stock Trainer on this rank alone."""
+    import transformers
+
+    e = load("hf_trainer")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            patch.setenv(name, "0")
+        mesh = e.vescale.init_mesh(mesh_text)
+        e.hide_ranks()
+        rank = torch.distributed.get_rank()
+        for number, options in enumerate(OPTIONS):
+            results = []
+            for kind in (transformers.Trainer, e.MeshTrainer):
+                torch.manual_seed(17)
+                lengths = torch.randint(5, 16, (32,))
+                data = [{"input_ids": torch.randint(0, 256, (int(length),))} for length in lengths]
+                model = e.make_model(argparse.Namespace(length=16)).double()
+                whole = f"{folder}/{number}-{kind.__name__}"
+                if kind is e.MeshTrainer:
+                    plan = e.vescale.plan_zoo.load("llama_zero3", mesh)
+                    for axis in mesh.mesh_dim_names:
+                        plan.shard("<out>", torch.distributed.tensor.Replicate(), mesh=axis)
+                    model = e.vescale.parallelize(model, plan)
+                else:
+                    whole = f"{whole}-{rank}"
+                common = {"output_dir": whole, "max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-2}
+                common |= {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+                arguments = transformers.TrainingArguments(**({**common, "save_strategy": "no"} | options))
+                sets = {"train_dataset": data, "eval_dataset": data[:12], "data_collator": padded}
+                if not options.get("prediction_loss_only"):
+                    sets["compute_metrics"] = Accuracy()
+                results.append(found_by_trainer(kind(model, arguments, **sets), data))
+            for expected, found in zip(*results, strict=True):
+                assert expected.keys() == found.keys()
+                for key, value in expected.items():
+                    assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (options, key, value, found[key])
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def filled(value: int) -> torch.Tensor:
+        return torch.stack(
+            [torch.nn.functional.pad(row["input_ids"], (0, 16 - len(row["input_ids"])), value=value) for row in rows]
+        )
+
+    return {"input_ids": filled(0), "labels": filled(-100), "attention_mask": (filled(-100) != -100).long()}
+
+
+class Accuracy:
+    """Also batch by batch."""
+
+    def __init__(self) -> None:
+        self.counts = [0, 0]
+
+    def __call__(self, prediction: Any, compute_result: bool = True) -> dict[str, float]:
+        hits = (
+            torch.as_tensor(prediction.predictions).argmax(-1)[:, :-1] == torch.as_tensor(prediction.label_ids)[:, 1:]
+        )
+        self.counts = [self.counts[0] + int(hits.sum()), self.counts[1] + hits.numel()]
+        found = self.counts[0] / self.counts[1]
+        if compute_result:
+            self.counts = [0, 0]
+        return {"accuracy": found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2,tp=1", "dp=1,tp=2"])
+def test_options_of_trainer(ranks: RankPools, tmp_path: Path, mesh: str) -> None:
+    pytest.importorskip("accelerate")
+    ranks.run(trainer_options, mesh, str(tmp_path), world_size=2)
 
 
 def launched(command: list[str], **variables: str) -> subprocess.Popen[str]:

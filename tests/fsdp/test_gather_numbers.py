@@ -21,15 +21,11 @@ from tests.debug.jobs import JobResult, run_job, run_processes
 from tests.fsdp.test_gather_order import DIFFERENT, EQUAL, Mixture, X, made
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
-from vescale import (
-    Plan,
-    static,  # noqa: F401  (the mode's name)
-)
+from vescale import Plan, parallelize
 from vescale.comm import Apart, PostedOrder
 from vescale.comm import _posted_order as posted_order
 from vescale.gradients import OrderMismatchError, _order_watch
-from vescale.gradients._gather_sizes import GatherSizes
-from vescale.runtime import parallelize
+from vescale.gradients._gather_sizes import _MARK, GatherSizes
 
 GATHER, REDUCTION, END_OF_BACKWARD = 0, 1, 3
 
@@ -349,3 +345,20 @@ def test_an_entry_that_has_its_number_is_complete(ranks: RankPools, tmp_path: Pa
     path = tmp_path / "rows"
     path.write_bytes(bytes(2 * 4096))
     assert ranks.run(read_while_another_rank_posts, str(path), world_size=2) == [0, 0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 64, 65, 1000])
+@pytest.mark.parametrize("stride", [16, 17, 64])
+def test_notices_of_any_rank_are_found(num_ranks: int, stride: int) -> None:
+    """Pieces start at any byte, and each rank's head is looked at, however many there are."""
+    gathered = torch.full((num_ranks * stride,), 255, dtype=torch.uint8)
+    assert not GatherSizes.has_notice(gathered, num_ranks)
+    mark = torch.frombuffer(bytearray(struct.pack("=Q", _MARK)), dtype=torch.uint8)
+    for rank in {0, num_ranks // 2, num_ranks - 1}:
+        noticed = gathered.clone()
+        noticed[rank * stride : rank * stride + 8] = mark
+        assert GatherSizes.has_notice(noticed, num_ranks)
+    between = gathered.clone()
+    if stride >= 17:  # not at the head of a piece
+        between[1:9] = mark
+        assert not GatherSizes.has_notice(between, num_ranks)

@@ -18,7 +18,7 @@ import vescale
 from tests.fsdp.compare import gradients_of
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
-from vescale import Plan
+from vescale import Plan, parallelize
 from vescale.checks import StepMismatchError
 from vescale.comm import Board, record_comms
 from vescale.comm._long_waits import look
@@ -26,7 +26,6 @@ from vescale.fsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from vescale.gradients import OrderMismatchError
 from vescale.gradients import _replica_errors as replica_errors
 from vescale.plans import PlanMismatchError
-from vescale.runtime import parallelize
 
 pytestmark = pytest.mark.waits
 

@@ -12,8 +12,9 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.ops.attend import Attend, attend_like_one_device
 from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import make_mesh
+from vescale import parallelize
 from vescale.plans import Plan
-from vescale.runtime import implicit_communication, parallelize
+from vescale.runtime import implicit_communication
 
 R, BATCH, HEADS, SEQUENCE = Replicate(), Shard(0), Shard(1), Shard(2)
 

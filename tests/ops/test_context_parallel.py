@@ -14,10 +14,11 @@ from tests.examples import daily_sample
 from tests.ops.attend import Attend, attend_like_one_device
 from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import batch, double_loss, make_llama, make_mesh, tensor_parallel, worst_gradient
+from vescale import parallelize
 from vescale.comm import record_comms
 from vescale.placements import InterleavedShard
 from vescale.plans import Plan, PlanError, Target
-from vescale.runtime import ImplicitCommunicationError, implicit_communication, parallelize
+from vescale.runtime import ImplicitCommunicationError, implicit_communication
 
 R, BATCH, HEADS, ROWS = Replicate(), Shard(0), Shard(1), Shard(2)
 BALANCED = InterleavedShard(2, 3)

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import make_mesh
+from vescale import parallelize
 from vescale.comm import record_comms
 from vescale.plans import Plan
-from vescale.runtime import implicit_communication, parallelize
+from vescale.runtime import implicit_communication
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 

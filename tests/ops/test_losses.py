@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import vescale.placements
 from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import counted, make_mesh
+from vescale import parallelize
 from vescale.comm import record_comms
 from vescale.placements import RaggedShard
 from vescale.plans import Plan
-from vescale.runtime import implicit_communication, parallelize
+from vescale.runtime import implicit_communication
 
 PLACEMENTS = [
     (Shard(0), Shard(1)),

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import make_mesh
+from vescale import parallelize
 from vescale.comm import record_comms
 from vescale.plans import Plan
-from vescale.runtime import ImplicitCommunicationError, parallelize
+from vescale.runtime import ImplicitCommunicationError
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 

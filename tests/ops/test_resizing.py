@@ -13,9 +13,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from tests.ranks import RankPools
 from tests.whole import whole
+from vescale import parallelize
 from vescale.errors import OpPlacementError
 from vescale.plans import Plan
-from vescale.runtime import parallelize
 
 
 def out(function: Callable[..., Any], shape: tuple[int, ...] = (0,)) -> Callable[[Any], Any]:

@@ -17,12 +17,12 @@ from tests.ops.attend import Attend
 from tests.ranks import RankPools
 from tests.runtime.llama import batch, make_llama, make_mesh, tensor_parallel
 from tests.runtime.test_predictions import Totals, totals
+from vescale import parallelize
 from vescale.comm import Observer, Operation, observe, record_comms
 from vescale.ir import lower, predict
 from vescale.ops import RingSchedule, meetings
 from vescale.placements import InterleavedShard, local_region
 from vescale.plans import Plan, Target
-from vescale.runtime import parallelize
 
 # The schedule
 

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import make_mesh
+from vescale import parallelize
 from vescale.comm import record_comms
 from vescale.plans import Plan
-from vescale.runtime import ImplicitCommunicationError, parallelize
+from vescale.runtime import ImplicitCommunicationError
 
 
 def product_in_place(y: Any) -> Any:

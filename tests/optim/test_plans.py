@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.optim.meshes import assert_equal, on_mesh
 from tests.plan_zoo.models import MODELS
 from tests.ranks import RankPools
-from vescale import Plan, plan_zoo
+from vescale import Plan, parallelize, plan_zoo
 from vescale.cli._demo_job import Job, make_model
 from vescale.optim import SOAP, AdamW8bit, Muon, Shampoo, muon_groups
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN
-from vescale.runtime import parallelize
 
 EXPERTS = {f"model.layers.*.mlp.experts.{name}": Shard(0) for name in ("gate_up_proj", "down_proj")}
 EMBEDDINGS = [r"model\.embed_tokens\.weight", r"lm_head\.weight"]

@@ -17,7 +17,7 @@ from tests.whole import whole
 from vescale import optim, parallelize
 from vescale.plans import Plan
 
-__all__ = ["Net", "make_gpt2", "mesh_of", "rel", "same_steps", "token_batch"]
+__all__ = ["Block", "Net", "make_gpt2", "mesh_of", "rel", "same_steps", "token_batch"]
 
 
 class Block(nn.Module):

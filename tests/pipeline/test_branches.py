@@ -17,7 +17,7 @@ from tests.ranks import RankPools
 from tests.whole import whole
 from vescale import parallelize
 from vescale.errors import MissingValuesError, ParameterHookError, PipelineWarning
-from vescale.ir import lower
+from vescale.pipeline import StagedProgram
 from vescale.plans import Plan
 from vescale.runtime import MissingValuesWarning
 
@@ -240,4 +240,4 @@ def test_recurrent_layers_are_balanced_in_seconds() -> None:
     plan = Plan({"pp": 2}).pipeline(
         balance="cost", microbatches=2, loss="out", memory_gib=1.0, microbatch_shape=[1, 65536]
     )
-    assert lower(plan, Recurrent()).pipeline.cut.splits == ("layers.1",)
+    assert StagedProgram.of(plan, Recurrent()).cut.splits == ("layers.1",)

@@ -24,6 +24,7 @@ from tests.whole import whole
 from vescale import parallelize, plan_zoo
 from vescale.comm import CommRecord, record_comms
 from vescale.ir import lower, predict, predict_buckets
+from vescale.pipeline import StagedProgram
 from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.runtime import no_sync
 
@@ -118,7 +119,7 @@ def counted_case(case: str | None) -> tuple[dict[int, dict[str, int]], Counter[s
         return two_stages(mesh) if case is None else zero_plan(mesh, case)
 
     model, batch = make_net(), token_batch(0, names=NAMES)
-    predicted = lower(plan(MESH), model).pipeline.counts(batch)
+    predicted = StagedProgram.of(plan(MESH), model).counts(batch)
     model = parallelize(model, plan(mesh_of(**MESH)))
     model.step(**batch)
     with record_comms() as ledger:
@@ -225,7 +226,7 @@ def precision_case(kind: str) -> tuple[float, float, torch.dtype, set[int]]:
     plan = Plan(mesh_of(x=2, dp=2))
     PRECISION[kind](plan)
     expected, exact = gradients(plan), gradients(Plan(mesh_of(x=2, dp=2)))
-    boundary = lower(staged(), make_net()).pipeline.traced(token_batch(0, names=NAMES)).boundaries[1]
+    boundary = StagedProgram.of(staged(), make_net()).traced(token_batch(0, names=NAMES)).boundaries[1]
     worst = [max(rel(found[name], other[name]) for name in found) for other in (expected, exact)]
     return worst[0], worst[1], boundary.dtypes[0], sent
 
@@ -380,7 +381,7 @@ def count_eight(model: nn.Module) -> tuple[dict[int, dict[str, int]], Counter[st
         return plan_zoo.load("llama", mesh).pipeline(split_before=["model.layers.1"], microbatches=2)
 
     batch = token_batch(0)
-    predicted = lower(plan({"pp": 2, "dp": 2, "tp": 2}), model).pipeline.counts(batch)
+    predicted = StagedProgram.of(plan({"pp": 2, "dp": 2, "tp": 2}), model).counts(batch)
     model = parallelize(copy.deepcopy(model), plan(mesh_of(pp=2, dp=2, tp=2)))
     model.step(**batch)
     with record_comms() as ledger:

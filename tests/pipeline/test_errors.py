@@ -18,7 +18,7 @@ from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import parallelize
 from vescale.checks import InputMismatchError, StepMismatchError
-from vescale.ir import check, lower
+from vescale.pipeline import StagedProgram, check_stages
 from vescale.pipeline._batches import microbatches_of, traced_pair
 from vescale.plans import Plan, PlanError
 
@@ -100,8 +100,8 @@ def test_entries(name: str) -> None:
         model.dropouts = nn.ModuleList([nn.Dropout()])
     with pytest.raises(PlanError, match=message) as raised:
         plan = pipeline(**options)
-        lowered = lower(plan, model)
-        lowered.pipeline.counts(token_batch(0, names=NAMES))
+        staged = StagedProgram.of(plan, model)
+        staged.counts(token_batch(0, names=NAMES))
     assert raised.value.source is None or raised.value.source.line > 0
 
 
@@ -114,7 +114,7 @@ def test_entries_of_torn_modules(what: str) -> None:
     else:
         plan.unit("inner", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with pytest.raises(PlanError, match=rf"begins before 'inner.blocks.2', inside of 'inner', which has a {what}"):
-        lower(plan, Outer())
+        StagedProgram.of(plan, Outer())
 
 
 class Outer(nn.Module):
@@ -155,13 +155,13 @@ BATCHES: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]] 
 def test_batches(name: str) -> None:
     cls, options, batch, message = BATCHES[name]
     with pytest.raises(PlanError, match=message):
-        program = lower(pipeline(**options), cls())
+        staged = StagedProgram.of(pipeline(**options), cls())
         assert name in ("indivisible", "loss path", "loss of dims"), "inputs can be guessed: found without a batch"
-        program.pipeline.counts(token_batch(0, names=NAMES, **batch))
+        staged.counts(token_batch(0, names=NAMES, **batch))
 
 
 def test_check_finds_what_lower_raises() -> None:
-    findings = check(pipeline(split_before=["layers.2"]), Net())
+    findings = check_stages(pipeline(split_before=["layers.2"]), Net())
     assert any("matches no module" in finding.problem for finding in findings if finding.severity == "error")
 
 
@@ -252,7 +252,7 @@ LOSSES: dict[Any, str | None] = {
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_callable_losses_before_the_step(loss: Any) -> None:
     """Mistakes are told apart from what a forward without values cannot compute; the texts of errors say nothing."""
-    pipeline_of = lower(pipeline(loss=loss), Net()).pipeline
+    pipeline_of = StagedProgram.of(pipeline(loss=loss), Net())
     batch = token_batch(0, names=NAMES)
     message = LOSSES[loss]
     with pytest.raises(PlanError, match=message) if message is not None else contextlib.nullcontext():
@@ -278,4 +278,4 @@ def test_forwards_that_read_what_depends_on_parameters() -> None:
     with pytest.raises(
         PlanError, match=r"branches on values of parameters, or takes them to Python .* use torch\.where"
     ):
-        lower(pipeline(), Logging())
+        StagedProgram.of(pipeline(), Logging())

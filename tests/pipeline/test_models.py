@@ -14,7 +14,7 @@ from tests.pipeline.test_steps import assert_exact
 from tests.ranks import RankPools
 from tests.whole import whole
 from vescale import parallelize
-from vescale.ir import lower
+from vescale.pipeline import StagedProgram
 from vescale.plans import Plan, PlanError
 
 WORDS, WIDTH = 16, 8
@@ -98,15 +98,17 @@ def test_what_the_parent_does(ranks: RankPools) -> None:
 
 
 def test_parameters_belong_to_the_stages_that_read_them() -> None:
-    found = lower(Plan({"pp": 2}).pipeline(split_before=["blocks.2"]), Conditioned()).pipeline.cut.owners
+    found = StagedProgram.of(Plan({"pp": 2}).pipeline(split_before=["blocks.2"]), Conditioned()).cut.owners
     both, first, second = frozenset({0, 1}), frozenset({0}), frozenset({1})
     # Its inputs cannot be guessed: parameters of the model itself are of the first stage.
     assert (found["positions"], found["words.weight"], found["temperature"]) == (first, first, first)
     stages = [[*STAGES[0], *STAGES[1]], [*STAGES[2], *STAGES[3]]]
-    found = lower(Plan({"pp": 2}).pipeline(stages=stages), Conditioned()).pipeline.cut.owners
+    found = StagedProgram.of(Plan({"pp": 2}).pipeline(stages=stages), Conditioned()).cut.owners
     assert (found["positions"], found["words.weight"], found["temperature"]) == (first, both, second)
     assert (found["shifts.0"], found["shifts.1"]) == (first, second)
-    found = lower(Plan({"pp": 2}).pipeline(split_before=["blocks.1"], loss="out"), Losses("table")).pipeline.cut.owners
+    found = StagedProgram.of(
+        Plan({"pp": 2}).pipeline(split_before=["blocks.1"], loss="out"), Losses("table")
+    ).cut.owners
     assert (found["table"], found["words.weight"], found["scale"]) == (first, both, second)
 
 
@@ -146,7 +148,7 @@ def norm_first_case() -> dict[str, float]:
 
 
 def test_modules_belong_to_the_stages_that_call_them(ranks: RankPools) -> None:
-    bound = lower(Plan({"pp": 2}).pipeline(split_before=["blocks.2"]), NormFirst()).pipeline.cut.bound
+    bound = StagedProgram.of(Plan({"pp": 2}).pipeline(split_before=["blocks.2"]), NormFirst()).cut.bound
     assert (bound["end"], bound["begin"], bound["blocks.1"]) == ({1}, {0}, {0})
     assert_exact(ranks.run(norm_first_case, world_size=2))
 

@@ -17,7 +17,7 @@ from tests.pipeline.steps import Net, token_batch
 from tests.pipeline.test_composition import make_mixtral
 from tests.runtime.llama import make_llama
 from vescale.ir import lower
-from vescale.pipeline import Action, make_schedule, measure_costs, partition, schedule_page, state_bytes
+from vescale.pipeline import Action, StagedProgram, make_schedule, measure_costs, partition, schedule_page, state_bytes
 from vescale.pipeline._block_memory import block_memory
 from vescale.pipeline._block_work import block_work
 from vescale.pipeline._residency import releases
@@ -154,19 +154,19 @@ def uneven() -> nn.Module:
 
 def test_balance_by_cost_and_memory() -> None:
     plan = Plan({"pp": 2}).pipeline(balance="cost", microbatches=4)
-    assert lower(plan, uneven()).pipeline.cut.splits == ("blocks.1",)
+    assert StagedProgram.of(plan, uneven()).cut.splits == ("blocks.1",)
     weights = sum(p.numel() for p in uneven().parameters()) * 4 * 4 / 2**30  # gradients, and two states
     with pytest.raises(PlanError, match=r"memory_gib=.* take .* GiB on the fullest rank .* give memory_gib="):
-        lower(Plan({"pp": 2}).pipeline(balance="cost", microbatches=4, memory_gib=weights / 4), uneven())
+        StagedProgram.of(Plan({"pp": 2}).pipeline(balance="cost", microbatches=4, memory_gib=weights / 4), uneven())
     again = Plan({"pp": 2}).pipeline(balance="cost", microbatches=4, memory_gib=weights)
-    assert lower(again, uneven()).pipeline.cut.splits == ("blocks.1",)
+    assert StagedProgram.of(again, uneven()).cut.splits == ("blocks.1",)
     written = Plan.from_yaml(again.to_yaml())
     assert written.pipeline_entry == again.pipeline_entry
     for per_rank, num_stages in ((1, 2), (2, 4)):
         made = Plan({"pp": 2}).pipeline(
             balance="cost", schedule="Interleaved1F1B", microbatches=4, stages_per_rank=per_rank
         )
-        assert lower(made, uneven()).pipeline.cut.num_stages == num_stages
+        assert StagedProgram.of(made, uneven()).cut.num_stages == num_stages
 
 
 class Repeated(nn.Module):
@@ -189,7 +189,7 @@ def test_cost_is_the_work_of_a_forward() -> None:
     rows = block_work(Repeated(), "blocks", 6)
     assert [work / rows[1] for work in rows] == [3, 1, 1, 1, 1, 1]
     plan = Plan({"pp": 2}).pipeline(balance="cost", microbatches=4)
-    assert lower(plan, Repeated()).pipeline.cut.splits == ("blocks.2",)  # by parameters it would be blocks.3
+    assert StagedProgram.of(plan, Repeated()).cut.splits == ("blocks.2",)  # by parameters it would be blocks.3
     # Tokens of the model's own length, 64: products with parameters, and of attention (scores, and what they weigh).
     llama = make_llama()
     config: Any = llama.config
@@ -212,7 +212,7 @@ def cut_of(model: nn.Module, entries: Any = None, **options: Any) -> Any:
     plan = Plan({"pp": 2})
     if entries is not None:
         entries(plan)
-    return lower(plan.pipeline(balance="cost", microbatches=4, **options), model).pipeline
+    return StagedProgram.of(plan.pipeline(balance="cost", microbatches=4, **options), model)
 
 
 def test_cost_is_a_table() -> None:
@@ -292,7 +292,7 @@ def test_memory_counts_what_forwards_hold() -> None:
 
 def test_page_stands_alone() -> None:
     plan = Plan({"pp": 2}).pipeline(split_before=["blocks.1", "blocks.2", "blocks.3"], schedule="ZBV", microbatches=4)
-    staged = lower(plan, Net()).pipeline
+    staged = StagedProgram.of(plan, Net())
     page = schedule_page(staged.schedule, "Net & <stages>", ["stage"], [["0 <b>"]])
     assert "<script" not in page and "http" not in page and "src=" not in page and "<link" not in page
     assert page.count("<rect") == sum(map(len, staged.schedule.actions))

@@ -19,7 +19,7 @@ from tests.ranks import RankPools
 from tests.simulate import simulate
 from vescale import parallelize
 from vescale.comm import record_comms
-from vescale.ir import lower
+from vescale.pipeline import StagedProgram
 from vescale.plans import Plan, PlanError
 
 WORDS, WIDTH = 32, 16
@@ -192,7 +192,7 @@ def counted(name: str, model: nn.Module) -> tuple[dict[int, dict[str, int]], Cou
         return Plan(mesh_of(pp=4)).pipeline(split_before=MODELS[name][1][4], schedule="1F1B", microbatches=4)
 
     batch = token_batch(0, names=NAMES)
-    predicted = lower(plan(), model).pipeline.counts(batch)
+    predicted = StagedProgram.of(plan(), model).counts(batch)
     model = parallelize(copy.deepcopy(model), plan())
     model.step(**batch)
     with record_comms() as ledger:
@@ -247,7 +247,7 @@ class Hidden(Branches):
 )
 def test_what_cannot_skip(cls: type[nn.Module], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        lower(Plan({"pp": 2}).pipeline(split_before=["down.1"], microbatches=2), cls().double())
+        StagedProgram.of(Plan({"pp": 2}).pipeline(split_before=["down.1"], microbatches=2), cls().double())
 
 
 class Shared(nn.Module):
@@ -264,7 +264,7 @@ class Shared(nn.Module):
 
 
 def test_a_module_of_two_stages() -> None:
-    staged = lower(Plan({"pp": 2}).pipeline(split_before=["again"], microbatches=2), Shared()).pipeline
+    staged = StagedProgram.of(Plan({"pp": 2}).pipeline(split_before=["again"], microbatches=2), Shared())
     assert staged.cut.bound["first"] == staged.cut.bound["again"] == frozenset({0, 1})
     assert staged.cut.owners == {"first.weight": {0, 1}, "second.weight": {0}, "second.bias": {0}}
     boundary = staged.traced({"ids": torch.arange(4).view(2, 2)}).boundaries[1]

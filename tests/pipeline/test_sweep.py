@@ -22,7 +22,7 @@ from tests.runtime.llama import make_llama
 from tests.simulate import simulate
 from vescale import parallelize, plan_zoo
 from vescale.comm import record_comms
-from vescale.ir import lower
+from vescale.pipeline import StagedProgram
 from vescale.plans import PIPELINE_SCHEDULES, Plan, PlanError
 
 ONE, TWO = {"GPipe", "1F1B"}, {"ZBVZeroBubble", "DualPipeV"}
@@ -56,7 +56,7 @@ def drawn(seed: int) -> dict[str, Any]:
         if torch.Size(found["sizes"].values()).numel() > 8:
             continue
         try:
-            lower(plan_of(found["sizes"], found), make(found["name"]))
+            StagedProgram.of(plan_of(found["sizes"], found), make(found["name"]))
         except PlanError:
             continue
         return found
@@ -95,7 +95,7 @@ def drawn_case(found: dict[str, Any], model: nn.Module) -> tuple[dict[str, float
         loss=loss_of(found),
         accumulate=found["accumulate"],
     )
-    predicted = lower(plan_of(found["sizes"], found), copy.deepcopy(model)).pipeline
+    predicted = StagedProgram.of(plan_of(found["sizes"], found), copy.deepcopy(model))
     parallel = parallelize(copy.deepcopy(model), plan_of(mesh_of(**found["sizes"]), found))
     parallel.step(**batches[0])
     with record_comms() as ledger:
@@ -114,7 +114,7 @@ def test_drawn_pipelines(seed: int) -> None:
     # Hugging Face's losses are float32; parts of a cut vocabulary are rounded otherwise.
     assert_exact([exact for exact, *_ in results], loss=1e-12 if found["name"] == "net" else 1e-6)
     per_rank = world // found["sizes"]["pp"]
-    schedule = lower(plan_of(found["sizes"], found), make(found["name"])).pipeline.schedule
+    schedule = StagedProgram.of(plan_of(found["sizes"], found), make(found["name"])).schedule
     for rank, (_, predicted, counts, _) in enumerate(results):
         for what in ("sends", "receives", "reductions"):
             wanted = sum(predicted[stage][what] for stage in schedule.stages_of(rank // per_rank))

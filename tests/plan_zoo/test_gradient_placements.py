@@ -17,9 +17,8 @@ from tests.plan_zoo.test_zero import CALLED_ALONE
 from tests.ranks import RankPools
 from tests.runtime.hf import Step, one_step
 from tests.runtime.zero import sharded_at_rest
-from vescale import Plan, plan_zoo
+from vescale import Plan, parallelize, plan_zoo
 from vescale.comm import record_comms
-from vescale.runtime import parallelize
 
 
 @pytest.fixture

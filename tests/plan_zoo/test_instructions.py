@@ -21,7 +21,7 @@ from vescale import lower, plan_zoo
 from vescale.fsdp import state_of
 from vescale.ir import Attention, Factory, Hook, Instruction, Local, Op, Place, Program, Redistribute, Unit, Wrap
 from vescale.plans import INIT, RUN, MeshAxes, PlanError
-from vescale.runtime import _gradient_hooks, _parallelize, install
+from vescale.runtime import _gradient_hooks, _install, install
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._expert_region import ExpertRegion
 from vescale.runtime._gradient_hooks import full_name
@@ -101,7 +101,7 @@ def test_what_explain_shows_is_installed(
 ) -> None:
     """Each instruction of the printed program is held by the part that executes it, once, and nothing else is. A step
     carries all of them out, except those of inputs that the model is not given."""
-    monkeypatch.setattr(_parallelize, "native_hooks", lambda: None)  # those in C++ do not show what they call
+    monkeypatch.setattr(_install, "native_hooks", lambda: None)  # those in C++ do not show what they call
     sizes = dict.fromkeys(plan_zoo.about(name).axes, 1)
     zoo = model_of(name)
     zoo.need()

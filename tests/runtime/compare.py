@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.whole import whole, whole_tensors
+from vescale import parallelize
 from vescale.plans import Plan
-from vescale.runtime import implicit_communication, parallelize
+from vescale.runtime import implicit_communication
 
 Loss = Callable[[Any], torch.Tensor]
 

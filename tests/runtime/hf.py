@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.whole import whole, whole_tensors
+from vescale import parallelize
 from vescale.comm import record_comms
 from vescale.plans import Plan
-from vescale.runtime import implicit_communication, parallelize
+from vescale.runtime import implicit_communication
 
 __all__ = ["Objective", "Step", "one_step", "quiet"]
 

@@ -15,8 +15,8 @@ from tests.runtime.hf import quiet
 from tests.runtime.llama import make_mesh
 from tests.runtime.test_generate import build
 from tests.whole import whole, whole_tensors
-from vescale import plan_zoo
-from vescale.runtime import implicit_communication, parallelize
+from vescale import parallelize, plan_zoo
+from vescale.runtime import implicit_communication
 
 peft = pytest.importorskip("peft")
 

@@ -26,11 +26,12 @@ from tests.ranks import RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients, assert_same_step
 from tests.runtime.llama import make_mesh
 from tests.whole import whole
+from vescale import parallelize
 from vescale.comm import record_comms
 from vescale.compat import local_of
 from vescale.ops import LIVE_COPIES
 from vescale.plans import Plan, PlanError
-from vescale.runtime import ImplicitCommunicationWarning, parallelize
+from vescale.runtime import ImplicitCommunicationWarning
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 

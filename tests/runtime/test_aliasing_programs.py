@@ -31,8 +31,10 @@ from tests.runtime.drawn_modules import ROWS, WIDTH, Block, UndefinedOnOneDevice
 from tests.runtime.test_aliasing import in_a_fake_world
 from tests.simulate import on_other_thread, simulate
 from tests.whole import whole
-from vescale import static  # noqa: F401  (the mode's name)
-from vescale.runtime import parallelize
+from vescale import (
+    parallelize,
+    static,  # noqa: F401  (the mode's name)
+)
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-10}
 # An output that is a view of what was written to: it may not be used, but the forward ends. A view that one boundary passes

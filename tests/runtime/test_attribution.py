@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPools
 from tests.runtime.llama import make_mesh
+from vescale import parallelize
 from vescale.plans import Plan
-from vescale.runtime import ImplicitCommunicationError, implicit_communication, parallelize
+from vescale.runtime import ImplicitCommunicationError, implicit_communication
 from vescale.runtime._runtime import Runtime
 
 

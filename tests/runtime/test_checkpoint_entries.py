@@ -18,11 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 import vescale
-from vescale import Plan, PlanError
+from vescale import Plan, PlanError, parallelize
 from vescale.cli import main
 from vescale.ir import Program, check, lower
 from vescale.plans import checkpoint_policy
-from vescale.runtime import parallelize
 from vescale.runtime._checkpoint_budget import Choice, choose
 
 WIDTH = 16
@@ -319,43 +318,36 @@ class Notes:
 
 
 class Noting(nn.Module):
-    def __init__(self, writes: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.writes = nn.Linear(WIDTH, WIDTH), writes
+        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:
         x = self.layer(x).tanh()
-        if self.writes:
-            notes.kept.append(x)
+        notes.kept.append(x)
         return x * (1 + len(notes.kept))
 
 
 class Noted(nn.Module):
-    def __init__(self, writes: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner = Noting(writes)
+        self.inner = Noting()
 
     def forward(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:
         return self.inner(x, notes)
 
 
 def test_objects_that_a_checkpointed_forward_writes_to() -> None:
-    """The recomputation gets a copy of the object as it was; where there is none, writing to it is an error."""
-    grads = []
-    for plan in (Plan({"dp": 1}), Plan({"dp": 1}).checkpoint("inner", "full")):
-        torch.manual_seed(0)
-        model, notes = parallelize(Noted(), plan), Notes(locked=False)
-        model(inputs(), notes).square().sum().backward()
-        assert len(notes.kept) == 1
-        grads.append([p.grad.to_local() for p in model.parameters()])  # type: ignore[union-attr]
-    assert all(map(torch.equal, *grads))
-    model = parallelize(Noted(), Plan({"dp": 1}).checkpoint("inner", "full"))
-    with pytest.raises(
-        RuntimeError, match=r"module 'inner' writes tensors to an object .* cannot be copied \(TypeError.*lock"
-    ):
-        model(inputs(), Notes(locked=True))
-    model = parallelize(Noted(writes=False), Plan({"dp": 1}).checkpoint("inner", "full"))
-    model(inputs(), Notes(locked=True)).sum().backward()
+    """The recomputation finds the object as it was, also one that cannot be copied."""
+    for locked in (False, True):
+        grads = []
+        for plan in (Plan({"dp": 1}), Plan({"dp": 1}).checkpoint("inner", "full")):
+            torch.manual_seed(0)
+            model, notes = parallelize(Noted(), plan), Notes(locked)
+            model(inputs(), notes).square().sum().backward()
+            assert len(notes.kept) == 1
+            grads.append([p.grad.to_local() for p in model.parameters()])  # type: ignore[union-attr]
+        assert all(map(torch.equal, *grads))
 
 
 def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

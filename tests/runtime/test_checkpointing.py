@@ -19,9 +19,8 @@ from tests.plan_zoo.models import MODELS
 from tests.ranks import RankPools
 from tests.runtime.llama import batch, double_loss, make_llama
 from tests.runtime.zero import llama_plan, mesh_of, sharded_at_rest
-from vescale import Plan, plan_zoo
+from vescale import Plan, parallelize, plan_zoo
 from vescale.comm import record_comms
-from vescale.runtime import parallelize
 
 LLAMA = r"model\.layers\.\d+"
 POLICIES: dict[str, Any] = {

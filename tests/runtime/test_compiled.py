@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.ranks import RankPools
 from tests.runtime.llama import batch, make_llama, make_mesh, tensor_parallel, worst_gradient
-from vescale.runtime import parallelize
+from vescale import parallelize
 
 
 def compiled(model: nn.Module) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.ranks import RankPools
 from tests.runtime.compare import assert_same_gradients, assert_same_step, pair
 from tests.runtime.llama import batch, double_loss, make_llama, make_mesh, make_plan, worst_gradient
+from vescale import parallelize
 from vescale.comm import record_comms
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN, Plan, PlanError
@@ -28,7 +29,6 @@ from vescale.runtime import (
     ImplicitCommunicationWarning,
     gradient_reducer,
     implicit_communication,
-    parallelize,
 )
 
 

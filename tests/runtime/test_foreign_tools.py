@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import RankPools
 from tests.runtime.llama import make_mesh
+from vescale import parallelize
 from vescale.debug._watchdog import HangWatch
 from vescale.errors import DTensorStorageError, FullyShardError, OpPlacementError
 from vescale.plans import Plan, PlanError
 from vescale.rng import deferred_init
-from vescale.runtime import parallelize
 from vescale.runtime._missing_values import MissingValuesWarning
 
 REFUSED: dict[str, tuple[Callable[[nn.Module, torch.Tensor], Any], str]] = {

@@ -14,9 +14,9 @@ from tests.examples import NIGHTLY
 from tests.ranks import RankPools
 from tests.runtime.hf import quiet
 from tests.runtime.llama import make_mesh
-from vescale import Plan, plan_zoo
+from vescale import Plan, parallelize, plan_zoo
 from vescale.checks import InputMismatchError
-from vescale.runtime import implicit_communication, parallelize
+from vescale.runtime import implicit_communication
 
 NEW = {"max_new_tokens": 5, "min_new_tokens": 5}
 WAYS: dict[str, dict[str, Any]] = {

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tests.ranks import RankPools
-from vescale import Plan
-from vescale.runtime import ImplicitCommunicationWarning, implicit_communication, parallelize
+from vescale import Plan, parallelize
+from vescale.runtime import ImplicitCommunicationWarning, implicit_communication
 from vescale.runtime._implicit_site import sent_bytes
 
 

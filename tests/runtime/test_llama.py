@@ -18,8 +18,9 @@ from tests.runtime.llama import (
     make_plan,
     worst_gradient,
 )
+from vescale import parallelize
 from vescale.comm import record_comms
-from vescale.runtime import implicit_communication, parallelize
+from vescale.runtime import implicit_communication
 
 CASES = [
     # plan, dp, tp, key/value heads, query heads

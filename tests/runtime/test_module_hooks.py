@@ -28,11 +28,12 @@ from torch.utils.checkpoint import checkpoint
 
 import vescale
 from tests.ranks import RankPools
+from vescale import parallelize
 from vescale.checks import unchecked
 from vescale.compat import clear_sharding_caches, local_of, native_hooks
 from vescale.compat.module_calls import GuardedCall
 from vescale.plans import Plan, PlanError
-from vescale.runtime import _function_mode, _parallelize, parallelize
+from vescale.runtime import _function_mode, _install
 from vescale.runtime._activation import activations, current_activation
 from vescale.runtime._attribution import locate, module_of_node
 from vescale.runtime._timeline import ModuleTimeline
@@ -140,12 +141,12 @@ class Model(nn.Module):
 @contextmanager
 def hooks(native: Any) -> Iterator[None]:
     """Models that are parallelized inside have hooks in C++, or (None) in Python."""
-    before = _parallelize.native_hooks
-    _parallelize.native_hooks = lambda: native
+    before = _install.native_hooks
+    _install.native_hooks = lambda: native
     try:
         yield
     finally:
-        _parallelize.native_hooks = before
+        _install.native_hooks = before
 
 
 def built(native: Any, log: Log) -> nn.Module:

@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 from tests.plan_zoo.models import tokens
 from tests.ranks import RankPools
 from tests.runtime.hf import Step, one_step
-from vescale import InterleavedShard, Plan
-from vescale.runtime import ImplicitCommunicationError, parallelize
+from vescale import InterleavedShard, Plan, parallelize
+from vescale.runtime import ImplicitCommunicationError
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 GATES = InterleavedShard(0, 2)

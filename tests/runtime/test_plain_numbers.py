@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPools
 from tests.whole import whole
+from vescale import parallelize
 from vescale.plans import Plan
-from vescale.runtime import parallelize
 
 WIDTH = 6
 

@@ -18,11 +18,10 @@ from tests.runtime.hf import quiet
 from tests.runtime.llama import make_llama, make_mesh, tensor_parallel
 from tests.runtime.test_generate import build
 from tests.whole import whole
-from vescale import plan_zoo
+from vescale import parallelize, plan_zoo
 from vescale.ir import Program, Unit, check, lower
 from vescale.placements import RaggedShard
 from vescale.plans import Plan, PlanError
-from vescale.runtime import parallelize
 from vescale.static._install import static_forward
 
 BF16 = torch.bfloat16

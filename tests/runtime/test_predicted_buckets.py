@@ -13,12 +13,13 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from tests.gradients.test_destinations import Loss
 from tests.ranks import RankPools
 from tests.simulate import simulate
+from vescale import parallelize
 from vescale.comm import Ledger, fused_bytes, record_comms
 from vescale.compat import local_of
 from vescale.ir import Prediction, lower, predict
 from vescale.placements import from_local
 from vescale.plans import Plan
-from vescale.runtime import gradient_reducer, parallelize
+from vescale.runtime import gradient_reducer
 
 P, R, S = Partial, Replicate, Shard
 

@@ -16,11 +16,10 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.plan_zoo.models import model_of, tokens
 from tests.ranks import RankPools
 from tests.runtime.llama import batch, make_llama, make_mesh, make_plan
-from vescale import plan_zoo
+from vescale import parallelize, plan_zoo
 from vescale.comm import record_comms
 from vescale.ir import Prediction, lower, predict
 from vescale.plans import Plan
-from vescale.runtime import parallelize
 
 # (op, axis, whether of a parameter's gradient) -> (calls, bytes)
 Totals = dict[tuple[str, str, bool], tuple[int, int]]

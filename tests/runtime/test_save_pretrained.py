@@ -16,11 +16,10 @@ from tests.ranks import RankPools
 from tests.runtime.hf import quiet
 from tests.runtime.llama import make_mesh
 from tests.runtime.test_generate import build
-from vescale import plan_zoo
+from vescale import parallelize, plan_zoo
 from vescale.comm import ConsensusError
 from vescale.placements import RaggedShard
 from vescale.plans import Plan
-from vescale.runtime import parallelize
 
 
 def saved(kind: str, sizes: dict[str, int], folder: str, shard: str) -> None:

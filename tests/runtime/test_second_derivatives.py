@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import make_mesh
+from vescale import parallelize
 from vescale.plans import Plan
-from vescale.runtime import parallelize
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 

@@ -14,11 +14,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import RankPools
 from tests.whole import whole
-from vescale import static  # noqa: F401  (a mode of parallelize)
+from vescale import (
+    parallelize,
+    static,  # noqa: F401  (a mode of parallelize)
+)
 from vescale.errors import SetDataError
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN, Plan
-from vescale.runtime import parallelize
 
 WIDTH = 6
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from tests.ranks import RankPools, run_cases
 from tests.runtime.compare import assert_same_step, pair
 from tests.runtime.llama import counted, make_mesh
+from vescale import parallelize
 from vescale.ops import install
 from vescale.placements import InterleavedShard, distribute_tensor, full_tensor
 from vescale.plans import Plan
-from vescale.runtime import ImplicitCommunicationWarning, parallelize
+from vescale.runtime import ImplicitCommunicationWarning
 from vescale.runtime._handlers import install_handlers
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()

@@ -25,10 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.debug.jobs import run_processes
 from tests.examples import NIGHTLY
+from vescale import parallelize
 from vescale.compat import clear_sharding_caches, local_of
 from vescale.ops import OpCall, register_rule
 from vescale.plans import Plan
-from vescale.runtime import parallelize
 
 SECONDS = 2.0 if NIGHTLY else 1.0
 aten = torch.ops.aten

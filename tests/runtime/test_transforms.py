@@ -16,11 +16,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import RankPools
 from tests.whole import whole
+from vescale import parallelize
 from vescale.comm import record_comms
 from vescale.errors import TransformError
 from vescale.fsdp import fully_shard
 from vescale.plans import Plan
-from vescale.runtime import parallelize
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WIDTH = 6

@@ -24,11 +24,11 @@ from tests.ranks import RankPools
 from tests.runtime.hf import quiet
 from tests.simulate import simulate
 from tests.whole import whole, whole_tensors
-from vescale import Plan, plan_zoo
+from vescale import Plan, parallelize, plan_zoo
 from vescale.comm import CommRecord, record_comms
 from vescale.placements import InterleavedShard
 from vescale.plans import PlanError
-from vescale.runtime import implicit_communication, parallelize
+from vescale.runtime import implicit_communication
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WIDTH, HIDDEN, CLASSES = 6, 12, 11

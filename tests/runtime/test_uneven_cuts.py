@@ -15,9 +15,9 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.ranks import RankPools, run_cases
 from tests.runtime.zero import sharded_at_rest
 from tests.whole import whole, whole_tensors
-from vescale import Plan
+from vescale import Plan, parallelize
 from vescale.comm import record_comms
-from vescale.runtime import implicit_communication, parallelize
+from vescale.runtime import implicit_communication
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 VOCABULARY, WIDTH, HIDDEN = 11, 6, 10

@@ -23,11 +23,11 @@ from tests.ranks import RankPool, RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients
 from tests.runtime.llama import make_mesh
 from tests.whole import whole
-from vescale import rng
+from vescale import parallelize, rng
 from vescale.comm import record_comms
 from vescale.ops import LIVE_COPIES
 from vescale.plans import Plan
-from vescale.runtime import ImplicitCommunicationWarning, implicit_communication, parallelize
+from vescale.runtime import ImplicitCommunicationWarning, implicit_communication
 
 ONES = torch.ones(4, 6, dtype=torch.float64)
 

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.simulate import simulate
-from vescale import Plan
-from vescale.runtime import parallelize
+from vescale import Plan, parallelize
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     name: lambda h, name=name: getattr(h, name)(*([0.5] if name[0] in "elgn" else []))  # type: ignore[misc]

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole
+from vescale import parallelize
 from vescale.errors import StaticStepError
 from vescale.plans import Plan
-from vescale.runtime import parallelize
 from vescale.static import report
 
 WIDTH = 6

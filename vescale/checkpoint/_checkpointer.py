@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import operator
 import os
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +18,7 @@ from torch import nn
 from vescale.checkpoint._gathering import Gathering, first_rank_decides
 from vescale.checkpoint._loading import load_stored
 from vescale.checkpoint._saving import Saver, Target
-from vescale.checkpoint._snapshot import take_snapshot
+from vescale.checkpoint._snapshot import Snapshot, take_snapshot
 from vescale.checkpoint._step_folder import MANIFEST, Retention, complete_steps, find_problems, step_name, step_numbers
 from vescale.checkpoint._step_format import open_step
 from vescale.checkpoint._verification import verify_step
@@ -24,6 +27,7 @@ from vescale.errors import (
     CheckpointOptionError,
     CheckpointWarning,
     NoSuchStepError,
+    SaveFailedError,
     UnsavableValueError,
 )
 
@@ -94,6 +98,7 @@ class Checkpointer:
         self._saver = Saver(str(self.folder), "Checkpointer.save", asynchronous=asynchronous)
         self._abandoned: tuple[int, ...] = ()  # steps of a branch that restore() has left; until a save puts them aside
         self._leaving: Target | None = None  # the save that does
+        self._lock, self._is_busy = threading.RLock(), False
 
     def save(self, step: int, *, model: nn.Module | None = None, optimizer: Any = None, **more: Any) -> None:
         """Save everything that training goes on from, random state, mesh and plan included.
@@ -119,21 +124,18 @@ class Checkpointer:
         number = _whole_number(step)
         if number is None or number < 0:
             raise CheckpointOptionError(f"step is {step!r}; expected a number that is not negative")
-        step = number
-        self.wait()
-        self._leave_branch()
-        try:
-            metric = self._metric(more)
-            snapshot = take_snapshot(model, optimizer, more)
-        except Exception as error:
-            self._saver.refuse(error, Target(step_name(step), step))
-            raise
-        replace = self._may_be_replaced(step)
-        target = Target(
-            step_name(step), step, metric, self._retention, replace, tuple(s for s in self._abandoned if s != step)
-        )
-        self._leaving = target
-        self._saver.save(snapshot, target)
+        with self._turn("save"):
+            self.wait()
+            self._leave_branch()
+
+            def prepare() -> tuple[Snapshot, Target]:
+                name = step_name(number)
+                aside = tuple(s for s in self._abandoned if s != number)
+                metric = self._metric(more)
+                snapshot = take_snapshot(model, optimizer, more)
+                return snapshot, Target(name, number, metric, self._retention, self._may_be_replaced(number), aside)
+
+            self._leaving = self._saver.save(prepare)
 
     def restore(
         self,
@@ -166,17 +168,19 @@ class Checkpointer:
             CheckpointError: no such step (naming those that are there), or names, shapes and dtypes that do not fit, with
                 the nearest names. On every rank, before anything is changed.
         """
-        self.wait()
-        found = self._choose(step)
-        if found is None:
-            return None
-        stored = open_step(self.folder / step_name(found), check_sizes=False)
-        result = load_stored(stored, model, optimizer, more, strict=strict, rng=rng, cast=cast, call=_RESTORE)
-        later = first_rank_decides(
-            _RESTORE, lambda: {"steps": [s for s in step_numbers(str(self.folder)) if s > found]}
-        )
-        self._abandoned, self._leaving = tuple(later["steps"]), None
-        return {**result, "step": found}  # also of a folder that save() or a conversion has made
+        with self._turn("restore"):
+            self.wait()
+            found = self._choose(step)
+            if found is None:
+                return None
+            path = self.folder / step_name(found)
+            opened = functools.partial(open_step, path, check_sizes=False)
+            result = load_stored(opened, model, optimizer, more, strict=strict, rng=rng, cast=cast, call=_RESTORE)
+            later = first_rank_decides(
+                _RESTORE, lambda: {"steps": [s for s in step_numbers(str(self.folder)) if s > found]}
+            )
+            self._abandoned, self._leaving = tuple(later["steps"]), None
+            return {**result, "step": found}  # also of a folder that save() or a conversion has made
 
     def steps(self) -> list[int]:
         """The complete steps in the folder, ascending. No communication; the first rank may see a save before others do."""
@@ -184,11 +188,13 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Until no save is under way. Raises CheckpointError if the last one has failed, on every rank."""
-        self._saver.wait()
+        with self._lock:
+            self._saver.wait()
 
     def close(self) -> None:
         """Wait, and end the writer process. A later save starts another one."""
-        self._saver.close()
+        with self._lock:
+            self._saver.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -200,6 +206,21 @@ class Checkpointer:
             if kind is None:
                 raise
             warnings.warn(str(error), CheckpointWarning, stacklevel=2)  # an error is on its way already
+
+    @contextlib.contextmanager
+    def _turn(self, call: str) -> Iterator[None]:
+        """One call after the other, whichever threads they come from."""
+        with self._lock:
+            if self._is_busy:
+                raise SaveFailedError(
+                    f"Checkpointer.{call} was called inside of another call of this Checkpointer, by a signal handler or a "
+                    "state_dict(); set a flag there, and look at it between two steps"
+                )
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
 
     def _metric(self, more: dict[str, Any]) -> dict[str, Any] | None:
         if self._best is None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch.distributed as dist
 
@@ -20,7 +21,10 @@ from vescale.comm import LateRanksWarning, WaitNotice, wait_limit
 from vescale.compat import default_timeout, own_connection
 from vescale.errors import CheckpointError, SaveFailedError
 
-__all__ = ["Gathering", "first_rank_decides", "raise_together"]
+__all__ = ["Gathering", "first_rank_decides", "together"]
+
+# What a message begins with: of a rank that has something to say, and of one that has failed.
+_HAS_COME, _FAILED = "+", "-"
 
 _EVERY_RANK = "every rank has to call it, not only some as in `if rank == 0:`, unless a rank is gone or hangs"
 
@@ -40,10 +44,15 @@ class Gathering:
 
     Args:
         call: what the user has called, the same on all ranks: ranks that come by different calls get an error.
+
+    ``has_failed``: a round has ended with an error, on all ranks that have come to it.
     """
 
     def __init__(self, call: str) -> None:
         self._call = call
+        self.has_failed = False
+        self._number = 0
+        self._rounds = itertools.count()
         self._alone = not has_other_ranks()
         self.rank, self.world = (0, 1) if self._alone else (dist.get_rank(), dist.get_world_size())
         if not self._alone:
@@ -55,8 +64,7 @@ class Gathering:
             self._store = connection if connection is not None else own_connection()
             weakref.finalize(self, unused.append, self._store).atexit = False
             self._timeout: timedelta = wait_limit() or default_timeout()
-            self._name = f"vescale checkpoint {next(counter)}"
-            self._rounds = itertools.count()
+            self._number = next(counter)
 
     def round(
         self, message: str | Callable[[], str], first: Callable[[Sequence[str]], dict[str, Any]]
@@ -66,35 +74,56 @@ class Gathering:
         ``message``: a function is called once the others can see that this rank has come. Ranks that have not come
         for 3 seconds are named in a warning.
 
-        Raises CheckpointError where it failed, or ranks do not come; on every rank that does.
+        Raises CheckpointError where ``message`` or ``first`` raised anything, or ranks do not come; on every rank that
+        does. What is no Exception (Ctrl-C) is raised at once where it is, and the others hear of it.
         """
         if self._alone:
-            return _answer(lambda: first([message if isinstance(message, str) else message()]))
-        place = f"{self._name} {next(self._rounds)}"
+            return self._answer_alone(message, first)
+        place = f"vescale checkpoint {self._number} {next(self._rounds)}"
         comings = [f"{place} came {rank}" for rank in range(self.world)]
         keys = [f"{place} {rank}" for rank in range(self.world)]
         outcome = f"{place} outcome"
         self._store.set(comings[self.rank], self._call)
-        own = message if isinstance(message, str) else message()
+        failure: BaseException | None = None
+        try:
+            own = _HAS_COME + (message if isinstance(message, str) else message())
+        except BaseException as error:
+            failure, own = error, _FAILED + as_text(error)
         if self.rank == 0:
-            answer = self._lead(keys, comings, outcome, own, first)
-            self._store.set(outcome, json.dumps(answer))
+            answer = self._lead(keys, comings, outcome, own, first, failure)
         else:
             self._store.set(keys[self.rank], own)
-            try:
-                absence = self._wait([outcome], comings)
-            except RuntimeError as error:  # the store is gone; store types have no common error class
-                raise SaveFailedError("rank 0 does not answer: it is gone") from error
-            if absence is None:
-                answer = json.loads(self._store.get(outcome))
-            else:
-                absence = absence or f"rank 0 did not answer within {self._timeout}: it is gone, or hangs"
-                answer = {"error": as_text(SaveFailedError(absence))}
-                self._store.compare_set(outcome, "", json.dumps(answer))  # a rank that comes later learns of it
+            answer = {"error": own[1:]} if _is_interrupt(failure) else self._follow(comings, outcome)
         self._leave([*keys[1:], *comings, outcome], f"{place} left")
         if "error" in answer:
-            raise from_text(answer["error"])
-        return dict(answer)
+            self.has_failed = True
+            if _is_interrupt(failure):
+                raise failure
+            raise from_text(answer["error"]) from failure
+        return answer
+
+    def _answer_alone(
+        self, message: str | Callable[[], str], first: Callable[[Sequence[str]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        try:
+            return first([message if isinstance(message, str) else message()])
+        except BaseException as error:
+            self.has_failed = True
+            if _is_interrupt(error) or isinstance(error, CheckpointError):
+                raise
+            raise from_text(as_text(error)) from error
+
+    def _follow(self, comings: Sequence[str], outcome: str) -> dict[str, Any]:
+        try:
+            absence = self._wait([outcome], comings)
+        except RuntimeError as error:  # the store is gone; store types have no common error class
+            raise SaveFailedError("rank 0 does not answer: it is gone") from error
+        if absence is None:
+            return dict(json.loads(self._store.get(outcome)))
+        absence = absence or f"rank 0 did not answer within {self._timeout}: it is gone, or hangs"
+        answer = {"error": as_text(SaveFailedError(absence))}
+        self._store.compare_set(outcome, "", json.dumps(answer))  # a rank that comes later learns of it
+        return answer
 
     def _lead(
         self,
@@ -103,24 +132,28 @@ class Gathering:
         outcome: str,
         message: str,
         first: Callable[[Sequence[str]], dict[str, Any]],
+        failure: BaseException | None,
     ) -> dict[str, Any]:
-        absence = self._wait(keys[1:], comings)
-        if self._store.check([outcome]):  # another rank has stopped waiting
-            return dict(json.loads(self._store.get(outcome)))
-        if absence is not None:
-            if not absence:
-                gone = [rank for rank, key in enumerate(keys) if rank and not self._store.check([key])]
-                absence = f"ranks {gone} did not answer within {self._timeout}: they are gone, or hang"
-            return {"error": as_text(SaveFailedError(absence))}
-        calls = [self._store.get(key).decode() for key in comings]
-        if len(set(calls)) > 1:
-            places = ", ".join(f"rank {rank} in {call}" for rank, call in enumerate(calls))
-            return {"error": as_text(SaveFailedError(f"ranks are in different calls: {places}; {_EVERY_RANK}"))}
-        messages = [message, *(self._store.get(key).decode() for key in keys[1:])]
         try:
-            return first(messages)
-        except (CheckpointError, OSError, ValueError) as error:
-            return {"error": as_text(error)}
+            if _is_interrupt(failure):
+                raise failure
+            absence = self._wait(keys[1:], comings)
+            if self._store.check([outcome]):  # another rank has stopped waiting
+                return dict(json.loads(self._store.get(outcome)))
+            if absence is not None:
+                gone = [rank for rank, key in enumerate(keys) if rank and not self._store.check([key])]
+                absence = absence or f"ranks {gone} did not answer within {self._timeout}: they are gone, or hang"
+                answer = {"error": as_text(SaveFailedError(absence))}
+            else:
+                calls = [self._store.get(key).decode() for key in comings]
+                answer = _answered(calls, [message, *(self._store.get(key).decode() for key in keys[1:])], first)
+            self._store.set(outcome, json.dumps(answer))
+        except BaseException as error:
+            self.has_failed = True
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                self._store.set(outcome, json.dumps({"error": as_text(error)}))
+            raise
+        return answer
 
     def _wait(self, keys: Sequence[str], comings: Sequence[str]) -> str | None:
         """None when the keys are there. After the time limit, or where ranks wait for each other in different places: what
@@ -176,11 +209,24 @@ class Gathering:
                 self._store.delete_key(key)
 
 
-def _answer(first: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _is_interrupt(failure: BaseException | None) -> TypeGuard[BaseException]:
+    return failure is not None and not isinstance(failure, Exception)
+
+
+def _answered(
+    calls: Sequence[str], messages: Sequence[str], first: Callable[[Sequence[str]], dict[str, Any]]
+) -> dict[str, Any]:
+    """What ``first`` returns for the messages of all ranks, or ``{"error": ...}``; as JSON has it."""
+    if len(set(calls)) > 1:
+        places = ", ".join(f"rank {rank} in {call}" for rank, call in enumerate(calls))
+        return {"error": as_text(SaveFailedError(f"ranks are in different calls: {places}; {_EVERY_RANK}"))}
+    failed = [rank for rank, message in enumerate(messages) if message.startswith(_FAILED)]
+    if failed:
+        return {"error": as_text(from_text(messages[failed[0]][1:], f"rank {failed[0]}: "))}
     try:
-        return first()
-    except (OSError, ValueError) as error:
-        raise from_text(as_text(error)) from error
+        return dict(json.loads(json.dumps(first([message[1:] for message in messages]))))
+    except Exception as error:
+        return {"error": as_text(error)}
 
 
 def first_rank_decides(call: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -188,18 +234,22 @@ def first_rank_decides(call: str, decide: Callable[[], dict[str, Any]]) -> dict[
     return Gathering(call).round("", lambda _: decide())
 
 
-def raise_together(call: str, error: CheckpointError | None) -> None:
-    """Raise the first rank's error on every rank, if any has one; called by all of them, in ``call`` of the user."""
+@contextlib.contextmanager
+def together(call: str) -> Iterator[None]:
+    """What the block raises on one rank, all ranks raise behind it; entered by all of them, in ``call`` of the user."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
 
-    def look(messages: Sequence[str]) -> dict[str, Any]:
-        failed = [rank for rank, message in enumerate(messages) if message]
-        if failed and len(messages) > 1:
-            raise from_text(messages[failed[0]], f"rank {failed[0]}: ")
-        return {}
+    def message() -> str:
+        if failure is not None:
+            raise failure
+        return ""
 
     try:
-        Gathering(call).round(as_text(error) if error is not None else "", look)
-    except CheckpointError as together:
-        raise together from error
-    if error is not None:
-        raise error
+        Gathering(call).round(message, lambda _: {})
+    except CheckpointError as told:
+        own = failure is not None and (not isinstance(failure, CheckpointError) or not has_other_ranks())
+        raise (failure if own else told) from (None if own else failure)

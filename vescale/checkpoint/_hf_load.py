@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.checkpoint._adapters import base_of, base_tensors
 from vescale.checkpoint._hf_conversion import Conversion, is_transformers_model, to_model
-from vescale.checkpoint._hf_memory import fill_the_rest, give_memory
+from vescale.checkpoint._hf_memory import fill_the_rest, give_memory, give_parts_memory
 from vescale.checkpoint._index_map import IndexMap, Part, row_major, source_axes
 from vescale.checkpoint._local_blocks import local_blocks
 from vescale.checkpoint._model_state import check_model
@@ -96,6 +96,8 @@ def load_hf(
         found.refuse(str(stored.folder))
     _check_dtype(wanted, dtype)
     sources = {name: source for name, source in chosen.items() if name not in found.misshapen}
+    if give_parts_memory(model, wanted):
+        wanted = base_tensors(model, model_tensors(model))
     made = give_memory(model, {name: wanted[name] for name in sources}, dtype)
     targets = {name: made.get(id(wanted[name]), wanted[name]) for name in sources}
     _fill(stored, quantized, conversion, targets, sources)

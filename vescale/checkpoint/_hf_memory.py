@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from vescale.checkpoint._hf_conversion import is_transformers_model
 from vescale.checkpoint._model_tensors import replace_tensors
-from vescale.compat import local_of
 from vescale.errors import HfLoadError
+from vescale.fsdp import unfilled
 from vescale.rng import is_deferred, materialize
 
-__all__ = ["fill_the_rest", "give_memory"]
+__all__ = ["fill_the_rest", "give_memory", "give_parts_memory"]
 
 
 def give_memory(
@@ -23,18 +23,10 @@ def give_memory(
     """Replace deferred and meta tensors of a model by empty ones, under all of their names; by id of what they replace.
 
     Deferred tensors come to the device that the constructor chose, meta tensors to the current default device.
-    Raises CheckpointError for DTensors without memory.
     """
     made: dict[int, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            if local_of(tensor).is_meta:
-                raise HfLoadError(
-                    f"{name} is a DTensor on the meta device; call model.to_empty(device=...) before, or build the model "
-                    "under vescale.deferred_init()"
-                )
-            continue
-        if not tensor.is_meta and not is_deferred(tensor):
+    for tensor in tensors.values():
+        if isinstance(tensor, DTensor) or (not tensor.is_meta and not is_deferred(tensor)):
             continue
         device = tensor.device if is_deferred(tensor) and tensor.device.type != "meta" else torch.get_default_device()
         kept = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
@@ -48,13 +40,30 @@ def give_memory(
     return made
 
 
+def give_parts_memory(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Give this rank's parts of DTensors on the meta device memory on the devices of their meshes; whether there are any."""
+    if not any(isinstance(tensor, DTensor) and tensor.is_meta for tensor in tensors.values()):
+        return False
+
+    def given(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor) or not tensor.is_meta:
+            return tensor
+        return torch.empty_like(tensor, device=tensor.device_mesh.device_type)
+
+    model._apply(given)
+    return True
+
+
 def fill_the_rest(model: nn.Module, *, is_new: bool) -> None:
-    """Give values to what is still deferred (as the constructor would) or on the meta device (as transformers would).
+    """Give values to what is still deferred (as the constructor would), and to what is on the meta device, or got memory and
+    no values (as transformers would).
+
     ``is_new``: memory was given to a part of the model, so that attributes may be deferred, too.
 
-    Raises CheckpointError for other models with tensors on the meta device that no file holds.
+    Raises CheckpointError for other models with tensors without values that no file holds.
     """
-    if not is_new and not _has_tensors_without_values(model):
+    names = dict(unfilled(model))
+    if not names and not is_new and not _has_tensors_without_values(model):
         return
     materialize(model)
     rest = {
@@ -63,12 +72,12 @@ def fill_the_rest(model: nn.Module, *, is_new: bool) -> None:
         for name, tensor in named
         if tensor.is_meta and not isinstance(tensor, DTensor)
     }
-    if not rest:
+    if not rest and not names:
         return
     if not is_transformers_model(model):
         raise HfLoadError(
-            f"{', '.join(list(rest)[:5])}: on the meta device, and not in the checkpoint, so that their values are unknown; "
-            "build the model under vescale.deferred_init(), which keeps what the constructor computes"
+            f"{', '.join([*rest, *names][:5])}: without values before, and not in the checkpoint, so that their values are "
+            "unknown; build the model under vescale.deferred_init(), which keeps what the constructor computes"
         )
     device = torch.get_default_device()
     made: dict[int, torch.Tensor] = {}
@@ -76,6 +85,7 @@ def fill_the_rest(model: nn.Module, *, is_new: bool) -> None:
         empty = torch.empty_like(tensor, device=device)
         made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     replace_tensors(model, made)
+    made |= {id(tensor): tensor for tensor in names.values()}
     fresh = {id(tensor) for tensor in made.values()}
     marked = [t for named in (model.parameters(), model.buffers()) for t in named if id(t) not in fresh]
     for tensor in marked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale.checkpoint._gathering import raise_together
+from vescale.checkpoint._gathering import together
 from vescale.checkpoint._json_values import TensorName, decode
 from vescale.checkpoint._model_state import ModelState, check_model, load_extra, model_state
 from vescale.checkpoint._names import compare, nearest
@@ -27,7 +27,7 @@ from vescale.checkpoint._snapshot import MODEL, RANDOM
 from vescale.checkpoint._stored import Stored, StoredTensor
 from vescale.checkpoint._torch_save import with_bytes
 from vescale.compat import unwrapped_name
-from vescale.errors import CheckpointError, CheckpointWarning, ContentMismatchError, kind_of
+from vescale.errors import CheckpointWarning, ContentMismatchError, kind_of
 from vescale.gradients import OtherStages, other_stages
 
 __all__ = ["load_stored"]
@@ -53,7 +53,7 @@ _NOT_BESIDE = re.compile(r"(?:^|\.)(?:param_groups(?:$|\.)|state\.|_extra_state(
 
 
 def load_stored(
-    stored: Stored,
+    opened: Callable[[], Stored],
     model: nn.Module | None,
     optimizer: Any,
     more: Mapping[str, Any],
@@ -64,21 +64,16 @@ def load_stored(
     call: str,
 ) -> dict[str, Any]:
     """See ``Checkpointer.restore``. Called by all ranks of the job, in ``call`` of the user."""
-    if model is not None:
-        check_model(model)
-    loads: dict[str, OptimizerLoad] = {}
-    error = None
-    try:
+    with together(call):  # before anything is changed anywhere
+        stored = opened()
+        if model is not None:
+            check_model(model)
         plan = _Plan(stored, model, optimizer, more, strict=strict, cast=cast)
-        loads = plan.loads
         if strict:
             plan.differences.refuse(str(stored.path))
-    except CheckpointError as found:
-        error = found
-    raise_together(call, error)  # before anything is changed anywhere
     targets = {name: target for name, target in plan.targets.items() if name in plan.fitting}
     read_tensors(plan.stored, targets, cast=cast)
-    for load in loads.values():
+    for load in plan.loads.values():
         load.finish()
     if plan.others and _rank_and_world()[0] == 0:
         warnings.warn(

@@ -130,9 +130,12 @@ def _add_values(values: Any, others: Mapping[str, Any] | None) -> None:
         own = values["optimizers"].setdefault(name, theirs | {"param_groups": [], "state": {}})
         own["state"] = theirs["state"] | own["state"]
         known = {parameter for group in own["param_groups"] for parameter in group["params"]}
-        for group in theirs["param_groups"]:
+        same = own["param_groups"][: len(theirs["param_groups"])]  # a group of which each stage has a part
+        for index, group in enumerate(theirs["param_groups"]):
             new = [parameter for parameter in group["params"] if parameter not in known]
-            if new:
+            if index < len(same) and same[index]["options"] == group["options"]:
+                same[index]["params"] += new
+            elif new:
                 own["param_groups"].append({"params": new, "options": group["options"]})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from vescale.checkpoint._gathering import raise_together
+from vescale.checkpoint._gathering import together
 from vescale.checkpoint._hf_conversion import is_transformers_model
 from vescale.checkpoint._hf_load import load_hf
 from vescale.checkpoint._loading import load_stored
@@ -16,7 +16,7 @@ from vescale.checkpoint._open import open_stored
 from vescale.checkpoint._saving import Saver, Target
 from vescale.checkpoint._snapshot import take_snapshot
 from vescale.checkpoint._step_format import is_step
-from vescale.errors import CheckpointError, SaveFailedError, UnknownFormatError
+from vescale.errors import SaveFailedError, UnknownFormatError
 
 __all__ = ["load", "save"]
 
@@ -40,20 +40,18 @@ def save(
         model, optimizer, more: what to save, as of ``Checkpointer.save``.
     """
     found = Path(os.path.abspath(path))
-    error: CheckpointError | None = None
-    try:
+    with together("save"):
         snapshot = take_snapshot(model, optimizer, more)
-    except CheckpointError as unsavable:
-        error = unsavable
-    if error is None and os.path.lexists(found) and not (overwrite and is_step(found)):
-        expected = (
-            "a checkpoint to overwrite" if overwrite else "no such path; pass overwrite=True to replace a checkpoint"
-        )
-        error = SaveFailedError(f"{found} is there already; expected {expected}")
-    raise_together("save", error)
+        if os.path.lexists(found) and not (overwrite and is_step(found)):
+            expected = (
+                "a checkpoint to overwrite"
+                if overwrite
+                else "no such path; pass overwrite=True to replace a checkpoint"
+            )
+            raise SaveFailedError(f"{found} is there already; expected {expected}")
     saver = Saver(str(found.parent), "save", asynchronous=False, locks=False)
     try:
-        saver.save(snapshot, Target(found.name, replace=overwrite))
+        saver.save(lambda: (snapshot, Target(found.name, replace=overwrite)))
     finally:
         saver.close()
 
@@ -84,14 +82,12 @@ def load(
     Args:
         model, optimizer, strict, rng, cast, more: as of ``Checkpointer.restore``.
     """
-    error, stored = None, None
-    try:
-        stored = open_stored(path)
-    except (CheckpointError, OSError) as found:
-        error = found if isinstance(found, CheckpointError) else UnknownFormatError(f"{path}: {found}")
-    raise_together("load", error)
-    assert stored is not None
+    with together("load"):
+        try:
+            stored = open_stored(path)
+        except OSError as error:
+            raise UnknownFormatError(f"{path}: {error}") from error
     if stored.format == "safetensors" and model is not None and optimizer is None and is_transformers_model(model):
         different = load_hf(model, path, strict=strict)
         return {} if strict else {"not_loaded": different.as_dict()}
-    return load_stored(stored, model, optimizer, more, strict=strict, rng=rng, cast=cast, call="load")
+    return load_stored(lambda: stored, model, optimizer, more, strict=strict, rng=rng, cast=cast, call="load")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +94,9 @@ def named_groups(prefix: str, optimizer: Optimizer, names: Mapping[int, str]) ->
 
 
 def _members(prefix: str, index: int, group: Mapping[str, Any], names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
-    own = group.get("param_names") or [None] * len(group["params"])
+    own = group.get("param_names") or ()
+    if len(own) != len(group["params"]):  # the list of parameters was edited
+        own = [None] * len(group["params"])
     for place, (parameter, given) in enumerate(zip(group["params"], own)):
         name = names.get(id(parameter), given)
         if name is None:
@@ -158,26 +160,46 @@ def plan_optimizer_load(
     kind = type(optimizer).__name__
     if saved.get("class", kind) != kind:  # equal names of states need not mean the same
         load.structure[prefix] = (f"the states of {saved['class']}", f"those of {kind}")
-    groups = {name: group for group in saved["param_groups"] for name in group["params"]}
+    by_member = {name: group for group in saved["param_groups"] for name in group["params"]}
+    without = _groups_without_members(saved["param_groups"], optimizer.param_groups)
     for index, group in enumerate(optimizer.param_groups):
+        path = f"{prefix}.param_groups.{index}"
         members = list(_members(prefix, index, group, names))
         for name, parameter in members:
             _plan_state(load, f"{prefix}.state.{name}", optimizer, group, parameter, saved["state"].get(name), stored)
-        found = [groups[name] for name, _ in members if name in groups]
+        found = [by_member[name] for name, _ in members if name in by_member] if members else without.get(index, [])
         if found:
-            _plan_options(load, f"{prefix}.param_groups.{index}", group, found, stored)
+            _plan_options(load, path, group, found, stored)
         elif members:
-            near = nearest(members[0][0], list(groups))
-            load.structure[f"{prefix}.param_groups.{index}"] = (
+            near = nearest(members[0][0], list(by_member))
+            load.structure[path] = (
                 f"no group with {members[0][0]}" + (f" (nearest: {', '.join(near)})" if near else ""),
                 f"the options of {len(members)} parameters",
             )
+        elif any(each["options"] for each in saved["param_groups"]):  # files of other programs may have none
+            load.structure[path] = (
+                f"{len(saved['param_groups'])} groups, which do not tell which one has no parameters here",
+                f"the options of a group without parameters, one of {len(optimizer.param_groups)}",
+            )
     if saved.get("beside"):
-        group = optimizer.param_groups[0]
+        some = ((group, parameter) for group in optimizer.param_groups for parameter in group["params"])
+        group, parameter = next(some, (optimizer.param_groups[0], torch.zeros(())))
         own = _further_values(prefix, optimizer)
-        further = _placed(load, decode(saved["beside"]), own, None, group, group["params"][0], stored)
+        further = _placed(load, decode(saved["beside"]), own, None, group, parameter, stored)
         load._further.append((optimizer, further))
     return load
+
+
+def _groups_without_members(
+    saved: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> dict[int, list[dict[str, Any]]]:
+    """The saved group of each group that has no parameters, by which it could be found: that in the same place, else among
+    those without parameters."""
+    if len(saved) == len(groups):
+        return {index: [group] for index, group in enumerate(saved)}
+    empty = [group for group in saved if not group["params"]]
+    places = [index for index, group in enumerate(groups) if not group["params"]]
+    return {index: [group] for index, group in zip(places, empty)} if len(empty) == len(places) else {}
 
 
 def _plan_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -9,7 +10,8 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +20,6 @@ import torch.distributed as dist
 
 import vescale
 from vescale.checkpoint import _disk
-from vescale.checkpoint._error_text import as_text, from_text
 from vescale.checkpoint._folder_lock import FolderLock
 from vescale.checkpoint._gathering import Gathering
 from vescale.checkpoint._local_blocks import LocalBlocks
@@ -27,12 +28,15 @@ from vescale.checkpoint._rank_file import Piece, RankFile, fill_image, layout_of
 from vescale.checkpoint._rank_values import add_values_of_ranks, differing, digests_of, pick
 from vescale.checkpoint._replicas import has_other_ranks
 from vescale.checkpoint._snapshot import Snapshot, samples
-from vescale.checkpoint._step_folder import Retention, clean, commit, pack_part, unpack_part
+from vescale.checkpoint._step_folder import Retention, clean, commit, pack_part, remove_unfinished, unpack_part
 from vescale.checkpoint._writer import Writer
 from vescale.comm import Consensus
 from vescale.errors import CheckpointError, CheckpointWarning, SaveFailedError
 
 __all__ = ["Saver", "Target", "dtype_name"]
+
+# Ids of the savers of this process whose unfinished folders are not to be removed by another one.
+_LIVING: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -71,75 +75,87 @@ class Saver:
         self._consensus: Consensus | None = None
         self._holders: Holders | None = None
         self._id = ""
+        self._forget: Callable[[], Any] = lambda: None  # that this process is saving under this id
         self._lock: FolderLock | None = None
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._told: list[str] = []
-        self._has_failed = False
         self.saved: Target | None = None  # the last one that is complete; read it after wait()
 
-    def save(self, snapshot: Snapshot, target: Target) -> None:
+    def save(self, prepare: Callable[[], tuple[Snapshot, Target]]) -> Target:
         """Write in the background if the saver is asynchronous; the tensors may be changed when this returns.
 
-        Raises CheckpointError if an earlier save has failed, or this one does; on every rank.
+        ``prepare``: what goes where; communicates nothing.
+
+        Raises what ``prepare`` does, on this rank, and CheckpointError on the others and if a save has failed: an earlier
+        one, or this one.
         """
         self.wait()
+        try:
+            snapshot, target = prepare()
+        except BaseException as error:
+            self._refuse(error)
+            raise
         gathering = self._open()
         holders = self._agree(snapshot.blocks)
-        own = sorted(owned(snapshot.blocks, holders))
-        layout = list(layout_of({name: snapshot.blocks[name] for name in own}))
-        part = _part(snapshot, own, layout, holders) | {"samples": samples(snapshot)}
-        head = _head(snapshot, target) if gathering.rank == 0 else {}
-        writing = self._writing(gathering, target, layout, part)
-        writing.values = snapshot.values
+        try:
+            own = sorted(owned(snapshot.blocks, holders))
+            layout = list(layout_of({name: snapshot.blocks[name] for name in own}))
+            part = _part(snapshot, own, layout, holders) | {"samples": samples(snapshot)}
+            head = _head(snapshot, target) if gathering.rank == 0 else {}
+            temporary = f"{target.name}.tmp-{self._id}"
+            writing = RankFile(self.folder, temporary, f"data-{gathering.rank:05d}.bin", layout, part, snapshot.values)
+            if self._writer is not None:
+                fill_image(self._writer, layout, snapshot.blocks)
+        except BaseException as error:
+            self._refuse(error)
+            if not isinstance(error, Exception) or isinstance(error, CheckpointError):
+                raise
+            raise SaveFailedError(f"{target.name} was not saved: {type(error).__name__}: {error}") from error
         if self._writer is None:
             self._finish(gathering, writing, head, target, lambda: writing.write(snapshot.blocks))
             self.wait()
-            return
-        writer, unstaged = self._writer, None
-        try:
-            fill_image(writer, layout, snapshot.blocks)
-        except (OSError, RuntimeError) as error:  # no memory: the other ranks have to hear of it
-            unstaged = SaveFailedError(f"the copy to memory of the host failed: {error}")
-
-        def write() -> dict[str, Any]:
-            if unstaged is not None:
-                raise unstaged
-            return writing.hand_over(writer)
-
+            return target
+        writer = self._writer
         self._thread = threading.Thread(
             target=self._finish,
-            args=(gathering, writing, head, target, write),
+            args=(gathering, writing, head, target, lambda: writing.hand_over(writer)),
             name=f"saving {target.name}",
         )
         self._thread.start()
+        return target
 
-    def refuse(self, error: Exception, target: Target) -> None:
-        """Instead of :meth:`save`, on a rank that cannot save because of ``error``, which it raises afterwards: the others,
-        which may save, hear of it in place of this rank's file."""
+    def _refuse(self, error: BaseException) -> None:
+        """The others, which may save, hear of ``error`` in the round in which they are, the first one or that of the files.
+        They are waited for, but not after a Ctrl-C."""
         if not has_other_ranks():
             return
-        gathering = self._open()
-        self._agree({})
-        known = error if isinstance(error, CheckpointError) else SaveFailedError(f"{type(error).__name__}: {error}")
 
-        def write() -> dict[str, Any]:
-            raise known
+        def message() -> str:
+            raise error
 
-        self._finish(gathering, self._writing(gathering, target, [], {}), {}, target, write)
-        self._failure = None
+        has_begun = self._gathering is not None and not self._gathering.has_failed
+        if has_begun:
+            self._agree({})
+        gathering = self._gathering if self._gathering is not None and has_begun else Gathering(self._call)
+        try:
+            gathering.round(message, lambda _: {})
+        except (CheckpointError, type(error)):
+            self._remove_unfinished(gathering)
+
+    def _remove_unfinished(self, gathering: Gathering) -> None:
+        if gathering.rank == 0:
+            with contextlib.suppress(OSError):
+                remove_unfinished(self.folder, self._id)
 
     def _agree(self, blocks: Mapping[str, LocalBlocks]) -> Holders:
         """Which ranks have which names; compared in the first save, and after one that has failed."""
-        if self._holders is None:
+        if self._holders is None and not has_other_ranks():
             self._holders = {}
-            if has_other_ranks():
-                self._consensus = self._consensus or Consensus(range(dist.get_world_size()), "checkpoint holders")
-                self._holders = agree_on_holders(blocks, self._consensus)
+        elif self._holders is None:
+            self._consensus = self._consensus or Consensus(range(dist.get_world_size()), "checkpoint holders")
+            self._holders = agree_on_holders(blocks, self._consensus)
         return self._holders
-
-    def _writing(self, gathering: Gathering, target: Target, layout: list[Piece], part: dict[str, Any]) -> RankFile:
-        return RankFile(self.folder, f"{target.name}.tmp-{self._id}", f"data-{gathering.rank:05d}.bin", layout, part)
 
     def wait(self) -> None:
         """Until nothing is under way. Raises CheckpointError if the save that was has failed; once."""
@@ -166,6 +182,7 @@ class Saver:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+        self._forget()
         self._gathering = None
 
     @property
@@ -175,9 +192,9 @@ class Saver:
     def _open(self) -> Gathering:
         """Before the first save, and the first one after a failure: the folder is there and can be written to, and what
         was left unfinished is removed."""
-        if self._has_failed:
+        if self._gathering is not None and self._gathering.has_failed:
             self._release()
-            self._has_failed = False
+            self._holders = None
         if self._gathering is None:
             gathering = Gathering(self._call)
             try:
@@ -189,12 +206,14 @@ class Saver:
 
     def _prepare(self) -> str:
         own = uuid.uuid4().hex[:16]
+        _LIVING.add(own)
+        self._forget = weakref.finalize(self, _LIVING.discard, own)
         try:
             _disk.make_folder(self.folder)
             if self._locks:
                 self._lock = self._lock or FolderLock(self.folder)
                 if self._lock.is_certain:
-                    clean(self.folder)
+                    clean(self.folder, set(_LIVING))
             probe = os.path.join(self.folder, f"probe.tmp-{own}")
             _disk.make_folder(probe)
             _disk.remove_tree(probe)
@@ -209,13 +228,10 @@ class Saver:
         received: list[str] = []  # on the first rank
 
         def message() -> str:
-            try:
-                _check_space(self.folder, writing.nbytes)
-                writing.put_checksums(write())
-                digests = digests_of(writing.values, optimizers="values" not in writing.part)
-                return f"ok{target.name}\n{digests}\n{pack_part(writing.part)}"
-            except (OSError, CheckpointError, ValueError) as error:
-                return f"no{as_text(error)}"
+            _check_space(self.folder, writing.nbytes)
+            writing.put_checksums(write())
+            digests = digests_of(writing.values, optimizers="values" not in writing.part)
+            return f"{os.path.basename(self.folder)}/{target.name}\n{digests}\n{pack_part(writing.part)}"
 
         def first(messages: Sequence[str]) -> dict[str, Any]:
             received[:] = messages
@@ -229,7 +245,7 @@ class Saver:
                     lambda picked: self._commit(received, writing, head, target, picked),
                 )
         except CheckpointError as error:
-            self._holders, self._has_failed = None, True
+            self._remove_unfinished(gathering)
             self._failure = SaveFailedError(
                 f"{os.path.join(self.folder, target.name)} was not saved: {error}. What was saved before is as it was"
             )
@@ -255,45 +271,35 @@ class Saver:
     ) -> dict[str, Any]:
         """On the first rank. Returns ``{"wanted": ...}``, and has not committed, where ranks have different values, and what
         they ``picked`` of these is not here yet."""
-        path = os.path.join(self.folder, writing.temporary)
-        try:
-            failed = [rank for rank, message in enumerate(messages) if not message.startswith("ok")]
-            if failed:
-                raise from_text(messages[failed[0]][2:], f"rank {failed[0]}: " if len(messages) > 1 else "")
-            names, digests, parts = zip(*(message[2:].split("\n", 2) for message in messages))
-            if len(set(names)) > 1:
-                raise SaveFailedError(
-                    f"ranks save different steps: {sorted(set(names))}; all have to save the same one"
-                )
-            different = differing(digests)
-            optimizers = different.pop("optimizer", ())
-            if different and picked is None:
-                return {"wanted": different}
-            if picked is not None:
-                add_values_of_ranks(head["values"], [unpack_part(text) for text in picked])
-            job = {
-                "do": "commit",
-                "parent": self.folder,
-                "temporary": writing.temporary,
-                "name": target.name,
-                "id": self._id,
-                "head": head,
-                "parts": parts,
-                "replace": target.replace,
-                "points": target.retention is not None,
-                "retention": asdict(target.retention) if target.retention is not None else None,
-                "aside": list(target.aside),
-            }
-            found = self._writer.run(job) if self._writer is not None else commit(job)
-            found["warnings"] += [
-                f"{name}: options, or states that are no tensors, differ between ranks, and those of the first rank are "
-                "saved; give all ranks the same ones"
-                for name in optimizers
-            ]
-            return found
-        except BaseException:
-            _disk.remove_tree(path)
-            raise
+        names, digests, parts = zip(*(message.split("\n", 2) for message in messages))
+        if len(set(names)) > 1:
+            raise SaveFailedError(f"ranks save different steps: {sorted(set(names))}; all have to save the same one")
+        different = differing(digests)
+        optimizers = different.pop("optimizer", ())
+        if different and picked is None:
+            return {"wanted": different}
+        if picked is not None:
+            add_values_of_ranks(head["values"], [unpack_part(text) for text in picked])
+        job = {
+            "do": "commit",
+            "parent": self.folder,
+            "temporary": writing.temporary,
+            "name": target.name,
+            "id": self._id,
+            "head": head,
+            "parts": parts,
+            "replace": target.replace,
+            "points": target.retention is not None,
+            "retention": asdict(target.retention) if target.retention is not None else None,
+            "aside": list(target.aside),
+        }
+        found = self._writer.run(job) if self._writer is not None else commit(job)
+        found["warnings"] += [
+            f"{name}: options, or states that are no tensors, differ between ranks, and those of the first rank are "
+            "saved; give all ranks the same ones"
+            for name in optimizers
+        ]
+        return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
 from vescale.checkpoint._model_state import check_model, model_state
 from vescale.checkpoint._optimizer_state import named_optimizers, optimizer_state
 from vescale.checkpoint._random_state import get_random_state
-from vescale.compat import bytes_of
+from vescale.compat import AVERAGED_MODULES, bytes_of
 from vescale.errors import UnsavableValueError
 from vescale.runtime import Runtime
 
@@ -69,6 +69,11 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
     program = None
     if model is not None:
         check_model(model)
+        if optimizer is not None and any(module in AVERAGED_MODULES for module in model.modules()):
+            raise UnsavableValueError(
+                "the model's parameters are averages, which EMA.swap() has put in their place, and training does not go on "
+                "from these: save behind the swap, or, to export the averages, save the model without an optimizer"
+            )
         state = model_state(model)
         tensors |= {f"{MODEL}.{name}": tensor for name, tensor in state.tensors.items()}
         buffers = {f"{MODEL}.{name}" for name in state.buffers}

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "find_problems",
     "pack_part",
     "read_manifest",
+    "remove_unfinished",
     "step_name",
     "step_numbers",
     "unpack_part",
@@ -200,12 +201,12 @@ def unpack_part(text: str) -> dict[str, Any]:
     return found
 
 
-def clean(folder: str, own: str | None = None) -> list[str]:
-    """Remove what jobs that have ended left unfinished, but nothing of the job ``own``; the paths. An unfinished replacement
-    of a step, whose name is missing, is taken back first."""
+def clean(folder: str, living: Collection[str] = ()) -> list[str]:
+    """Remove what jobs that have ended left unfinished, but nothing of the ids that are ``living``; the paths. An unfinished
+    replacement of a step, whose name is missing, is taken back first."""
     removed = []
     for name in sorted(os.listdir(folder)):
-        if not _UNFINISHED.fullmatch(name) or (own is not None and name.endswith(own)):
+        if not _UNFINISHED.fullmatch(name) or name.rpartition("-")[2] in living:
             continue
         path = os.path.join(folder, name)
         base = name.rsplit(".", 1)[0]
@@ -216,6 +217,13 @@ def clean(folder: str, own: str | None = None) -> list[str]:
         _disk.remove_tree(path)
         removed.append(path)
     return removed
+
+
+def remove_unfinished(folder: str, own: str) -> None:
+    """What was written under this id and is no step yet."""
+    for name in os.listdir(folder):
+        if name.endswith(f".tmp-{own}"):
+            _disk.remove_tree(os.path.join(folder, name))
 
 
 def _is_pruned(folder: str, name: str) -> bool:

@@ -1,8 +1,8 @@
 """Mistakes of the script around a model that would end in wrong numbers or a hang: found, and told with the edit."""
 
-from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
+from vescale.checks._adopted_optimizers import adopt_optimizers, check_optimizers, listed_optimizers
 from vescale.checks._backward_graph import ScriptGraph, describe_graphs, follows_graphs
-from vescale.checks._call_site import call_site
+from vescale.checks._call_site import call_site, called_by_user
 from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
 from vescale.checks._events import LocalPart
 from vescale.checks._mismatches import (
@@ -60,8 +60,10 @@ __all__ = [
     "StepMismatchError",
     "adopt_optimizers",
     "call_site",
+    "called_by_user",
     "check_every",
     "check_mode",
+    "check_optimizers",
     "describe",
     "describe_draw",
     "describe_graphs",

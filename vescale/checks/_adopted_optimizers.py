@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from vescale.checks._replaced_parameters import Replacement, replacement_of
+from vescale.checks._replaced_parameters import replacement_of
 from vescale.errors import AdoptionError, ArgumentTypeError, kind_of
 from vescale.placements import distribute_tensor
 
-__all__ = ["adopt_optimizers", "listed_optimizers"]
+__all__ = ["adopt_optimizers", "check_optimizers", "listed_optimizers"]
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
@@ -32,65 +33,71 @@ def listed_optimizers(optimizers: Optimizers, caller: str) -> list[Optimizer]:
     return found
 
 
-def adopt_optimizers(optimizers: Iterable[Optimizer], by: str) -> None:
-    """Put the parameters of today in the groups of ``optimizers``, in place of those that ``by`` has replaced.
-
-    Groups, their lists and the optimizers stay the same objects, so that schedulers go on. States of replaced parameters
-    are cut as the parameters are: tensors of a parameter's shape, which must be the same on every rank, get its
-    placements; numbers and 0-dim tensors stay. No communication. An optimizer that knows better has a method
-    ``adopt_parameters``, which is given the new parameter of each one that is replaced.
-
-    Raises ValueError, before anything is changed, for an optimizer with none of the parameters, and for states of other
-    shapes.
-    """
-    changes: list[tuple[Optimizer, list[tuple[list[Any], int, Any, Any]]]] = []
-    known_better: list[tuple[Any, dict[Any, Any]]] = []
+def check_optimizers(optimizers: Iterable[Optimizer], named: Iterable[tuple[str, nn.Parameter]], by: str) -> None:
+    """Raises ValueError, before ``by`` replaces the parameters ``named``, for an optimizer with none of them, nor of those
+    that were replaced before, and for states of other shapes, which cannot be cut."""
+    known = {id(parameter): name for name, parameter in named}
     for optimizer in optimizers:
-        found: list[tuple[list[Any], int, Any, Any]] = []
-        for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                replaced = replacement_of(parameter)
-                new = replaced.successor if replaced is not None else None
-                if replaced is not None and new is not None and hasattr(optimizer, "adopt_parameters"):
-                    found.append((group["params"], index, new, None))
-                elif replaced is not None and new is not None:
-                    state = _placed(optimizer.state.get(parameter), parameter, new, replaced)
-                    found.append((group["params"], index, new, state))
-        known = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-        if not found and not known:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not any(id(p) in known or isinstance(p, DTensor) or replacement_of(p) is not None for p in held):
             raise AdoptionError(
                 f"{by} got {kind_of(optimizer)} that holds none of the model's parameters; pass the optimizer that "
                 "was made of model.parameters(), or make one afterwards"
             )
         if hasattr(optimizer, "adopt_parameters"):
-            known_better.append((optimizer, {members[index]: new for members, index, new, _ in found}))
-        else:
-            changes.append((optimizer, found))
-    for better, successors in known_better:
-        better.adopt_parameters(successors)
-    for optimizer, found in changes:
-        for parameters, index, new, state in found:
-            optimizer.state.pop(parameters[index], None)
-            parameters[index] = new
-            if state is not None:
-                optimizer.state[new] = state
+            continue
+        for parameter in held:
+            state = optimizer.state.get(parameter)
+            if id(parameter) in known and isinstance(state, Mapping):
+                for key, value in state.items():
+                    if _is_cut(key, value) and value.shape != parameter.shape and value.ndim > 0:
+                        raise AdoptionError(
+                            f"the optimizer's state {key!r} of {known[id(parameter)]!r} has shape {tuple(value.shape)}, and "
+                            f"the parameter {tuple(parameter.shape)}: only states of the parameter's shape can be cut; "
+                            f"pass an optimizer that has not stepped to {by}, and load its state afterwards "
+                            "(load_state_dict)"
+                        )
 
 
-def _placed(state: Any, old: torch.Tensor, new: Any, replaced: Replacement) -> Any:
-    if not isinstance(state, Mapping):
+def adopt_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Put the parameters of today in the groups of ``optimizers``, in place of those that were replaced.
+
+    Groups, their lists and the optimizers stay the same objects, so that schedulers go on. States of replaced parameters
+    are cut as the parameters are: tensors of a parameter's shape, which must be the same on every rank, get its
+    placements; numbers and 0-dim tensors stay. No communication. An optimizer that knows better has a method
+    ``adopt_parameters``, which is given the new parameter of each one that is replaced.
+    """
+    for optimizer in optimizers:
+        successors: dict[Any, Any] = {}
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                replaced = replacement_of(parameter)
+                new = replaced.successor if replaced is not None else None
+                if new is None:
+                    continue
+                successors[parameter] = new
+                if hasattr(optimizer, "adopt_parameters"):
+                    continue
+                group["params"][index] = new
+                state = optimizer.state.pop(parameter, None)
+                if state is not None:
+                    optimizer.state[new] = _placed(state, parameter.shape, new)
+        if hasattr(optimizer, "adopt_parameters"):
+            optimizer.adopt_parameters(successors)
+
+
+def _is_cut(key: Any, value: Any) -> bool:
+    """Whether a value of a parameter's state is a tensor that is placed as the parameter is."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and key != "step"
+
+
+def _placed(state: Any, shape: torch.Size, new: Any) -> Any:
+    if not isinstance(state, Mapping) or not isinstance(new, DTensor):
         return state
-    return {key: _placed_value(key, value, old, new, replaced) for key, value in state.items()}
-
-
-def _placed_value(key: Any, value: Any, old: torch.Tensor, new: Any, replaced: Replacement) -> Any:
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or key == "step":
-        return value
-    if value.shape == old.shape and isinstance(new, DTensor):
-        return distribute_tensor(value.detach(), new.device_mesh, tuple(new.placements), src_data_rank=None)
-    if value.ndim == 0:
-        return value
-    raise AdoptionError(
-        f"the optimizer's state {key!r} of {replaced.name!r} has shape {tuple(value.shape)}, and the parameter "
-        f"{tuple(old.shape)}: only states of the parameter's shape can be cut; pass an optimizer that has not stepped to "
-        f"{replaced.by}, and load its state afterwards (load_state_dict)"
-    )
+    mesh, placements = new.device_mesh, tuple(new.placements)
+    return {
+        key: distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+        if _is_cut(key, value) and value.shape == shape
+        else value
+        for key, value in state.items()
+    }

@@ -11,17 +11,24 @@ import torch
 from vescale import csrc
 from vescale.comm import Board
 
-__all__ = ["call_site", "native_steps"]
+__all__ = ["call_site", "called_by_user", "native_steps"]
 
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)) if path)
 
-
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _IS_OF_A_LIBRARY: dict[str, bool] = {}  # by file
 
 
 def _is_of_a_library(file: str) -> bool:
     found = _IS_OF_A_LIBRARY[file] = file.startswith(_LIBRARIES) or file.startswith("<")
     return found
+
+
+def called_by_user(depth: int) -> bool:
+    """Whether the code so many calls above this function is neither PyTorch's nor vescale's."""
+    file = sys._getframe(depth).f_code.co_filename
+    known = _IS_OF_A_LIBRARY.get(file)
+    return not file.startswith(_PACKAGE) and not (_is_of_a_library(file) if known is None else known)
 
 
 def call_site() -> str:

@@ -35,10 +35,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from vescale.checks._parameter_names import note_name
 from vescale.compat import bytes_of, has_hooks, local_of, no_torch_function, note
-from vescale.errors import Coded, ParameterHookError
+from vescale.errors import Coded, ParameterHookError, UnsupportedParameterError
 
 __all__ = ["RegisteredParameters", "ReplacedParameterError", "Replacement", "replacement_of"]
 
@@ -132,9 +133,15 @@ class RegisteredParameters:
 
     def refuse_hooks(self, by: str, ignored: Collection[nn.Parameter] = ()) -> None:
         """Before ``by`` replaces all but those that are ``ignored``. Raises ParameterHookError for one whose gradient hooks
-        would be lost."""
+        would be lost, UnsupportedParameterError for one whose shape is not known yet."""
         for name, model, _, _, held in self._slots:
             parameter = held()
+            if is_lazy(parameter):
+                raise UnsupportedParameterError(
+                    f"parameter {name!r} of {model} has no shape before the first forward (nn.LazyLinear and the like), and "
+                    f"{by} places parameters by their shapes. Call the model once on one device before {by}: "
+                    "model(example_input)"
+                )
             if parameter is None or isinstance(parameter, DTensor) or parameter in ignored:
                 continue
             if has_hooks(parameter):

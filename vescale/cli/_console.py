@@ -44,16 +44,19 @@ def new_table(*columns: str, right: tuple[str, ...] = (), wrapped: tuple[str, ..
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[None]:
-    """Inside, a spinner with ``text`` turns on a terminal's standard error, from the first second on. Print afterwards."""
+    """Inside, a spinner with ``text`` turns on a terminal's standard error, from the first second on. Print afterwards: what
+    a model prints there is no result, and goes to standard error."""
     if not sys.stderr.isatty():
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
         return
     status = Console(stderr=True).status(text)
     timer = threading.Timer(_PATIENCE, status.start)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         timer.cancel()
         timer.join()

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 
-_PRELOAD = ("transformers.models.llama.modeling_llama",)
+_PRELOAD = (
+    "vescale.runtime",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -119,9 +119,9 @@ def train_mesh(job: Job, rank: int, send: Callable[[tuple[Any, ...]], None]) -> 
     from torch.distributed.device_mesh import init_device_mesh
 
     from vescale import plan_zoo
+    from vescale._parallelize import parallelize
     from vescale.comm import record_comms
     from vescale.ir import Unit, lower
-    from vescale.runtime import parallelize
 
     mesh = init_device_mesh(
         "cpu", tuple(size for _, size in job.axes), mesh_dim_names=tuple(name for name, _ in job.axes)

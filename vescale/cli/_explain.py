@@ -62,12 +62,14 @@ def run(args: argparse.Namespace) -> int:
     """0: explained; 1: the plan does not fit the model."""
     with working("loading torch"):
         from vescale.ir import lower, predict
+        from vescale.pipeline import StagedProgram
         from vescale.plans import PlanError
 
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
     try:
         plan = load_plan(args.plan, mesh)
         program = lower(plan, model)
+        staged = StagedProgram.of(plan, model, program) if plan.pipeline_entry is not None else None
         record = _record(args.static, program) if args.static else None
     except PlanError as error:
         return _refused(error, args.json)
@@ -79,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
         return print_profile(model, plan, inputs, args.json)
     with working("tracing the forward"):
         prediction = predict(program, model, inputs) if inputs else None
-    pipeline = pipeline_as_dict(program, inputs) if args.html or args.json or args.only in (None, "pipeline") else None
+    pipeline = pipeline_as_dict(staged, inputs) if args.html or args.json or args.only in (None, "pipeline") else None
     if args.html:
         try:
-            write_page(args.html, program, pipeline)
+            write_page(args.html, staged, pipeline)
         except (ValueError, OSError) as error:
             return _refused(error, args.json)
     if args.json:
@@ -99,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
         "memory": lambda: _print_memory(console, program, model, inputs),
         "collectives": lambda: _print_collectives(console, prediction, inputs),
     }
-    if program.pipeline is not None or args.only == "pipeline":
-        sections["pipeline"] = lambda: print_pipeline(console, program, pipeline)
+    if staged is not None or args.only == "pipeline":
+        sections["pipeline"] = lambda: print_pipeline(console, staged, pipeline)
     for number, (name, section) in enumerate(sections.items()):
         if args.only in (None, name):
             if args.only is None:

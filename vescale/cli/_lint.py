@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0: nothing found; 1: findings."""
     with working("loading torch"):
-        from vescale.ir import Finding, check
+        from vescale.ir import Finding
+        from vescale.pipeline import check_stages
         from vescale.plans import PlanError
 
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
@@ -74,15 +75,16 @@ def run(args: argparse.Namespace) -> int:
             args.batch = _rows(plan)
         inputs = inputs_of(model, args)
         with working("tracing the forward"):
-            found = check(plan, model, inputs)
+            found = check_stages(plan, model, inputs)
             if inputs and not any(finding.severity == "error" for finding in found):
-                look = functools.partial(_implicit, model, inputs)
+                look = functools.partial(_reports, model, inputs)
                 try:
                     if args.fix:
-                        fixed = fix_plan(file, lambda path: load_plan(str(path), mesh), look)
+                        texts = lambda plan: [text for _, text in look(plan)]  # noqa: E731
+                        fixed = fix_plan(file, lambda path: load_plan(str(path), mesh), texts)
                         plan = load_plan(args.plan, mesh)
-                        found = check(plan, model, inputs)
-                    found = (*found, *(Finding("warning", "implicit", text, None, ()) for text in look(plan)))
+                        found = check_stages(plan, model, inputs)
+                    found = (*found, *(Finding("warning", rule, text, None, ()) for rule, text in look(plan)))
                 except Exception as error:  # code that reads values, or that takes other inputs
                     message = (str(error).splitlines() or ["no message"])[0]
                     note = f"not looked for implicit communication: {type(error).__name__}: {message}"
@@ -117,11 +119,11 @@ def _as_dict(finding: Finding) -> dict[str, Any]:
     return {**data, "names": list(finding.names)}
 
 
-def _implicit(model: nn.Module, inputs: dict[str, Any], plan: Plan) -> tuple[str, ...]:
-    """Reports of what the forward and backward would communicate without an entry."""
-    from vescale.estimation import implicit_reports
+def _reports(model: nn.Module, inputs: dict[str, Any], plan: Plan) -> tuple[tuple[str, str], ...]:
+    """(rule, text) of what the forward and backward tell of the plan."""
+    from vescale.estimation import forward_reports
 
-    return implicit_reports(model, plan, inputs)
+    return forward_reports(model, plan, inputs)
 
 
 def _print(findings: list[Finding], fixed: list[str], note: str) -> None:

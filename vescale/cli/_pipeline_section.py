@@ -11,7 +11,7 @@ from vescale.cli._console import bytes_text, new_table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vescale.ir import Program
+    from vescale.pipeline import StagedProgram
 
 __all__ = ["pipeline_as_dict", "print_pipeline", "write_page"]
 
@@ -35,11 +35,11 @@ _NOTE = (
 )
 
 
-def _batch(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _batch(staged: StagedProgram, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """A batch of ones with the shapes of the inputs, and as many rows as micro-batches where they do not divide them."""
     import torch
 
-    m, batch = program.pipeline.entry.microbatches, {}
+    m, batch = staged.entry.microbatches, {}
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor):
             rows = value.shape[0] if value.ndim and value.shape[0] % m == 0 else m
@@ -48,16 +48,16 @@ def _batch(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def pipeline_as_dict(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+def pipeline_as_dict(staged: StagedProgram | None, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """None without a pipeline. Numbers that need the forward are None where it did not run; ``stopped`` says why."""
-    if program.pipeline is None:
+    if staged is None:
         return None
     from vescale.pipeline import state_bytes
 
-    staged, stopped, counts, known, batch = program.pipeline, None, None, None, {}
+    stopped, counts, known, batch = None, None, None, {}
     schedule, cut = staged.schedule, staged.cut
     if inputs:
-        batch = _batch(program, inputs)
+        batch = _batch(staged, inputs)
         try:
             known, counts = staged.traced(batch), staged.counts(batch)
         except Exception as error:  # a forward without parameters' values may raise anything: the section shows it
@@ -111,9 +111,9 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def print_pipeline(console: Console, program: Program, found: dict[str, Any] | None) -> None:
+def print_pipeline(console: Console, staged: StagedProgram | None, found: dict[str, Any] | None) -> None:
     """``found``: of :func:`pipeline_as_dict`."""
-    if found is None:
+    if found is None or staged is None:
         console.print("no pipeline")
         return
     if found["rows"]:
@@ -130,14 +130,14 @@ def print_pipeline(console: Console, program: Program, found: dict[str, Any] | N
         f"{found['schedule']}, {found['microbatches']} micro-batches: a rank waits {found['bubble']:.1%} of a step; held "
         f"forwards by rank: {', '.join(map(str, found['peak']))}"
     )
-    print(program.pipeline.schedule.draw(), end="")
+    print(staged.schedule.draw(), end="")
 
 
-def write_page(file: str, program: Program, found: dict[str, Any] | None) -> None:
+def write_page(file: str, staged: StagedProgram | None, found: dict[str, Any] | None) -> None:
     """The schedule as one HTML file. Raises ValueError without a pipeline."""
     from vescale.pipeline import schedule_page
 
-    if found is None:
+    if found is None or staged is None:
         raise ValueError("--html draws the schedule of a pipeline, and the plan has none")
-    page = schedule_page(program.pipeline.schedule, f"Schedule {found['schedule']}", _HEAD, _rows(found), _NOTE)
+    page = schedule_page(staged.schedule, f"Schedule {found['schedule']}", _HEAD, _rows(found), _NOTE)
     Path(file).write_text(page, encoding="utf-8")

@@ -15,7 +15,15 @@ from vescale.comm._consensus import Consensus, ConsensusError, LateRanksWarning,
 from vescale.comm._flat_collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._joined_axes import join_axes
-from vescale.comm._kept_results import KeptResults, keep_tensors, keeps_result, outside_of_kept, watch_holder
+from vescale.comm._kept_results import (
+    KeptResults,
+    KeptTensors,
+    keep_tensors,
+    keeps_result,
+    note_write,
+    outside_of_kept,
+    watch_holder,
+)
 from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requester, record, record_comms, requested_by
 from vescale.comm._local_ranks import ProcessFailed, messages
 from vescale.comm._long_waits import look_while_waiting, waiting_thread
@@ -59,6 +67,7 @@ __all__ = [
     "Description",
     "Difference",
     "KeptResults",
+    "KeptTensors",
     "LateRanksWarning",
     "Ledger",
     "Link",
@@ -95,6 +104,7 @@ __all__ = [
     "look_while_waiting",
     "messages",
     "name_group",
+    "note_write",
     "observe",
     "one_reduction",
     "outside_of_kept",

@@ -4,6 +4,10 @@ Activation checkpointing computes a part of a forward again in backward. What ra
 not sent again: the outermost call of a function that communicates (:func:`keeps_result`) is kept by its number. A result
 that has been written to since is not what was received, and is communicated again.
 
+Writes are noted by memory while the forward runs, because some tensors share memory and no version (the parts of
+``unsafe_chunk``, which recurrent layers write to; ``_unsafe_view``, by which ``x @ w`` returns its product). After it,
+versions tell of them: of what is kept, and of what the forward returned.
+
 Ranks must write to the same results: those that do not would not take part in that.
 """
 
@@ -16,15 +20,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from vescale.comm._pending import Pending
+from vescale.compat import detached_below_autograd, local_of, versions
 
 __all__ = [
     "KEEPERS",
     "KeptResults",
+    "KeptTensors",
     "keep_tensors",
     "keeps_result",
     "note_communication",
+    "note_write",
     "outside_of_kept",
     "watch_holder",
 ]
@@ -44,26 +52,37 @@ KEEPERS: list[KeptResults] = []
 """Those of forwards that are running, on any thread: then conversions are planned and run in Python, which asks."""
 
 
-class _Result:
-    """Tensors that a collective gave, with their versions; none while it has not ended."""
+class KeptTensors:
+    """Tensors that are kept until the forward runs again, and whether their memory has been written to since."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tuple(tensors)
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._versions: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+        self._is_written = False
 
-    def ended(self) -> None:
-        self._versions += [(tensor, tensor._version) for tensor in self.tensors]
+    def watch(self, *tensors: torch.Tensor) -> None:
+        """Tensors in this memory; none of them has a graph."""
+        self._versions += [(tensor, versions(tensor)) for tensor in tensors]
 
-    def watch(self, holder: torch.Tensor) -> None:
-        self._versions.append((holder, holder._version))
-
-    def is_in(self, tensor: torch.Tensor) -> bool:
-        memory = tensor.untyped_storage()._cdata
-        return any(own.untyped_storage()._cdata == memory for own in self.tensors)
+    def note_write(self) -> None:
+        self._is_written = True
 
     @property
     def is_unwritten(self) -> bool:
-        return bool(self._versions) and all(tensor._version == version for tensor, version in self._versions)
+        """Not while nothing is watched: a collective may not have ended."""
+        return (
+            bool(self._versions)
+            and not self._is_written
+            and all(versions(tensor) == version for tensor, version in self._versions)
+        )
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """What the tensors of a storage have in common; None for a tensor without one."""
+    try:
+        return int((local_of(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse and other subclasses
+        return None
 
 
 class KeptResults:
@@ -76,7 +95,8 @@ class KeptResults:
     def __init__(self, *, keeps: bool = True, on_kept: Callable[[Sequence[torch.Tensor]], None] | None = None) -> None:
         self.is_communicating = False
         self._keeps, self._on_kept = keeps, on_kept
-        self._results: list[_Result | None] = []
+        self._results: list[KeptTensors | None] = []
+        self._by_memory: dict[int, list[KeptTensors]] = {}
         self._next: int | None = None  # while they are taken: which one
         self._moves = False  # ranks of a group have communicated since the running call began
 
@@ -84,9 +104,11 @@ class KeptResults:
     def keeping(self) -> Iterator[None]:
         """The forward runs for the first time."""
         self._results.clear()
+        self._by_memory.clear()
         self._next = None
         with self._entered():
             yield
+        self._by_memory.clear()
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
@@ -115,7 +137,7 @@ class KeptResults:
             return Pending(result.detach() if out is None else out.copy_(result))
         pending, moves = self._run(call)
         kept = self._keep([pending.out]) if moves else self._keep(())
-        return Pending(pending.out, [pending], kept.ended) if kept is not None else pending
+        return Pending(pending.out, [pending], lambda: self.hold(kept)) if kept is not None else pending
 
     def tensors(self, call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
         if self.is_communicating:
@@ -126,10 +148,10 @@ class KeptResults:
         result, moves = self._run(call)
         kept = self._keep(result if moves else ())
         if kept is not None:
-            kept.ended()
+            self.hold(kept)
         return result
 
-    def _take(self) -> _Result | None:
+    def _take(self) -> KeptTensors | None:
         if self._next is None:
             return None
         found = self._results[self._next] if self._next < len(self._results) else None
@@ -143,22 +165,36 @@ class KeptResults:
         finally:
             self.is_communicating = False
 
-    def _keep(self, tensors: Sequence[torch.Tensor]) -> _Result | None:
+    def _keep(self, tensors: Sequence[torch.Tensor]) -> KeptTensors | None:
         if self._next is not None:
             return None  # the first forward has decided
         if not tensors or not self._keeps:
             self._results.append(None)
             return None
-        kept = _Result(tensors)
+        kept = KeptTensors(tensors)
         self._results.append(kept)
         if self._on_kept is not None:
             self._on_kept(tensors)
         return kept
 
-    def watch(self, local: torch.Tensor, holder: torch.Tensor) -> None:
-        found = self._results[-1] if self._next is None and self._results else None
-        if found is not None and found.is_in(local):
-            found.watch(holder.detach())  # which has the version of the holder, and not its graph
+    def hold(self, kept: KeptTensors) -> None:
+        """From here on its tensors have the values that are kept."""
+        kept.watch(*kept.tensors)
+        for tensor in kept.tensors:
+            memory = _memory(tensor)
+            if memory is not None:
+                self._by_memory.setdefault(memory, []).append(kept)
+
+    def watch(self, holder: torch.Tensor) -> None:
+        """If it is in memory that is kept, what is written to ``holder`` afterwards is written to that."""
+        memory = _memory(holder) if self._by_memory else None
+        for kept in self._by_memory.get(memory, ()) if memory is not None else ():
+            kept.watch(detached_below_autograd(holder))  # which has the version of the holder, and not its graph
+
+    def note_write(self, tensor: torch.Tensor) -> None:
+        memory = _memory(tensor) if self._by_memory else None
+        for kept in self._by_memory.get(memory, ()) if memory is not None else ():
+            kept.note_write()
 
     def note_communication(self, num_ranks: int) -> None:
         self._moves = self._moves or num_ranks > 1
@@ -190,11 +226,17 @@ def keep_tensors(call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Te
     return call() if kept is None else kept.tensors(call)
 
 
-def watch_holder(local: torch.Tensor, holder: torch.Tensor) -> None:
-    """The tensor subclass ``holder`` is around ``local``, which was received just before: what is written to one of them is
-    written to both, but may count in the version of the holder only."""
+def watch_holder(holder: torch.Tensor) -> None:
+    """The tensor subclass ``holder`` may be around a tensor that is kept: what is written to one of them is written to both,
+    but may count in the version of the holder only."""
     if _THREAD.kept is not None:
-        _THREAD.kept.watch(local, holder)
+        _THREAD.kept.watch(holder)
+
+
+def note_write(tensor: torch.Tensor) -> None:
+    """An op has written to the memory of ``tensor``."""
+    if _THREAD.kept is not None:
+        _THREAD.kept.note_write(tensor)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from vescale.errors import Coded
 
 __all__ = ["ProcessFailed", "messages"]
 
-_PRELOAD = ("torch", "torch.distributed.tensor", "vescale.runtime")
+_PRELOAD = ("torch", "torch.distributed.tensor")
 
 
 class ProcessFailed(Coded, RuntimeError):

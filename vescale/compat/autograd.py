@@ -28,6 +28,7 @@ __all__ = [
     "current_autograd_node",
     "current_backward",
     "has_dispatch_modes",
+    "has_function_modes",
     "has_hooks",
     "has_tangent",
     "in_backward",
@@ -153,6 +154,11 @@ def is_captured() -> bool:
 def has_dispatch_modes() -> bool:
     """Whether a TorchDispatchMode sees this thread's ops."""
     return bool(torch._C._len_torch_dispatch_stack() > 0)
+
+
+def has_function_modes() -> bool:
+    """Whether a TorchFunctionMode sees this thread's calls; not while one runs a call that it has seen."""
+    return bool(torch._C._len_torch_function_stack() > 0)
 
 
 def is_tracing() -> bool:

@@ -23,7 +23,7 @@ from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
 from vescale.compat.empty_shards import has_empty_shards
 from vescale.compat.local_shapes import has_local_shapes
 from vescale.compat.model_hooks import DispatchListener, ModelHooks, model_hooks, telling
-from vescale.compat.op_info import OutputSharding, is_view, iterate_specs, with_aliasing
+from vescale.compat.op_info import OutputSharding, decompose, is_view, iterate_specs, with_aliasing
 from vescale.compat.out_arguments import run_into_empty
 from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import REPLICAS
@@ -200,7 +200,9 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
 
     @functools.wraps(original)
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
-        found = _by_handler(op_call, args, kwargs, op_info.schema)
+        found = decompose(op_call, args, kwargs)  # in inference mode alone, DTensors meet ops that are made of others
+        if found is NotImplemented:
+            found = _by_handler(op_call, args, kwargs, op_info.schema)
         if found is NotImplemented:
             found = _on_placements(op_call, args, kwargs, op_info.schema)
         if found is not NotImplemented:

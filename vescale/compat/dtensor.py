@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial as MaskPartial
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
@@ -32,6 +32,7 @@ __all__ = [
     "make_spec",
     "partial_reduce",
     "rank_in_mesh",
+    "replace_parts",
     "root_mesh",
     "set_local",
     "spec_of",
@@ -39,6 +40,9 @@ __all__ = [
     "versions",
     "write_counts",
 ]
+
+_ORDERED = (Replicate, Shard, StridedShard, Partial, MaskPartial)
+"""The placements from which PyTorch derives an order of axes."""
 
 
 def spec_of(dtensor: DTensor) -> DTensorSpec:
@@ -84,7 +88,10 @@ def make_spec(
 
 
 def _is_order(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
-    """Whether strided shards say in which order the axes have cut a dim. Others are of dims that a view has flattened."""
+    """Whether strided shards say in which order the axes have cut a dim. Others are of dims that a view has flattened, or
+    stand beside placements for which PyTorch has no order, which it refuses to look at."""
+    if not all(isinstance(placement, _ORDERED) for placement in placements):
+        return False
     return DTensorSpec._maybe_convert_StridedShard_to_shard_order(placements, mesh) is not None
 
 
@@ -115,6 +122,11 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool 
     """A DTensor around a local tensor; no check, no communication, no autograd link."""
     # DTensor's __init__ does nothing, behind two wrappers that cost more than the rest.
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def replace_parts(x: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Let ``x`` be what ``local`` is a part of by ``spec``, of the same shape."""
+    x._local_tensor, x._spec = local, spec
 
 
 def current_mesh() -> DeviceMesh:

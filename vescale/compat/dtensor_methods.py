@@ -28,6 +28,7 @@ from vescale.errors import DistributeError, SetDataError
 __all__ = [
     "DTensorHooks",
     "format_scalars",
+    "key_compiled_code",
     "read_whole_values",
     "refuse_early_lookups",
     "stock",
@@ -284,6 +285,19 @@ def refuse_early_lookups(changes: Changes, hooks: DTensorHooks) -> None:
         original(placements)
 
     changes.attribute(tensor_api, "assert_no_mixed_partial_types", assert_no_mixed_partial_types)
+
+
+def key_compiled_code(changes: Changes, _: Any) -> None:
+    """``torch.compile`` keeps code for the sizes of local tensors, which differ between ranks that share a cache, and
+    between parts of equal tensors: its key has them, too."""
+    original = DTensor._stable_hash_for_caching
+
+    @functools.wraps(original)
+    def _stable_hash_for_caching(self: Any) -> str:
+        local = self._local_tensor
+        return f"{original(self)} {tuple(local.shape)} {local.stride()}"
+
+    changes.attribute(DTensor, "_stable_hash_for_caching", _stable_hash_for_caching)
 
 
 def format_scalars(changes: Changes, _: Any) -> None:

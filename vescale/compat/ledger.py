@@ -92,6 +92,8 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "ir._expert_calls:instance": ("forward of experts on the meta device", "their shapes are what is asked for", _CALL),
     "ops._boundary_copies:instance": ("storages of copies at boundaries", _OWN, "with the storage"),
     "ops._view_copies:instance": ("storages of gathered copies", _OWN, "with the storage"),
+    "optim._coupled_steps:torch": (
+        "torch.optim's hooks before steps", "optimizers that need all parameters are refused for models in stages", "never"),
     "pipeline._gates:class": ("modules that stages share or skip", "a rank runs its own stages", _MODEL),
     "pipeline._gates:instance": ("modules that stages share or skip", _OWN, _MODEL),
     "pipeline._install:class": ("a model in stages", "it gets step() and evaluate()", _MODEL),
@@ -113,6 +115,7 @@ _ROWS: dict[str, tuple[str, str, str]] = {
         "lazy_initialization of layers of transformers' caches", "they are allocated as placed", "with the cache"),
     "runtime._local_region:instance": ("forward, parameters of modules of a local entry", "they are local", _MODEL),
     "runtime._module_hooks:instance": ("parameters of modules in a forward", "placed as the plan says", _CALL),
+    "runtime._module_tables:class": ("modules of a model that parallelize could not change", "they are as before", "never"),
     "runtime._runtime:instance": ("modules of a model", _OWN, _MODEL),
     "runtime._saving:instance": ("state_dict of a model in save_pretrained", "it gives whole values", _CALL),
     "simulation._rank:process": (

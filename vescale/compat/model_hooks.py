@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from vescale.compat.patching import HOOKS
 
 __all__ = [
     "ASKED_GRADIENTS",
+    "CHECKPOINTED_APART",
     "DRAW_LISTENERS",
+    "REFUSES_REENTRANT",
     "AskedGradients",
     "DispatchListener",
     "ModelHooks",
@@ -89,6 +92,9 @@ class DispatchListener:
     def hands_out(self, tensor: DTensor) -> None:
         """Before ``to_local()`` returns, where there is no C++ dispatcher."""
 
+    def hands_out_summand(self, tensor: DTensor) -> None:
+        """Before ``to_local()`` of a pending sum returns."""
+
     def draws(self, spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:
         """Before the random op ``what`` draws this rank's part of a tensor of ``spec``, with a generator or the default."""
 
@@ -157,6 +163,7 @@ class ModelHooks:
         listener: what the dispatcher tells and asks.
         view_copies: what writes have to be followed for; the listener's ``wrote`` is called while it is not empty.
         checkpointed: what runs in place of a function that is checkpointed (:mod:`torch.utils.checkpoint`).
+        in_backward: ``(function, *args)`` to the function's result, inside of the module whose node a backward runs.
         registered: ``(module, name, child)``, called when a child or parameter is registered in any module of the program.
     """
 
@@ -164,6 +171,7 @@ class ModelHooks:
     listener: DispatchListener
     view_copies: AbstractSet[int]
     checkpointed: Callable[[Callable[..., Any], bool], Callable[..., Any]]
+    in_backward: Callable[..., Any]
     registered: Callable[[nn.Module, str, Any], None]
 
 
@@ -216,6 +224,12 @@ def tell_plain_value(op: Any, name: str, tensor: Any, mesh: Any) -> None:
         models.listener.plain_value(op, name, tensor, mesh)
 
 
+# Asked when a program checkpoints a function, with the options of ``checkpoint``: a context in which it runs as it is,
+# because what it calls is checkpointed there; or None.
+CHECKPOINTED_APART: list[Callable[[Mapping[str, Any]], AbstractContextManager[None] | None]] = []
+# Asked when a program checkpoints a function by reentrant autograd: whether that is to be done without it, because backwards
+# compute gradients of some tensors only, where PyTorch refuses it.
+REFUSES_REENTRANT: list[Callable[[], bool]] = []
 # Called beside the listener of parallelized models, with what :func:`tell_draw` is given.
 ASKED_GRADIENTS: list[AskedGradients] = []
 DRAW_LISTENERS: list[Callable[[DTensorSpec, str, torch.Generator | None], None]] = []

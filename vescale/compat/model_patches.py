@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
-from torch.distributed.tensor import DTensor, Replicate
+from torch.autograd.function import BackwardCFunction
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import BackwardHook
 
+from vescale.compat.batched_gradients import backward_by_rows
+from vescale.compat.containers import tensors_in
 from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
-from vescale.compat.model_hooks import ASKED_GRADIENTS, ModelHooks
+from vescale.compat.model_hooks import ASKED_GRADIENTS, CHECKPOINTED_APART, REFUSES_REENTRANT, ModelHooks
 from vescale.compat.native_dispatch import answer_mixed_calls, native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
@@ -35,6 +41,7 @@ __all__ = [
     "observe_registrations",
     "observe_writes",
     "refuse_swaps",
+    "run_backwards_in_modules",
     "tell_of_exports",
     "wrap_checkpointed_functions",
 ]
@@ -89,11 +96,14 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
 def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
     original, begins = torch.autograd._engine_run_backward, hooks.listener.begins_backward
 
-    @functools.wraps(original)
-    def _engine_run_backward(
+    def run(
         losses: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any = (), *args: Any, **kwargs: Any
     ) -> Any:
         begins(losses, gradients, bool(creates_graph))
+        gradients = tuple(
+            _global(x, loss._spec) if isinstance(loss, DTensor) else x
+            for loss, x in zip(losses, gradients, strict=True)
+        )
         returns = not kwargs.get("accumulate_grad")
         for leaves, answers in ASKED_GRADIENTS if inputs else ():
             found = leaves(inputs, returns_graph=returns and bool(creates_graph))
@@ -102,7 +112,7 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
                 return answers(inputs, result) if returns else result
         return original(losses, gradients, keep, creates_graph, inputs, *args, **kwargs)
 
-    changes.attribute(torch.autograd, "_engine_run_backward", _engine_run_backward)
+    changes.attribute(torch.autograd, "_engine_run_backward", functools.wraps(original)(backward_by_rows(run)))
 
 
 def refuse_swaps(changes: Changes, _: Any) -> None:
@@ -144,19 +154,25 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
     write_through_python(changes, copies)
     require = native_require_current() or listener.requires_current
-    changes.attribute(DTensor, "to_local", _reading_locals(DTensor.to_local, require))
+    changes.attribute(DTensor, "to_local", _reading_locals(DTensor.to_local, require, listener))
     if native_require_current() is None:
         changes.attribute(DTensor, "to_local", _telling_of_locals(DTensor.to_local, listener))
     changes.attribute(DTensor, "full_tensor", _telling_of_reads(DTensor.full_tensor, require, listener))
     changes.attribute(DTensor, "redistribute", _telling_of_moves(DTensor.redistribute, require, listener))
 
 
-def _reading_locals(method: Callable[..., Any], require: Callable[[DTensor], None]) -> Callable[..., Any]:
+def _reading_locals(
+    method: Callable[..., Any], require: Callable[[DTensor], None], listener: Any
+) -> Callable[..., Any]:
     """``to_local``, which reads the local tensor and runs no op for that."""
 
     @functools.wraps(method)
     def to_local(self: Any, *, grad_placements: Any = None) -> Any:
         require(self)
+        for placement in self._spec.placements:
+            if isinstance(placement, Partial):
+                listener.hands_out_summand(self)
+                break
         return method(self) if grad_placements is None else method(self, grad_placements=grad_placements)
 
     return to_local
@@ -271,9 +287,25 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
     forward = checkpointing.CheckpointFunction.forward
     backward = checkpointing.CheckpointFunction.backward
 
+    signature, apply = inspect.signature(original), checkpointing.CheckpointFunction.apply
+
     @functools.wraps(original)
     def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if CHECKPOINTED_APART:
+            given = signature.bind_partial(fn, *args, **kwargs).arguments
+            apart = _apart({name: given[name] for name in _OPTIONS if name in given})
+            if apart is not None:
+                return _as_it_is(apart)
         return original(hooks.checkpointed(fn, False), *args, **kwargs)
+
+    def apply_reentrant(run_function: Any, preserve: bool, *args: Any) -> Any:
+        apart = _apart({"preserve_rng_state": preserve})
+        if apart is not None:
+            with apart:
+                return run_function(*args)
+        if any(ask() for ask in REFUSES_REENTRANT):
+            return checkpointing.checkpoint(run_function, *args, use_reentrant=False, preserve_rng_state=preserve)
+        return apply(run_function, preserve, *args)
 
     @functools.wraps(forward)
     def reentrant(ctx: Any, run_function: Any, *args: Any) -> Any:
@@ -286,14 +318,90 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
     def backward_of_reentrant(ctx: Any, *grads: Any) -> Any:
         """The gradients of outputs without one are zeros, which PyTorch makes plain tensors of global shape."""
         specs = getattr(ctx, "vescale_specs", None) or [None] * len(grads)
-        return backward(ctx, *map(_zeros_of_dtensor, grads, specs))
+        return backward(ctx, *map(_global, grads, specs))
 
     changes.function(original, generator)
+    frame = checkpointing._CheckpointFrame
+    for name in ("get_inputs", "check_recomputed_tensors_match"):
+        changes.attribute(frame, name, _telling_of_failures(getattr(frame, name)))
+    changes.attribute(checkpointing.CheckpointFunction, "apply", staticmethod(apply_reentrant))
     changes.attribute(checkpointing.CheckpointFunction, "forward", staticmethod(reentrant))
     changes.attribute(checkpointing.CheckpointFunction, "backward", staticmethod(backward_of_reentrant))
 
 
-def _zeros_of_dtensor(grad: Any, spec: DTensorSpec | None) -> Any:
+_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+def _apart(options: Mapping[str, Any]) -> contextlib.AbstractContextManager[None] | None:
+    return next((found for ask in CHECKPOINTED_APART if (found := ask(options)) is not None), None)
+
+
+def _as_it_is(around: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """What ``checkpoint`` calls a function inside of, in place of PyTorch's generator."""
+    with around:
+        yield
+
+
+def _telling_of_failures(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a checkpointed function's frame. The function says what its own recomputation fails with."""
+
+    @functools.wraps(method)
+    def told(self: Any, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except RuntimeError as error:
+            recompute = self.recompute_fn
+            cells = dict(zip(recompute.__code__.co_freevars, recompute.__closure__ or ()))
+            function = cells["fn"].cell_contents if "fn" in cells else None
+            failure = getattr(inspect.unwrap(function), "recomputation_failed", None) if callable(function) else None
+            if failure is None:
+                raise
+            raise failure(error) from error
+
+    return told
+
+
+def run_backwards_in_modules(changes: Changes, hooks: ModelHooks) -> None:
+    """Have ``hooks.in_backward(function, *args)`` run what a program runs in backwards, on DTensors: the backward of its own
+    functions (``torch.autograd.Function``), hooks of gradients, backward hooks of modules."""
+
+    def inside(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+        if str(getattr(owner, "__module__", "")).partition(".")[0] in _AWARE:
+            return function
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            if any(isinstance(x, DTensor) for x in tensors_in(args)):
+                return hooks.in_backward(function, *args)
+            return function(*args)
+
+        return call
+
+    def of_functions(original: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(original)(lambda self, *args: inside(original, self._forward_cls)(self, *args))
+
+    for name in {"apply", "apply_boxed"} & vars(BackwardCFunction).keys():
+        changes.attribute(BackwardCFunction, name, of_functions(getattr(BackwardCFunction, name)))
+    register, make = torch.Tensor.register_hook, BackwardHook.__init__
+
+    @functools.wraps(register)
+    def register_hook(self: Any, hook: Any) -> Any:
+        return register(self, inside(hook, getattr(hook, "func", hook)))
+
+    @functools.wraps(make)
+    def init(self: Any, module: Any, hooks: Any, pre_hooks: Any) -> None:
+        make(self, module, [inside(hook, hook) for hook in hooks], [inside(hook, hook) for hook in pre_hooks])
+
+    changes.attribute(DTensor, "register_hook", register_hook)
+    changes.attribute(BackwardHook, "__init__", init)
+
+
+# Packages whose functions know what they are given.
+_AWARE = ("torch", "vescale")
+
+
+def _global(grad: Any, spec: DTensorSpec | None) -> Any:
+    """A plain gradient of a DTensor is the whole one, the same on every rank."""
     if spec is None or not isinstance(grad, torch.Tensor) or isinstance(grad, DTensor):
         return grad
     whole = (Replicate(),) * spec.mesh.ndim

@@ -74,7 +74,7 @@ def _parts_of(index: int, given: DTensorSpec, target: DTensorSpec) -> list[tuple
             continue
         if not before.is_replicate():
             return None
-        if after.is_partial("sum") and meta.dtype.is_floating_point:
+        if type(after) is Partial and after.reduce_op == "sum" and meta.dtype.is_floating_point:
             parts.append((index, -1, size, 0))
         elif isinstance(after, Shard) and after not in given.placements[axis + 1 :]:
             num_parts = dict(layout.shards)[after.dim]

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 __all__ = [
     "ATTENTION_KERNELS",
+    "BATCHED_GRADIENTS",
     "CHECKPOINTS",
+    "COMPILED_CODE",
     "COUNTED_HOLDERS",
     "CUDA_KERNELS",
     "ESTIMATES",
@@ -30,7 +32,9 @@ __all__ = [
 
 # Optional features, as errors and `vescale env` name them.
 ATTENTION_KERNELS = "attention kernels of some devices and versions (their ops are not met without)"
+BATCHED_GRADIENTS = "batches of gradients of DTensors (torch.autograd.grad(..., is_grads_batched=True))"
 CHECKPOINTS = "torch.distributed.checkpoint of DTensors with vescale's placements"
+COMPILED_CODE = "compiled code of DTensors in the caches of torch.compile (it is compiled anew without)"
 COUNTED_HOLDERS = "gradients that are taken without a copy (they are copied without)"
 CUDA_KERNELS = "CUDA kernels compiled at run time (random numbers on a GPU are slower without)"
 ESTIMATES = "estimates (vescale.estimate: ranks that do not exist)"
@@ -72,6 +76,7 @@ torch._ops: OpOverload._overloadname; OpOverload._schema; OpOverload.decompose; 
 torch._subclasses.fake_tensor: DataDependentOutputException; DynamicOutputShapeException; FakeTensor
 torch.amp.grad_scaler: GradScaler._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 torch.autograd: Variable._execution_engine.queue_callback; _engine_run_backward
+torch.autograd.function: BackwardCFunction.apply uses _forward_cls
 torch.autograd.forward_ad: _current_level
 torch.autograd.profiler: _is_profiler_enabled
 torch.distributed: ProcessGroup._device_types; ProcessGroup._get_backend; _Work;
@@ -160,7 +165,9 @@ torch.utils._pytree: tree_flatten(tree); tree_leaves(tree); tree_map(func, tree)
     treespec)
 torch.utils.checkpoint: _checkpoint_without_reentrant_generator_impl|_checkpoint_without_reentrant_generator(fn);
     CheckpointFunction.forward(ctx, run_function);
-    CheckpointFunction.backward(ctx); _StopRecomputationError
+    CheckpointFunction.backward(ctx); _StopRecomputationError;
+    _CheckpointFrame.check_recomputed_tensors_match(gid); _CheckpointFrame.get_inputs;
+    _CheckpointFrame.recompute_fn
 """
 
 OPTIONAL_NAMES = {
@@ -195,6 +202,13 @@ torch.distributed.checkpoint.filesystem: _FileSystemWriter.prepare_global_plan(p
 torch.distributed.checkpoint.planner_helpers: _create_default_metadata_only_plan(state_dict)
 torch.distributed.checkpoint.state_dict: _broadcast_state_dict(full_state_dict, local_state_dict);
     _distribute_state_dict(full_state_dict, local_state_dict)
+""",
+    BATCHED_GRADIENTS: """
+torch: _add_batch_dim; _remove_batch_dim
+torch._C: _vmapmode_decrement_nesting; _vmapmode_increment_nesting
+""",
+    COMPILED_CODE: """
+torch.distributed.tensor: DTensor._stable_hash_for_caching
 """,
     COUNTED_HOLDERS: """
 torch: Tensor._use_count

@@ -13,6 +13,8 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from vescale.compat.containers import tensors_in
+
 __all__ = [
     "HAS_SAME_STORAGE",
     "PACKING",
@@ -32,6 +34,7 @@ __all__ = [
     "static_keywords",
     "takes_only_tensors",
     "with_aliasing",
+    "written_tensors",
 ]
 
 _aten = torch.ops.aten
@@ -95,6 +98,15 @@ def static_keywords(schema_info: Any) -> Sequence[str]:
 def schema_arguments(op: Any) -> tuple[tuple[str, bool], ...]:
     """``(name, whether the op writes to it)`` of each argument of the op."""
     return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in op._schema.arguments)
+
+
+def written_tensors(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of a call that the op writes to."""
+    found: list[torch.Tensor] = []
+    for position, (name, is_written) in enumerate(schema_arguments(op)):
+        if is_written:
+            found += tensors_in(args[position] if position < len(args) else kwargs.get(name))
+    return found
 
 
 def takes_only_tensors(op: Any) -> bool:

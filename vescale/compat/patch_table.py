@@ -18,6 +18,7 @@ from vescale.compat import (
     model_patches,
     optimizers,
     random_ops,
+    sequences,
 )
 from vescale.compat.collective_kernels import register_collective_kernels
 from vescale.compat.empty_shards import let_shards_be_empty
@@ -27,7 +28,7 @@ from vescale.compat.grouped_products import take_more_dtypes
 from vescale.compat.meta_shapes import run_on_meta
 from vescale.compat.moved_local_tensors import wrap_redistribute_local
 from vescale.compat.native_dispatch import install_native_dispatch
-from vescale.compat.needed_names import CHECKPOINTS, EXACT_MATCHES, OBSERVATION
+from vescale.compat.needed_names import CHECKPOINTS, COMPILED_CODE, EXACT_MATCHES, OBSERVATION
 from vescale.compat.passed_functions import pass_methods
 from vescale.compat.patching import Changes
 from vescale.compat.reduced_dims import reduce_all_where_none_is_named
@@ -91,6 +92,9 @@ PATCHES: tuple[Patch, ...] = (
           dtensor_methods.wrap_set_item, "pytorch#139735"),
     Patch("`x.data = y` places y, and takes it", "PyTorch changes the shape and no number", "placements",
           dtensor_methods.wrap_data, _FILE),
+    Patch("the key of compiled code has the sizes of local tensors", "ranks, and parts of equal tensors, get code that was "
+          "compiled for other sizes from the cache, and write outside of their memory", "placements",
+          dtensor_methods.key_compiled_code, _FILE, feature=COMPILED_CODE),
     Patch("redistribute_local_tensor moves vescale's placements, and turns a shard into a summand", _CUSTOM, "placements",
           wrap_redistribute_local, _PLACEMENTS),
     Patch("checkpoints have the blocks of vescale's placements",
@@ -144,6 +148,9 @@ PATCHES: tuple[Patch, ...] = (
           "PyTorch calls the mode for each, 1 to 3 us", "models", pass_methods),
     Patch("a checkpointed function is recomputed in the module whose forward checkpointed it",
           "a recomputation runs outside of the model's forward", "models", model_patches.wrap_checkpointed_functions),
+    Patch("pad_sequence takes DTensors", "PyTorch writes them to a plain buffer", "models", sequences.pad_dtensors, _FILE),
+    Patch("a program's own code in a backward runs in the module whose forward made the node: functions, hooks",
+          "what it makes would be no DTensors, unlike in the forward", "models", model_patches.run_backwards_in_modules),
     Patch("random ops draw one device's numbers; item() is the value of the whole tensor",
           "PyTorch draws by local index, and reads the local share of a pending sum", "random", random_ops.wrap_random_ops,
           "pytorch#168058, pytorch#166638"),

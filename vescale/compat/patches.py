@@ -16,10 +16,10 @@ The patches of a *part* are put in place together, when the part is first used:
 
 from __future__ import annotations
 
-import importlib
 import threading
 from typing import Any, NamedTuple
 
+from vescale._model_parts import install_placement_parts
 from vescale.compat.missing_helpers import warn_of_missing_helpers
 from vescale.compat.needs import lacking, self_check
 from vescale.compat.patch_table import PATCHES, Patch
@@ -64,9 +64,6 @@ _LOCK = threading.RLock()
 _APPLIED: list[tuple[Patch, Changes]] = []
 # Hooks of the parts that the last uninstall() removed.
 _REMOVED: dict[str, Any] = {}
-# The package whose install() provides the hooks of "placements". It is named instead of imported, because it imports the
-# placements, whose constructors call extend_dtensor(): a program that imports nothing but a placement gets the ops as well.
-_PROVIDER = "vescale.ops"
 
 
 def extend_entry() -> None:
@@ -81,7 +78,7 @@ def extend_dtensor() -> None:
     Raises UnsupportedTorchError when this torch lacks something that it builds on; nothing is changed then.
     """
     if "placements" not in HOOKS:
-        importlib.import_module(_PROVIDER).install()
+        install_placement_parts()
 
 
 def install() -> None:

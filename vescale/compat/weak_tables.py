@@ -1,11 +1,16 @@
-"""``living_items``: reading a weak table while other threads write to it."""
+"""Weak tables that several packages have in common, and how one is read while other threads write to it."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any, TypeVar
 
-__all__ = ["living_items"]
+from torch import nn
+
+__all__ = ["AVERAGED_MODULES", "living_items"]
+
+AVERAGED_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Those whose parameters are averages for the moment, and no state to go on training from."""
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -7,9 +7,11 @@
 #include "mixed.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 
 namespace vescale {
@@ -26,6 +28,13 @@ class Kernel final : public c10::OperatorKernel {
         : name_(std::move(name)), written_(std::move(written)), views_(views) {}
 
     void operator()(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
+        // Views of tensors from outside of inference mode have their versions; what is made in that mode has none.
+        std::optional<c10::InferenceMode> outside;
+        if (views_ && c10::InferenceMode::is_enabled() &&
+            has_version(torch::jit::peek(*stack, 0, op.schema().arguments().size()))) {
+            outside.emplace(false);  // restores all that it sets
+            c10::GradMode::set_enabled(false);
+        }
         if (!is_active.load(std::memory_order_relaxed) || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
             WatchCalls::note_other();
             {
@@ -41,7 +50,7 @@ class Kernel final : public c10::OperatorKernel {
                 return;
             }
             require_current_operands(op, stack);  // making the key may have stopped halfway
-            if ((reason == kPlainTensor || reason == kViewedCopies) && run_mixed(op, stack)) {
+            if ((reason == kPlainTensor || reason == kUnknownSpec || reason == kViewedCopies) && run_mixed(op, stack)) {
                 return WatchCalls::note_other();
             }
         }
@@ -63,6 +72,10 @@ class Kernel final : public c10::OperatorKernel {
     }
 
   private:
+    static bool has_version(const IValue& viewed) {
+        return viewed.isTensor() && viewed.toTensor().defined() && !viewed.toTensor().is_inference();
+    }
+
     bool try_run(const c10::OperatorHandle& op, Stack* stack, const char*& reason);
     const char* make_key(c10::ArrayRef<IValue> arguments, Key& key) const;
     void run_by_stock(const c10::OperatorHandle& op, Stack* stack) const;
@@ -107,7 +120,7 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
         if (PyObject* dtensor = dtensor_of(tensor)) {
             const Spec* spec = spec_of(dtensor);
             if (spec == nullptr) {
-                return "spec";
+                return kUnknownSpec;  // plain tensors may come after
             }
             require_current(local_of(dtensor));
             has_dtensor = true;
@@ -305,6 +318,26 @@ inline at::Tensor part_of(const at::Tensor& whole, std::int64_t dim, std::int64_
     return is_expanded ? part.as_strided(part.sizes(), strides) : part;
 }
 
+// Dims of size 1 may have any stride, and kernels tell memory formats by strides: they get those of the whole tensor, by
+// which PyTorch has decided.
+inline void take_strides_of_whole(const at::Tensor& local, const at::Tensor& whole) {
+    const auto num_dims = local.dim();
+    if (num_dims != whole.dim() || local.layout() != at::kStrided) {
+        return;
+    }
+    for (const auto i : c10::irange(num_dims)) {
+        if (local.size(i) == 1 && local.stride(i) != whole.stride(i) && whole.stride(i) > 0) {
+            auto strides = local.strides().vec();
+            for (const auto k : c10::irange(num_dims)) {
+                strides[k] = local.size(k) == 1 && whole.stride(k) > 0 ? whole.stride(k) : strides[k];
+            }
+            const std::vector<std::int64_t> sizes = local.sizes().vec();
+            local.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, local.storage_offset());
+            return;
+        }
+    }
+}
+
 inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry& known) {
     const auto& schema = op.schema();
     const auto num_arguments = schema.arguments().size();
@@ -377,7 +410,8 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
             if (PyObject* viewed = views_ && !wrappers.empty() ? dtensor_of(wrappers[0].second) : nullptr) {
                 share_version(local, local_of(viewed));
             }
-            at::Tensor made = wrap(std::move(local), *spec);
+            at::Tensor made = wrap(local, *spec);
+            take_strides_of_whole(local, made);
             if (result.viewed >= 0) {
                 made.unsafeGetTensorImpl()->set_storage_keep_dtype(wrapper_of(result.viewed).storage());
             }

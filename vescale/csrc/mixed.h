@@ -9,6 +9,7 @@ namespace vescale {
 
 // Why a call has no key: such calls are these, or may be.
 inline constexpr const char* kPlainTensor = "plain tensor";
+inline constexpr const char* kUnknownSpec = "spec";
 inline constexpr const char* kViewedCopies = "writes to viewed copies";
 
 // Whether a list that may have gaps (the indices of `index`) has a tensor that is no DTensor.

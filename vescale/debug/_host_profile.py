@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale._parallelize import parallelize
 from vescale.checks import unchecked
 from vescale.comm import AxisGroup
 from vescale.compat import local_of
@@ -22,8 +23,9 @@ from vescale.compat.fake_worlds import fake_world
 from vescale.debug._dispatch_stats import DispatchStats, dispatch_stats
 from vescale.errors import DebugOptionError
 from vescale.estimation import Routing, balanced_tokens, loss_of, make_batch, skeleton_of
+from vescale.fsdp import values_are_of_no_interest
 from vescale.plans import Plan
-from vescale.runtime import TokenExchange, parallelize
+from vescale.runtime import TokenExchange
 
 __all__ = ["HostProfile", "profile_host"]
 
@@ -72,7 +74,8 @@ def profile_host(model: nn.Module, plan: Plan, batch: Mapping[str, Any], *, num_
         with fake_world(math.prod(plan.axes.sizes), 0), balanced_tokens(Routing()), _equal_exchanges():
             parallelize(copied, plan)
             _check_size(copied)
-            copied.to_empty(device="cpu")
+            with values_are_of_no_interest():
+                copied.to_empty(device="cpu")
             _draw(copied)
             return _measure(copied, inputs, num_steps)
 

@@ -176,10 +176,12 @@ def _run(job: Job, folder: str) -> MeshVerification:
     worst: dict[str, float] = {}
     try:
         if not os.path.exists(job.reference):
-            with contextlib.closing(messages(_one_device, 0, job)) as received:
+            with contextlib.closing(messages(_one_device, 0, job, preload=("vescale.runtime",))) as received:
                 for _ in received:
                     pass
-        with contextlib.closing(messages(_mesh, math.prod(job.axes.sizes), job)) as received:
+        with contextlib.closing(
+            messages(_mesh, math.prod(job.axes.sizes), job, preload=("vescale.runtime",))
+        ) as received:
             for _, (found,) in received:
                 compared = found.counts
                 worst = {kind: max(ratio, worst.get(kind, 0.0)) for kind, ratio in found.worst.items()}

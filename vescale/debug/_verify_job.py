@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from vescale._parallelize import parallelize
 from vescale.checks import unchecked
 from vescale.compat import map_tensors, tensors_in
 from vescale.debug._recorder import Recorder, Value, run_step
 from vescale.ir import Local, Program, lower
 from vescale.plans import Entry, MeshAxes, Plan
-from vescale.runtime import parallelize
 
 __all__ = ["Comparison", "Divergence", "Job", "run_mesh", "run_one_device"]
 

@@ -104,6 +104,7 @@ from vescale.errors._models import (
     StrayParameterError,
     TransformError,
     UnitSubclassError,
+    UnusedEntryWarning,
 )
 from vescale.errors._near_names import did_you_mean
 from vescale.errors._ops import (
@@ -111,6 +112,7 @@ from vescale.errors._ops import (
     LabelError,
     MixedTensorsError,
     OpPlacementError,
+    PendingSumWarning,
     RuleError,
     UnsupportedOpError,
 )
@@ -272,6 +274,7 @@ __all__ = [
     "ParallelizeError",
     "ParameterHookError",
     "PathError",
+    "PendingSumWarning",
     "PhaseError",
     "PipelineBatchError",
     "PipelineCallError",
@@ -332,6 +335,7 @@ __all__ = [
     "UnsupportedSettingError",
     "UnsupportedTorchError",
     "UntestedTorchWarning",
+    "UnusedEntryWarning",
     "VerifyError",
     "WhatIfError",
     "WrittenParameterError",

@@ -25,7 +25,7 @@ class FullyShardError(Coded, ValueError):
 
 
 class UnsupportedParameterError(Coded, NotImplementedError):
-    """A parameter is of a kind that `fully_shard` cannot gather."""
+    """A parameter is of a kind that `fully_shard` cannot gather, or has no shape yet."""
 
     code = "VS0604"
 

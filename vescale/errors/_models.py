@@ -50,7 +50,7 @@ class MeshSizeError(Coded, ValueError):
 
 
 class MissingValuesError(PlanError):
-    """Parameters are on the meta device and nothing tells where their values come from."""
+    """Parameters or buffers are on the meta device, or got memory by `to_empty()`, and nothing has given them values."""
 
     code = "VS0207"
 
@@ -133,6 +133,12 @@ class StrayParameterError(PlanError):
     code = "VS0223"
 
 
+class UnusedEntryWarning(Coded, UserWarning):
+    """An entry of a plan for an item of an output names none that the module returns."""
+
+    code = "VS0226"
+
+
 class TransformError(Coded, NotImplementedError):
     """A transform of `torch.func`, or forward-mode differentiation, reaches what has no rule for it: the boundaries of a
     parallelized model, or a module that `fully_shard` gathers."""
@@ -148,7 +154,8 @@ class RestartedStoreError(Coded, RuntimeError):
 
 
 class RecomputationError(Coded, RuntimeError):
-    """A checkpointed module writes to an object that cannot be copied, so that its recomputation would write twice."""
+    """What a checkpointed module has read in its forward is not there when it runs again in backward: an input was written
+    to in place, or a tensor of which nobody knew that the module writes to it."""
 
     code = "VS0222"
 

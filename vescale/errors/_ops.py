@@ -9,6 +9,7 @@ __all__ = [
     "LabelError",
     "MixedTensorsError",
     "OpPlacementError",
+    "PendingSumWarning",
     "RuleError",
     "UnsupportedOpError",
 ]
@@ -51,3 +52,9 @@ class IndexBoundsError(Coded, IndexError):
     ``one_hot``."""
 
     code = "VS1608"
+
+
+class PendingSumWarning(Coded, UserWarning):
+    """`to_local()` of a pending sum (`Partial`) of a parallelized model gave this rank's summand, which is not the value."""
+
+    code = "VS1609"

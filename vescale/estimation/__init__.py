@@ -9,7 +9,7 @@ from vescale.estimation._devices import HOST_KINDS, Curve, Device, Efficiency, d
 from vescale.estimation._estimate import Estimate, estimate, routing_of
 from vescale.estimation._extrapolate import Extrapolation, ScaledTerm, extrapolate
 from vescale.estimation._html import page
-from vescale.estimation._implicit import implicit_reports
+from vescale.estimation._implicit import forward_reports
 from vescale.estimation._memory_log import Block, Instant, MemoryLog
 from vescale.estimation._memory_timeline import CATEGORIES, MemoryTimeline, timeline_of
 from vescale.estimation._op_costs import OpCosts
@@ -81,9 +81,9 @@ __all__ = [
     "estimate",
     "extrapolate",
     "first_and_last_of",
+    "forward_reports",
     "host_seconds",
     "hybrid_plan",
-    "implicit_reports",
     "is_of_parameters",
     "loss_of",
     "make_batch",

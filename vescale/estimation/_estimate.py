@@ -190,7 +190,12 @@ def estimate(
     if plan.mesh is not None:
         plan = plan.without_mesh()
     program = lower(plan, skeleton)
-    axes, entry, staged = plan.axes, plan.pipeline_entry, program.pipeline
+    axes, entry = plan.axes, plan.pipeline_entry
+    staged: Any = None
+    if entry is not None:
+        from vescale.pipeline import StagedProgram
+
+        staged = StagedProgram.of(plan, skeleton, program)
     asked = rank
     num_ranks = math.prod(axes.sizes)
     rank = _busiest(program, axes, load) if rank is None else rank

@@ -1,4 +1,4 @@
-"""What an op of a model would communicate without a plan entry, found by one step without numbers and without ranks."""
+"""What a step says of a plan: communication without an entry, entries that name nothing; without numbers and ranks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale._parallelize import parallelize
 from vescale.compat.fake_worlds import fake_world
+from vescale.errors import UnusedEntryWarning
 from vescale.estimation._depth import first_and_last_of
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._rehearsal import apart, given
 from vescale.estimation._skeleton import loss_of, skeleton_of
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
+from vescale.fsdp import values_are_of_no_interest
 from vescale.ir import repeats_of
 from vescale.plans import Plan
-from vescale.runtime import ImplicitCommunicationWarning, parallelize
+from vescale.runtime import ImplicitCommunicationWarning
 
-__all__ = ["implicit_reports"]
+__all__ = ["forward_reports"]
+
+_RULES: dict[Any, str] = {ImplicitCommunicationWarning: "implicit", UnusedEntryWarning: "unused-output"}
 
 
-def implicit_reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], loss: Any = None) -> tuple[str, ...]:
-    """The reports of implicit communication in a forward and backward of rank 0, one for each entry that would place the
-    operands, layers merged. Of equal blocks that follow each other, the first and the last run.
+def forward_reports(
+    model: nn.Module, plan: Plan, inputs: Mapping[str, Any], loss: Any = None
+) -> tuple[tuple[str, str], ...]:
+    """What a forward and backward of rank 0 tell of the plan: (rule, text). Of equal blocks that follow each other, the
+    first and the last run. ``implicit``: communication without an entry, one for each entry that would place the operands,
+    layers merged; ``unused-output``: an entry for an item of an output that the module does not return.
 
     Args:
         model: as before ``parallelize``, on any device; it is left as it is.
@@ -47,17 +55,20 @@ def implicit_reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], lo
         return _reports(skeleton_of(model), plan, inputs, loss)  # the forward, or the plan, names modules by number
 
 
-def _reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], loss: Any) -> tuple[str, ...]:
+def _reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], loss: Any) -> tuple[tuple[str, str], ...]:
     mode = UnfilledTensors(MemoryLog(lambda: Instant(0, "forward", None)), Routing(), lambda *_: None)
     with fake_world(math.prod(plan.axes.sizes), 0), apart(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
-        warnings.simplefilter("always", ImplicitCommunicationWarning)
+        for kind in _RULES:
+            warnings.simplefilter("always", kind)
         parallelize(model, plan if plan.mesh is None else plan.without_mesh())
         with mode:
-            model.to_empty(device="cpu")
+            with values_are_of_no_interest():
+                model.to_empty(device="cpu")
             batch = {name: given(mode, _whole(value)) for name, value in inputs.items()}
             (loss or loss_of)(model(**batch), batch).backward()
-    return tuple(str(each.message) for each in caught if isinstance(each.message, ImplicitCommunicationWarning))
+    rules = [(_RULES.get(type(each.message)), str(each.message)) for each in caught]
+    return tuple((rule, text) for rule, text in rules if rule is not None)
 
 
 def _whole(value: Any) -> Any:

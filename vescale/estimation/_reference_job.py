@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from vescale._parallelize import parallelize
 from vescale.estimation._devices import Curve, Device
 from vescale.estimation._measured_ops import measure_collectives, measure_ops
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN, Plan
-from vescale.runtime import parallelize
 
 __all__ = ["Reference", "measure_rank", "on_processors", "references"]
 

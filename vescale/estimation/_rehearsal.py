@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale._parallelize import parallelize
 from vescale.buffer import observe_allocations
 from vescale.checks import unchecked
 from vescale.comm import CommRecord, record_comms
@@ -27,11 +28,11 @@ from vescale.estimation._stages import follow_stages
 from vescale.estimation._tensors_in import tensors_in
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
-from vescale.fsdp import state_of
+from vescale.fsdp import state_of, values_are_of_no_interest
 from vescale.ir import Local
 from vescale.plans import CheckpointEntry, MeshAxes, Plan
 from vescale.rng import counting_draws
-from vescale.runtime import Runtime, current_activation, locate, observe_offloaded, parallelize
+from vescale.runtime import Runtime, current_activation, locate, observe_offloaded
 
 __all__ = ["Rehearsal", "StateTensor", "apart", "classify", "given", "rehearse"]
 
@@ -192,7 +193,8 @@ def rehearse(
         if headers is None:
             parallelize(model, plan)
         with mode, observe_allocations(log.resized), watched, balanced_tokens(routing), counting_draws(note_draw):
-            model.to_empty(device="cpu")
+            with values_are_of_no_interest():
+                model.to_empty(device="cpu")
             if headers is not None:  # a pipeline holds its parameters, which cannot be moved afterwards
                 from vescale.pipeline import without_guesses
 

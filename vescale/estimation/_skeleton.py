@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from vescale.errors import ArgumentTypeError, EstimateError, kind_of
 from vescale.estimation._input_names import check_names
-from vescale.ir import random_inputs
+from vescale.ir import copy_model, random_inputs
 from vescale.rng import is_deferred
 from vescale.runtime import Runtime
 
@@ -37,7 +36,7 @@ def skeleton_of(model: nn.Module, without: Iterable[nn.Module] = ()) -> nn.Modul
     for buffer in model.buffers():
         if buffer.is_meta or is_deferred(buffer) or buffer.device.type != "cpu" or buffer.numel() > 1 << 20:
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-    return copy.deepcopy(model, memo)
+    return copy_model(model, memo)
 
 
 def make_batch(model: nn.Module, batch: Mapping[str, Any], *, with_labels: bool = True) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from vescale.fsdp._report import GroupReport, Report, report
 from vescale.fsdp._residency import Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import GroupMember
 from vescale.fsdp._state import ModuleState, Phase, state_of
+from vescale.fsdp._unfilled import check_filled, mark_unfilled, places_on_meta, unfilled, values_are_of_no_interest
 from vescale.gradients import DataParallelAxes
 
 __all__ = [
@@ -33,11 +34,16 @@ __all__ = [
     "ResidencyError",
     "Slot",
     "UnshardHandle",
+    "check_filled",
     "fully_shard",
     "give_methods",
     "is_extended",
+    "mark_unfilled",
+    "places_on_meta",
     "register_fsdp_forward_method",
     "report",
     "share_comm_ctx",
     "state_of",
+    "unfilled",
+    "values_are_of_no_interest",
 ]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from vescale._model_parts import install_model_parts
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
-from vescale.checks import RegisteredParameters, adopt_optimizers, listed_optimizers
+from vescale.checks import RegisteredParameters, adopt_optimizers, check_optimizers, listed_optimizers
 from vescale.compat import (
     DataParallelMeshDims,
     FSDP2Module,
@@ -158,6 +158,7 @@ def fully_shard(
     named = _named_parameters(modules, ignored)
     _refuse_plans(modules, axes)
     before.refuse_hooks("fully_shard", ignored)
+    check_optimizers(optimizers, named, "fully_shard")
     _move_to_device(modules, [parameter for _, parameter in named], axes.device)
     for name, parameter in named:
         taken = getattr(parameter, _MANAGED_BY, None)
@@ -203,7 +204,7 @@ def fully_shard(
             materialize(one, device=axes.device)  # buffers, tensors in attributes, ignored parameters: whole
     del named, groups
     before.mark_replaced("fully_shard")
-    adopt_optimizers(optimizers, "fully_shard")
+    adopt_optimizers(optimizers)
     return module
 
 
@@ -230,12 +231,13 @@ _CLASSES: dict[tuple[type, bool], type] = {}
 
 
 def _sharded_class(original: type, for_torch: bool) -> type:
-    """``FSDP<name>``, one for each class."""
+    """One for each class: ``FSDP<name>`` as FSDP2's, else with the name of the original, by which tools know a model."""
     made = _CLASSES.get((original, for_torch))
     if made is None:
         bases = (FSDPModule, FSDP2Module, original) if for_torch else (FSDPModule, original)
         members = {"__module__": original.__module__, "_original": original}
-        made = _CLASSES[original, for_torch] = type(f"FSDP{original.__name__}", bases, members)
+        name = f"FSDP{original.__name__}" if for_torch else original.__name__
+        made = _CLASSES[original, for_torch] = type(name, bases, members)
     return made
 
 

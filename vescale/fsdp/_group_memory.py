@@ -175,6 +175,8 @@ class GroupMemory:
     def _note_versions(self) -> bool:
         """Whether parameters have been written since the last gather."""
         before, self._versions = self._versions, self._present_versions()
+        if before == self._versions:
+            return False
         changed = [p for p, old, new in zip(self.at_rest.parameters, before, self._versions) if old != new]
         self._changed += changed
         return bool(changed)

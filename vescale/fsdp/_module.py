@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,12 @@ from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 
 from vescale.comm import group_of_ranks
 from vescale.compat import split_backwards_by
-from vescale.errors import ArgumentTypeError, FSDPSettingError, UnsupportedSettingError, kind_of
+from vescale.errors import ArgumentTypeError, FSDPSettingError, NotPicklableError, UnsupportedSettingError, kind_of
 from vescale.fsdp._direct import use_direct_gradients
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import leaf_of
 from vescale.fsdp._state import ModuleState, Phase, state_of
+from vescale.fsdp._unfilled import mark_unfilled, places_on_meta
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -322,11 +323,29 @@ class FSDPModule:
             state.take_place(memo)
         return twin
 
+    def __copy__(self) -> Any:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__getstate__())  # type: ignore[attr-defined]
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotPicklableError(
+            f"a {type(self).__name__}, which fully_shard or a unit of a plan gathers, cannot be pickled: its parameters are "
+            "parts in the buffers of this process. Save model.state_dict() (torch.distributed.checkpoint), and shard a "
+            "fresh model before loading"
+        )
+
+    def _get_name(self) -> str:
+        """Of the module's own class. Tools choose by it what they compute: Trainer, whether labels are shifted."""
+        return type(self)._original.__name__  # type: ignore[attr-defined, no-any-return]
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
+        without_values = places_on_meta(self)  # type: ignore[arg-type]
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for group in self._state.groups:
             group.rebuild()
+        mark_unfilled(without_values)
         return result
 
 

@@ -11,6 +11,7 @@ from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import Slot
 from vescale.fsdp._preflight import compare_groups
 from vescale.fsdp._registered import check_distinct, refuse_transforms, warn_of_strays
+from vescale.fsdp._unfilled import check_filled
 
 __all__ = ["check_root"]
 
@@ -20,10 +21,11 @@ def check_root(root: nn.Module, groups: Sequence[ParameterGroup], ignored: Seque
 
     ``ignored``: parameters that belong to no group on purpose; None: parameters outside of groups are not checked.
 
-    Raises ValueError for parameters that were tied after ``fully_shard``, ShardingMismatchError where ranks differ, and
-    TransformError.
+    Raises ValueError for parameters that were tied after ``fully_shard``, MissingValuesError for memory without values,
+    ShardingMismatchError where ranks differ, and TransformError.
     """
     refuse_transforms("")
+    check_filled(root)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     parameters = [parameter for group in groups for parameter in group.parameters]
     for parameter in parameters:

@@ -5,6 +5,7 @@ on: gradients that are reduced where their parameters were gathered, and end sha
 """
 
 from vescale.gradients._agreement import GradientMismatchError
+from vescale.gradients._arrival_hooks import StepHooks
 from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit, next_unit_number
@@ -53,6 +54,7 @@ __all__ = [
     "ShardedGradients",
     "ShardedReduction",
     "StageShare",
+    "StepHooks",
     "UnreducedGradients",
     "local_part",
     "next_unit_number",

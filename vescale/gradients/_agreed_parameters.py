@@ -32,6 +32,7 @@ class AgreedParameters:
 
     def __init__(self, hooked: HookedParameters, mesh: DeviceMesh, settings: str, timeout: timedelta | None) -> None:
         self._hooked = hooked
+        self.hooks_of_programs = hooked.waiting
         self.agreed: list[ReducedParameter] = []
         self.is_outdated = False
         self._row: ParameterRow | None = None  # of these and the new ones

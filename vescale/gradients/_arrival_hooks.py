@@ -6,14 +6,14 @@ import contextlib
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from vescale.compat import ArrivalCount, HookGate, stop_counting_gradients
+from vescale.compat import ArrivalCount, HookGate, stop_counting_gradients, versions
 
-__all__ = ["ArrivalHooks", "hooks_of_programs"]
+__all__ = ["ArrivalHooks", "HooksOfPrograms", "StepHooks", "hooks_of_programs"]
 
 # The attribute of a parameter that owns its ``ArrivalHooks``.
 _HOOKS = "_vescale_hooks"
@@ -83,11 +83,143 @@ class ArrivalHooks:
                 setattr(self._parameter, _HOOKS, self._others)
 
 
+class HooksOfPrograms(OrderedDict[int, Callable[[torch.Tensor], None]]):
+    """The hooks for accumulated gradients of a parameter whose gradient is completed at the end of a backward.
+
+    It takes the place of ``parameter._post_accumulate_grad_hooks``, whose items autograd calls: hooks of this package. Hooks
+    of programs (``register_post_accumulate_grad_hook``) are kept aside, and called when the complete gradient is there.
+
+    Args:
+        parameter: of which no program has registered such a hook yet.
+        waiting: of all parameters whose gradients are completed together: by id, those that have hooks of programs.
+
+    Attributes:
+        of_programs: the hooks that are kept aside, by number.
+    """
+
+    def __init__(self, parameter: torch.Tensor, waiting: dict[int, HooksOfPrograms]) -> None:
+        super().__init__()
+        self.of_programs: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
+        self._parameter, self._waiting = weakref.ref(parameter), waiting
+        self._before: tuple[weakref.ref[torch.Tensor] | None, tuple[int, ...]] | None = None
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, waiting: dict[int, HooksOfPrograms]) -> None:
+        if not parameter._post_accumulate_grad_hooks:
+            with _trainable(parameter):
+                parameter._post_accumulate_grad_hooks = cls(parameter, waiting)
+
+    def __setitem__(self, number: int, hook: Callable[[torch.Tensor], None]) -> None:
+        if isinstance(hook, functools.partial) and hook.func is _take:
+            super().__setitem__(number, hook)
+            return
+        self.of_programs[number] = hook
+        self._waiting[id(self)] = self
+
+    def __contains__(self, number: object) -> bool:
+        return number in self.of_programs or super().__contains__(number)
+
+    def __delitem__(self, number: int) -> None:
+        if number not in self.of_programs:
+            super().__delitem__(number)
+            return
+        del self.of_programs[number]
+        if not self.of_programs:
+            self._waiting.pop(id(self), None)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+    def begin(self) -> None:
+        """A backward begins, after one whose gradients were completed."""
+        parameter = self._parameter()
+        if parameter is not None and self._before is None:
+            gradient = parameter.grad
+            self._before = (None, ()) if gradient is None else (weakref.ref(gradient), versions(gradient))
+
+    def end(self, is_reduced: bool | None) -> None:
+        """Gradients are complete: call the hooks if this one was accumulated since. ``is_reduced``: whether it is the result
+        of a reduction; None: it is not reduced, and was complete when it arrived."""
+        parameter, before = self._parameter(), self._before
+        self._before = None
+        gradient = parameter.grad if parameter is not None else None
+        if parameter is None or before is None or gradient is None:
+            return
+        known, was = before
+        if is_reduced is None:
+            is_reduced = known is None or known() is not gradient or was != versions(gradient)
+        if is_reduced:
+            for hook in tuple(self.of_programs.values()):
+                hook(parameter)
+
+    def leave(self) -> None:
+        """Autograd calls all of them again."""
+        self._waiting.pop(id(self), None)
+        for number, hook in self.of_programs.items():
+            super().__setitem__(number, hook)
+        self.of_programs.clear()
+
+
 def hooks_of_programs(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
     """What has been given to ``parameter.register_hook`` by others than this package."""
-    hooks = (parameter._backward_hooks or {}).values()
+    return [hook for hook in (parameter._backward_hooks or {}).values() if not _is_own(hook)]
+
+
+def _is_own(hook: Any) -> bool:
     own = __name__.partition(".")[0] + "."
-    return [h for h in hooks if not str(getattr(getattr(h, "func", h), "__module__", "")).startswith(own)]
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(own)
+
+
+class StepHooks:
+    """The hooks that programs have registered on parameters, before and after their gradients are accumulated: for a step of
+    several backwards, at the end of which they run once.
+
+    Attributes:
+        parameters: those that have hooks.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.parameters: list[torch.Tensor] = []
+        self._found: list[tuple[Any, dict[int, Any]]] = []  # tables of hooks, and the programs' in them
+        for parameter in parameters:
+            after = parameter._post_accumulate_grad_hooks
+            tables: list[Any] = [
+                parameter._backward_hooks,
+                after.of_programs if isinstance(after, HooksOfPrograms) else after,
+            ]
+            found = [{key: hook for key, hook in (table or {}).items() if not _is_own(hook)} for table in tables]
+            if any(found):
+                self.parameters.append(parameter)
+                self._found += zip(tables, found)
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        for table, hooks in self._found:
+            for key in hooks:
+                del table[key]
+        try:
+            yield
+        finally:
+            for table, hooks in self._found:
+                if hooks:
+                    table.update(hooks)
+
+    @torch.no_grad()
+    def run(self, earlier: Sequence[torch.Tensor | None]) -> None:
+        """Call them with the gradients of the step, in ``.grad``, which are added to ``earlier`` ones."""
+        for parameter, before, (_, hooks), (_, after) in zip(
+            self.parameters, earlier, self._found[::2], self._found[1::2], strict=True
+        ):
+            gradient = parameter.grad
+            if gradient is None:
+                parameter.grad = before
+                continue
+            for hook in tuple(hooks.values()):
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            parameter.grad = gradient if before is None else before.add_(gradient)
+            for hook in tuple(after.values()):
+                hook(parameter)
 
 
 def _begin(hooks: weakref.ref[ArrivalHooks], gradient: torch.Tensor) -> torch.Tensor | None:

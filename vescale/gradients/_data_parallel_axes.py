@@ -11,12 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import AxisGroup, axis_group, join_axes
-from vescale.compat import without_modes
+from vescale.comm import AxisGroup, axis_group, join_axes, name_group
+from vescale.compat import exists, without_modes
 from vescale.errors import GradientReducerError
 from vescale.placements import RaggedShard
 
 __all__ = ["DataParallelAxes"]
+
+_KEPT = "_kept_group"  # a step asks for the group some six times for each unit
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,15 @@ class DataParallelAxes:
     @property
     def data_parallel(self) -> AxisGroup:
         """All ranks that take part in a group's communication."""
-        return axis_group(self.mesh, sorted((*self.replicate, self.shard)))
+        kept: AxisGroup | None = self.__dict__.get(_KEPT)
+        if kept is not None and exists(kept.group):
+            name_group(kept.group, kept.axes)
+            return kept
+        found = self.__dict__[_KEPT] = axis_group(self.mesh, sorted((*self.replicate, self.shard)))
+        return found
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != _KEPT}  # groups belong to a process
 
     @property
     def data_parallel_ranks(self) -> tuple[int, ...]:

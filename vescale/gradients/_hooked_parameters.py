@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vescale.compat import HookGate, is_captured
 from vescale.errors import GradientReducerError, kind_of
-from vescale.gradients._arrival_hooks import ArrivalHooks
+from vescale.gradients._arrival_hooks import ArrivalHooks, HooksOfPrograms
 from vescale.gradients._parameter import GradientRule, ReducedParameter
 from vescale.gradients._reduction import Policy
 
@@ -49,6 +49,9 @@ class HookedParameters:
             ``torch.autograd.grad`` returns if the parameter's rule completes them.
         take: called with the parameter after its gradient has been accumulated.
         gate: shut while ``begin`` has nothing to do.
+
+    Attributes:
+        waiting: hooks of programs for accumulated gradients, which are called when those are complete.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class HookedParameters:
         self._module, self._policy = module, policy
         self._begin, self._take, self._gate = begin, take, gate
         self._tree: _ModuleTree | None = None  # as of the last call of `changes`
+        self.waiting: dict[int, HooksOfPrograms] = {}
         self._of_module: dict[int, ReducedParameter] = {}  # by id of the nn.Parameter, which the value keeps alive
 
     def have_changed(self) -> bool:
@@ -102,6 +106,7 @@ class HookedParameters:
             setattr(parameter, _OWNED, id(parameter))
             begin = self._begin if complete is None else functools.partial(self._complete_or_begin, complete)
             take = functools.partial(self._take, reduced)
+            HooksOfPrograms.of(parameter, self.waiting)
             reduced.hooks = ArrivalHooks(parameter, begin, take, self._gate)
             reduced.notify(True)
 
@@ -119,6 +124,9 @@ class HookedParameters:
             if reduced.hooks is not None:
                 reduced.hooks.remove()
                 reduced.hooks = None
+                of_programs = reduced.parameter._post_accumulate_grad_hooks
+                if isinstance(of_programs, HooksOfPrograms):
+                    of_programs.leave()
             if hasattr(reduced.parameter, _OWNED):
                 delattr(reduced.parameter, _OWNED)
 

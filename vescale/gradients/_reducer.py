@@ -16,6 +16,7 @@ from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes
 from vescale.compat import in_backward, no_torch_function
 from vescale.errors import ArgumentTypeError, CommHookError, kind_of
 from vescale.gradients._agreed_parameters import AgreedParameters
+from vescale.gradients._arrival_hooks import HooksOfPrograms
 from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._comm_hook import CommHook
@@ -108,6 +109,7 @@ class GradientReducer:
         self._has_older = False  # contributions of earlier backwards are in `.grad`
         self._has_reduced = self._has_previous = False  # complete gradients are kept aside
         self._may_hide = False  # or have been since it was looked at last
+        self._due: list[tuple[HooksOfPrograms, bool | None]] = []
         self._unplaced: dict[tuple[ReducedParameter, Arrival], tuple[torch.Tensor, int]] = {}
         self._parameters = AgreedParameters(
             HookedParameters(module, self._policy, self._begin, self._take, self._backward.gate),
@@ -175,6 +177,7 @@ class GradientReducer:
                 self._prepare()
                 self._reduce()
         self._has_reduced = False
+        self._call_hooks_of_programs()
 
     def remove(self) -> None:
         """Remove the reducer from the module: gradients stay each rank's own again."""
@@ -237,6 +240,8 @@ class GradientReducer:
     def _prepare(self) -> bool:
         """Set complete gradients aside: what arrives now is this rank's contribution. Returns whether there may be any."""
         self._arrived = False
+        for hooks in self._parameters.hooks_of_programs.values():
+            hooks.begin()
         if not self._has_checked:  # the module's own forward has not run
             self._check_changes()
         self._has_checked = self._has_older = self._has_previous = False
@@ -312,13 +317,29 @@ class GradientReducer:
             if self._arrived and self._syncs:
                 self._reduce()
                 self._has_reduced = True
-                return
-            self._has_reduced &= not self._arrived  # there may be something to reduce again
-            self._schedule.count_arrivals(in_hooks=False)
-            for reduced in self._parameters:
-                reduced.settle()
-            self._parameters.turn.end()
-            self._is_begun = False
+            else:
+                self._has_reduced &= not self._arrived  # there may be something to reduce again
+                self._schedule.count_arrivals(in_hooks=False)
+                for reduced in self._parameters:
+                    reduced.settle()
+                self._parameters.turn.end()
+                self._is_begun = False
+        self._call_hooks_of_programs()
+
+    def _note_hooks_of_programs(self) -> None:
+        """Which ones are due when this step has ended, in the order in which backwards reach parameters."""
+        waiting = self._parameters.hooks_of_programs
+        for reduced in reversed(list(self._parameters)) if waiting else ():
+            hooks, slots = waiting.get(id(reduced.parameter._post_accumulate_grad_hooks)), reduced.slots
+            if hooks is not None:
+                is_reduced = any(slot not in self._schedule.undelivered for slot in slots) if slots else None
+                self._due.append((hooks, is_reduced))
+
+    def _call_hooks_of_programs(self) -> None:
+        """Those for accumulated gradients, of which all are complete."""
+        due, self._due = self._due, []
+        for hooks, is_reduced in due:
+            hooks.end(is_reduced)
 
     def recover(self) -> None:
         """Before a forward: detect changes, and finish a backward that an exception ended."""
@@ -370,6 +391,7 @@ class GradientReducer:
         if self._schedule.buckets:
             self._schedule.finish()
             self._schedule.deliver(has_previous=self._has_previous)
+        self._note_hooks_of_programs()
         self._finish_step()
 
     def _finish_step(self) -> None:

@@ -32,6 +32,8 @@ class Schedule:
     num_launched: int = 0
     versions: dict[int, int] = field(default_factory=dict)
     """Versions of the gradients that existed when the backward began; see :data:`Versions`."""
+    undelivered: set[BucketSlot[Bucket]] = field(default_factory=set)
+    """Slots to which no rank has contributed in the last step."""
     _works: list[Any] = field(default_factory=list)
 
     def extend(
@@ -113,7 +115,7 @@ class Schedule:
 
     def deliver(self, *, has_previous: bool) -> None:
         """Make the results of all buckets the parameters' gradients; ``has_previous``: some have complete ones aside."""
-        unused = self.unused()
+        unused = self.undelivered = self.unused()
         is_regular = not unused and not has_previous
         for bucket in self.buckets:
             if is_regular and bucket.give_results():  # the results are marked as complete

@@ -6,11 +6,13 @@ from vescale.ir._example_inputs import example_inputs, hf_inputs, random_inputs
 from vescale.ir._expert_calls import stand_in_for_experts
 from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._flow_mode import FlowMode
+from vescale.ir._forward_state import ForwardState, KnownState
 from vescale.ir._gradient_buckets import PredictedBucket, predict_buckets
 from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._joint_sharding import join_placements, ragged_positions
 from vescale.ir._lower import check, lower
 from vescale.ir._merged_names import merge_repeats, name_list
+from vescale.ir._model_copy import copy_model
 from vescale.ir._move_collectives import Collective
 from vescale.ir._new_plan import NewPlan, new_plan
 from vescale.ir._operations import (
@@ -32,6 +34,7 @@ from vescale.ir._predict import Prediction, predict
 from vescale.ir._program import Program
 from vescale.ir._repeats import Repeats, repeats_of
 from vescale.ir._replica_checks import refuse_part_of_replicas
+from vescale.ir._skeleton import skeleton_of
 from vescale.ir._uneven_cuts import UnevenCut, uneven_cuts, uneven_inputs
 from vescale.ir._unit_layouts import UnitBucket, unit_buckets
 
@@ -45,8 +48,10 @@ __all__ = [
     "Factory",
     "Finding",
     "FlowMode",
+    "ForwardState",
     "Hook",
     "Instruction",
+    "KnownState",
     "Local",
     "LoweringError",
     "NewPlan",
@@ -66,6 +71,7 @@ __all__ = [
     "UnitBucket",
     "Wrap",
     "check",
+    "copy_model",
     "coverage",
     "example_inputs",
     "hf_inputs",
@@ -81,6 +87,7 @@ __all__ = [
     "random_inputs",
     "refuse_part_of_replicas",
     "repeats_of",
+    "skeleton_of",
     "stand_in_for_experts",
     "uneven_cuts",
     "uneven_inputs",

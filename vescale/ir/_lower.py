@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,6 +60,9 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     - regions (:class:`Factory`, :class:`Attention`, :class:`Local`, :class:`Checkpoint`), :class:`Unit`, and
       :class:`Annotate`.
 
+    Of a plan with a pipeline, the instructions are those of all stages, on the mesh of one; :mod:`vescale.pipeline` cuts
+    them.
+
     Ops that a ``checkpoint`` entry names are looked for in a forward on meta tensors, which runs the model's code.
 
     Raises:
@@ -69,7 +71,6 @@ def lower(plan: Plan, model: nn.Module) -> Program:
             communicated then.
     """
     index = _index(plan, model)
-    whole = plan
     if plan.pipeline_entry is not None:
         plan = plan.stage_plan()
     findings = Findings()
@@ -77,14 +78,7 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     errors = [finding for finding in findings.collect() if finding.severity == "error"]
     if errors:
         raise LoweringError(errors)
-    program = Program(plan.axes, tuple(_instructions(analysis, index, plan)))
-    return program if whole is plan else _staged(whole, model, program)
-
-
-def _staged(plan: Plan, model: nn.Module, program: Program) -> Program:
-    """The program with its pipeline, which stands on a higher floor, and is named for that reason."""
-    staged = importlib.import_module("vescale.pipeline").StagedProgram
-    return replace(program, pipeline=staged.of(plan, model, program))
+    return Program(plan.axes, tuple(_instructions(analysis, index, plan)))
 
 
 def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -93,7 +87,6 @@ def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None)
     With ``inputs``, and a model on the meta device, its forward is traced, too, for dims that it splits.
     """
     index = _index(plan, model)
-    whole = plan
     if plan.pipeline_entry is not None:
         plan = plan.stage_plan()
     findings = Findings()
@@ -102,11 +95,6 @@ def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None)
     except PlanError as error:
         findings.error("hostile", error.problem, error.source)
         return findings.collect()
-    if whole is not plan and not findings.has_errors:
-        try:
-            _staged(whole, model, Program(plan.axes, tuple(_instructions(analysis, index, plan))))
-        except PlanError as error:
-            findings.error("pipeline", error.problem, error.source)
     if not findings.has_errors:  # warnings would follow from the errors
         lint(plan, analysis.resolution, index, findings)
         lint_experts(plan.axes, analysis.resolution, analysis.expert_cuts, index, findings)

@@ -14,7 +14,9 @@ from torch import nn
 from vescale.compat import TorchDispatchMode
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.ir._flow_mode import FlowMode
+from vescale.ir._forward_state import state_unchanged
 from vescale.ir._model_index import ModelIndex
+from vescale.ir._skeleton import skeleton_of
 
 __all__ = ["MetaOps"]
 
@@ -23,14 +25,15 @@ _ATTENTION = "_scaled_dot_product"
 
 
 class MetaOps:
-    """Runs the model on meta tensors when it is first asked; where that fails, single modules.
+    """Runs a copy of the model on the meta device when it is first asked; where that fails, single modules of the copy.
 
-    The model's parameters and buffers are replaced by meta tensors while it runs, and nothing of the model is written to but
-    what its own forward assigns. Inputs are made up: token ids for ``input_ids``, else one tensor that fits the first layer.
+    The model itself does not run, and keeps its counters and caches. Of one that cannot be copied nothing is known. Inputs
+    are made up: token ids for ``input_ids``, else one tensor that fits the first layer.
     """
 
     def __init__(self, index: ModelIndex) -> None:
         self._index = index
+        self._copied: nn.Module | None = None
         self._found: dict[str, Counter[str] | None] = {}
         self._whole: Mapping[str, Counter[str]] | None = None
         self._has_run = False
@@ -39,11 +42,13 @@ class MetaOps:
         """(op with overload -> number of calls) in the forward of a module and those inside; None: not known."""
         if not self._has_run:
             self._has_run = True
-            self._whole = _ops_of(self._index.model, "")
+            with contextlib.suppress(Exception):  # whatever the model's classes raise
+                self._copied = skeleton_of(self._index.model).to("meta")
+                self._whole = _ops_of(self._copied, "")
         if self._whole is not None and any(_is_in(other, path) for other in self._whole):
             return _sum(self._whole, path)
         if path not in self._found:
-            alone = _ops_of(self._index.modules[path], path)
+            alone = None if self._copied is None else _ops_of(self._copied.get_submodule(path), path)
             self._found[path] = None if alone is None else _sum(alone, path)
         return self._found[path]
 
@@ -77,30 +82,17 @@ def _ops_of(module: nn.Module, path: str) -> Mapping[str, Counter[str]] | None:
     """By the innermost module that runs; None if no forward succeeds."""
     for inputs in _made_up_inputs(module):
         counter = _Counter(path)
-        with contextlib.suppress(Exception), counter.hooks(module), FlowMode(counter), torch.no_grad():
-            with _on_meta(module), counter:
+        with (
+            contextlib.suppress(Exception),
+            state_unchanged(module),  # globals, and random numbers of the host
+            counter.hooks(module),
+            FlowMode(counter),
+            torch.no_grad(),
+        ):
+            with counter:
                 module(**inputs)
             return counter.ops
     return None
-
-
-@contextlib.contextmanager
-def _on_meta(module: nn.Module) -> Iterator[None]:
-    """Parameters and buffers are meta tensors; tied ones, also those of tied modules, stay tied, and all come back."""
-    before = [
-        (table, name, x) for m in module.modules() for table in (m._parameters, m._buffers) for name, x in table.items()
-    ]
-    made: dict[int, torch.Tensor] = {}
-    for table, name, x in before:
-        if x is not None:
-            held: Any = table
-            held[name] = made.setdefault(id(x), torch.empty(x.shape, dtype=x.dtype, device="meta"))
-    try:
-        yield
-    finally:
-        for table, name, x in before:
-            held = table
-            held[name] = x
 
 
 class _Counter(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from vescale.ir._coverage import coverage
 from vescale.ir._example_inputs import example_inputs
 from vescale.ir._feature_trace import trace_features
 from vescale.ir._lower import check
+from vescale.ir._model_copy import copy_model
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._tensor_cuts import Cut, choose_cuts
 from vescale.ir._token_trace import shard_tokens
@@ -104,8 +104,9 @@ def new_plan(
     trace = trace_features(meta, given, num_ranks)
     if trace.stopped:
         raise NewPlanError(
-            f"new_plan: the forward of {type(model).__name__} does not run on the meta device: {trace.stopped}; pass other "
-            f"inputs (it was called with {', '.join(given)}), or write the plan by hand"
+            f"new_plan: the forward of {type(model).__name__} does not run on the meta device: {trace.stopped}; it was "
+            f"called with {_described(given)}. Pass other inputs (indices are integers: torch.int64, on the command line "
+            "--input NAME=SHAPE:int64), or write the plan by hand"
         )
     cuts, whole = choose_cuts(trace) if axis in plan.axes else ([], {})
     notes: list[str] = []
@@ -151,7 +152,7 @@ def on_meta(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo).eval()
+    return copy_model(model, memo).eval()
 
 
 def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
@@ -162,6 +163,15 @@ def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
         names = list(inspect.signature(model.forward).parameters)
         inputs = dict(zip(names, inputs))
     return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def _described(given: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} ({str(x.dtype).removeprefix('torch.')} {list(x.shape)})"
+        if isinstance(x, torch.Tensor)
+        else f"{name}={x!r}"
+        for name, x in given.items()
+    )
 
 
 def _batched(model: nn.Module, given: Mapping[str, Any]) -> list[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from vescale.ir._diff import ProgramDiff, diff_instructions
 from vescale.ir._instruction import Instruction
@@ -23,13 +22,10 @@ class Program:
     Attributes:
         axes: the mesh's axis names and sizes.
         instructions: in module order, then hook order, then the order of the plan.
-        pipeline: of a plan with one, a :class:`vescale.pipeline.StagedProgram`; the instructions are then those of all
-            stages, on the mesh of one. It is in no text, digest or JSON.
     """
 
     axes: MeshAxes
     instructions: tuple[Instruction, ...]
-    pipeline: Any = field(default=None, compare=False, repr=False)
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.instructions)

@@ -42,6 +42,7 @@ from vescale.ops import (
 from vescale.ops._attention_work import ROWS, AttentionWork
 from vescale.ops._boundary_copies import (
     LIVE_COPIES,
+    following_writes,
     note_local,
     num_writes,
     read_arguments,
@@ -64,6 +65,7 @@ from vescale.ops._conversion_plans import cut, stages_between
 from vescale.ops._cut_gradients import with_cut_gradient
 from vescale.ops._decision import Decision, Rule
 from vescale.ops._dispatch import misjudged_view, run_interleaved, run_op, view_of_uneven_shards
+from vescale.ops._execute import write_back
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 from vescale.ops._install import install
 from vescale.ops._links import settle, share_version
@@ -86,6 +88,7 @@ from vescale.ops.elementwise import is_elementwise
 from vescale.ops.foreach import is_foreach, is_listed
 from vescale.ops.losses import cross_entropy_of_rows, has_whole_rows, without_dim
 from vescale.ops.norms import normalizes_locally
+from vescale.ops.sparse import is_sparse, multiply_sparse
 
 __all__ = [
     "FAMILY_FILES",
@@ -115,14 +118,17 @@ __all__ = [
     "enter_local",
     "entries",
     "families",
+    "following_writes",
     "has_whole_rows",
     "install",
     "is_elementwise",
     "is_foreach",
     "is_listed",
+    "is_sparse",
     "leave_local",
     "meetings",
     "misjudged_view",
+    "multiply_sparse",
     "normalizes_locally",
     "note_local",
     "num_writes",
@@ -149,6 +155,7 @@ __all__ = [
     "with_cut_gradient",
     "without_dim",
     "wrap_global",
+    "write_back",
     "write_through",
 ]
 

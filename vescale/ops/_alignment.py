@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import DTensorSpec
 from vescale.errors import OpPlacementError
 from vescale.ops._call import Placements, names
-from vescale.placements import has_custom, move_local, ragged_axis, without_partials
+from vescale.placements import has_custom, is_pending, move_local, ragged_axis, without_partials
 
 __all__ = ["Alignment", "align"]
 
@@ -121,7 +121,7 @@ def _settle(
     partials = [placement for placement in found if placement.is_partial()]
     first = partials[0]
     passes = False
-    if first.is_partial("sum") or first.is_partial("avg"):
+    if is_pending(first, "sum", "avg"):
         if name in _ADDITIVE:  # with one operand, the other is a Python number: not to be added on every rank
             passes = len(found) > 1 and all(
                 placement == first or _is_summand(first, placement, spec, shape)
@@ -142,7 +142,7 @@ def _settle(
 
 def _is_summand(pending: Placement, own: Placement, spec: DTensorSpec, shape: torch.Size) -> bool:
     """Whether an operand can be one more contribution to a pending sum: a replicated one becomes that of the first rank."""
-    return pending.is_partial("sum") and own.is_replicate() and spec.shape == shape
+    return is_pending(pending, "sum") and own.is_replicate() and spec.shape == shape
 
 
 def _keep_pending(

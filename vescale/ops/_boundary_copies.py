@@ -34,6 +34,7 @@ __all__ = [
     "ORIGIN",
     "OUTDATED_VIEWS",
     "count_as_seen",
+    "following_writes",
     "note_local",
     "note_operand",
     "note_writes",
@@ -96,6 +97,17 @@ class _LocalPart:
 
 # Of the model's forwards, by ``id`` of a local tensor and of its storage.
 _LOCAL_PARTS: dict[tuple[int, int], _LocalPart] = {}
+
+
+@contextlib.contextmanager
+def following_writes() -> Iterator[None]:
+    """Inside, writes to DTensors are followed also while nothing is a copy."""
+    mark = object()
+    LIVE_COPIES.add(id(mark))
+    try:
+        yield
+    finally:
+        LIVE_COPIES.discard(id(mark))
 
 
 def note_local(x: DTensor) -> None:

@@ -114,7 +114,7 @@ class _Convert(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         result = _moved(x, target, requester)
         made = make_dtensor(local_of(result), spec_of(result), requires_grad=x.requires_grad)
-        watch_holder(local_of(made), made)
+        watch_holder(made)
         return made
 
     @staticmethod

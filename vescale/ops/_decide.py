@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -23,7 +24,7 @@ from vescale.ops._call import OpCall, Placements, placements_text
 from vescale.ops._decision import Decision
 from vescale.ops._registry import rules_of
 from vescale.ops.interleaved import treats_indices_alike
-from vescale.placements import CustomPlacement, contiguous_stride, has_custom, ragged_axis
+from vescale.placements import CustomPlacement, contiguous_stride, ragged_axis
 
 __all__ = ["cached", "cached_sharding", "decide", "forget_decisions", "output_specs"]
 
@@ -53,9 +54,7 @@ def _has_hash(value: Any) -> bool:
 def decide(call: OpCall) -> Decision:
     """How the call runs. Raises RuntimeError for an in-place op that would have to move the tensor it writes to, and what
     rules raise."""
-    decision = _first_decision(call) or _give_up_placements(call)
-    _check_in_place(call, decision)
-    return decision
+    return _written_back(call, _first_decision(call) or _give_up_placements(call))
 
 
 def _first_decision(call: OpCall) -> Decision | None:
@@ -77,25 +76,29 @@ def _give_up_placements(call: OpCall) -> Decision:
     """The decision without a rule: custom placements become Replicate, and PyTorch's own strategy decides the rest.
 
     The stock placements of the other mesh axes stay only for ops whose strategies are known to be right on them. For the
-    rest everything is gathered, so that the op runs as on one device. Stock operands that such an op writes to are moved
-    back afterwards; custom ones are refused (``_check_in_place``).
+    rest everything is gathered, so that the op runs as on one device.
     """
-    if treats_indices_alike(call.op):
+    if treats_indices_alike(call.op) and not call.mutated:
         inputs = tuple(
             tuple(Replicate() if isinstance(placement, CustomPlacement) else placement for placement in spec.placements)
             for spec in call.operands
         )
         return Decision(inputs, redispatch=True, fallback=True)
     inputs = tuple((Replicate(),) * spec.mesh.ndim for spec in call.operands)
-    written = tuple(index for index in call.mutated if not has_custom(call.operands[index].placements))
-    return Decision(inputs, redispatch=not written, write_back=written, fallback=True)
+    return Decision(inputs, redispatch=not call.mutated, fallback=True)
 
 
-def _check_in_place(call: OpCall, decision: Decision) -> None:
-    for index in call.mutated:
-        spec, wanted = call.operands[index], decision.inputs[index]
-        if spec.placements == wanted or index in decision.scratch or index in decision.write_back:
-            continue
+def _written_back(call: OpCall, decision: Decision) -> Decision:
+    """The decision, by which what the op writes to is moved back. Raises OpPlacementError where PyTorch decides the rest."""
+    moved = tuple(
+        index
+        for index in call.mutated
+        if call.operands[index].placements != decision.inputs[index] and index not in decision.scratch
+    )
+    if not moved or not decision.redispatch:
+        return dataclasses.replace(decision, write_back=moved) if moved else decision
+    for index in moved:
+        wanted = decision.inputs[index]
         raise OpPlacementError(
             f"{call.op} writes to {call.describe(index)}, and needs it as {placements_text(wanted)}: the write would go to "
             "a copy and be lost; use the out-of-place op and redistribute its result, or call redistribute() first"

@@ -22,6 +22,8 @@ from vescale.compat import (
     make_spec,
     observe_redistribution,
     rank_in_mesh,
+    replace_parts,
+    spec_of,
     tell_move,
     with_aliasing,
 )
@@ -31,9 +33,9 @@ from vescale.ops._decide import cached, output_specs
 from vescale.ops._decision import Decision
 from vescale.ops._fallback import report_fallback
 from vescale.ops._view_copies import remember_copy
-from vescale.placements import CustomPlacement, has_custom, move_local
+from vescale.placements import CustomPlacement, has_custom, is_pending, move_local
 
-__all__ = ["assigning", "execute"]
+__all__ = ["assigning", "execute", "write_back"]
 
 # Whether this thread runs an assignment to items of a DTensor: views must not become copies then.
 _ASSIGNING = threading.local()
@@ -95,11 +97,21 @@ def execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: dic
             locals_[index] = function(locals_[index])
         local_args, local_kwargs = substitute(args, kwargs, locals_, torch.Tensor)
         result = (decision.local or call.op)(*local_args, **local_kwargs)
-        for index, spec, target in moves:
+        for index, _, target in moves:
             if index in decision.write_back:
-                back = move_local(locals_[index], spec.mesh, spec.shape, target.placements, spec.placements).wait()
-                local_of(tensors[index]).copy_(back)
+                write_back(tensors[index], locals_[index], target)
     return _results(call, args, kwargs, result, specs)
+
+
+def write_back(x: DTensor, written: torch.Tensor, target: DTensorSpec) -> None:
+    """An op has written to a moved copy of ``x``, of which ``written`` is this rank's part: give ``x`` its values. A pending
+    reduction that contributions of ranks cannot be found for (a norm, a product) has them as they are."""
+    spec = spec_of(x)
+    if any(p.is_partial() and not is_pending(p, "sum", "avg", "max", "min") for p in spec.placements):
+        return replace_parts(x, written, target)
+    back = move_local(written, spec.mesh, spec.shape, target.placements, spec.placements).wait()
+    if back is not local_of(x):
+        local_of(x).copy_(back)
 
 
 def _all_replicated(decision: Decision) -> bool:

@@ -37,6 +37,6 @@ def _error(where: str) -> TransformError:
     kind = "a transform of torch.func (grad, vjp, vmap, ...)" if in_transform() else "forward-mode differentiation"
     return TransformError(
         f"{kind} of {where}: placements change here, and only gradients have a rule for that. Expected reverse mode: "
-        "torch.autograd.grad(..., create_graph=True), and jvp, vjp and hvp of torch.autograd.functional; or functions "
-        "of tensors, and modules without entries, inside of the model"
+        "torch.autograd.grad(..., create_graph=True), and jacobian, jvp, vjp and hvp of torch.autograd.functional; or "
+        "functions of tensors, and modules without entries, inside of the model"
     )

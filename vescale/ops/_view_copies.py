@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from vescale.comm import note_write
 from vescale.compat import DTensorSpec, local_of, no_torch_function
 from vescale.errors import OpPlacementError
 from vescale.ops._boundary_copies import (
@@ -83,11 +84,13 @@ def write_through(x: DTensor, *, sees_reads: bool = False) -> None:
     ``sees_reads``: inside of a model's forward."""
     storage = local_of(x).untyped_storage()
     written = [storage]
+    note_write(x)
     while (origin := getattr(storage, ORIGIN, None)) is not None:
         with torch.no_grad(), no_torch_function():
             copy, source, target = _copy_of(origin, storage), origin.source, origin.target
             origin.local.copy_(move_local(copy, source.mesh, source.shape, target.placements, source.placements).wait())
             settle_view(copy)
+            note_write(origin.local)
         storage = origin.local.untyped_storage()
         count_as_seen(storage)
         written.append(storage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from vescale.ops._registration import replaces
 from vescale.ops._registry import register_family
 from vescale.placements import has_custom, ragged_axis
 
-__all__ = ["is_elementwise"]
+__all__ = ["is_elementwise", "run_row_major"]
 
 # Elementwise ops that torch does not tag as pointwise, by name.
 _UNTAGGED = names(
@@ -63,7 +64,15 @@ def elementwise_rule(call: OpCall) -> Decision | None:
         )
         return Decision(inputs, redispatch=True)
     num_results = 1 if isinstance(call.meta, TensorMeta) else len(call.meta)
-    return Decision(alignment.inputs, (alignment.leader,) * num_results, prepare=alignment.prepare)
+    flat = alignment.is_ragged and call.kwargs.get("memory_format") is not None
+    local = functools.partial(run_row_major, call.op) if flat else None
+    return Decision(alignment.inputs, (alignment.leader,) * num_results, local, prepare=alignment.prepare)
+
+
+def run_row_major(op: Any, local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Flat local tensors have no other memory format."""
+    result: torch.Tensor = op(local, *args, **{**kwargs, "memory_format": None})
+    return result
 
 
 register_family("elementwise", covers=is_elementwise, rule=elementwise_rule)

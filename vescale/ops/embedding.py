@@ -32,6 +32,7 @@ class _Call(NamedTuple):
     padding: int | None
     counts: bool  # scale_grad_by_freq
     renorms: bool  # max_norm
+    is_sparse: bool
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
@@ -40,17 +41,24 @@ class _Call(NamedTuple):
             call.apply_defaults()
             given = call.arguments
             padding, renorms = given["padding_idx"], given["max_norm"] is not None
-            return cls(given["input"], given["weight"], padding, bool(given["scale_grad_by_freq"]), renorms)
+            counts = bool(given["scale_grad_by_freq"])
+            return cls(given["input"], given["weight"], padding, counts, renorms, bool(given["sparse"]))
         weight, indices = args[0], args[1]
         padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
         counts = args[3] if len(args) > 3 else kwargs.get("scale_grad_by_freq", False)
-        return cls(indices, weight, None if padding == -1 else padding, bool(counts), False)
+        sparse = args[4] if len(args) > 4 else kwargs.get("sparse", False)
+        return cls(indices, weight, None if padding == -1 else padding, bool(counts), False, bool(sparse))
 
 
 def _needs_other_ranks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether rows are sharded, or counted: the gradient may arrive sharded where the batch is not."""
+    """Whether rows are sharded, or counted: the gradient may arrive sharded where the batch is not; or a sparse gradient is
+    asked for: those of DTensors are dense."""
     call = _Call.of(func, args, kwargs)
-    return call.counts or any(shard_dim(placement) == 0 for placement in getattr(call.weight, "placements", ()))
+    return (
+        call.counts
+        or call.is_sparse
+        or any(shard_dim(placement) == 0 for placement in getattr(call.weight, "placements", ()))
+    )
 
 
 @replaces(F.embedding, torch.embedding, changes=_needs_other_ranks)

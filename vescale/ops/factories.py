@@ -14,6 +14,7 @@ from vescale.ops._call import OpCall
 from vescale.ops._decision import Decision
 from vescale.ops._observer import running_module
 from vescale.ops._registry import register, register_aten
+from vescale.ops.elementwise import run_row_major
 from vescale.placements import FlattenedShard, has_custom, ragged_axis, shard_dim, without_partials
 
 __all__: list[str] = []
@@ -47,7 +48,7 @@ def factory_rule(call: OpCall) -> Decision | None:
         num_sizes = 2 if call.name == "new_empty_strided" else 1
         return Decision((spec.placements,), (placements,), functools.partial(_like, _LIKE[call.name], num_sizes))
     if ragged_axis(placements) is not None and call.kwargs.get("memory_format") is not None:
-        return Decision((spec.placements,), (placements,), functools.partial(_row_major, call.op))
+        return Decision((spec.placements,), (placements,), functools.partial(run_row_major, call.op))
     return Decision((spec.placements,), (placements,))
 
 
@@ -72,12 +73,6 @@ def _resized(op: Any, dims: frozenset[int], local: torch.Tensor, size: Any, *arg
 
 def _like(op: Any, num_sizes: int, local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     result: torch.Tensor = op(local, *args[num_sizes:], **kwargs)
-    return result
-
-
-def _row_major(op: Any, local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Flat local tensors have no other memory format."""
-    result: torch.Tensor = op(local, *args, **{**kwargs, "memory_format": None})
     return result
 
 

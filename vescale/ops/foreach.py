@@ -54,12 +54,10 @@ def foreach_rule(call: OpCall) -> Decision | None:
             inputs[operand] = placements
         outputs.append(alignment.leader)
     scratch: tuple[int, ...] = ()
-    states: tuple[int, ...] = ()
     if call.name in _FUSED:
         arguments = [call.argument_name(argument) for argument, _ in call.positions]
         scratch = tuple(operand for operand, name in enumerate(arguments) if name == "grads")
-        states = tuple(operand for operand, name in enumerate(arguments) if name not in ("self", "grads"))
-    return Decision(tuple(inputs), None if call.meta is None else tuple(outputs), scratch=scratch, write_back=states)
+    return Decision(tuple(inputs), None if call.meta is None else tuple(outputs), scratch=scratch)
 
 
 def _with_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, convert
 from vescale.ops._registration import handles, replaces
 from vescale.ops._registry import When
-from vescale.placements import move_local, shard_dim, without_partials
+from vescale.placements import is_pending, move_local, shard_dim, without_partials
 
 __all__ = ["mean"]
 
@@ -94,7 +94,7 @@ def mean(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         return func(*args, **kwargs)
     if x.dtype not in (torch.float32, torch.float64):
         return func(_before_reduction(x, over, func), *args[1:], **kwargs)
-    if not any(p.is_partial("sum") or shard_dim(p) in over for p in x.placements):
+    if not any(is_pending(p, "sum") or shard_dim(p) in over for p in x.placements):
         return func(*args, **kwargs)
     keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     return _sum(context, torch.sum, (x, over, keepdim), {}) / math.prod(x.shape[dim] for dim in over)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of
+from vescale.compat import is_alone, local_of, without_modes
 from vescale.errors import OptimizerOptionError, OptimizerParameterError, OptimizerStateError
 from vescale.optim._adamw8bit_native import is_native, update_all
 from vescale.optim._adamw8bit_states import (
@@ -27,10 +28,10 @@ from vescale.optim._adamw8bit_states import (
 from vescale.optim._adamw8bit_update import Scalars, Update, compute_dtype, device_scalars, host_scalars, update
 from vescale.optim._blocks import Blocks, Part
 from vescale.optim._flat_blocks import FlatBlocks
-from vescale.optim._graph_capture import check_no_capture
+from vescale.optim._graph_capture import check_no_capture, eagerly
 from vescale.optim._report import ParameterReport
 from vescale.optim._row_blocks import RowBlocks
-from vescale.optim._shown_names import shown_names
+from vescale.optim._shown_names import compare_parameters, shown_names
 from vescale.optim._state_loading import ExactStates
 from vescale.optim._step_gradients import StepGradients, local_part
 from vescale.placements import Region, own_region
@@ -153,7 +154,7 @@ class AdamW8bit(ExactStates):
             self.state[p] = state | {key: tensor.new(p) for key, tensor in state_tensors(p, group).items()}
 
     def _take_replaced(self, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        for key in ("_gradients", "_names"):  # of other meshes, and of the model as it was
+        for key in ("_gradients", "_names", "_compared"):  # of other meshes, and of the model as it was
             self.__dict__.pop(key, None)
         for index in range(len(self.param_groups)):
             self._make_states(index)
@@ -184,6 +185,7 @@ class AdamW8bit(ExactStates):
         found: dict[str, Any] = {"step": step.to(parameter.device if group["capturable"] else "cpu", copy=True)}
         return found | {key: want.loaded(state[key], parameter, f"{key!r} of {name}") for key, want in expected.items()}
 
+    @eagerly
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; returns the closure's loss. Raises as :class:`AdamW8bit` for parameters that no longer are frozen."""
@@ -201,6 +203,7 @@ class AdamW8bit(ExactStates):
             for p, name in zip(group["params"], names)
             if p in self.state
         ]
+        self._compare_listed([p for _, p, _ in listed])
         if not hasattr(self, "_checked"):
             self._checked: dict[int, tuple[Any, ...]] = {}
         for group, p, name in listed:
@@ -243,6 +246,24 @@ class AdamW8bit(ExactStates):
             param.copy_(copied)
         increment_version(written)
         return loss
+
+    def _compare_listed(self, listed: Sequence[torch.Tensor]) -> None:
+        """When other parameters than before are trained: all ranks that hold them train the same."""
+        form = [*map(id, listed)]
+        if form == self.__dict__.get("_compared"):
+            return
+        self._compared = form
+        if not dist.is_available() or not dist.is_initialized() or is_alone():
+            return
+        trained = set(form)
+        described = [
+            (p.device_mesh.mesh.flatten().tolist(), name, "trained" if id(p) in trained else "frozen")
+            for group, names in zip(self.param_groups, self._shown_names())
+            for p, name in zip(group["params"], names)
+            if isinstance(p, DTensor)
+        ]
+        with without_modes():
+            compare_parameters(described)
 
     def _update(
         self,

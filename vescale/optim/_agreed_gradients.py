@@ -38,13 +38,14 @@ def agreed_gradients(
     lack it.
 
     Raises:
-        RuntimeError: a gradient that is sparse, complex, of another shape, or a plain tensor for a DTensor; one that is
-            placed otherwise than its parameter on some ranks and missing on others. With ``compare`` on every rank.
+        RuntimeError: a parameter that is frozen on some ranks only; a gradient that is sparse, complex, of another shape, or
+            a plain tensor for a DTensor; one that is placed otherwise than its parameter on some ranks and missing on
+            others. With ``compare`` on every rank.
     """
     found = [_status(parameter) for parameter in parameters]
     statuses = [status for status, _ in found]
     agreed, missing = list(statuses), [status == _NONE for status in statuses]
-    finite = _are_finite(p.tensor.grad for p in parameters) if linked is not None else True
+    finite = _are_finite(_gradient_of(p) for p in parameters) if linked is not None else True
     told = False
     if compare or linked is not None:
         agreed, missing, finite, told = _compared(parameters, statuses, finite, linked, compare)
@@ -77,7 +78,7 @@ def agreed_gradients(
     for parameter, status, lacks in zip(parameters, agreed, missing):
         if status == _NONE:
             continue
-        gradient = parameter.tensor.grad
+        gradient = _gradient_of(parameter)
         local = torch.zeros_like(parameter.local) if gradient is None else local_tensor(gradient)
         local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
         if lacks and parameter.place.mesh is not None:
@@ -103,9 +104,14 @@ def _of_replicas(parameter: MatrixParameter, local: torch.Tensor, is_there: bool
     return all_gather_v(own, sizes, group.group, requester="missing gradients").wait().view(local.shape)
 
 
+def _gradient_of(parameter: MatrixParameter) -> torch.Tensor | None:
+    """One that was left when the parameter was frozen does not count."""
+    return parameter.tensor.grad if parameter.tensor.requires_grad else None
+
+
 def _status(parameter: MatrixParameter) -> tuple[int, str]:
     """(what this rank has, what is wrong with it)"""
-    gradient, tensor = parameter.tensor.grad, parameter.tensor
+    gradient, tensor = _gradient_of(parameter), parameter.tensor
     if gradient is None:
         return _NONE, ""
     if gradient.layout != torch.strided or gradient.is_complex():
@@ -143,17 +149,27 @@ def _compared(
     pending = []
     with without_modes():
         for ranks, indices in sorted(together.items()):
-            own = [statuses[i] for i in indices] + [int(missing[i]) for i in indices] + [int(not finite)]
+            trained = [parameters[i].tensor.requires_grad for i in indices]
+            highest = [statuses[i] + 1 if each else 0 for i, each in zip(indices, trained)]
+            lacking = [int(missing[i]) if each else 2 for i, each in zip(indices, trained)]
             device = parameters[indices[0]].local.device
-            flags = torch.tensor(own, dtype=torch.uint8).to(device)
+            flags = torch.tensor([*highest, *lacking, int(not finite)], dtype=torch.uint8).to(device)
             group = group_of_ranks(ranks)
             pending.append((indices, all_reduce_(flags, "max", group, requester="gradients of an optimizer")))
+        differing: list[str] = []
         for indices, reduction in pending:
-            flags_found = reduction.wait().tolist()
-            for place, index in enumerate(indices):
-                agreed[index] = flags_found[place]
-                missing[index] = bool(flags_found[len(indices) + place])
-            finite = finite and not flags_found[-1]
+            *flags_found, is_infinite = reduction.wait().tolist()
+            for index, status, lacks in zip(indices, flags_found, flags_found[len(indices) :]):
+                agreed[index], missing[index] = max(status - 1, _NONE), bool(lacks)
+                if status and lacks == 2:
+                    differing.append(parameters[index].name)
+            finite = finite and not is_infinite
+    if differing:
+        raise MissingGradientError(
+            f"parameter {differing[0]!r} is frozen (requires_grad=False) on some ranks and trained on others"
+            + (f", and so are {len(differing) - 1} more" if len(differing) > 1 else "")
+            + "; set requires_grad alike on every rank"
+        )
     return agreed, missing, finite, linked in together
 
 

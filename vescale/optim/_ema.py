@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, make_dtensor, make_spec, spec_of, unwrapped_model, unwrapped_name
+from vescale.compat import AVERAGED_MODULES, local_of, make_dtensor, make_spec, spec_of, unwrapped_model, unwrapped_name
 from vescale.errors import EMAError
 from vescale.fsdp import state_of
 from vescale.optim._step_gradients import local_part
@@ -86,8 +86,7 @@ class EMA:
         Raises RuntimeError while the averages are swapped in, ValueError for a parameter that is gone or has another shape
         or cut.
         """
-        if self._is_swapped:
-            raise EMAError("the averages are swapped in: call swap() again, or leave its context, before update()")
+        self._refuse_swapped("update()")
         present = dict(self._tensors())
         self._check(present)
         for name, tensor in present.items():
@@ -123,7 +122,13 @@ class EMA:
                 held.copy_(average)
         increment_version([tensor for name, tensor in present.items() if name in self._averages])
         self._is_swapped = not self._is_swapped
+        for module in self._model.modules():
+            (AVERAGED_MODULES.add if self._is_swapped else AVERAGED_MODULES.discard)(module)
         return _Swapped(self)
+
+    def _refuse_swapped(self, call: str) -> None:
+        if self._is_swapped:
+            raise EMAError(f"the averages are swapped in: call swap() again, or leave its context, before {call}")
 
     def _check(self, present: dict[str, torch.Tensor]) -> None:
         if gone := [name for name in self._averages if name not in present]:
@@ -136,12 +141,12 @@ class EMA:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """``decay``, ``num_updates`` and the ``averages`` by name: the tensors themselves, whether swapped in or not."""
-        averages = dict(self._averages)
-        if self._is_swapped:
-            present = dict(self._tensors())
-            averages |= {n: present[n].detach() for n, a in averages.items() if a.dtype == present[n].dtype}
-        return {"decay": self.decay, "num_updates": self.num_updates, "averages": averages}
+        """``decay``, ``num_updates`` and the ``averages`` by name: the tensors themselves.
+
+        Raises RuntimeError while swapped: what is saved with it of the model would be the averages again.
+        """
+        self._refuse_swapped("state_dict()")
+        return {"decay": self.decay, "num_updates": self.num_updates, "averages": dict(self._averages)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -150,8 +155,7 @@ class EMA:
 
         Raises RuntimeError while swapped, ValueError for other names or shapes; nothing is changed then.
         """
-        if self._is_swapped:
-            raise EMAError("the averages are swapped in: call swap() again before load_state_dict()")
+        self._refuse_swapped("load_state_dict()")
         saved = state_dict["averages"]
         if different := saved.keys() ^ self._averages.keys():
             name = min(different)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vescale.compat import note_writes
-from vescale.errors import OptimizerOptionError, OptimizerParameterError
+from vescale.errors import OptimizerOptionError, OptimizerParameterError, OptimizerStateError
 from vescale.optim._adamw_update import ADAMW_DEFAULTS, adamw_states, adamw_update
 from vescale.optim._agreed_gradients import agreed_gradients
-from vescale.optim._graph_capture import check_no_capture
+from vescale.optim._graph_capture import check_no_capture, eagerly
 from vescale.optim._linked_ranks import LinkedRanks
 from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep
@@ -26,6 +27,17 @@ from vescale.placements import Box
 
 __all__ = ["MatrixOptimizer"]
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATES = (
+    *_MOMENTS,
+    "momentum_buffer",
+    "row_factor",
+    "row_root",
+    "row_basis",
+    "column_factor",
+    "column_root",
+    "column_basis",
+)
 _MAX_EXCHANGES = 8  # for different sets of parameters with gradients
 
 
@@ -59,7 +71,7 @@ class MatrixOptimizer(ExactStates):
         self._parameters = MatrixParameters(
             Algorithm(self._grid, self._cost, self._kinds, self._dtypes, self._announce), self._split_replicas
         )
-        self._take_new()
+        self._follow(announces=True)
 
     # What a subclass says of its algorithm.
 
@@ -84,8 +96,8 @@ class MatrixOptimizer(ExactStates):
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raises ValueError for options of a group that have no meaning."""
 
-    def _make_states(self, parameter: MatrixParameter) -> None:
-        """Fill ``self.state`` of a parameter of the algorithm, alike on every rank."""
+    def _make_states(self, parameter: MatrixParameter) -> dict[str, Any]:
+        """The states of a parameter of the algorithm, alike on every rank."""
         raise NotImplementedError
 
     def _begin(self, parameters: Sequence[MatrixParameter]) -> None:
@@ -140,45 +152,98 @@ class MatrixOptimizer(ExactStates):
             for key in set(self.defaults) - given - {"algorithm"}:
                 del param_group[key]
         try:
-            if algorithm != "adamw":
-                self._check_group(param_group)
+            self._check_options(param_group)
             for tensor in param_group["params"]:
                 if tensor.is_complex() or not tensor.is_floating_point():
                     raise OptimizerParameterError(
                         f"a parameter of shape {tuple(tensor.shape)} is {tensor.dtype}; expected a real float"
                     )
             if self._parameters is not None:
-                self._take_new()
+                self._follow(announces=True)
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _take_new(self) -> None:
-        parameters = self._known()
-        for parameter in parameters.take(self.param_groups):
-            self._fill_states(parameter)
+    def _follow(self, replaced: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}), **options: bool) -> None:
+        """Plan what is in the groups now, whoever has put it there; the groups are the only list of parameters."""
+        form = [
+            (id(group), *map(id, group["params"]), *(repr(group.get(option)) for option in self._planned))
+            for group in self.param_groups
+        ]
+        if form == self.__dict__.get("_form") and not options:
+            return
+        for group in self.param_groups:
+            self._check_options(group)
         self._exchanges.clear()
+        for parameter in self._known().follow(self.param_groups, replaced, check=self._check_states, **options):
+            state = self.state.pop(parameter.tensor, None)
+            self._fill_states(parameter)
+            if state:  # of one that was here before, or of a copy: owners may be others now
+                own = self.state.get(parameter.tensor) or self._made_states(parameter)
+                self.state[parameter.tensor] = self.loaded_state(parameter.tensor, state, own)
+        self._form = form
+
+    _planned: tuple[str, ...] = ("algorithm", "blocks")
+    """Options of a group that decide which matrices and states a parameter has."""
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        options = ADAMW_DEFAULTS if group["algorithm"] == "adamw" else self.defaults
+        if missing := sorted(options.keys() - group.keys() - {"differentiable"}):  # torch gives that to copies
+            raise OptimizerOptionError(
+                f"a group has algorithm={group['algorithm']!r} and no {missing}: it was made for another algorithm; "
+                "give its parameters to add_param_group() of this one"
+            )
+        if group["algorithm"] != "adamw":
+            self._check_group(group)
+
+    def _check_states(self, parameter: MatrixParameter) -> None:
+        """Raises ValueError for states that were made for other options."""
+        state = self.state.get(parameter.tensor)
+        if not state:
+            return
+        expected = self._expected_states(parameter)
+        own = {name: tuple(state[name].shape) for name in state if name.partition(".")[0] in _STATES}
+        for name, shape in {**dict.fromkeys(expected), **own}.items():
+            if name.partition(".")[0] in _MOMENTS and (shape is None or name not in expected):
+                continue  # made when they are needed, and kept
+            if shape != expected.get(name):
+                raise OptimizerStateError(
+                    f"parameter {parameter.name!r} has a state {name!r} of shape {shape}, and expects "
+                    f"{expected.get(name)} with {self._shown_options(parameter.group)}: it was made for other options; keep "
+                    "these, or begin anew: del optimizer.state[parameter]"
+                )
+
+    def _shown_options(self, group: Mapping[str, Any]) -> str:
+        return ", ".join(f"{option}={group.get(option)!r}" for option in self._planned)
+
+    def _expected_states(self, parameter: MatrixParameter) -> dict[str, tuple[int, ...]]:
+        """The shapes of its states by name."""
+        return dict.fromkeys(_MOMENTS, parameter.place.shape)
 
     def _take_replaced(self, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        for parameter in self._known().replace(replaced, self.param_groups):
-            self._fill_states(parameter)
-        self._exchanges.clear()
+        self._follow(replaced)
 
     def _known(self) -> MatrixParameters:
         assert self._parameters is not None
         return self._parameters
 
     def _parameter(self, matrix: OwnedMatrix) -> MatrixParameter:
-        return self._known().all[matrix.parameter]
+        return self._known().by_number[matrix.parameter]
 
     def _fill_states(self, parameter: MatrixParameter) -> None:
         tensor = parameter.tensor
-        if tensor.requires_grad and tensor.device.type != "meta" and not self.state.get(tensor):
-            if parameter.group["algorithm"] == "adamw":
-                self.state[tensor] = adamw_states(tensor, parameter.group)
-            else:
-                self._make_states(parameter)
+        if tensor.requires_grad and tensor.device.type != "meta" and not self._has_states(parameter):
+            self.state[tensor] = {**self._made_states(parameter), **self.state.get(tensor, {})}
 
+    def _made_states(self, parameter: MatrixParameter) -> dict[str, Any]:
+        if parameter.group["algorithm"] == "adamw":
+            return adamw_states(parameter.tensor, parameter.group)
+        return self._make_states(parameter)
+
+    def _has_states(self, parameter: MatrixParameter) -> bool:
+        return bool(self.state.get(parameter.tensor))
+
+    @eagerly
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient on any rank.
@@ -191,6 +256,7 @@ class MatrixOptimizer(ExactStates):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow()
         self._check_capture()
         parameters = self._known().all
         if any(parameter.tensor.device.type == "meta" for parameter in parameters):
@@ -199,16 +265,15 @@ class MatrixOptimizer(ExactStates):
             )
         for parameter in parameters:
             self._fill_states(parameter)
-        trained = [p for p in parameters if p.tensor.requires_grad]
-        compare = [p for p in trained if p.travels] if self._compare_gradients is None else trained
+        compare = [p for p in parameters if p.travels] if self._compare_gradients is None else parameters
         gradients = agreed_gradients(
-            trained,
+            parameters,
             compare=() if self._compare_gradients is False else {frozenset(p.ranks) for p in compare},
             linked=self._linked.of([p.tensor for p in parameters]) if self._skip_nonfinite else None,
         )
         if not gradients:
             return loss
-        active = [p for p in trained if p.number in gradients]
+        active = [p for p in parameters if p.number in gradients]
         note_writes([p.tensor for p in active])
         own = [p for p in active if p.group["algorithm"] != "adamw"]
         self._begin(own)
@@ -236,7 +301,7 @@ class MatrixOptimizer(ExactStates):
                 (m for m in self._known().matrices if m.parameter in chosen),
                 key=lambda m: (-m.cost, m.parameter, m.block),
             )
-            device = self._known().all[numbers[0]].local.device if numbers else torch.device("cpu")
+            device = self._known().by_number[numbers[0]].local.device if numbers else torch.device("cpu")
             found = MatrixExchange(plan_rounds(matrices, self._bucket_bytes), device, type(self).__name__)
             while len(self._exchanges) >= _MAX_EXCHANGES:
                 del self._exchanges[next(iter(self._exchanges))]
@@ -257,10 +322,12 @@ class MatrixOptimizer(ExactStates):
     @property
     def ownership(self) -> Ownership:
         """Who computes which matrix, and the planned cost of each rank: of matrices on meshes that this rank is part of."""
+        self._follow()
         return self._known().ownership
 
     def parameter_reports(self) -> list[ParameterReport]:
         """One for each parameter, in the order of the groups. No communication."""
+        self._follow()
         parameters = self._known().all
         numbers = tuple(p.number for p in parameters if p.grid is not None and p.tensor.requires_grad)
         received = self._exchange(numbers).received_bytes()
@@ -281,14 +348,16 @@ class MatrixOptimizer(ExactStates):
         """
         check_same_algorithms(self.param_groups, state_dict["param_groups"])
         super().load_state_dict(state_dict)
-        groups = {tensor: group for group in self.param_groups for tensor in group["params"]}
+        self._follow()
         for parameter in self._known().all:
-            parameter.group = groups[parameter.tensor]  # the groups are new objects
             if parameter.group.get("capturable") and (state := self.state.get(parameter.tensor)):
                 state["step"] = state["step"].to(parameter.tensor.device)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {key: value for key, value in self.__dict__.items() if key.startswith("_") and key in _OPTIONS}
+        if phases := own.get("_phases"):  # a copy counts its parameters anew
+            places = {number: place for place, number in enumerate(self._known().by_number)}
+            own["_phases"] = {(places[n], block): phase for (n, block), phase in phases.items() if n in places}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -299,7 +368,7 @@ class MatrixOptimizer(ExactStates):
             self._parameters = MatrixParameters(
                 Algorithm(self._grid, self._cost, self._kinds, self._dtypes, lambda _: None), self._split_replicas
             )
-            self._take_new()
+            self._follow(announces=True)
 
 
 _OPTIONS = {"_skip_nonfinite", "_bucket_bytes", "_split_replicas", "_compare_gradients", "_orthogonalize", "_phases"}
@@ -325,7 +394,7 @@ class _Step(MatrixStep):
 
     def part(self, parameter: int) -> torch.Tensor:
         if parameter not in self._parts:
-            known = self._optimizer._known().all[parameter]
+            known = self._optimizer._known().by_number[parameter]
             self._parts[parameter] = self._optimizer._part(known, self._gradients[parameter])
         return self._parts[parameter]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,14 +13,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.comm import Consensus, compare_descriptions
 from vescale.compat import local_of, spec_of, without_modes
 from vescale.errors import OptimizerParameterError
 from vescale.optim._holders import holdings, replica_axes
 from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_schedule import OwnedMatrix, TensorPlace
 from vescale.optim._ownership import MeshRanks, Ownership, PlacedMatrix, assign_owners, owning_ranks
-from vescale.optim._shown_names import shown_names
+from vescale.optim._shown_names import compare_parameters, shown_names
 
 __all__ = ["Algorithm", "MatrixParameter", "MatrixParameters", "local_tensor"]
 
@@ -29,7 +29,7 @@ class MatrixParameter:
     """One parameter of an optimizer.
 
     Attributes:
-        number: its place among all parameters of the optimizer.
+        number: as the optimizer counts the parameters that it has been given.
         name: of :func:`~vescale.optim._shown_names.shown_names`.
         tensor: the parameter.
         group: its group's options.
@@ -84,13 +84,18 @@ class Algorithm:
 
 
 class MatrixParameters:
-    """All parameters of an optimizer in the order of its groups. Those that are added later leave owners as they are."""
+    """All parameters of an optimizer, as :meth:`follow` finds them in its groups. Owners stay where they are when others
+    come and go."""
 
     def __init__(self, algorithm: Algorithm, split_replicas: bool) -> None:
-        self.all: list[MatrixParameter] = []
-        self.number_of: dict[torch.Tensor, int] = {}
+        self.by_number: dict[int, MatrixParameter] = {}
         self._algorithm, self._split_replicas = algorithm, split_replicas
         self._costs: dict[frozenset[int], dict[int, int]] = {}  # of matrices by the ranks of their mesh: by rank
+        self._next_number = 0
+
+    @property
+    def all(self) -> list[MatrixParameter]:
+        return list(self.by_number.values())
 
     @property
     def matrices(self) -> list[OwnedMatrix]:
@@ -104,70 +109,79 @@ class MatrixParameters:
                 costs[rank] += cost
         return Ownership(tuple(matrix.owner for matrix in self.matrices), dict(costs))
 
-    def take(self, groups: Sequence[dict[str, Any]]) -> list[MatrixParameter]:
-        """Plan the parameters of ``groups`` that are new, and return them.
+    def follow(
+        self,
+        groups: Sequence[dict[str, Any]],
+        replaced: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
+        *,
+        announces: bool = False,
+        check: Callable[[MatrixParameter], None] = lambda _: None,
+    ) -> list[MatrixParameter]:
+        """Have the parameters of ``groups``: plan those that are new or have other matrices now, forget those that are gone.
+        Returns those that were planned.
 
-        Ranks of a mesh compare what they have been given, through the store: no collective.
+        Ranks of a mesh then compare what they have been given, through the store: no collective.
 
-        Raises ValueError on every rank if it differs, or for a parameter that has no owner; nothing is changed then.
+        Args:
+            groups: as they are now.
+            replaced: a new parameter by the one whose place it has taken; its number, which decides when work is due, is
+                that of the other one.
+            announces: that all ranks have been given parameters, this one perhaps none; else if it has new ones.
+            check: called with each parameter before anything is final.
+
+        Raises ValueError on every rank if ranks differ, or for a parameter that has no owner; nothing is changed then.
         """
+        before, known = self.by_number, {parameter.tensor: parameter for parameter in self.all}
+        numbers = {replaced[tensor]: old.number for tensor, old in known.items() if tensor in replaced}
+        costs = {ranks: dict(found) for ranks, found in self._costs.items()}
+        found: dict[int, MatrixParameter] = {}
         new: list[MatrixParameter] = []
+        options = [(old, old.group, old.name) for old in known.values()]
+        following = self._next_number
         try:
             for group, names in zip(groups, shown_names(groups)):
                 for name, tensor in zip(names, group["params"]):
-                    if tensor not in self.number_of:
-                        parameter = MatrixParameter(len(self.all), name, tensor, group, _place(tensor, name))
-                        parameter.grid = self._algorithm.grid(parameter)
-                        self.number_of[tensor] = parameter.number
-                        self.all.append(parameter)
+                    parameter = MatrixParameter(following, name, tensor, group, _place(tensor, name))
+                    parameter.grid = self._algorithm.grid(parameter)
+                    old = known.get(tensor)
+                    if old is not None and self._are_planned_alike(old, parameter):
+                        old.group, old.name = group, name
+                        parameter = old
+                    else:
                         new.append(parameter)
-            self._plan(new, announce=True)
-        except BaseException:
-            for parameter in new:
-                del self.number_of[parameter.tensor]
-            del self.all[len(self.all) - len(new) :]
-            raise
-        return new
-
-    def replace(
-        self, replaced: Mapping[torch.Tensor, torch.Tensor], groups: Sequence[dict[str, Any]]
-    ) -> list[MatrixParameter]:
-        """Plan the parameters that have taken the place of others, and are in ``groups`` now; returns them.
-
-        Their numbers, which decide when work is due, are those of the others; owners of all that stays are as they were.
-        Raises as :meth:`take`; nothing is changed then.
-        """
-        shown = zip(groups, shown_names(groups))
-        names = {tensor: name for group, names in shown for tensor, name in zip(group["params"], names)}
-        before, new = list(self.all), []
-        costs = {ranks: dict(found) for ranks, found in self._costs.items()}
-        try:
-            for old in before:
-                if (tensor := replaced.get(old.tensor)) is None:
-                    continue
-                place = _place(tensor, names[tensor])
-                parameter = MatrixParameter(old.number, names[tensor], tensor, old.group, place)
-                parameter.grid = self._algorithm.grid(parameter)
+                        parameter.number = numbers.get(tensor, following)
+                        following += parameter.number == following
+                    found[parameter.number] = parameter
+            gone = [old for old in before.values() if found.get(old.number) is not old]
+            self.by_number = found
+            for old in gone:
                 for matrix in old.matrices if old.place.mesh is not None else ():
                     for rank in owning_ranks(_placed(matrix), matrix.owner):
                         self._costs[frozenset(old.ranks)][rank] -= matrix.cost
-                self.all[old.number] = parameter
-                new.append(parameter)
-            self._plan(new)
+            if new or gone or announces:
+                added = [parameter for parameter in new if parameter.tensor not in numbers]
+                with without_modes():
+                    compare_parameters([(p.ranks, p.name, p.describe()) for p in self.all])
+                    if added or announces:
+                        self._algorithm.announce(added)
+                    self._assign(new)
+            for parameter in self.all:
+                check(parameter)
         except BaseException:
-            self.all, self._costs = before, costs
+            self.by_number, self._costs = before, costs
+            for old, group, name in options:
+                old.group, old.name = group, name
             raise
-        self.number_of = {parameter.tensor: parameter.number for parameter in self.all}
-        for parameter in self.all:  # of a model that is given layer by layer, the last call knows most
-            parameter.name = names[parameter.tensor]
+        self._next_number = following
         return new
 
-    def _plan(self, parameters: Sequence[MatrixParameter], announce: bool = False) -> None:
-        with without_modes():
-            _compare(parameters)
-            if announce:
-                self._algorithm.announce(parameters)
-            self._assign(parameters)
+    def _are_planned_alike(self, one: MatrixParameter, other: MatrixParameter) -> bool:
+        found, expected = ((p.place.shape, p.place.mesh, p.place.placements, p.grid) for p in (one, other))
+        if found != expected:
+            return False
+        return one.grid is None or all(
+            (matrix.sends, matrix.receives) == self._algorithm.dtypes(other) for matrix in one.matrices
+        )
 
     def _assign(self, parameters: Sequence[MatrixParameter]) -> None:
         made: list[OwnedMatrix] = []
@@ -208,7 +222,7 @@ class MatrixParameters:
                 index = on_meshes[number]
                 made[index] = _owned(made[index], owner, placed[number].fixed)
         for matrix in made:
-            self.all[matrix.parameter].matrices.append(matrix)
+            self.by_number[matrix.parameter].matrices.append(matrix)
 
     def _known_to_all(self, ranks: frozenset[int]) -> dict[int, int]:
         """What each rank has to compute, as far as all of ``ranks`` know it, who plan alike: matrices on all of them. One of
@@ -269,17 +283,3 @@ def _place(tensor: torch.Tensor, name: str) -> TensorPlace:
 
 def _mesh_ranks(mesh: DeviceMesh) -> MeshRanks:
     return MeshRanks(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-
-
-def _compare(parameters: Sequence[MatrixParameter]) -> None:
-    together: dict[tuple[int, ...], list[MatrixParameter]] = defaultdict(list)
-    for parameter in parameters:
-        if len(parameter.ranks) > 1:
-            together[tuple(sorted(parameter.ranks))].append(parameter)
-    for ranks, members in sorted(together.items(), key=lambda item: item[0]):
-        described = {"parameters": [(f"{p.name} ({number})", p.describe()) for number, p in enumerate(members)]}
-        found = compare_descriptions(described, Consensus(ranks, "owners of matrices"), lambda: "planning an optimizer")
-        if found is not None:
-            raise OptimizerParameterError(
-                f"the optimizer's {found.text()}; give every rank the same parameters, in the same order and groups"
-            )

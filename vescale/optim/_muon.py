@@ -165,8 +165,15 @@ class Muon(MatrixOptimizer):
         iterated = named_dtype(group["ns_dtype"])
         return (own if group["norm_dtype"] is not None else iterated), iterated
 
-    def _make_states(self, parameter: MatrixParameter) -> None:
-        self.state[parameter.tensor] = {"momentum_buffer": torch.zeros_like(parameter.tensor, requires_grad=False)}
+    _planned = (*MatrixOptimizer._planned, "ns_dtype", "norm_dtype")
+
+    def _expected_states(self, parameter: MatrixParameter) -> dict[str, tuple[int, ...]]:
+        if parameter.group["algorithm"] == "adamw":
+            return super()._expected_states(parameter)
+        return {"momentum_buffer": parameter.place.shape}
+
+    def _make_states(self, parameter: MatrixParameter) -> dict[str, Any]:
+        return {"momentum_buffer": torch.zeros_like(parameter.tensor, requires_grad=False)}
 
     def _part(self, parameter: MatrixParameter, gradient: torch.Tensor) -> torch.Tensor:
         momentum = parameter.group["momentum"]

@@ -139,11 +139,12 @@ def muon_layout(
     In a plan, write the same block: ``plan.shard(path, RaggedShard(block=m * n), ...)``.
 
     Args:
-        model: the module that is given to ``fully_shard``; names are relative to it.
+        model: the module that is given to ``fully_shard``, or one that it is in.
         groups: of :func:`muon_groups` of this module, for its ``blocks`` and what is left to AdamW; None: every
             parameter of 2 or 3 dims is one matrix, or a stack of matrices.
 
-    Returns ``policy(name, parameter)``: elements that stay together, None where a cut may be anywhere.
+    Returns ``policy(name, parameter)``: elements that stay together, None where a cut may be anywhere. It raises ValueError
+    for a parameter that the model did not have.
     """
     known = dict(model.named_parameters(remove_duplicate=False))
     specs: dict[nn.Parameter, Any] = {}
@@ -154,15 +155,23 @@ def muon_layout(
             if group.get("algorithm", "muon") == "muon":
                 for member in group["params"]:
                     specs[member[1] if isinstance(member, tuple) else member] = group.get("blocks")
-    sizes: dict[str, int] = {}
+    sizes: dict[nn.Parameter, int | None] = {}
     for name, parameter in known.items():
+        sizes[parameter] = None
         if parameter in specs:
             grid = matrix_grid(tuple(parameter.shape), specs[parameter], name)
             numels = {math.prod(box.sizes) for box in grid.boxes}
             has_runs = len(numels) == 1 and len(grid.cuts[-1]) == 2
-            sizes[name] = numels.pop() if has_runs else math.prod(parameter.shape[-2:])
+            sizes[parameter] = numels.pop() if has_runs else math.prod(parameter.shape[-2:])
 
     def policy(name: str, parameter: torch.Tensor) -> int | None:
-        return sizes.get(name)
+        own = known.get(name)  # of a copy, or replaced since: by its name
+        found = parameter if parameter in sizes else own if own is not None and own.shape == parameter.shape else None
+        if found is None:
+            raise MatrixBlocksError(
+                f"muon_layout was made for a model without parameter {name!r} of shape {tuple(parameter.shape)}; make it of "
+                "the module that is given to fully_shard: orig_param_policy=muon_layout(block)"
+            )
+        return sizes[found]
 
     return policy

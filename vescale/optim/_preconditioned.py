@@ -99,16 +99,36 @@ class PreconditionedOptimizer(MatrixOptimizer):
     def _dtypes(self, parameter: MatrixParameter) -> tuple[torch.dtype, torch.dtype]:
         return parameter.tensor.dtype, _wide(parameter)
 
-    def _make_states(self, parameter: MatrixParameter) -> None:
-        tensor = parameter.tensor
+    def _make_states(self, parameter: MatrixParameter) -> dict[str, Any]:
         states: dict[str, torch.Tensor] = {"step": torch.tensor(0.0)}
         for matrix in parameter.matrices:
             for name, shape in self._state_shapes(parameter, matrix).items():
                 key = state_name(name, matrix, len(parameter.matrices))
                 states[key] = owner_state(matrix, shape, self._state_dtype(parameter, name), parameter.local.device)
         for name in () if parameter.grid is not None else self._element_states:
-            states[name] = torch.zeros_like(tensor, dtype=_wide(parameter), requires_grad=False)
-        self.state[tensor] = states
+            states[name] = torch.zeros_like(parameter.tensor, dtype=_wide(parameter), requires_grad=False)
+        return states
+
+    def _has_states(self, parameter: MatrixParameter) -> bool:
+        """Also those that options demand which were set after it was made, as OneCycleLR sets momenta."""
+        states = self.state.get(parameter.tensor)
+        if not states or not parameter.matrices:
+            return bool(states)
+        first = parameter.matrices[0]
+        names = self._state_shapes(parameter, first)
+        return all(state_name(name, first, len(parameter.matrices)) in states for name in names)
+
+    def _expected_states(self, parameter: MatrixParameter) -> dict[str, tuple[int, ...]]:
+        if parameter.grid is None:
+            return super()._expected_states(parameter)
+        number = len(parameter.matrices)
+        return {
+            state_name(name, matrix, number): shape
+            for matrix in parameter.matrices
+            for name, shape in self._state_shapes(parameter, matrix).items()
+        }
+
+    _planned = (*MatrixOptimizer._planned, "max_preconditioner_dim")
 
     _element_states: tuple[str, ...] = ()
     """Names of states, placed like the parameter, of parameters without matrices."""

@@ -147,10 +147,11 @@ class Shampoo(PreconditionedOptimizer):
         direction = states["row_root"] @ filtered
         if "column_root" in states:
             direction = direction @ states["column_root"]
-        if group["grafting"] is None:
-            return direction
-        tiny = torch.finfo(direction.dtype).tiny
-        return direction.mul_(grafted.norm() / direction.norm().clamp(min=tiny))
+        norm = direction.norm()
+        if group["grafting"] is not None:
+            direction.mul_(grafted.norm() / norm.clamp(min=torch.finfo(direction.dtype).tiny))
+        # No root has been due since the parameter, or the checkpoint, came from other groups, with another schedule.
+        return torch.where(norm == 0, grafted, direction)
 
     def _grafted(
         self, group: dict[str, Any], gradient: torch.Tensor, states: dict[str, torch.Tensor], step: int

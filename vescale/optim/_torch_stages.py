@@ -11,8 +11,11 @@ from vescale.comm import record
 from vescale.compat import install_part
 from vescale.gradients import pipeline_groups, shares_of, shares_of_gradients
 from vescale.optim._clip import get_total_norm
+from vescale.optim._coupled_steps import refuse_coupled_steps
 
 __all__ = ["extend_torch_for_stages"]
+
+_INSTALLED: list[bool] = []  # hooks of optimizers
 
 
 class _OverStages:
@@ -40,4 +43,7 @@ class _OverStages:
 
 def extend_torch_for_stages() -> None:
     """Once in a process; see the part ``stages`` of the table of patches."""
+    if not _INSTALLED:
+        _INSTALLED.append(True)
+        refuse_coupled_steps()
     install_part("stages", _OverStages())

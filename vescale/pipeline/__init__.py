@@ -5,13 +5,13 @@ from vescale.pipeline._balance import partition, state_bytes
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import current_run
 from vescale.pipeline._guessed_check import without_guesses
-from vescale.pipeline._install import PipelineModule, parallelize
+from vescale.pipeline._install import PipelineModule, install_stages
 from vescale.pipeline._measured_costs import measure_costs
 from vescale.pipeline._runner import Runner
 from vescale.pipeline._schedule import Action, Schedule, make_schedule
 from vescale.pipeline._schedule_page import schedule_page
 from vescale.pipeline._stage_program import program_of_stages
-from vescale.pipeline._staged_program import StagedProgram
+from vescale.pipeline._staged_program import StagedProgram, check_stages
 
 __all__ = [
     "Action",
@@ -20,10 +20,11 @@ __all__ = [
     "Runner",
     "Schedule",
     "StagedProgram",
+    "check_stages",
     "current_run",
+    "install_stages",
     "make_schedule",
     "measure_costs",
-    "parallelize",
     "partition",
     "program_of_stages",
     "schedule_page",

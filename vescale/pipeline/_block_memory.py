@@ -13,9 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_leaves
-from vescale.ir import Checkpoint, FlowMode, Local, Program, stand_in_for_experts
+from vescale.ir import Checkpoint, FlowMode, Local, Program, skeleton_of, stand_in_for_experts
 from vescale.pipeline._block_work import guessed_inputs, num_tokens
-from vescale.pipeline._skeleton import skeleton_of
 from vescale.plans import CheckpointPolicy, split_selector
 from vescale.runtime import SavingRule
 

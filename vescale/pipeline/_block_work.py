@@ -15,8 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode
 from vescale.errors import PlanError
-from vescale.ir import FlowMode, example_inputs
-from vescale.pipeline._skeleton import skeleton_of
+from vescale.ir import FlowMode, example_inputs, skeleton_of
 from vescale.plans import config_value
 
 __all__ = ["block_work", "guessed_inputs", "num_tokens"]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from vescale.compat import note
+from vescale.compat.model_hooks import CHECKPOINTED_APART, REFUSES_REENTRANT
 from vescale.pipeline._cut import Cut
 
-__all__ = ["Gate", "Run", "StageEnd", "add_gates", "current_run", "running"]
+__all__ = ["Gate", "Run", "StageEnd", "add_gates", "current_run", "recomputed", "running"]
 
 _THREAD = threading.local()
 
@@ -24,6 +26,10 @@ class StageEnd(Exception):
 
 class Run(Protocol):
     """A forward of the model."""
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether no gated module runs."""
 
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place of the module's call, hooks and all; ``proceed(*args, **kwargs)`` is that call."""
@@ -73,6 +79,33 @@ def running(run: Run | None) -> Iterator[None]:
         yield
     finally:
         _THREAD.run = before
+
+
+def _checkpointed_apart(options: Mapping[str, Any]) -> contextlib.AbstractContextManager[None] | None:
+    """Where the model checkpoints functions that call gated modules: these calls are checkpointed one by one, for what they
+    are given is there then. (What the function is given may stand for what a stage receives.)"""
+    run = current_run()
+    return None if run is None or not run.is_outside else _recomputing(options)
+
+
+@contextlib.contextmanager
+def _recomputing(options: Mapping[str, Any]) -> Iterator[None]:
+    before = getattr(_THREAD, "options", None)
+    _THREAD.options = options
+    try:
+        yield
+    finally:
+        _THREAD.options = before
+
+
+def recomputed(proceed: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a gated module, checkpointed if it is a part of what the model checkpoints."""
+    options = getattr(_THREAD, "options", None)
+    return proceed if options is None else functools.partial(checkpoint, proceed, use_reentrant=False, **options)
+
+
+CHECKPOINTED_APART.append(_checkpointed_apart)
+REFUSES_REENTRANT.append(lambda: current_run() is not None)  # some schedules split backwards
 
 
 def current_run() -> Run | None:

@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from vescale.errors import PipelineBatchError, PipelineLossError, PipelineTraceError
-from vescale.ir import random_inputs
+from vescale.ir import random_inputs, skeleton_of
 from vescale.pipeline._batches import Signature, microbatches_of, traced_pair
 from vescale.pipeline._block_work import guessed_inputs
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss
-from vescale.pipeline._skeleton import skeleton_of
 from vescale.plans import PipelineEntry
 
 __all__ = ["check_with_guesses", "without_guesses"]

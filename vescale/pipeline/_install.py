@@ -1,4 +1,4 @@
-"""``parallelize`` for a plan with a pipeline: each rank keeps the model with the parameters of its stages."""
+"""Installing a plan with a pipeline: each rank keeps the model with the parameters of its stages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import name_group
 from vescale.compat import note
-from vescale.errors import ParallelizeError
 from vescale.gradients import OtherStages, set_other_stages
-from vescale.ir import Program, lower
 from vescale.optim import extend_torch_for_stages
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
@@ -25,10 +23,10 @@ from vescale.pipeline._runner import Runner
 from vescale.pipeline._stage_program import program_of_stages
 from vescale.pipeline._stage_run import end_forward
 from vescale.pipeline._staged_program import StagedProgram
-from vescale.plans import MeshAxes, Plan, PlanError
-from vescale.runtime import install, preflight
+from vescale.plans import MeshAxes
+from vescale.runtime import Runtime, install, run_eagerly
 
-__all__ = ["PipelineModule", "parallelize"]
+__all__ = ["PipelineModule", "install_stages"]
 
 # Of the next pipeline, by the process group of its stages, whose ranks all make the same pipelines.
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
@@ -74,40 +72,14 @@ def _with_steps(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (PipelineModule, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def parallelize(
-    model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None, strict: bool = False, mode: str = "eager"
-) -> nn.Module:
-    """See :func:`vescale.parallelize`; the model, in place, as a :class:`PipelineModule`."""
-    entry = plan.pipeline_entry
-    assert entry is not None
-    known = mesh if mesh is not None else plan.mesh
-    try:
-        if mode != "eager":
-            raise ParallelizeError(
-                f"pipeline: mode={mode!r} records a step of the whole model, and each rank has some of its stages; leave "
-                "out mode= of parallelize, or the plan's pipeline",
-                entry.source,
-            )
-        if known is not None and MeshAxes.of(known) != plan.axes:
-            raise ParallelizeError(
-                f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(known)}; give the plan's mesh"
-            )
-        program = lower(plan, model)
-        if program.pipeline.problem is not None:
-            raise program.pipeline.problem
-    except PlanError as problem:
-        preflight(model, known, plan=plan, problem=problem)
-        raise
-    preflight(model, known, plan=plan, program=program)
-    if known is None:
-        devices = [p.device.type for p in model.parameters() if p.device.type != "meta"]
-        known = init_device_mesh(devices[0] if devices else "cpu", plan.axes.sizes, mesh_dim_names=plan.axes.names)
-    return _install(model, program, known, strict=strict)
+def install_stages(model: nn.Module, staged: StagedProgram, mesh: DeviceMesh, *, strict: bool = False) -> Runtime:
+    """Keep the stages of this rank, install their program on the mesh of one stage, and make ``model`` a
+    :class:`PipelineModule`, in place.
 
-
-def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool) -> nn.Module:
-    staged: StagedProgram = program.pipeline
-    entry, cut, schedule = staged.entry, staged.cut, staged.schedule
+    Args:
+        mesh: the plan's, with the pipeline's axis.
+    """
+    entry, cut, schedule, program = staged.entry, staged.cut, staged.schedule, staged.program
     inner = _stage_mesh(mesh, entry.mesh, program.axes)
     group = mesh.get_group(entry.mesh)
     name_group(group, entry.mesh)  # the default group, where stages are on all ranks, has no name of its own
@@ -120,7 +92,8 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     set_other_stages(model, OtherStages(frozenset(names - model.state_dict(keep_vars=True).keys()), foreign))
     add_gates(model, cut)
     local_inputs, of_stages = LocalInputs.taken_out(of_stages, inner)
-    install(model, of_stages, inner, strict=strict)
+    runtime = install(model, of_stages, inner, strict=strict)
+    run_eagerly(runtime, model)
     column = "-".join(map(str, inner.get_coordinate() or ()))
     number = next(_NUMBERS.setdefault(group, itertools.count()))
     place = f"vescale/pipeline/{group.group_name}/{number}/{column}"
@@ -130,7 +103,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     note("pipeline._install:class", model)
     model.__class__ = _with_steps(type(model))  # type: ignore[arg-type]
     model.__dict__["forward"] = end_forward(model, model.forward)
-    return model
+    return runtime
 
 
 def _stage_mesh(mesh: DeviceMesh, axis: str, axes: MeshAxes) -> DeviceMesh:

@@ -13,9 +13,8 @@ from torch import nn
 
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_leaves
-from vescale.ir import FlowMode
+from vescale.ir import FlowMode, skeleton_of
 from vescale.pipeline._block_work import guessed_inputs
-from vescale.pipeline._skeleton import skeleton_of
 
 __all__ = ["SHAPE_ONLY", "stages_that_read"]
 

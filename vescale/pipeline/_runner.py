@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from vescale.comm import record, requested_by
 from vescale.compat import map_tensors
 from vescale.compat.random_ops import without_native_fills
 from vescale.errors import PipelineCallError, PipelineRowsError, PipelineTraceError
-from vescale.gradients import StageShare, set_shares
+from vescale.gradients import StageShare, StepHooks, set_shares
 from vescale.pipeline._batch_reads import Place
 from vescale.pipeline._batches import MOST_BRANCHES, Signature, inputs_of, like, microbatches_of, traced_pair
 from vescale.pipeline._cut import Cut
@@ -128,8 +128,15 @@ class Runner:
                 "step, when gradients would have been added to those before; call .step() outside of no_sync(), it reduces "
                 "gradients once"
             )
-        with self._on(batch):
-            earlier = self._without_gradients() if scales else []
+        hooks = StepHooks(self.model.parameters())
+        if not syncs and self.ties.are_among(hooks.parameters):
+            raise PipelineCallError(
+                "pipeline: .step() inside of no_sync() with hooks on the gradient of a parameter that several stages use: "
+                "the gradient is complete when stages have added theirs; call .step() outside of no_sync()"
+            )
+        with self._on(batch), hooks.muted():
+            before_hooks = self._without_gradients(hooks.parameters)
+            earlier = self._without_gradients(self.model.parameters()) if scales else []
             self.ties.set_aside(syncs=syncs)
             with kept_gathered(self.model) as self._gathered, no_sync(self.model):
                 self._resident, self._let_go, self._ended = set(), self._let_go_in_step, {}
@@ -143,11 +150,12 @@ class Runner:
                 self.ties.complete()
             if scales:
                 _add(earlier, 1.0 if count is None else 1.0 / count if count else float("inf"))
+        hooks.run([gradient for _, gradient in before_hooks])
         return loss
 
-    def _without_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+    def _without_gradients(self, parameters: Iterable[Any]) -> list[tuple[Any, torch.Tensor | None]]:
         """The parameters with their gradients, which are taken away."""
-        found = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        found = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, _ in found:
             parameter.grad = None
         return found

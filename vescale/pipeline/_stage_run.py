@@ -17,7 +17,7 @@ from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
 from vescale.errors import PipelineCallError, PipelineTraceError
 from vescale.pipeline._batch_reads import Place, ReadCalls
 from vescale.pipeline._batches import Signature
-from vescale.pipeline._gates import Gate, StageEnd, current_run
+from vescale.pipeline._gates import Gate, StageEnd, current_run, recomputed
 from vescale.pipeline._hooked_calls import TensorLike, call_hooks, seeing_values
 from vescale.pipeline._row_trial import RowTrial
 from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TracedCall, WholeValues
@@ -94,6 +94,10 @@ class StageRun:
                 stack.enter_context(ReadCalls(lambda: self.number - 1 if self.depth else -1, self.answers))
             yield
 
+    @property
+    def is_outside(self) -> bool:
+        return not self.depth
+
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.depth:
             return proceed(*args, **kwargs)
@@ -109,7 +113,8 @@ class StageRun:
         self.depth += 1
         try:
             with self._around_hooks(gate, number):
-                result = proceed(*args, **kwargs) if trial is None else trial.run(proceed, args, kwargs)
+                call = recomputed(proceed)
+                result = call(*args, **kwargs) if trial is None else trial.run(call, args, kwargs)
         finally:
             self.depth -= 1
         if trial is not None:

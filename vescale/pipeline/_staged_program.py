@@ -9,7 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.ir import Local, Program, Unit, UnitBucket, predict, predict_buckets, stand_in_for_experts, unit_buckets
+from vescale.ir import (
+    Finding,
+    Local,
+    Program,
+    Unit,
+    UnitBucket,
+    check,
+    lower,
+    predict,
+    predict_buckets,
+    skeleton_of,
+    stand_in_for_experts,
+    unit_buckets,
+)
 from vescale.pipeline._batches import inputs_of, microbatches_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
@@ -17,19 +30,18 @@ from vescale.pipeline._guessed_check import check_with_guesses
 from vescale.pipeline._loss_path import check_loss
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Schedule, make_schedule
-from vescale.pipeline._skeleton import skeleton_of
 from vescale.pipeline._stage_program import program_of_stages, refuse_torn
 from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import Trace
 from vescale.pipeline._traced_dtypes import TracedDtypes
 from vescale.plans import PipelineEntry, Plan, PlanError
 
-__all__ = ["StagedProgram", "stages_of_unit"]
+__all__ = ["StagedProgram", "check_stages", "stages_of_unit"]
 
 
 @dataclass(frozen=True)
 class StagedProgram:
-    """``program.pipeline`` of a program that was lowered from a plan with a pipeline.
+    """A plan with a pipeline, and a model, as stages.
 
     Attributes:
         entry: the plan's.
@@ -48,11 +60,18 @@ class StagedProgram:
     problem: PlanError | None = None
 
     @classmethod
-    def of(cls, plan: Plan, model: nn.Module, program: Program) -> StagedProgram:
-        """Raises PlanError for a pipeline that does not fit the model, the mesh or the program, also in a forward of guessed
-        inputs, if there are any that the model takes."""
+    def of(cls, plan: Plan, model: nn.Module, program: Program | None = None) -> StagedProgram:
+        """Cut a model into the stages of a plan's pipeline.
+
+        Args:
+            program: ``lower(plan, model)``; None: lowered here.
+
+        Raises PlanError for a pipeline that does not fit the model, the mesh or the program, also in a forward of guessed
+        inputs, if there are any that the model takes.
+        """
         entry = plan.pipeline_entry
         assert entry is not None
+        program = lower(plan, model) if program is None else program
         num_ranks = plan.axes.size(entry.mesh)
         cut = Cut.of(model, entry, num_ranks, program)
         schedule = make_schedule(entry, num_ranks, cut.num_stages)
@@ -154,6 +173,18 @@ class StagedProgram:
             ranks = {self.schedule.rank_of[stage] for stage in stages}
             if len(ranks) > 1 and rank in ranks and self.skeleton.get_parameter(name).requires_grad:
                 found[min(stages & own)]["reductions"] += 1
+
+
+def check_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> tuple[Finding, ...]:
+    """What :func:`vescale.ir.check` finds in a plan; where that is no error, why the plan's pipeline does not fit the
+    model."""
+    found = check(plan, model, inputs)
+    if plan.pipeline_entry is not None and not any(finding.severity == "error" for finding in found):
+        try:
+            StagedProgram.of(plan, model)
+        except PlanError as error:
+            return (Finding("error", "pipeline", error.problem, error.source, ()),)
+    return found
 
 
 def unit_buckets_of(program: Program, model: nn.Module, path: str, unit: Unit) -> tuple[UnitBucket, ...]:

@@ -37,6 +37,10 @@ class Ties:
         found = [(name, self.model.get_parameter(name), group) for name, group in self.tied]
         return [one for one in found if one[1].requires_grad]
 
+    def are_among(self, parameters: Sequence[torch.Tensor]) -> bool:
+        tied = {id(parameter) for _, parameter, _ in self._parameters()}
+        return any(id(parameter) in tied for parameter in parameters)
+
     def set_aside(self, *, syncs: bool) -> None:
         """Take complete gradients of earlier steps away, so that this step's can be added up apart from them.
 

@@ -168,6 +168,10 @@ class _Recorder(TorchDispatchMode):
 
     # Calls of modules
 
+    @property
+    def is_outside(self) -> bool:
+        return self.inside is None
+
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inside is not None:  # a module of a gated one
             return proceed(*args, **kwargs)

@@ -14,6 +14,7 @@ from vescale.placements._native_moves import NativeMove, native_move
 from vescale.placements._normalized_placements import normalize_placements
 from vescale.placements._placement_kinds import (
     at_dim,
+    is_pending,
     is_sharded,
     ragged_axis,
     shard_dim,
@@ -47,6 +48,7 @@ __all__ = [
     "from_local",
     "full_tensor",
     "has_custom",
+    "is_pending",
     "is_sharded",
     "largest_shape",
     "local_region",

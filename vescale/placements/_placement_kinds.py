@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import StridedShard
@@ -13,7 +13,16 @@ from vescale.placements._flattened import FlattenedShard
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._ragged import RaggedShard
 
-__all__ = ["at_dim", "is_sharded", "ragged_axis", "shard_dim", "shift_dim", "split_factor", "without_partials"]
+__all__ = [
+    "at_dim",
+    "is_pending",
+    "is_sharded",
+    "ragged_axis",
+    "shard_dim",
+    "shift_dim",
+    "split_factor",
+    "without_partials",
+]
 
 
 def shard_dim(placement: Placement) -> int | None:
@@ -22,6 +31,12 @@ def shard_dim(placement: Placement) -> int | None:
     if isinstance(placement, Shard | StridedShard | InterleavedShard | FlattenedShard):
         return int(placement.dim)
     return None
+
+
+def is_pending(placement: Placement, *reductions: str) -> bool:
+    """Whether a placement is Partial with one of these reductions. PyTorch's subclasses (a pending norm) answer that they
+    are sums, and are not linear."""
+    return type(placement) is Partial and placement.reduce_op in reductions
 
 
 def at_dim(placement: Placement, dim: int) -> Placement:

@@ -24,6 +24,7 @@ from vescale.estimation import (
     zero_units,
 )
 from vescale.ir import Finding, check
+from vescale.pipeline import check_stages
 from vescale.plan_search._candidates import CHECKPOINTS, Family, Rejected, families
 from vescale.plan_search._choice import Choice, Model, plan_of
 from vescale.plan_search._figures import Figures, Setting, figures_of
@@ -321,7 +322,7 @@ class Looked:
     def _estimate(self, choice: Choice) -> Figures | Rejected | None:
         """None: of stages, whose figures stay those of the closed form."""
         plan = plan_of(choice, self.facts, self.precision)
-        findings = self._findings(plan) if choice.pp == 1 else check(plan, self._shortened(choice))
+        findings = self._findings(plan) if choice.pp == 1 else check_stages(plan, self._shortened(choice))
         if findings:
             return Rejected(choice.describe(), "lint", str(findings[0]))
         if choice.pp > 1:

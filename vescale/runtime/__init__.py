@@ -1,26 +1,27 @@
-"""``parallelize``: a lowered plan becomes DTensor parameters and hooks, and the model runs on the mesh."""
+"""A lowered plan becomes DTensor parameters and hooks, and the model runs on the mesh."""
 
 from vescale.runtime._activation import Activation, Frame, current_activation
 from vescale.runtime._attribution import is_recomputed, locate, module_of_node
 from vescale.runtime._checkpointed_forward import CheckpointedForward, recomputed_modules
 from vescale.runtime._expert_region import ExpertRegion
+from vescale.runtime._foreign_tools import refuse_wrapped
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
 from vescale.runtime._init_mesh import init_mesh
-from vescale.runtime._local_region import LocalRegion
-from vescale.runtime._missing_values import MissingValuesWarning
-from vescale.runtime._modes import register_mode
-from vescale.runtime._module_calls import resumed, switch_on
-from vescale.runtime._offloaded_tensors import observe_offloaded
-from vescale.runtime._op_saving import SavingRule
-from vescale.runtime._parallelize import (
+from vescale.runtime._install import (
     finish_gradients,
     gradient_reducer,
     implicit_communication,
     install,
     no_sync,
-    parallelize,
+    run_eagerly,
 )
+from vescale.runtime._local_region import LocalRegion
+from vescale.runtime._missing_values import MissingValues, MissingValuesWarning
+from vescale.runtime._module_calls import resumed, switch_on
+from vescale.runtime._module_tables import ModuleTables
+from vescale.runtime._offloaded_tensors import observe_offloaded
+from vescale.runtime._op_saving import SavingRule
 from vescale.runtime._placing import Placing
 from vescale.runtime._plan_units import kept_gathered, reduce_units, unit_groups
 from vescale.runtime._preflight import preflight
@@ -40,7 +41,9 @@ __all__ = [
     "ImplicitCommunicationWarning",
     "ImplicitSite",
     "LocalRegion",
+    "MissingValues",
     "MissingValuesWarning",
+    "ModuleTables",
     "Placing",
     "Runtime",
     "SavedReport",
@@ -60,13 +63,13 @@ __all__ = [
     "module_of_node",
     "no_sync",
     "observe_offloaded",
-    "parallelize",
     "preflight",
     "recomputed_modules",
     "reduce_units",
-    "register_mode",
+    "refuse_wrapped",
     "report",
     "resumed",
+    "run_eagerly",
     "shard_batch",
     "switch_on",
     "unit_groups",

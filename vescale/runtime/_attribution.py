@@ -9,7 +9,7 @@ from typing import Any
 from vescale.runtime._activation import Frame, current_activation
 from vescale.runtime._runtime import Runtime, timelines
 
-__all__ = ["RunningModule", "is_recomputed", "locate", "module_of_node"]
+__all__ = ["RunningModule", "is_recomputed", "locate", "locate_node", "module_of_node"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,11 @@ def locate() -> RunningModule | None:
     if activation is not None:
         frame = activation.frames[-1]
         return RunningModule(activation.runtime, frame.path, "forward", frame)
+    return locate_node()
+
+
+def locate_node() -> RunningModule | None:
+    """The module whose forward made the autograd node that this thread runs; None outside of backwards, and for others."""
     for timeline in timelines():
         where = timeline.of_current_node()
         runtime = where.runtime if where is not None else None

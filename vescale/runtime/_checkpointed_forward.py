@@ -22,21 +22,21 @@ import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from vescale.comm import KeptResults
-from vescale.compat import hides_tensors, map_tensors, no_torch_function, tensors_in
+from vescale.compat import map_tensors, no_torch_function, tensors_in
 from vescale.errors import RecomputationError
-from vescale.ir import Checkpoint, Instruction
+from vescale.ir import Checkpoint, ForwardState, Instruction, KnownState
+from vescale.ops import following_writes
 from vescale.plans import CheckpointPolicy
 from vescale.runtime._activation import current_activation
-from vescale.runtime._argument_state import copy_state, held_objects
 from vescale.runtime._checkpoint_budget import Budget, Work
 from vescale.runtime._generator_states import GeneratorStates
 from vescale.runtime._offloaded_tensors import OffloadedForward
@@ -59,6 +59,7 @@ class CheckpointedForward:
             made = Budget(runtime, instruction.op.budget_gib)
             self.budget = runtime.budgets.setdefault(instruction.op.budget, made)
             self.budget.add(path, self.policy)
+        self.known = KnownState()
         self._forward = module.forward
         module.forward = self.forward
         runtime.saved.reads_graph = True
@@ -128,8 +129,8 @@ class _Call:
         self.inputs: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}  # of the inputs, by id of what stands for them
         with no_torch_function():
+            self._first = args, kwargs
             self._given = map_tensors(self._take_out, [args, kwargs])
-        self._has_state = hides_tensors([args, kwargs])
         self.kept = KeptResults(
             keeps=not policy.recompute_communication,
             on_kept=functools.partial(self._note, op="communication", path=owner.path),
@@ -138,8 +139,8 @@ class _Call:
         self.work = Work() if is_measured else None
         self.number = owner.runtime.num_training_forwards
         self.draws: GeneratorStates | None = None
-        self.shown: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
-        self.has_run = self._is_again = False
+        self.state: ForwardState | None = None
+        self.has_run = False
 
     def _take_out(self, tensor: torch.Tensor) -> torch.Tensor:
         stands_for_it = torch.empty(0, device="meta")
@@ -150,19 +151,24 @@ class _Call:
     def run(self) -> Any:
         with no_torch_function():
             self._note(self.inputs, self.owner.path, "inputs")
+            self.state = state = ForwardState(self.owner.module, self.owner.path, self._given, self.owner.known)
         inputs, self.inputs = self.inputs, []  # the checkpoint keeps them, so that autograd can free them
-        self.shown = _shown(self.owner.module)
         options: dict[str, Any] = {}
         if self.policy.kind != "full":
             options["context_fn"] = self._contexts
-        return checkpoint(
-            self._computed,
+        result = checkpoint(
+            self,
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,  # GeneratorStates
             early_stop=not (self.policy.recompute_communication or self.work),  # ranks may save others last
             **options,
         )
+        with no_torch_function():
+            if state.keeps_tensors_in_arguments():
+                self._warn_of_state()
+            state.ended()
+        return result
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         path = self.owner.path
@@ -177,34 +183,42 @@ class _Call:
 
         return saving_contexts(self.policy, path, self.kept, running, note, self.device_type)
 
-    def _computed(self, *inputs: torch.Tensor) -> Any:
+    def recomputation_failed(self, error: RuntimeError) -> RecomputationError:
+        """The error in place of PyTorch's, which does not name the module."""
+        path = self.owner.path
+        if isinstance(error, CheckpointError):
+            text = str(error).partition("\n\n")[0].removeprefix("torch.utils.checkpoint: ")
+            return RecomputationError(
+                f"the checkpointed module {path!r} computes otherwise when it runs again than in its forward, by something "
+                "that it reads, that has changed since, and that vescale does not know of; keep that in an attribute of the "
+                f"module, or leave the module out of the plan's checkpoint entries. {text}"
+            )
+        return RecomputationError(
+            f"an input of the checkpointed module {path!r} was written to in place, in the call or after it, and its "
+            "recomputation needs the values before; write to a copy (x = x.clone()), or leave the module out of the plan's "
+            f"checkpoint entries. {error}"
+        )
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
         if self.has_run:
             return self._again(inputs)
         self.has_run = True
         with no_torch_function():
             before = GeneratorStates(self.device_type)
-            untouched, why_not = copy_state(self._given) if self._has_state else (self._given, "")
-            held = set(held_objects(self._given)) if why_not else set()
-        with self.kept.keeping(), self.work if self.work is not None else contextlib.nullcontext():
-            result = self._forward(inputs)
+        (args, kwargs), self._first = self._first, ((), {})
+        with self.kept.keeping(), following_writes(), self.work if self.work is not None else contextlib.nullcontext():
+            result = self.owner._forward(*args, **kwargs)
+            with no_torch_function():
+                for tensor in tensors_in(result):
+                    self.kept.watch(tensor)
         with no_torch_function():
             if before.have_moved():
                 self.draws = before
-            if why_not and held != set(held_objects(self._given)):
-                raise RecomputationError(
-                    f"the checkpointed module {self.owner.path!r} writes tensors to an object among its arguments that "
-                    f"cannot be copied ({why_not}), so that its recomputation would write them a second time: turn caches "
-                    "off (use_cache=False), or leave the module out of the plan's checkpoint entries"
-                )
-            if self._has_state:
-                self._warn_of_state(untouched)
-        self._given = untouched
         return result
 
-    def _warn_of_state(self, untouched: Any) -> None:
+    def _warn_of_state(self) -> None:
         runtime = self.owner.runtime
-        kept = {key for key, x in held_objects(self._given).items() if isinstance(x, torch.Tensor)}
-        if runtime.warned_of_state or not runtime.is_first_rank or kept <= held_objects(untouched).keys():
+        if runtime.warned_of_state or not runtime.is_first_rank:
             return
         runtime.warned_of_state = True
         warnings.warn(
@@ -216,17 +230,19 @@ class _Call:
     def _forward(self, inputs: Sequence[torch.Tensor]) -> Any:
         numbers = self._numbers
         with no_torch_function():
-            given = copy_state(self._given)[0] if self._has_state and self._is_again else self._given
-            args, kwargs = map_tensors(lambda x: inputs[numbers[id(x)]] if id(x) in numbers else x, given)
+            args, kwargs = map_tensors(lambda x: inputs[numbers[id(x)]] if id(x) in numbers else x, self._given)
         return self.owner._forward(*args, **kwargs)
 
     def _again(self, inputs: Sequence[torch.Tensor]) -> Any:
         budget, owner = self.owner.budget, self.owner
-        self._is_again = True
         draws = self.draws.again() if self.draws is not None else contextlib.nullcontext()
-        with draws, _showing(self.shown), self.kept.taking():
+        assert self.state is not None
+        with draws, self.state.again(), self.kept.taking():
             if budget is None or self.work is None:
-                return self._forward(inputs)
+                try:
+                    return self._forward(inputs)
+                except CheckpointError as error:  # more tensors are saved
+                    raise self.recomputation_failed(error) from error
             num_bytes = sum(self.held.values())
             return budget.measured(owner.path, self.number, owner.module, inputs, num_bytes, self.work, self._forward)
 
@@ -240,32 +256,3 @@ def _note(
     if owner.budget is not None:
         for storage in filter(None, map(storage_of, found)):
             held[storage._cdata] = storage.nbytes()
-
-
-def _shown(module: nn.Module) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """Parameters that the plan has shown with other placements for this forward: attributes that hide registered ones."""
-    found = []
-    for owner in module.modules():
-        attributes = vars(owner)
-        hidden = {name: attributes[name] for name in (*owner._parameters, *owner._buffers) if name in attributes}
-        if hidden:
-            found.append((owner, hidden))
-    return found
-
-
-@contextlib.contextmanager
-def _showing(shown: list[tuple[nn.Module, dict[str, torch.Tensor]]]) -> Iterator[None]:
-    missing = object()
-    before: list[tuple[nn.Module, str, Any]] = []
-    for owner, hidden in shown:
-        for name, tensor in hidden.items():
-            before.append((owner, name, vars(owner).get(name, missing)))
-            vars(owner)[name] = tensor
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            if value is missing:
-                vars(owner).pop(name, None)
-            else:
-                vars(owner)[name] = value

@@ -13,6 +13,7 @@ from torch import nn
 
 from vescale.compat import note, refuse_composable_apis
 from vescale.errors import ForeignToolError, kind_of
+from vescale.fsdp import mark_unfilled, places_on_meta
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
 
@@ -149,8 +150,11 @@ def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tens
     with torch.no_grad():
         if tensors and not tensors[0].is_meta and all(_changes_nothing(fn, tensor) for tensor in tensors):
             return model
+    without_values = places_on_meta(model)
     try:
-        return type(model)._apply(model, fn, *args, **kwargs)
+        result = type(model)._apply(model, fn, *args, **kwargs)
+        mark_unfilled(without_values)
+        return result
     except RuntimeError as error:
         if not isinstance(error.__cause__, ForeignToolError):  # that of a swap
             raise

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from vescale.checks import replacement_of
-from vescale.compat import filter_functions, without_transforms
-from vescale.ops import When, entries, read_arguments, wrap_global
+from vescale.compat import filter_functions, tensors_in, without_transforms
+from vescale.ops import When, entries, is_sparse, multiply_sparse, read_arguments, wrap_global
 from vescale.runtime._activation import Activation
 from vescale.runtime._factories import FACTORIES, METHOD_FACTORIES, place_made
 from vescale.runtime._input_checks import note_made
@@ -70,6 +70,8 @@ class RuntimeMode(TorchFunctionMode):
         read_arguments(func, args, kwargs)
         if mixed:
             self._tell("plain operand")
+            if any(map(is_sparse, tensors_in((args, kwargs)))):
+                return multiply_sparse(func, args, kwargs)
             args, kwargs = self._globalize(args), self._globalize(kwargs)
         entry = self._entries.get(func)
         if entry is not None and entry.function is not None:

@@ -122,7 +122,9 @@ class GradientHooks:
             managed = self._managed.get((id(owner), attribute))
             if managed is not None:  # its unit reduces it over the axes of the unit
                 parameter = managed.sharded if _is_replicated_elsewhere(managed) else None
-            if parameter is None:
+            if (
+                parameter is None or not parameter.is_leaf
+            ):  # a value with a history, of functional_call: its own leaves have
                 continue
             if not parameter.requires_grad or parameter.is_meta:  # with hooks, to_empty could not give it memory
                 self._frozen.append(parameter)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from vescale.checks import HASHES_OF_CHECKED_MESHES, describe_graphs, follows_graphs, step_checks
-from vescale.comm import record
+from vescale.checks import HASHES_OF_CHECKED_MESHES, called_by_user, describe_graphs, follows_graphs, step_checks
+from vescale.comm import note_write, record
 from vescale.compat import (
     DispatchListener,
     DTensorSpec,
@@ -30,7 +31,7 @@ from vescale.compat import (
     tensors_in,
     with_out_variants,
 )
-from vescale.errors import OpPlacementError
+from vescale.errors import OpPlacementError, PendingSumWarning
 from vescale.ops import (
     LIVE_COPIES,
     bring,
@@ -46,16 +47,17 @@ from vescale.ops import (
     running_module,
     view_of_uneven_shards,
     wrap_global,
+    write_back,
     write_through,
 )
-from vescale.placements import move_local
+from vescale.placements import is_pending
 from vescale.runtime._activation import current_activation
 from vescale.runtime._adapters import AdapterWatch
 from vescale.runtime._foreign_tools import refuse_export
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
 from vescale.runtime._input_checks import check_move, check_read, note_draw, note_plain_value
 from vescale.runtime._linear_on_partial import DERIVATIVE_HANDLERS, accumulated, derivative, where
-from vescale.runtime._module_calls import checkpointed
+from vescale.runtime._module_calls import checkpointed, in_backward_of
 from vescale.runtime._plain_operands import run_mixed
 from vescale.runtime._stray_parameters import StrayWatch
 
@@ -83,7 +85,15 @@ def install_handlers() -> None:
     own.update((op, OpHandler(handler)) for op, handler in INPLACE_VIEW_HANDLERS.items())
     own.update((op, OpHandler(handler, takes_plain=True)) for op, handler in DERIVATIVE_HANDLERS.items())
     install_part(
-        "models", ModelHooks(with_out_variants(own), _Listener(), LIVE_COPIES, checkpointed, StrayWatch(AdapterWatch()))
+        "models",
+        ModelHooks(
+            with_out_variants(own),
+            _Listener(),
+            LIVE_COPIES,
+            checkpointed,
+            in_backward_of,
+            StrayWatch(AdapterWatch()),
+        ),
     )
 
 
@@ -103,7 +113,11 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return op(x, value)
         local_of(x).fill_(value)
         coordinate = x.device_mesh.get_coordinate() or ()
-        if any(p.is_partial("sum") and index for p, index in zip(x.placements, coordinate)):
+        if any(p.is_partial() and not is_pending(p, "sum", "avg", "max", "min") for p in x.placements):
+            whole = [Replicate() if p.is_partial() else p for p in x.placements]
+            write_back(x, local_of(x), make_spec(x.device_mesh, whole, x.shape, x.stride(), x.dtype))
+            return x
+        if any(is_pending(p, "sum") and index for p, index in zip(x.placements, coordinate)):
             local_of(x).zero_()
     return x
 
@@ -157,7 +171,7 @@ def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputShar
 def _masked_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Zeros may be filled into a pending sum: on every rank. (Label smoothing does, over sharded classes.)"""
     x, mask, value = args
-    pending = [p.is_partial("sum") or p.is_partial("avg") for p in x.placements] if isinstance(x, DTensor) else []
+    pending = [is_pending(p, "sum", "avg") for p in x.placements] if isinstance(x, DTensor) else []
     if not any(pending) or value != 0 or not isinstance(mask, DTensor) or mask.shape != x.shape:
         return stock_dispatch(op, args, kwargs)
     wanted = [Replicate() if reduced_later else p for reduced_later, p in zip(pending, x.placements)]
@@ -193,6 +207,17 @@ class _Listener(DispatchListener):
     def hands_out(self, tensor: DTensor) -> None:
         if current_activation() is not None:
             note_local(tensor)
+
+    def hands_out_summand(self, tensor: DTensor) -> None:
+        """Tell scripts and libraries that read an output; code in a forward computes with summands on purpose."""
+        if current_activation() is None and hash(tensor.device_mesh) in HASHES_OF_CHECKED_MESHES and called_by_user(3):
+            warnings.warn(
+                f"to_local() of a DTensor of shape {tuple(tensor.shape)} placed as {tuple(tensor.placements)}, a pending "
+                "sum, is this rank's summand, and no value: x.full_tensor() is the value on every rank; or have the model "
+                "return whole tensors, by the entry `<out>: R` of the plan",
+                PendingSumWarning,
+                stacklevel=3,
+            )
 
     def wrote(self, tensor: DTensor) -> None:
         write_through(tensor, sees_reads=current_activation() is not None)
@@ -333,8 +358,8 @@ def _replicated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 copies = new_args[position] if position < len(args) else new_kwargs[argument.name]
                 for old, new in zip(tensors_in(written), tensors_in(copies)):
                     if isinstance(old, DTensor):
-                        if new is not local_of(old):
-                            local_of(old).copy_(move_local(new, mesh, old.shape, whole, old.placements).wait())
+                        note_write(new)  # which may be what a collective gave, and is kept
+                        write_back(old, new, make_spec(mesh, whole, old.shape, old.stride(), old.dtype))
                         write_through(old, sees_reads=current_activation() is not None)
         if not op._schema.returns:
             return None

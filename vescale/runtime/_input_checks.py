@@ -283,7 +283,7 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
     if not (checks.is_on and checks.waits and torch.is_grad_enabled()):
         return
     graph: ScriptGraph | None = None
-    if checks.is_due and runtime.program.pipeline is None:  # whose stages begin backwards of their own
+    if checks.is_due:
         graph = ScriptGraph(checks)
     else:
         ScriptGraph.end(checks)

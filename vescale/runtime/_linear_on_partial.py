@@ -26,7 +26,7 @@ from vescale.compat import (
     stock_dispatch,
 )
 from vescale.ops import bring
-from vescale.placements import contiguous_stride, stride_like, without_partials
+from vescale.placements import contiguous_stride, is_pending, stride_like, without_partials
 
 __all__ = ["DERIVATIVE_HANDLERS", "accumulated", "derivative", "where"]
 
@@ -48,7 +48,7 @@ def derivative(op: Any, schema: Any, stock: OutputSharding) -> OutputSharding | 
         return None
     others = [spec for spec in schema.args_schema[1:] if isinstance(spec, DTensorSpec)]
     for axis, own in enumerate(grad.placements):
-        linear = own.is_partial("sum") or own.is_partial("avg")
+        linear = is_pending(own, "sum", "avg")
         if any(spec.placements[axis] != (Replicate() if linear else own) for spec in others):
             return None
     result: Any = stock.output_spec
@@ -63,7 +63,7 @@ def _unruled_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     own = others[0].placements if isinstance(others[0], DTensor) else (Replicate(),) * mesh.ndim
     arriving = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
     target = [
-        g if p.is_replicate() and (g.is_partial("sum") or g.is_partial("avg")) else r
+        g if p.is_replicate() and is_pending(g, "sum", "avg") else r
         for g, p, r in zip(arriving, own, without_partials(own))
     ]
     wanted = {id(x): [t if x is grad or not t.is_partial() else Replicate() for t in target] for x in (grad, *others)}
@@ -83,7 +83,7 @@ DERIVATIVE_HANDLERS = {
 def where(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``where(condition, x, y)`` is linear in x and y: with a pending sum among them, each rank chooses in its summand."""
     operands = [x for x in args if isinstance(x, DTensor)]
-    if len(args) != 3 or not any(p.is_partial("sum") for x in operands for p in x.placements):
+    if len(args) != 3 or not any(is_pending(p, "sum") for x in operands for p in x.placements):
         return stock_dispatch(op, args, kwargs)
     mesh = operands[0].device_mesh
     shape = torch.broadcast_shapes(*(x.shape for x in args))
@@ -107,7 +107,7 @@ def _where_placement(args: Sequence[torch.Tensor], axis: int, shape: Sequence[in
             continue
         if type(own) is Shard:
             found.add(Shard(own.dim - x.ndim + len(shape)))
-        elif own.is_partial("sum") and position:
+        elif is_pending(own, "sum") and position:
             found.add(Partial())
         else:
             return None
@@ -143,7 +143,7 @@ def accumulated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
         placed = x.placements[axis] if isinstance(x, DTensor) else Replicate()
         if own.is_replicate() and placed.is_replicate():
             out.append(Replicate())
-        elif own.is_partial("sum") or (type(own) is Shard and own.dim < num_leading):
+        elif is_pending(own, "sum") or (type(own) is Shard and own.dim < num_leading):
             out.append(Partial())
         elif type(own) is Shard:
             out.append(Shard(own.dim - num_leading + num_indexed))

@@ -13,6 +13,7 @@ from torch import nn
 
 from vescale.compat import tensors_in
 from vescale.errors import Coded, MissingValuesError
+from vescale.fsdp import check_filled
 from vescale.rng import is_deferred
 
 __all__ = ["MissingValues", "MissingValuesWarning"]
@@ -20,8 +21,9 @@ __all__ = ["MissingValues", "MissingValuesWarning"]
 _SHOWN = 4
 _ADVICE = (
     "build the model inside of vescale.deferred_init(), which records how each rank computes its part; or fill it after "
-    "parallelize: vescale.checkpoint.load_hf(model, folder) reads a Hugging Face folder, "
-    "model.to_empty(device=...) gives memory, into which load_state_dict or the model's own initialization (nn.init) writes"
+    "parallelize: vescale.checkpoint.load_hf(model, folder) gives memory and reads a Hugging Face folder, "
+    "model.to_empty(device=...) gives memory, into which load_state_dict (without buffers that are not persistent) or the "
+    "model's own initialization (nn.init) writes"
 )
 
 
@@ -40,6 +42,7 @@ class MissingValues:
 
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
+        self._model = weakref.ref(model)
         self._num_tensors = 0
         self._plain: list[str] = []  # attributes that are no parameters or buffers
         self.places: dict[str, tuple[weakref.ref[nn.Module], str]] = {}
@@ -66,6 +69,8 @@ class MissingValues:
         missing = [name for name, place in self.places.items() if (t := _tensor_at(*place)) is not None and t.is_meta]
         if missing:
             raise MissingValuesError(self._text(missing))
+        if (model := self._model()) is not None:
+            check_filled(model)
         self.places = {}
 
     def _text(self, names: Sequence[str]) -> str:

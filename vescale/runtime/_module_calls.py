@@ -14,21 +14,24 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import (
     GLOBAL_HOOKS,
+    has_function_modes,
     in_backward,
     local_of,
+    map_tensors,
     no_torch_function,
     resume_compiling,
     suspend_compiling,
     tensors_in,
 )
 from vescale.compat.random_ops import count_forward
-from vescale.ops import require_current
+from vescale.ops import require_current, wrap_global
 from vescale.runtime._activation import THREAD, Activation, Frame, activations, current_activation
+from vescale.runtime._attribution import locate_node
 from vescale.runtime._function_mode import RuntimeMode
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._write_back import write_back
 
-__all__ = ["Enter", "Leave", "checkpointed", "module_hooks", "resumed", "switch_on"]
+__all__ = ["Enter", "Leave", "checkpointed", "in_backward_of", "module_hooks", "resumed", "switch_on"]
 
 
 class _Hook:
@@ -220,12 +223,29 @@ def checkpointed(function: Callable[..., Any], is_reentrant: bool) -> Callable[.
     return inside
 
 
+def in_backward_of(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` inside of the module whose autograd node this thread runs, as in its forward. Plain tensors among
+    the gradients that it returns are global."""
+    found = locate_node()
+    model = found.runtime.root if found is not None else None
+    if found is None or model is None:
+        return function(*args)
+    with resumed(found.runtime, model.get_submodule(found.path), found.path) as activation:
+        result = function(*args)
+
+    def placed(x: torch.Tensor) -> torch.Tensor:
+        return x if isinstance(x, DTensor) else wrap_global(x, activation.mesh, activation.replicated)
+
+    with no_torch_function():
+        return map_tensors(placed, result)
+
+
 @contextmanager
-def resumed(runtime: Runtime, module: nn.Module, path: str) -> Iterator[None]:
+def resumed(runtime: Runtime, module: nn.Module, path: str) -> Iterator[Activation]:
     """Inside of a module again, after its forward has ended."""
     stack = activations()
-    if stack and stack[-1].runtime is runtime:
-        yield
+    if stack and stack[-1].runtime is runtime and has_function_modes():
+        yield stack[-1]
         return
     activation = Activation(runtime)
     switch_on(activation)
@@ -235,7 +255,7 @@ def resumed(runtime: Runtime, module: nn.Module, path: str) -> Iterator[None]:
     count_forward(1)
     runtime.timeline.mark(where)
     try:
-        yield
+        yield activation
     finally:
         _end(activation)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import in_dual_level, in_transform, map_tensors, no_torch_function, spec_of, tensors_in
-from vescale.errors import EntryError, NotParallelizedError
+from vescale.errors import EntryError, NotParallelizedError, UnusedEntryWarning
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert, refuse_transforms, with_cut_gradient
 from vescale.runtime._activation import THREAD
@@ -100,7 +100,9 @@ class _Instructions:
         """Of the model: ranks compare what it is given, which is placed then."""
         refuse_tracing()
         if in_transform() or in_dual_level():
-            refuse_transforms(tensors_in((args, kwargs)), f"{self._model}, a parallelized model")
+            model = self._module()
+            given = tensors_in((args, kwargs, [] if model is None else [*model.parameters()]))
+            refuse_transforms(given, f"{self._model}, a parallelized model")
         missing = self.runtime.missing_values
         if missing is not None and missing.places:
             missing.check((args, kwargs))
@@ -251,7 +253,7 @@ class _Instructions:
             if self.runtime.strict:
                 raise EntryError(text, placing.instruction.source)
             if self.runtime.is_first_rank:
-                warnings.warn(f"{placing.instruction.source}: {text}", stacklevel=2)
+                warnings.warn(f"{placing.instruction.source}: {text}", UnusedEntryWarning, stacklevel=2)
         return output
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:

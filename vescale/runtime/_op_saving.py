@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vescale.comm import KeptResults
-from vescale.compat import TorchDispatchMode, detached_below_autograd, tree_leaves, tree_map, versions
+from vescale.comm import KeptResults, KeptTensors
+from vescale.compat import TorchDispatchMode, detached_below_autograd, tensors_in, tree_map, written_tensors
 from vescale.plans import CheckpointPolicy, split_selector
 from vescale.runtime._generator_states import GeneratorStates
 
@@ -108,15 +108,8 @@ class _Saved:
 
     def __init__(self, result: Any, states: GeneratorStates | None) -> None:
         self._result = tree_map(_alias, result)
-        self._versions = self._now()
+        self.tensors = KeptTensors(list(tensors_in(self._result)))
         self.states = states
-
-    def _now(self) -> list[tuple[int, ...]]:
-        return [versions(x) for x in tree_leaves(self._result) if isinstance(x, torch.Tensor)]
-
-    @property
-    def is_unwritten(self) -> bool:
-        return self._now() == self._versions
 
     def result(self) -> Any:
         return tree_map(_alias, self._result)
@@ -172,9 +165,13 @@ class _Saving(_Counting):
     def run(self, key: tuple[Any, int], args: Any, kwargs: Any) -> Any:
         func = key[0]
         result = func(*args, **kwargs)
-        if not func._schema.is_mutable and self._rule.saves(func, self._running):
+        if func._schema.is_mutable:
+            for tensor in written_tensors(func, args, kwargs):
+                self._kept.note_write(tensor)
+        elif self._rule.saves(func, self._running):
             draws = torch.Tag.nondeterministic_seeded in func.tags
-            self._results[key] = _Saved(result, GeneratorStates(self._device_type) if draws else None)
+            self._results[key] = saved = _Saved(result, GeneratorStates(self._device_type) if draws else None)
+            self._kept.hold(saved.tensors)
             self._on_saved(op_name(func), result)
         return result
 
@@ -182,7 +179,7 @@ class _Saving(_Counting):
 class _Restoring(_Counting):
     def run(self, key: tuple[Any, int], args: Any, kwargs: Any) -> Any:
         saved = self._results.get(key)
-        if saved is None or not saved.is_unwritten:
+        if saved is None or not saved.tensors.is_unwritten:
             return key[0](*args, **kwargs)
         if saved.states is not None:
             saved.states.restore()

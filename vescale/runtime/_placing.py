@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, map_tensors, spec_of
-from vescale.errors import BoundaryError
+from vescale.errors import BoundaryError, EntryError
 from vescale.ir import Annotate, Instruction, Redistribute, Wrap
-from vescale.ops import enter_local, share_version, wrap_global
+from vescale.ops import enter_local, is_sparse, share_version, wrap_global
 from vescale.placements import at_dim, contiguous_stride, from_local, shard_dim
 from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._implicit_site import placements_text
@@ -93,9 +93,11 @@ class Placing:
             return convert(x, self.requester, self.outdated)
         runtime, op = self.runtime, self._op
         if isinstance(op, Redistribute):
-            return self._place(wrap_global(x, runtime.mesh, runtime.replicated, self.requester))
+            return x if is_sparse(x) else self._place(wrap_global(x, runtime.mesh, runtime.replicated, self.requester))
         assert isinstance(op, Wrap | Annotate), op
         placements = self.planned(x)
+        if is_sparse(x):
+            return self._whole_sparse(x, placements)
         if isinstance(op, Annotate):
             return from_local(x, runtime.mesh, placements)
         if op.given == "local" and self.runtime not in THREAD.generating:
@@ -106,6 +108,15 @@ class Placing:
             share_version(x, made)  # so that backward refuses what it has saved when the caller has written to it since
             return made
         return wrap_global(x, runtime.mesh, placements, self.requester)
+
+    def _whole_sparse(self, x: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
+        if self.takes_local_parts or any(not p.is_replicate() for p in placements):
+            raise EntryError(
+                f"{self.target_text} places a {x.layout} tensor of shape {tuple(x.shape)} as {tuple(placements)}: sparse "
+                "tensors are the same on every rank. Leave the entry out, or give it dense, x.to_dense()",
+                self.instruction.source,
+            )
+        return x
 
     def way(self, x: DTensor) -> tuple[Any, ...]:
         """For hooks in C++ (``csrc/boundaries.h``), what happens to DTensors with the spec of ``x``: the spec, the target,

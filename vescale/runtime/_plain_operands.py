@@ -15,12 +15,13 @@ is written to (``total += loss.detach()``)   writes the whole value, which all r
 is written to by what requires a gradient    MixedTensorsError: autograd would have to continue through both
 ===========================================  ====================================================================
 
-Meshes without a parallelized model, and places inside of one, are not treated here.
+Meshes without a parallelized model, and places inside of one, are not treated here: PyTorch's refusal gets advice.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -31,13 +32,16 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vescale.checks import step_checks
-from vescale.compat import local_of, make_dtensor, make_spec, map_tensors, tensors_in
+from vescale.compat import local_of, make_dtensor, make_spec, map_tensors, tensors_in, written_tensors
 from vescale.errors import MixedTensorsError
 from vescale.ops import bring, convert, enter_local, is_listed, running_module
 from vescale.placements import contiguous_stride, shard_dim
 from vescale.runtime._input_checks import check_read, note_plain_value
 
 __all__ = ["run_mixed"]
+
+_REFUSAL = "got mixed torch.Tensor and DTensor"  # PyTorch's
+_ASKED = threading.local()  # whether PyTorch is being asked what it says
 
 
 def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,14 +59,14 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         apart = _run_apart(op, args, kwargs)
         if apart is not _TOGETHER:
             return apart
-    written = [x for x in _written(op, args, kwargs) if not isinstance(x, DTensor)]
+    written = [x for x in written_tensors(op, args, kwargs) if not isinstance(x, DTensor)]
     if not written and all(isinstance(x, DTensor) or x.ndim == 0 for x in tensors):
         _keep_gradients_plain(tensors, mesh)
         return NotImplemented
-    if running_module() is not None:
-        return NotImplemented if written else _on_replicas(op, args, kwargs, mesh)
+    if running_module() is not None and not written:
+        return _on_replicas(op, args, kwargs, mesh)
     if step_checks(mesh) is None:
-        return NotImplemented
+        return _as_pytorch(op, args, kwargs)
     if op in _COMPARED_EARLIER:  # asked because sizes differ
         if op is not torch.ops.aten.broadcast_tensors.default or not _fit(tensors):
             _refuse_parts(op, tensors)
@@ -96,7 +100,7 @@ def _run_apart(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an op on lists in which indices differ in what they hold; ``_TOGETHER`` where all are alike."""
     length = len(args[0])
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) == length]
-    written = {id(x) for x in _written(op, args, kwargs) if not isinstance(x, DTensor)}
+    written = {id(x) for x in written_tensors(op, args, kwargs) if not isinstance(x, DTensor)}
     kinds: dict[Any, list[int]] = {}
     for index, row in enumerate(zip(*lists)):
         mesh = next((x.device_mesh for x in row if isinstance(x, DTensor)), None)
@@ -160,6 +164,27 @@ _COMPARED_EARLIER = (
 )
 
 
+def _as_pytorch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What PyTorch answers where no model is parallelized; where it refuses, with what to do about parameters of
+    fully_shard."""
+    if getattr(_ASKED, "is_answering", False):
+        return NotImplemented
+    _ASKED.is_answering = True
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError as error:
+        if _REFUSAL not in str(error):
+            raise
+        raise MixedTensorsError(
+            f"{str(error).rstrip('!.')}. Parameters of fully_shard are DTensors outside of the forward of their module: "
+            "call the module itself; for another method that uses them, call "
+            'vescale.fsdp.register_fsdp_forward_method(module, "method") once, which gathers them there as in forward; or '
+            "read the whole value, parameter.full_tensor()"
+        ) from None
+    finally:
+        _ASKED.is_answering = False
+
+
 def _fit(tensors: list[torch.Tensor]) -> bool:
     """Whether shapes broadcast."""
     sizes = itertools.zip_longest(*(reversed(x.shape) for x in tensors), fillvalue=1)
@@ -189,15 +214,6 @@ def _refuse_parts(op: Any, tensors: list[torch.Tensor]) -> None:
             )
 
 
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += tensors_in(value)
-    return found
-
-
 def _names(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The argument of each tensor, in order."""
     given = [*((argument.name, value) for argument, value in zip(op._schema.arguments, args)), *kwargs.items()]
@@ -217,10 +233,16 @@ def _refuse_gradients(op: Any, tensors: list[torch.Tensor], writes: bool) -> Non
         return
     for x in tensors:
         if not isinstance(x, DTensor) and x.requires_grad and x.ndim:
+            what = f"{name} of DTensors and a plain tensor of shape {tuple(x.shape)} that requires a gradient"
+            if x.is_leaf:
+                raise MixedTensorsError(
+                    f"{what}, outside of the parallelized model: nothing places its gradient. Make it a parameter of the "
+                    "model before parallelize, compute with it inside of the model's forward, or detach it"
+                )
             raise MixedTensorsError(
-                f"{name} of DTensors and a plain tensor of shape {tuple(x.shape)} that requires a gradient, outside of the "
-                "parallelized model: nothing places its gradient. Make it a parameter of the model before parallelize, "
-                "compute with it inside of the model's forward, or detach it"
+                f"{what}, outside of the parallelized model. If the plain one is an output of the model, which the plan has "
+                "made whole (`<out>: R`), make the others whole as well, by the same entry or by x.full_tensor(); if it was "
+                "computed from other parameters, compute it inside of the model's forward, or detach it"
             )
 
 
@@ -229,7 +251,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Raises MixedTensorsError where it would write to DTensors, too.
     """
-    also = next((x for x in _written(op, args, kwargs) if isinstance(x, DTensor)), None)
+    also = next((x for x in written_tensors(op, args, kwargs) if isinstance(x, DTensor)), None)
     if also is not None:
         raise MixedTensorsError(
             f"{op} writes to plain tensors and to a DTensor of shape {tuple(also.shape)} in one computation (an optimizer's "
@@ -239,9 +261,10 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def whole(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, DTensor):
             return x
-        check_read(x, str(op))
+        if running_module() is None:
+            check_read(x, str(op))
         return local_of(bring(x, (Replicate(),) * x.device_mesh.ndim, str(op), "an operand"))
 
     result = op(*map_tensors(whole, tuple(args)), **map_tensors(whole, dict(kwargs)))
-    written = _written(op, args, kwargs)
+    written = written_tensors(op, args, kwargs)
     return written[0] if len(written) == 1 and isinstance(result, torch.Tensor) else result

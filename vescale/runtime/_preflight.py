@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.comm import Consensus, ConsensusError, Description, Difference, compare_descriptions
 from vescale.ir import Program
-from vescale.plans import Phase, Plan, PlanError, PlanMismatchError, phase_text, placement_text
+from vescale.plans import Phase, Plan, PlanMismatchError, phase_text, placement_text
 from vescale.rng import fingerprint, is_deferred
 
 __all__ = ["preflight"]
@@ -40,7 +40,7 @@ def preflight(
     *,
     plan: Plan | None = None,
     program: Program | None = None,
-    problem: PlanError | None = None,
+    problem: Exception | None = None,
 ) -> None:
     """Compare the ranks. No collective; one round through the rendezvous store.
 
@@ -48,13 +48,13 @@ def preflight(
         model: before its parameters are placed.
         mesh: of the ranks that will run the model; None: all ranks.
         plan, program: of this rank, as far as it has them.
-        problem: why this rank has no program.
+        problem: why this rank cannot go on.
 
     Raises:
         PlanMismatchError: the same on every rank: what differs, how, and on which ranks; or which ranks have not come. Of
             tensors on the meta device, and of DTensors, values are not compared; of deferred ones, how they would be
             computed.
-        PlanError: ``problem``, when every rank has the same one.
+        Exception: ``problem``, when every rank has the same one.
     """
     if _is_shared(mesh):
         ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()

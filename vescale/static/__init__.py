@@ -1,6 +1,5 @@
 """Static mode: after one recorded step, the model runs on local tensors, with the collectives that its plan needs."""
 
-from vescale.runtime import parallelize, register_mode
 from vescale.static._install import StaticMode
 from vescale.static._record_export import program
 from vescale.static._record_loading import read_record
@@ -29,11 +28,9 @@ __all__ = [
     "RecordedStep",
     "RecordedType",
     "Site",
+    "StaticMode",
     "StaticReport",
-    "parallelize",
     "program",
     "read_record",
     "report",
 ]
-
-register_mode("static", StaticMode)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale import __version__
+from vescale._version import __version__
 from vescale.errors import StaticRecordError
 from vescale.ir import Program
 from vescale.static._actions import Action, Checked, Eager, ReadSizes, TakeSizes

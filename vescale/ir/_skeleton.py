@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
 
+from vescale.ir import copy_model
 from vescale.rng import is_deferred
 
 __all__ = ["skeleton_of"]
@@ -28,4 +28,4 @@ def skeleton_of(model: nn.Module) -> nn.Module:
                 memo[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             else:
                 memo[id(tensor)] = tensor.detach().clone()
-    return copy.deepcopy(model, memo)
+    return copy_model(model, memo)

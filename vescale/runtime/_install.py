@@ -1,23 +1,20 @@
-"""``parallelize(model, plan)``: a single-device model becomes one that runs on a mesh, in place."""
+"""``install(model, program, mesh)``: a lowered program becomes DTensor parameters and hooks, in place."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import Optimizer
 
-from vescale.checks import RegisteredParameters, adopt_optimizers, listed_optimizers
 from vescale.comm import join_axes
-from vescale.compat import native_hooks
-from vescale.errors import NotParallelizedError, ParallelizeError, kind_of
+from vescale.compat import guard_call, native_hooks, shorten_call
+from vescale.errors import NotParallelizedError, kind_of
 from vescale.fsdp import FSDPModule
 from vescale.gradients import GradientReducer, refuse_reducers_of
 from vescale.ir import (
@@ -29,140 +26,38 @@ from vescale.ir import (
     Program,
     Unit,
     join_placements,
-    lower,
-    refuse_part_of_replicas,
 )
 from vescale.ops import install as install_placements
 from vescale.ops import observe
 from vescale.placements import from_local
-from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._adapters import add_merging
 from vescale.runtime._checkpointed_forward import CheckpointedForward
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._expert_region import ExpertRegion
-from vescale.runtime._foreign_tools import meet_foreign_tools, refuse_wrapped
+from vescale.runtime._foreign_tools import meet_foreign_tools
 from vescale.runtime._gradient_hooks import GradientHooks, full_name
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
 from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._input_checks import check_loaded
 from vescale.runtime._local_region import LocalRegion
-from vescale.runtime._missing_values import MissingValues
-from vescale.runtime._modes import Mode, mode_named
 from vescale.runtime._module_hooks import add_hooks
 from vescale.runtime._plan_units import Units, states_in
-from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._saving import add_save_pretrained
 from vescale.runtime._tensor_placement import TensorSlots, load_plain, place_tensor
 
-__all__ = ["finish_gradients", "gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
+__all__ = ["finish_gradients", "gradient_reducer", "implicit_communication", "install", "no_sync", "run_eagerly"]
 
 
-def parallelize(
-    model: nn.Module,
-    plan: Plan,
-    *,
-    mesh: DeviceMesh | None = None,
-    strict: bool = False,
-    mode: str = "eager",
-    record: Any = None,
-    optimizer: Optimizer | Iterable[Optimizer] | None = None,
-) -> nn.Module:
-    """Make ``model`` compute, on every rank of the mesh together, what it computes on one device; in place.
+def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool = False) -> Runtime:
+    """Carry out a lowered program; nothing of the plan is consulted afterwards. Next, call :func:`run_eagerly` or install
+    static mode.
 
-    ===========  ===========================================================================================
-    of the       after ``parallelize``
-    ===========  ===========================================================================================
-    parameters   ``nn.Parameter`` of a DTensor as the plan places it; names, ties, ``requires_grad`` as before
-    inputs       plain tensors are the global ones, the same on every rank (``given="local"``: each rank's
-                 part), and are placed by the plan, Replicate without an entry; DTensors are taken as they are
-    outputs      DTensors; a plain global tensor where an ``<out>`` entry of the model makes it Replicate on all axes
-    gradients    complete when ``backward()`` returns, placed as their parameters
-    ===========  ===========================================================================================
-
-    Build the optimizer afterwards, or give one that was built before as ``optimizer``. Anything else that still holds the
-    parameters of before, and steps, clips or averages them, gets a :class:`ReplacedParameterError`. The model must be the
-    same on every rank (the same seed); that is checked.
-
-    Args:
-        model: on one device, built under ``deferred_init`` (each rank then computes only its part of the values), or on
-            the meta device (its parameters become meta DTensors, to be filled before the first forward; a
-            MissingValuesWarning names them); not parallelized before.
-        plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
-        mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
-        strict: raise at the first communication that no plan entry requests, instead of counting it.
-        mode: ``"static"`` runs the model on local tensors after one recorded step (:mod:`vescale.static`).
-        record: for ``mode="static"``: a :class:`vescale.static.RecordedProgram`, or the path of its YAML file; its steps
-            run without being recorded.
-        optimizer: one that was made of the model's parameters before, or several: their groups get the new parameters in
-            place, so that schedulers made on them go on. States of a parameter's shape are cut as the parameter is.
-
-    Returns the model.
-
-    Raises:
-        PlanMismatchError: ranks that bring another plan, program, model, seed or torch, or that do not come: what differs,
-            and on which ranks. The same on every rank, before any collective (ranks compare through the store).
-        PlanError: everything that ``lower`` finds, when every rank finds it; a model parallelized before.
-        ValueError: an optimizer that holds none of the parameters, or whose states have other shapes than they.
+    Communication: none that ranks have to agree on; they have compared their programs before (``preflight``).
     """
-    way = mode_named(mode, record)
-    optimizers = listed_optimizers(optimizer, "parallelize")
-    pipelined = isinstance(plan, Plan) and plan.pipeline_entry is not None
-    if isinstance(model, nn.Module) and Runtime.of(model) is not None:
-        raise ParallelizeError(
-            f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
-            "parallelize"
-        )
-    if pipelined and optimizers:
-        raise ParallelizeError(
-            "a pipeline leaves each rank its stages' parameters: make the optimizer after parallelize, of model.parameters()"
-        )
-    if pipelined and record is not None:
-        raise ParallelizeError("a pipeline records its stages itself; leave record= out")
-    if isinstance(model, nn.Module):
-        refuse_wrapped(model)
-        RegisteredParameters([model]).refuse_hooks("parallelize")
-    missing = MissingValues(model) if isinstance(model, nn.Module) else None
-    if missing is not None:
-        missing.warn()
-    if pipelined:  # by its name, for it stands on a higher floor
-        staged: nn.Module = importlib.import_module("vescale.pipeline").parallelize(
-            model, plan, mesh=mesh, strict=strict, mode=mode
-        )
-        _finish(staged, way, missing)
-        return staged
-    known = mesh if mesh is not None or not isinstance(plan, Plan) else plan.mesh
-    try:
-        program = _lowered(plan, model, mesh)
-        way.check(program, known)
-    except PlanError as problem:
-        preflight(model, known, plan=plan, problem=problem)
-        raise
-    preflight(model, known, plan=plan, program=program)
-    _install(model, program, known if known is not None else _new_mesh(plan, model), strict=strict)
-    _finish(model, way, missing)
-    adopt_optimizers(optimizers, "parallelize")
-    return model
-
-
-def _finish(model: nn.Module, way: Mode, missing: MissingValues | None) -> None:
-    runtime = Runtime.of(model)
-    assert runtime is not None
-    runtime.missing_values = missing
-    way.install(runtime, model)
-
-
-def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool = False) -> nn.Module:
-    """Carry out a lowered program; nothing of the plan is consulted afterwards. See :func:`parallelize`."""
-    preflight(model, mesh, program=program)
-    return _install(model, program, mesh, strict=strict)
-
-
-def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool) -> nn.Module:
-    before = RegisteredParameters([model])
     install_placements()
     enable_rng()
     observe(RuntimeObserver())
@@ -190,9 +85,17 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     meet_foreign_tools(runtime, model)
     runtime.adopt(model, "")
     model.register_load_state_dict_pre_hook(_before_loading)
-    before.mark_replaced("parallelize")
     runtime.checks.start()
-    return model
+    return runtime
+
+
+def run_eagerly(runtime: Runtime, model: nn.Module) -> None:
+    """Shorten the calls of modules. Static mode does without: it replaces them itself."""
+    for module in model.modules():
+        if module._forward_hooks:
+            guard_call(module)
+        if runtime.native is not None:
+            shorten_call(module, runtime.native)
 
 
 def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -263,24 +166,6 @@ def finish_gradients(model: nn.Module, *, units: bool = True) -> None:
         if states:
             states[0].conclude_accumulation()
     gradient_reducer(model).finish()
-
-
-def _lowered(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> Program:
-    """The program; nothing is communicated, and a mesh that is still to be made is not made."""
-    program = lower(plan, model)
-    if mesh is not None and MeshAxes.of(mesh) != plan.axes:
-        raise ParallelizeError(
-            f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(mesh)}; give the plan's mesh"
-        )
-    if plan.mesh is None and mesh is not None:  # else lower has looked at it
-        for unit in (instruction.op for instruction in program if isinstance(instruction.op, Unit)):
-            refuse_part_of_replicas(mesh, unit.shard)
-    return program
-
-
-def _new_mesh(plan: Plan, model: nn.Module) -> DeviceMesh:
-    devices = [p.device.type for p in model.parameters() if p.device.type != "meta"]
-    return init_device_mesh(devices[0] if devices else "cpu", plan.axes.sizes, mesh_dim_names=plan.axes.names)
 
 
 def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh, placed: Collection[str]) -> None:

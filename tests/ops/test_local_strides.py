@@ -1,0 +1,83 @@
+"""Ops that choose a memory format by strides, where ranks hold one row, whose stride may be anything: against one device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from tests.examples import NIGHTLY
+from tests.ranks import RankPools, run_cases
+from tests.whole import whole
+from vescale.placements import distribute_tensor
+from vescale.plans import Plan
+from vescale.runtime import parallelize
+
+Tensor = torch.Tensor
+
+
+def attended(x: Tensor) -> Tensor:
+    """Pixels as a sequence, and back."""
+    rows, channels, height, width = x.shape
+    pixels = x.reshape(rows, channels, height * width).transpose(1, 2)
+    pixels = F.scaled_dot_product_attention(pixels[:, None], pixels[:, None], pixels[:, None])[:, 0]
+    return pixels.transpose(-1, -2).reshape(rows, channels, height, width)
+
+
+STEPS: list[Callable[[Tensor], Tensor]] = [
+    attended,
+    lambda x: x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).unflatten(2, x.shape[2:]),
+    lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    lambda x: x.contiguous(memory_format=torch.channels_last),
+    lambda x: x.contiguous(),
+    lambda x: x + attended(x),
+    lambda x: attended(x) * x.sigmoid(),
+    lambda x: x.transpose(2, 3),
+    lambda x: x.permute(2, 1, 0, 3).clone().permute(2, 1, 0, 3),
+]
+
+ENDS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: F.group_norm(x, 2),
+    lambda x: F.group_norm(x, 4).flatten(1),
+    lambda x: F.max_pool2d(x, 2),
+    lambda x: F.interpolate(x, scale_factor=2.0),
+    lambda x: F.pixel_shuffle(x, 2),
+    lambda x: F.conv2d(x, torch.ones_like(x[:1, :, :2, :2]).expand(3, -1, -1, -1)),
+    lambda x: F.adaptive_avg_pool2d(x, 1),
+    lambda x: x.contiguous().view(x.shape[0], -1),
+]
+
+
+def same_values(seed: int) -> None:
+    draw = random.Random(seed)
+    steps = [draw.choice(STEPS) for _ in range(draw.randint(1, 3))]
+    end = draw.choice(ENDS)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
+    one = torch.randn(
+        draw.choice([2, 2, 4]), 8, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    cut = distribute_tensor(one, mesh, [Shard(0)])
+    for x in (one.requires_grad_(), cut.requires_grad_()):
+        made = x
+        for step in steps:
+            made = step(made)
+        made = end(made)
+        (made * made.sin()).sum().backward()
+        if x is one:
+            expected = made
+    torch.testing.assert_close(whole(made.detach()), expected.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(whole(cut.grad), one.grad, rtol=1e-10, atol=1e-12)
+
+
+def all_cases(seeds: list[tuple[int]]) -> int:
+    parallelize(torch.nn.Linear(1, 1), Plan(init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))))
+    return run_cases(same_values, seeds)
+
+
+def test_drawn_chains_of_views(ranks: RankPools) -> None:
+    seeds = [(seed,) for seed in range(60 if NIGHTLY else 5)]
+    assert ranks.run(all_cases, seeds, world_size=2) == [len(seeds)] * 2

@@ -1,0 +1,88 @@
+"""Sparse matrices in a model (the adjacency of a graph), and sparse gradients of tables, against one device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from tests.ranks import RankPools, error_of, run_cases
+from tests.runtime.compare import assert_same_step, pair
+from tests.runtime.zero import sharded_at_rest
+from vescale.plans import Plan
+
+Tensor = torch.Tensor
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sparse.mm": torch.sparse.mm,
+    "spmm": torch.spmm,
+    "mm": torch.mm,
+    "operator": lambda adjacency, x: adjacency @ x,
+    "method": lambda adjacency, x: adjacency.matmul(x),
+}
+
+
+class Graph(nn.Module):
+    def __init__(self, product: str) -> None:
+        super().__init__()
+        self.product, self.table = product, nn.Embedding(9, 4, sparse=True)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        product = PRODUCTS[self.product]
+        return product(adjacency, self.down(torch.tanh(product(adjacency, self.up(self.table(x))))))
+
+
+def whole(plan: Plan) -> None:
+    pass
+
+
+def rows(plan: Plan) -> None:
+    plan.shard("<in:x>", Shard(0), mesh="axis")
+
+
+def columns(plan: Plan) -> None:
+    plan.shard("up.<in>", Replicate(), mesh="axis").shard("up.(weight|bias)", Shard(0), mesh="axis")
+    plan.shard("down.weight", Shard(1), mesh="axis").shard("table.weight", Shard(0), mesh="axis")
+
+
+def zero(plan: Plan) -> None:
+    sharded_at_rest(plan, axis="axis")
+
+
+def same_step(product: str, entries: Callable[[Plan], None], layout: torch.layout) -> None:
+    reference, model = pair(lambda: Graph(product), entries, {"axis": 2}, strict=False)
+    adjacency = (torch.eye(6).double() + torch.diag(torch.linspace(1, 2, 5).double(), 1)).to_sparse(layout=layout)
+    x = torch.tensor([1, 2, 3, 1, 5, 8])
+    reference.table.sparse = False  # those of DTensors are dense
+    assert_same_step(reference, model, x, adjacency, max_implicit=100)
+
+
+def test_products_with_a_sparse_matrix(ranks: RankPools) -> None:
+    layouts = torch.sparse_coo, torch.sparse_csr
+    cases = list(itertools.product(PRODUCTS, (whole, rows, columns, zero), layouts))
+    assert ranks.run(run_cases, same_step, cases, world_size=2) == [len(cases)] * 2
+
+
+def cut_sparse() -> None:
+    _, model = pair(lambda: Graph("mm"), lambda plan: plan.shard("<in:adjacency>", Shard(0), mesh="axis"), {"axis": 2})
+    model(torch.tensor([0] * 6), torch.eye(6).double().to_sparse())
+
+
+def add_sparse() -> None:
+    PRODUCTS["sum"] = lambda adjacency, x: x + adjacency
+    _, model = pair(lambda: Graph("sum"), whole, {"axis": 2})
+    model(torch.tensor([0] * 8), torch.eye(8).double().to_sparse())
+
+
+def refusals() -> list[str]:
+    return [error_of(cut_sparse), error_of(add_sparse)]
+
+
+def test_what_is_refused(ranks: RankPools) -> None:
+    for cut, added in ranks.run(refusals, world_size=2):
+        assert "sparse tensors are the same on every rank. Leave the entry out" in cut
+        assert "give it dense for anything else, adj.to_dense()" in added

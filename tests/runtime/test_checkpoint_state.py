@@ -1,0 +1,382 @@
+"""Checkpointed modules with state, and with results that are written to later: random ones against the plan without the
+entry, bit by bit, on two ranks. A seed decides everything."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.examples import NIGHTLY
+from tests.ranks import RankPools
+from tests.runtime.zero import mesh_of
+from vescale import Plan, parallelize
+from vescale.errors import RecomputationError
+
+WIDTH = 8
+POLICIES = ("full", "selective", {"save": ["aten.tanh"]}, "offload")
+NOTES = {"number": 0}
+NUMBER = 0
+DRAWS = torch.Generator()
+
+
+class Ema(nn.Module):
+    """A buffer that is written to in place, or replaced; a large one is copied only if it is known to be written to."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(draw.choice([1, 1100]), WIDTH))
+        self.replaces = draw.random() < 0.5
+
+    def forward(self, h: Tensor) -> Tensor:
+        new = 0.9 * self.mean + 0.1 * h.detach().abs().mean((0, 1))
+        if self.replaces:
+            self.mean = new
+        elif self.training:
+            with torch.no_grad():
+                self.mean.copy_(new)
+        return torch.tanh(h / self.mean[0].clone())
+
+
+class Frozen(nn.Module):
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.held = {"also": [(torch.ones(WIDTH),)]}
+
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * h.detach().abs().mean((0, 1)))
+            self.held["also"][0][0].mul_(0.8)
+        return h / self.mean.clone() * self.held["also"][0][0].clone()
+
+
+class Codebook(nn.Module):
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(5, WIDTH))
+        self.register_buffer("number", torch.tensor(0))
+
+    def forward(self, h: Tensor) -> Tensor:
+        codes = self.codes.clone()
+        nearest = (h.detach().unsqueeze(-2) - codes).square().sum(-1).argmin(-1)
+        hits = F.one_hot(nearest, 5).to(h.dtype).flatten(0, 1)
+        if self.training:
+            self.number += 1
+            self.codes.mul_(0.7).add_(0.3 * (hits.t() @ h.detach().flatten(0, 1)))
+        return h * (hits @ codes).view(h.shape).detach()
+
+
+class Norms(nn.Module):
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(WIDTH)
+        make = draw.choice([nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+        self.linear = make(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.linear(self.batch(h.reshape(-1, WIDTH)).reshape(h.shape))
+
+
+class Counters(nn.Module):
+    """In attributes, containers, objects with and without a dictionary, globals, iterators, a closure, a hook."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.number, self.list, self.queue = 0, [], collections.deque(maxlen=2)
+        self.array, self.iterator, self.object = np.zeros(2), itertools.count(), _Slots()
+        self.kinds = draw.sample(range(8), 3)
+        self.last: Tensor | None = None
+        seen: list[int] = []
+        self.seen, self.linear = seen, nn.Linear(WIDTH, WIDTH)
+        self.linear.register_forward_hook(lambda *_: seen.append(1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        global NUMBER
+        self.number += 1
+        NUMBER += 1
+        NOTES["number"] += 1
+        self.list.append(h.detach().mean())
+        self.queue.append(len(self.list))
+        self.array += 1
+        self.object.number += 1
+        h = self.linear(h)
+        counts = (self.number, NUMBER, NOTES["number"], len(self.list), sum(self.queue), float(self.array[0]))
+        counts = (*counts, self.object.number, next(self.iterator))
+        before, self.last = self.last, h.tanh()
+        h = h if before is None else h + before.detach()
+        return torch.tanh(h * (1 + 0.1 * sum(counts[n] for n in self.kinds)))
+
+
+class _Slots:
+    __slots__ = ("lock", "number")
+
+    def __init__(self) -> None:
+        self.number, self.lock = 0, threading.Lock()
+
+
+class Draws(nn.Module):
+    """Of generators: of its own, of the program, of Python and numpy, the default one."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.generator, self.random = torch.Generator().manual_seed(3), random.Random(1)
+        self.numbers, self.kind = np.random.default_rng(0), draw.randrange(4)
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.kind == 0:
+            return h * torch.rand(h.shape, generator=self.generator) + torch.rand(WIDTH, generator=DRAWS)
+        if self.kind == 1:
+            return h.tanh() if random.random() + self.random.random() < 1 else h * h
+        return h * (self.numbers.random() + np.random.randn()) if self.kind == 2 else F.dropout(h, 0.4, self.training)
+
+
+class Given(nn.Module):
+    """What the caller sets before each call."""
+
+    scale: Any = 1.0
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.dropout(h) * self.scale)
+
+
+class WrittenLater(nn.Module):
+    """A product, and a write to it by way of a tensor that shares its memory, but maybe not its version."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=draw.random() < 0.5)
+        self.down = nn.Linear(2 * WIDTH, 2 * WIDTH, bias=draw.random() < 0.5)
+        self.weight = nn.Parameter(torch.randn(2 * WIDTH, 2 * WIDTH) / 4)
+        self.rnn = draw.choice([nn.GRU, nn.LSTM])(2 * WIDTH, 2 * WIDTH, batch_first=True)
+        self.how, self.alias, self.write = draw.randrange(3), draw.randrange(3), draw.randrange(4)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = torch.tanh(self.up(h))
+        y = (self.down(h), h @ self.weight, self.rnn(h)[0])[self.how]
+        if self.alias == 2 and self.how != 2:  # a recurrent layer's result is not contiguous
+            part = y.view(-1, 2 * WIDTH)
+        else:
+            part = y.unsafe_chunk(2, -1)[0] if self.alias == 1 and self.how != 2 else y
+        if self.write == 0:
+            part.mul_(0.5)
+        elif self.write == 1:
+            part += 1
+        elif self.write == 2:
+            part[..., :2] = 0
+        else:
+            part.add_(part.detach())
+        first, second = y.chunk(2, -1)
+        return torch.tanh(first) * second
+
+
+def later() -> list[tuple[int, int, int, str]]:
+    """Every pair of a product and a way to what is written to, under each policy that keeps results."""
+    wrong, plan = [], Plan(mesh_of({"dp": 1, "tp": 2}))
+    plan.shard(r".*\.up\.weight", Shard(0), mesh="tp").shard(r".*\.down\.weight", Shard(1), mesh="tp")
+    plan.shard(r".*\.down\.<out>", Replicate(), mesh="tp")
+    x = torch.randn(3, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for number, (how, alias) in enumerate(itertools.product(range(3), range(3))):
+        expected: list[Tensor] = []
+        for policy in (None, "full", "selective"):
+            torch.manual_seed(0)
+            net = nn.Sequential(WrittenLater(random.Random(number))).double()
+            net[0].how, net[0].alias, net[0].write = how, alias, number % 4
+            of_policy = Plan(plan.mesh)
+            for entry in plan.entries:
+                of_policy.add(entry)
+            model = parallelize(net, of_policy.checkpoint("0", policy) if policy else of_policy)
+            model(x).square().mean().backward()
+            grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+            if policy is None:
+                expected = grads
+            elif not all(map(torch.equal, grads, expected)):
+                wrong.append((how, alias, number % 4, policy))
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_kept_results_that_are_written_to_later(ranks: RankPools) -> None:
+    assert ranks.run(later, world_size=2) == [[], []]
+
+
+KINDS = [Ema, Frozen, Codebook, Norms, Counters, Draws, Given, WrittenLater, WrittenLater]
+
+
+class Block(nn.Module):
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(draw.choice(KINDS)(draw) for _ in range(draw.randint(1, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        for part in self.parts:
+            h = part(h)
+        return x + h.tanh()
+
+
+class Net(nn.Module):
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(draw) for _ in range(2))
+        self.given_tensor, self.writes = draw.random() < 0.5, draw.random() < 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            for part in block.parts:
+                if isinstance(part, Given):
+                    part.scale = x.mean() + 1.5 if self.given_tensor else number + float(x.abs().sum()) % 1
+            x = block(x)
+            if self.writes:
+                x.mul_(0.9)
+        return x
+
+
+def steps(seed: int, policy: Any) -> list[Tensor]:
+    """Losses, gradients, buffers and states of generators over three steps."""
+    global NUMBER
+    draw = random.Random(seed)
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed), DRAWS.manual_seed(seed)
+    NUMBER = NOTES["number"] = 0
+    plan, net = Plan(mesh_of({"dp": 1, "tp": 2})), Net(draw).double()
+    if any(isinstance(part, WrittenLater) for part in net.modules()):
+        plan.shard(r".*\.up\.weight", Shard(0), mesh="tp").shard(r".*\.down\.weight", Shard(1), mesh="tp")
+        plan.shard(r".*\.down\.<out>", Replicate(), mesh="tp")
+    chosen = draw.choice(POLICIES)
+    model = parallelize(net, plan.checkpoint(r"blocks\.\d+", chosen) if policy else plan)
+    how, found = draw.choice(["", "two", "eval", "frozen", "twice"]), []
+    for step in range(3):
+        made = torch.Generator().manual_seed(step)
+        xs = [torch.randn(3, 4, WIDTH, dtype=torch.float64, generator=made) for _ in range(2)]
+        model.blocks[0].linear.requires_grad_(how != "frozen")
+        loss = sum(model(x).square().mean() for x in (xs if how == "two" else xs[:1]))
+        model.blocks[0].linear.requires_grad_(True)
+        model.train(how != "eval")
+        loss.backward(retain_graph=how == "twice")
+        if how == "twice":
+            loss.backward()
+        model.train()
+        of_host = torch.tensor([NUMBER, NOTES["number"], random.getstate()[1][-1], int(np.random.get_state()[2])])
+        counts = [len(part.list) + len(part.seen) for part in model.modules() if isinstance(part, Counters)]
+        tensors = [loss.detach(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        found += [x.to_local().clone() if isinstance(x, DTensor) else x.clone() for x in tensors]
+        found += [of_host, torch.tensor(counts), torch.get_rng_state(), DRAWS.get_state()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    return found
+
+
+def drawn(first: int, last: int) -> list[str]:
+    """Seeds that differ. Where the program without the entry is an error (autograd's, about a write in place), nothing is
+    compared."""
+    torch.manual_seed(0)
+    wrong, num_compared = [], 0
+    for seed in range(first, last):
+        try:
+            expected = steps(seed, False)
+        except RuntimeError:
+            continue
+        num_compared += 1
+        try:
+            actual = steps(seed, True)
+        except RuntimeError as error:
+            wrong.append(f"{seed}: {type(error).__name__}: {error}")
+            continue
+        if len(actual) != len(expected) or not all(map(torch.equal, actual, expected)):
+            wrong.append(f"{seed}: other bits")
+    assert num_compared > (last - first) / 2
+    return wrong
+
+
+@pytest.mark.parametrize("first", range(0, 300, 10) if NIGHTLY else [0])
+@pytest.mark.filterwarnings("ignore")
+def test_random_modules(ranks: RankPools, first: int) -> None:
+    assert ranks.run(drawn, first, first + 10, world_size=2) == [[], []]
+
+
+class WritesAtLast(nn.Module):
+    """Writes to a large buffer, but not in the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("large", torch.ones(5000, WIDTH))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            self.large.mul_(2)
+        return self.linear(x) * self.large[0].clone()
+
+
+class Switched(nn.Module):
+    by: float | str = 0.0  # of the class: not known of
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by == "input":
+            x.mul_(2)
+        h = self.linear(x)
+        return h[:, :2].tanh() if self.by == 1.0 else h.tanh()
+
+
+def named() -> None:
+    """Errors of a recomputation name the module."""
+    for policy in ("full", {"save": [], "recompute_communication": True}):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Switched(), nn.Linear(WIDTH, 2))
+        model = parallelize(model, Plan(mesh_of({"dp": 2})).checkpoint("1", policy))
+        loss = model(torch.ones(2, WIDTH)).sum()
+        Switched.by = 1.0
+        with pytest.raises(
+            RecomputationError, match="the checkpointed module '1' computes otherwise when it runs again"
+        ):
+            loss.backward()
+        Switched.by = "input"
+        with pytest.raises(RecomputationError, match="an input of the checkpointed module '1' was written to in place"):
+            model(torch.ones(2, WIDTH)).sum().backward()
+        Switched.by = 0.0
+        hooked = model[1].register_forward_hook(lambda module, args, output: (args[0].mul_(2), output)[1])
+        with pytest.raises(RecomputationError, match="an input of the checkpointed module '1' was written to in place"):
+            model(torch.ones(2, WIDTH)).sum().backward()
+        hooked.remove()
+
+
+def test_errors_name_the_module(ranks: RankPools) -> None:
+    ranks.run(named, world_size=2)
+
+
+def late() -> None:
+    plan = Plan(mesh_of({"dp": 2})).checkpoint("0", "full")
+    model = parallelize(nn.Sequential(WritesAtLast(), nn.Linear(WIDTH, 2)), plan)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    with pytest.raises(
+        RecomputationError, match="module '0' writes to 'large' in place, which its first forward did not"
+    ):
+        model(torch.ones(2, WIDTH))
+
+
+def test_what_is_not_known_of_is_refused(ranks: RankPools) -> None:
+    ranks.run(late, world_size=2)

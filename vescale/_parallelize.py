@@ -1,0 +1,172 @@
+"""``parallelize(model, plan)``: a single-device model becomes one that runs on a mesh, in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from vescale.checks import RegisteredParameters, adopt_optimizers, check_optimizers, listed_optimizers
+from vescale.errors import ArgumentTypeError, ParallelizeError, kind_of
+from vescale.ir import Unit, lower, refuse_part_of_replicas
+from vescale.pipeline import StagedProgram, install_stages
+from vescale.plans import MeshAxes, Plan
+from vescale.runtime import MissingValues, ModuleTables, Runtime, install, preflight, refuse_wrapped, run_eagerly
+from vescale.static import RecordedProgram, StaticMode
+
+__all__ = ["parallelize"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def parallelize(
+    model: M,
+    plan: Plan,
+    *,
+    mesh: DeviceMesh | None = None,
+    strict: bool = False,
+    mode: str = "eager",
+    record: RecordedProgram | str | os.PathLike[str] | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+) -> M:
+    """Make ``model`` compute, on every rank of the mesh together, what it computes on one device; in place.
+
+    ===========  ===========================================================================================
+    of the       after ``parallelize``
+    ===========  ===========================================================================================
+    parameters   ``nn.Parameter`` of a DTensor as the plan places it; names, ties, ``requires_grad`` as before
+    inputs       plain tensors are the global ones, the same on every rank (``given="local"``: each rank's
+                 part), and are placed by the plan, Replicate without an entry; DTensors are taken as they are
+    outputs      DTensors; a plain global tensor where an ``<out>`` entry of the model makes it Replicate on all axes
+    gradients    complete when ``backward()`` returns, placed as their parameters
+    ===========  ===========================================================================================
+
+    With a pipeline each rank keeps the parameters of its stages, and the model is a
+    :class:`~vescale.pipeline.PipelineModule`, which has ``.step(**batch)``.
+
+    Build the optimizer afterwards, or give one that was built before as ``optimizer``. Anything else that still holds the
+    parameters of before, and steps, clips or averages them, gets a :class:`ReplacedParameterError`. The model must be the
+    same on every rank (the same seed); that is checked.
+
+    Args:
+        model: on one device, built under ``deferred_init`` (each rank then computes only its part of the values), or on
+            the meta device (its parameters become meta DTensors, to be filled before the first forward; a
+            MissingValuesWarning names them); not parallelized before.
+        plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
+        mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
+        strict: raise at the first communication that no plan entry requests, instead of counting it.
+        mode: ``"static"`` runs the model on local tensors after one recorded step (:mod:`vescale.static`).
+        record: for ``mode="static"``: a :class:`vescale.static.RecordedProgram`, or the path of its YAML file; its steps
+            run without being recorded.
+        optimizer: one that was made of the model's parameters before, or several: their groups get the new parameters in
+            place, so that schedulers made on them go on. States of a parameter's shape are cut as the parameter is.
+
+    Returns the model.
+
+    Raises:
+        PlanMismatchError: ranks that bring another plan, program, model, seed or torch, or that do not come: what differs,
+            and on which ranks. The same on every rank, before any collective (ranks compare through the store).
+        PlanError: everything that ``lower`` finds, when every rank finds it; a model parallelized before.
+        ValueError: an optimizer that holds none of the parameters, or whose states have other shapes than they.
+
+    Whatever is raised, the model is as it was before the call.
+    """
+    static = _static_mode(mode, record)
+    optimizers = listed_optimizers(optimizer, "parallelize")
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(f"plan is {kind_of(plan)}; pass a vescale.Plan (Plan.from_yaml reads a file)")
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model is {kind_of(model)}; pass a torch.nn.Module")
+    _refuse(model, plan, static, optimizers)
+    registered = RegisteredParameters([model])
+    registered.refuse_hooks("parallelize")
+    missing, known = MissingValues(model), mesh if mesh is not None else plan.mesh
+    missing.warn()
+
+    try:
+        check_optimizers(optimizers, model.named_parameters(), "parallelize")
+        if known is not None and MeshAxes.of(known) != plan.axes:
+            raise ParallelizeError(
+                f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(known)}; give the plan's mesh"
+            )
+        program = lower(plan, model)
+        staged = StagedProgram.of(plan, model, program) if plan.pipeline_entry is not None else None
+        if staged is not None and staged.problem is not None:
+            raise staged.problem
+        if plan.mesh is None and known is not None:  # else lower has looked at it
+            for unit in (instruction.op for instruction in program if isinstance(instruction.op, Unit)):
+                refuse_part_of_replicas(known, unit.shard)
+        if static is not None:
+            static.check(program, known)
+    except Exception as problem:
+        preflight(model, known, plan=plan, problem=problem)
+        raise
+    preflight(model, known, plan=plan, program=program)
+
+    before = ModuleTables(model)
+    try:
+        own_mesh = known if known is not None else _new_mesh(plan, model)
+        if staged is not None:
+            runtime = install_stages(model, staged, own_mesh, strict=strict)
+        else:
+            runtime = install(model, program, own_mesh, strict=strict)
+            run_eagerly(runtime, model) if static is None else static.install(runtime, model)
+        runtime.missing_values = missing
+        registered.mark_replaced("parallelize")
+        adopt_optimizers(optimizers)
+    except BaseException:
+        before.restore()
+        raise
+    return model
+
+
+def _static_mode(mode: str, record: RecordedProgram | str | os.PathLike[str] | None) -> StaticMode | None:
+    """None: eager mode."""
+    if mode == "static":
+        return StaticMode(record)
+    if mode != "eager":
+        raise ParallelizeError(f"mode={mode!r} is none of 'eager', 'static'; leave it out for 'eager'")
+    if record is not None:
+        raise ParallelizeError("record= is of static mode; give mode='static' with it")
+    return None
+
+
+def _refuse(model: nn.Module, plan: Plan, static: StaticMode | None, optimizers: list[Optimizer]) -> None:
+    """Raises for arguments that do not go together, and for a model that is no single-device one."""
+    if Runtime.of(model) is not None:
+        raise ParallelizeError(
+            f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
+            "parallelize"
+        )
+    for path, module in model.named_modules():
+        other = Runtime.around(module)
+        if other is not None:
+            raise ParallelizeError(
+                f"{path!r} of this {type(model).__name__} is a part of another parallelized model, "
+                f"{type(other.root).__name__}, by whose plan its parameters are placed and its gradients reduced. "
+                "Parallelize one module that holds both models (nn.ModuleDict, or a class with a forward that calls "
+                "either), or give this one a copy (copy.deepcopy)"
+            )
+    refuse_wrapped(model)
+    entry = plan.pipeline_entry
+    if entry is not None and static is not None:
+        raise ParallelizeError(
+            "pipeline: mode='static' records a step of the whole model, and each rank has some of its stages; leave out "
+            "mode= of parallelize, or the plan's pipeline",
+            entry.source,
+        )
+    if entry is not None and optimizers:
+        raise ParallelizeError(
+            "a pipeline leaves each rank its stages' parameters: make the optimizer after parallelize, of "
+            "model.parameters()",
+            entry.source,
+        )
+
+
+def _new_mesh(plan: Plan, model: nn.Module) -> DeviceMesh:
+    devices = [p.device.type for p in model.parameters() if p.device.type != "meta"]
+    return init_device_mesh(devices[0] if devices else "cpu", plan.axes.sizes, mesh_dim_names=plan.axes.names)

@@ -1,0 +1,454 @@
+"""``ForwardState``: what a forward reads and writes beside its inputs and parameters, as it was before one of its calls.
+
+=============================================  =====================================================================
+found from                                     what is kept of it
+=============================================  =====================================================================
+the module and those in it                     attributes and ``training``; buffers, and frozen parameters that the
+                                               forward writes to; whether parameters require gradients
+objects and containers that attributes, other  their attributes and items
+arguments than tensors, forward hooks, and
+globals of ``forward`` hold
+generators among these, and those of           their states, if the forward draws
+``random`` and ``numpy.random``
+=============================================  =====================================================================
+
+Inside of :meth:`ForwardState.again` the same objects have what they had then; afterwards they have again what they have now.
+Contents are kept by reference. Tensors that are written to in place are copied before: small ones in each forward, others if
+a call has written to them before. (The first call, and the first in other modes of modules, copies all of them to find out.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale.compat import local_of, make_dtensor, spec_of, versions, without_modes
+from vescale.errors import RecomputationError
+from vescale.ir._state_contents import (
+    ATTRIBUTES,
+    CELL,
+    HOST_GENERATORS,
+    OF_MODULES,
+    Kind,
+    globals_of,
+    has_attributes,
+    is_same,
+    kind_of,
+    named_items,
+)
+
+__all__ = ["ForwardState", "KnownState", "state_unchanged"]
+
+_SMALL = 1 << 16  # bytes of a tensor that is copied in each forward
+_LONG = 1 << 12  # items of a container that are not looked into
+_MANY = 20_000  # objects that are found
+_UNCHANGING = frozenset(
+    (
+        *(type(None), bool, int, float, complex, str, bytes, range, slice, type, type(Ellipsis), type(NotImplemented)),
+        *(types.BuiltinFunctionType, types.ModuleType, torch.dtype, torch.device, torch.Size, torch.layout),
+        *(np.dtype, np.ufunc, types.MethodDescriptorType, types.WrapperDescriptorType),
+    )
+)
+# Their objects belong to a library, and are no state of the model.
+_LIBRARIES = frozenset(
+    (
+        "torch",
+        "vescale",
+        "numpy",
+        "logging",
+        "threading",
+        "concurrent",
+        "asyncio",
+        "re",
+        "typing",
+        "inspect",
+        "io",
+        "abc",
+    )
+    + ("importlib", "multiprocessing", "ctypes", "weakref", "functools", "contextlib", "itertools", "builtins")
+)
+_STATELESS = (types.FunctionType, type, types.ModuleType, types.BuiltinFunctionType)  # as a rule
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_DICT = Kind(dict, dict.update)
+_ITERATORS = frozenset((itertools.count, itertools.cycle, *(type(iter(each)) for each in ([], (), range(0)))))
+
+
+class KnownState:
+    """What is known of the state of one module's forward.
+
+    Attributes:
+        written: by modes of the module and those in it, the names of tensors that calls have written to in place, and the
+            numbers of host generators that they have used.
+        places: where state is, as of the last search.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[bytes, set[Any]] = {}
+        self.places: _Places | None = None
+
+    def __deepcopy__(self, memo: Any) -> KnownState:
+        return KnownState()  # of a copy of the module, with objects of its own
+
+
+@dataclass(slots=True)
+class _Place:
+    """An object with state, and its content when places were searched. ``has_tensors``: it holds some, maybe in tuples."""
+
+    item: Any
+    name: str
+    kind: Kind
+    content: Any
+    has_tensors: bool = False
+
+    def still_leads_to(self, content: Any) -> bool:
+        """Whether nothing else that may have state is found from the object than before."""
+        before = self.content
+        if not self.kind.has_values or (not self.has_tensors and is_same(before, content)):
+            return True
+        if len(before) != len(content) or (isinstance(before, dict) and before.keys() != content.keys()):
+            return False
+        return all(
+            new is old
+            or (type(new) in _UNCHANGING and type(old) in _UNCHANGING)
+            or (isinstance(old, _A) and old.like(new))
+            for old, new in zip(_values(before), _values(content), strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class _A:
+    """Stands for a tensor, or an iterator, which is not to be held."""
+
+    kind: type
+
+    def like(self, value: Any) -> bool:
+        return isinstance(value, self.kind)
+
+
+class _Places:
+    """Where a forward may find state, beginning from a module, or from arguments."""
+
+    def __init__(self, parts: list[tuple[str, nn.Module]]) -> None:
+        self.found: list[_Place] = []
+        self._seen = {id(part) for _, part in parts}
+        self._left: list[tuple[Any, str]] = []
+        self._parts, self._num_hooks = parts, _num_hooks(parts)
+
+    @classmethod
+    def of_module(cls, parts: list[tuple[str, nn.Module]]) -> _Places:
+        """``parts``: the module and those in it, with their names."""
+        places = cls(parts)
+        for path, part in parts:
+            name = f"{path}." if path else ""
+            places._hold(part, name, ATTRIBUTES)
+            if part._buffers:
+                places._hold(part._buffers, name, _DICT)
+            places._left += [(hook, f"a hook of {name}") for each in _HOOKS for hook in part.__dict__[each].values()]
+            places._left.append((type(part).forward, name))
+            places._walk()
+        return places
+
+    @classmethod
+    def of_arguments(cls, given: Any) -> _Places:
+        places = cls([])
+        places._left = [(given, "an argument: ")]
+        places._walk()
+        return places
+
+    def read(self, parts: list[tuple[str, nn.Module]]) -> list[tuple[_Place, Any]] | None:
+        """The places with their contents; None where there may be others by now."""
+        if parts != self._parts or _num_hooks(parts) != self._num_hooks:
+            return None
+        found = [(place, place.kind.read(place.item)) for place in self.found]
+        return found if all(place.still_leads_to(content) for place, content in found) else None
+
+    def _hold(self, item: Any, name: str, kind: Kind) -> None:
+        content = kind.read(item)
+        place = _Place(item, name, kind, content)
+        self.found.append(place)
+        if not kind.has_values or len(content) > _LONG:
+            return
+        is_module = isinstance(item, nn.Module)
+        kept: list[Any] = []
+        for key, value in _items(content):
+            if type(value) in _UNCHANGING or (is_module and (key in OF_MODULES or key.startswith("__"))):
+                kept.append(value)
+            elif isinstance(value, torch.Tensor):
+                place.has_tensors = True
+                kept.append(_A(torch.Tensor))
+            elif type(value) in _ITERATORS:
+                place.has_tensors = True
+                kept.append(_A(type(value)))
+            else:
+                place.has_tensors |= type(value) is tuple and _has_tensors(value)
+                kept.append(value)
+                self._left.append((value, f"{name}{key}."))
+        place.content = dict(zip(content, kept)) if isinstance(content, dict) else kept
+
+    def _walk(self) -> None:
+        while self._left:
+            item, name = self._left.pop()
+            kind = type(item)
+            if kind in _UNCHANGING or id(item) in self._seen or len(self._seen) > _MANY:
+                continue
+            self._seen.add(id(item))
+            if isinstance(item, nn.Module | type | enum.Enum | torch.Tensor):  # a module of another part of the model
+                continue
+            if kind is tuple:
+                self._left += [(value, f"{name}{key}.") for key, value in enumerate(item)]
+            elif isinstance(item, types.FunctionType):
+                self._enter_function(item, name)
+            elif isinstance(item, types.MethodType):
+                self._left += [(item.__self__, name), (item.__func__, name)]
+            elif isinstance(item, functools.partial):
+                self._left += [(item.func, name), (item.args, name), (item.keywords, name)]
+            else:
+                of_container = kind_of(item)
+                if of_container is not None:
+                    self._hold(item, name, of_container)
+                if kind.__module__.partition(".")[0] not in _LIBRARIES and has_attributes(item):
+                    self._hold(item, name, ATTRIBUTES)
+
+    def _enter_function(self, function: types.FunctionType, name: str) -> None:
+        if function.__module__ is None or function.__module__.partition(".")[0] in _LIBRARIES:
+            return
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                if not isinstance(cell.cell_contents, _STATELESS):
+                    self._hold(cell, name, CELL)
+        scope = function.__globals__
+        names = [
+            key for key in globals_of(function.__code__) if key in scope and not isinstance(scope[key], _STATELESS)
+        ]
+        if names:
+            self._hold(scope, "", named_items(tuple(names)))
+
+
+@contextlib.contextmanager
+def state_unchanged(module: nn.Module) -> Iterator[None]:
+    """Inside, the module may run on made-up inputs: what its forward assigns, the random numbers of the host that it draws,
+    and what it writes to tensors in its attributes are undone. Buffers and parameters are the caller's to replace."""
+    parts = list(module.named_modules())
+    buffers = {id(part._buffers) for _, part in parts}
+    places = [place for place in _Places.of_module(parts).found if id(place.item) not in buffers]
+    places += [_Place(host, "", kind, None) for host in HOST_GENERATORS if (kind := kind_of(host)) is not None]
+    held = [(place, place.kind.read(place.item)) for place in places]
+    for place, content in held:
+        if place.has_tensors:
+            place.kind.put(place.item, _mapped(_apart, content))
+    try:
+        yield
+    finally:
+        for place, content in held:
+            if not is_same(content, place.kind.read(place.item)):
+                place.kind.put(place.item, content)
+
+
+def _num_hooks(parts: list[tuple[str, nn.Module]]) -> int:
+    return sum(len(part._forward_pre_hooks) + len(part._forward_hooks) for _, part in parts)
+
+
+@dataclass(slots=True)
+class _HeldTensor:
+    tensor: torch.Tensor
+    name: str
+    version: tuple[int, ...]
+    copy: torch.Tensor | None
+
+
+class ForwardState:
+    """Of the module at ``path``. ``given``: its arguments; tensors among them are not looked at."""
+
+    def __init__(self, module: nn.Module, path: str, given: Any, known: KnownState) -> None:
+        self._path, self._known = path, known
+        parts = list(module.named_modules())
+        self._modes = bytes(part.training for _, part in parts)
+        self._is_first = self._modes not in known.written
+        self._written = known.written.get(self._modes) or set()
+        own = known.places.read(parts) if known.places is not None else None
+        if own is None:
+            known.places = _Places.of_module(parts)
+            own = [(place, place.kind.read(place.item)) for place in known.places.found]
+        arguments = [(place, place.kind.read(place.item)) for place in _Places.of_arguments(given).found]
+        self._given, self._num_arguments = given, len(arguments)
+        self._held = [
+            (place, _mapped(_copied, content) if place.has_tensors else content)
+            for place, content in (*arguments, *own)
+        ]
+        # Reading their states takes long.
+        for number, host in enumerate(HOST_GENERATORS):
+            kind = kind_of(host)
+            if kind is not None and (self._is_first or number in self._written):
+                self._held.append((_Place(host, "", kind, None), kind.read(host)))
+        self._tensors: dict[int, _HeldTensor] = {}
+        for place, content in self._held:
+            if place.has_tensors:
+                self._note_tensors(_items(content), place.name)
+        self._frozen: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._parameters: list[tuple[nn.Parameter, str, bool, int]] = []
+        for name, part in parts:
+            for key, parameter in part._parameters.items():
+                if parameter is not None:
+                    self._note_parameter(parameter, part._parameters, key, f"{name}.{key}" if name else key)
+
+    def _note_parameter(self, parameter: nn.Parameter, holder: dict[str, Any], key: str, name: str) -> None:
+        self._parameters.append((parameter, name, parameter.requires_grad, _version(parameter)))
+        if not parameter.requires_grad:
+            self._note_tensors([(name, parameter)], "")
+            self._frozen.append((holder, key, parameter))
+
+    def _note_tensors(self, items: Iterable[tuple[Any, Any]], holder: str) -> None:
+        for key, value in items:
+            if type(value) is tuple:
+                self._note_tensors(enumerate(value), f"{holder}{key}.")
+            elif isinstance(value, torch.Tensor) and value.grad_fn is None and not value.is_meta:
+                name = f"{holder}{key}"
+                copies = self._is_first or name in self._written or value.nbytes <= _SMALL
+                held = _HeldTensor(value, name, versions(value), _copy(value) if copies else None)
+                self._tensors.setdefault(id(value), held)
+
+    def ended(self) -> None:
+        """The forward has ended. Raises RecomputationError if it has written where nobody knows what was there."""
+        self._written = self._known.written.setdefault(self._modes, self._written)
+        copies = dict(self._copies())
+        for parameter, name, requires_grad, version in self._parameters:
+            if requires_grad and _version(parameter) != version:
+                raise self._error(f"writes to the parameter {name!r} in place")
+        for holder, key, parameter in self._frozen:
+            if id(parameter) in copies:
+                kind = named_items((key,))
+                self._held.append((_Place(holder, "", kind, None, has_tensors=True), kind.read(holder)))
+        stands_for, kept = functools.partial(_stand_in, copies), []
+        for place, content in self._held:
+            if place.kind.draws:
+                if is_same(content, place.kind.read(place.item)):
+                    continue
+                self._written.update(n for n, host in enumerate(HOST_GENERATORS) if place.item is host)
+            kept.append((place, _mapped(stands_for, content) if place.has_tensors else content))
+        self._held, self._tensors, self._frozen = kept, {}, []
+        self._given = None
+
+    def _copies(self) -> Iterator[tuple[int, _Copy]]:
+        """Of tensors that the forward has written to, by their ids."""
+        for held in self._tensors.values():
+            is_written = versions(held.tensor) != held.version
+            if held.copy is None:
+                if is_written:
+                    raise self._error(f"writes to {held.name!r} in place, which its first forward did not")
+            elif (
+                is_written or held.name in self._written or (self._is_first and not _are_equal(held.tensor, held.copy))
+            ):
+                self._written.add(held.name)
+                yield id(held.tensor), _Copy(held.copy)
+
+    def _error(self, what: str) -> RecomputationError:
+        return RecomputationError(
+            f"the checkpointed module {self._path!r} {what}: its recomputation would read the new values, and write a "
+            "second time. Do that outside of the module, or leave the module out of the plan's checkpoint entries"
+        )
+
+    def keeps_tensors_in_arguments(self) -> bool:
+        """Whether objects among the arguments hold tensors that they did not hold before."""
+        before = [content for place, content in self._held[: self._num_arguments] if place.kind.has_values]
+        held = {id(x) for content in before for x in _values(content)}
+        places = _Places.of_arguments(self._given).found
+        now = (place.kind.read(place.item) for place in places if place.kind.has_values)
+        return any(isinstance(x, torch.Tensor) and id(x) not in held for content in now for x in _values(content))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, everything is as it was when the forward began."""
+        now = [(place, before, place.kind.read(place.item)) for place, before in self._held]
+        changed = [one for one in now if not is_same(*one[1:])]
+        flags = [(p, p.requires_grad) for p, _, before, _ in self._parameters if p.requires_grad != before]
+        find = functools.partial(_again, {})
+        try:
+            for place, before, _ in changed:
+                place.kind.put(place.item, _mapped(find, before) if place.has_tensors else before)
+            for parameter, is_on in flags:
+                parameter.requires_grad_(not is_on)
+            yield
+        finally:
+            for parameter, is_on in flags:
+                parameter.requires_grad_(is_on)
+            for place, _, content in changed:
+                place.kind.put(place.item, content)
+
+
+class _Copy:
+    """Stands for a tensor that the forward has written to; each recomputation writes to a copy of its own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _copied(value: Any) -> Any:
+    """Of an iterator, what stays where it is."""
+    return copy.copy(value) if type(value) in _ITERATORS else value
+
+
+def _apart(value: Any) -> Any:
+    return _copy(value) if isinstance(value, torch.Tensor) and not value.is_meta else _copied(value)
+
+
+def _stand_in(copies: Mapping[int, _Copy], value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    return value.detach().requires_grad_() if value.grad_fn is not None else value  # its graph is not held
+
+
+def _again(copies: dict[_Copy, torch.Tensor], value: Any) -> Any:
+    if isinstance(value, _Copy):
+        if value not in copies:
+            copies[value] = _copy(value.tensor)
+        return copies[value]
+    return _copied(value)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    with without_modes():  # no op of the model
+        if isinstance(tensor, DTensor):
+            return make_dtensor(local_of(tensor).detach().clone(), spec_of(tensor))
+        return tensor.detach().clone()
+
+
+def _version(parameter: nn.Parameter) -> int:
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    found = [local_of(x) if isinstance(x, DTensor) else x for x in (one, other)]
+    return type(found[0]) not in (torch.Tensor, nn.Parameter) or bool(torch.equal(*found))  # else one without values
+
+
+def _mapped(change: Callable[[Any], Any], content: Any) -> Any:
+    """A content with other values, also those of tuples in it."""
+    if isinstance(content, dict):
+        return {key: _mapped(change, x) if type(x) is tuple else change(x) for key, x in content.items()}
+    return type(content)([_mapped(change, x) if type(x) is tuple else change(x) for x in content])
+
+
+def _items(content: Any) -> Iterable[tuple[Any, Any]]:
+    return content.items() if isinstance(content, dict) else enumerate(content)
+
+
+def _values(content: Any) -> Iterable[Any]:
+    return content.values() if isinstance(content, dict) else content
+
+
+def _has_tensors(value: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, torch.Tensor) or (type(x) is tuple and _has_tensors(x)) for x in value)
