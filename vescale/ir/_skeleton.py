@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.ir import copy_model
+from vescale.ir._model_copy import copy_model
 from vescale.rng import is_deferred
 
 __all__ = ["skeleton_of"]
