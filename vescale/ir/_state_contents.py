@@ -33,7 +33,7 @@ _SMALL = 1 << 16  # bytes of an array that is looked at
 OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes where modules keep parameters, children and hooks."""
 
-HOST_GENERATORS = tuple(function.__self__ for function in (random.getstate, np.random.get_state))  # type: ignore[attr-defined]
+HOST_GENERATORS = tuple(function.__self__ for function in (random.getstate, np.random.get_state))  # type: ignore[union-attr]
 """Those of ``random`` and of ``numpy.random``."""
 
 
@@ -78,7 +78,7 @@ def _put_attributes(item: Any, content: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(kind: Any) -> tuple[str, ...]:
     found = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
     names = [name for each in found for name in ((each,) if isinstance(each, str) else each)]
     return tuple(name for name in names if not name.startswith("__"))
