@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from vescale.compat import CALL_OVERRIDE
+
 __all__ = [
     "ATTRIBUTES",
     "CELL",
@@ -30,8 +32,8 @@ __all__ = [
 ]
 
 _SMALL = 1 << 16  # bytes of an array that is looked at
-OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes where modules keep parameters, children and hooks."""
+OF_MODULES = frozenset((*vars(nn.Module()), "forward", CALL_OVERRIDE)) - {"training"}
+"""Attributes where modules keep parameters, children and hooks, and what runs in place of their forward."""
 
 HOST_GENERATORS = tuple(function.__self__ for function in (random.getstate, np.random.get_state))  # type: ignore[union-attr]
 """Those of ``random`` and of ``numpy.random``."""
@@ -68,7 +70,7 @@ def _attributes(item: Any) -> dict[str, Any]:
 def _put_attributes(item: Any, content: dict[str, Any]) -> None:
     held, slots = getattr(item, "__dict__", {}), _slots(type(item))
     is_module = isinstance(item, nn.Module)
-    for name in [name for name in held if name not in content]:
+    for name in [name for name in held if name not in content and not (is_module and name in OF_MODULES)]:
         del held[name]
     for name, value in content.items():
         if name in slots:
@@ -138,15 +140,21 @@ def _put_torch_state(item: torch.Generator, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class _NumpyState:
-    """Of a generator. ``text`` tells it from others."""
+    """Of a generator. ``values`` tell it from others."""
 
-    text: str
+    values: Any
     state: Any = field(compare=False)
 
 
 def _numpy_state(item: Any) -> _NumpyState:
     state = item.get_state() if isinstance(item, np.random.RandomState) else item.bit_generator.state
-    return _NumpyState(repr(state), state)
+    return _NumpyState(_comparable(state), state)
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, dict | tuple):
+        return tuple(map(_comparable, state.values() if isinstance(state, dict) else state))
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def _put_numpy_state(item: Any, content: _NumpyState) -> None:
