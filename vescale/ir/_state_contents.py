@@ -63,12 +63,12 @@ def is_same(one: Any, other: Any) -> bool:
 
 def _attributes(item: Any) -> dict[str, Any]:
     found = dict(vars(item)) if hasattr(item, "__dict__") else {}
-    found.update((name, getattr(item, name)) for name in _slots(type(item)) if hasattr(item, name))
+    found.update((name, getattr(item, name)) for name in _slots(item) if hasattr(item, name))
     return found
 
 
 def _put_attributes(item: Any, content: dict[str, Any]) -> None:
-    held, slots = getattr(item, "__dict__", {}), _slots(type(item))
+    held, slots = getattr(item, "__dict__", {}), _slots(item)
     is_module = isinstance(item, nn.Module)
     for name in [name for name in held if name not in content and not (is_module and name in OF_MODULES)]:
         del held[name]
@@ -79,8 +79,13 @@ def _put_attributes(item: Any, content: dict[str, Any]) -> None:
             held[name] = value
 
 
+def _slots(item: Any) -> tuple[str, ...]:
+    kind: Any = type(item)
+    return _slots_of(kind)
+
+
 @functools.cache
-def _slots(kind: Any) -> tuple[str, ...]:
+def _slots_of(kind: Any) -> tuple[str, ...]:
     found = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
     names = [name for each in found for name in ((each,) if isinstance(each, str) else each)]
     return tuple(name for name in names if not name.startswith("__"))
@@ -192,4 +197,4 @@ def named_items(names: Sequence[str]) -> Kind:
 
 
 def has_attributes(item: Any) -> bool:
-    return hasattr(item, "__dict__") or bool(_slots(type(item)))
+    return hasattr(item, "__dict__") or bool(_slots(item))
