@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +20,7 @@ from tests.runtime.llama import make_llama
 from tests.runtime.zero import sharded_at_rest
 from vescale import parallelize, plan_zoo
 from vescale.comm import record_comms
-from vescale.pipeline import StagedProgram
+from vescale.ir import lower
 from vescale.pipeline._split_backward import SplitBackward
 from vescale.pipeline._stage import ModelStage
 from vescale.plans import Plan
@@ -159,8 +160,9 @@ def arrivals_case(policy: str | None) -> tuple[Counter[str], Counter[str]]:
 
     for stage in model._pipeline.stages:
         stage.__class__ = Watched
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda _, name=name: found[in_second].update([name]))
+    nodes = {name: get_gradient_edge(parameter).node for name, parameter in model.named_parameters()}
+    for name, node in nodes.items():  # hooks of the parameters themselves run once in a step
+        node.register_hook(lambda *_, name=name: found[in_second].update([name]))
     model.step(**token_batch(0, names=NAMES))
     return found[True], found[False]
 
@@ -169,7 +171,7 @@ def arrivals_case(policy: str | None) -> tuple[Counter[str], Counter[str]]:
 def test_weights_wait_for_the_second_half(ranks: RankPools, policy: str | None) -> None:
     """What the schedule has as whole backwards (the end of ZBV) is in neither half."""
     plan = Plan({"pp": 2}).pipeline(split_before=[f"blocks.{n}" for n in (1, 2, 3)], schedule="ZBV", microbatches=4)
-    staged = StagedProgram.of(plan, make_net())
+    staged = lower(plan, make_net()).pipeline
     for rank, (second, others) in enumerate(ranks.run(arrivals_case, policy, world_size=2)):
         halved = Counter(a.stage for a in staged.schedule.actions[rank] if a.kind == "W")
         assert sum(halved.values()) >= 4
@@ -201,7 +203,7 @@ def four_a_rank_case() -> tuple[dict[str, float], dict[int, dict[str, int]], Cou
     model.step(**batches[0])
     with record_comms() as ledger:
         model.step(**batches[0])
-    return found, StagedProgram.of(plan(sizes), make_deep()).counts(batches[0]), Counter(r.op for r in ledger.records)
+    return found, lower(plan(sizes), make_deep()).pipeline.counts(batches[0]), Counter(r.op for r in ledger.records)
 
 
 @pytest.mark.slow

@@ -77,12 +77,15 @@ _LIBRARIES = frozenset(
         "io",
         "abc",
     )
-    + ("importlib", "multiprocessing", "ctypes", "weakref", "functools", "contextlib", "itertools", "builtins")
+    + ("importlib", "multiprocessing", "ctypes", "weakref", "functools", "contextlib", "itertools", "builtins", "queue")
+    + ("lightning", "pytorch_lightning", "accelerate", "datasets", "wandb", "mlflow", "tensorboard", "tqdm", "ray")
 )
 _STATELESS = (types.FunctionType, type, types.ModuleType, types.BuiltinFunctionType)  # as a rule
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _DICT = Kind(dict, dict.update)
-_ITERATORS = frozenset((itertools.count, itertools.cycle, *(type(iter(each)) for each in ([], (), range(0)))))
+_ITERATORS: frozenset[type] = frozenset(
+    (itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))))
+)
 
 
 class KnownState:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from vescale.compat import CALL_OVERRIDE
+
 __all__ = [
     "ATTRIBUTES",
     "CELL",
@@ -30,10 +32,10 @@ __all__ = [
 ]
 
 _SMALL = 1 << 16  # bytes of an array that is looked at
-OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes where modules keep parameters, children and hooks."""
+OF_MODULES = frozenset((*vars(nn.Module()), "forward", CALL_OVERRIDE)) - {"training"}
+"""Attributes where modules keep parameters, children and hooks, and what runs in place of their forward."""
 
-HOST_GENERATORS = tuple(function.__self__ for function in (random.getstate, np.random.get_state))  # type: ignore[attr-defined]
+HOST_GENERATORS = tuple(function.__self__ for function in (random.getstate, np.random.get_state))  # type: ignore[union-attr]
 """Those of ``random`` and of ``numpy.random``."""
 
 
@@ -61,14 +63,14 @@ def is_same(one: Any, other: Any) -> bool:
 
 def _attributes(item: Any) -> dict[str, Any]:
     found = dict(vars(item)) if hasattr(item, "__dict__") else {}
-    found.update((name, getattr(item, name)) for name in _slots(type(item)) if hasattr(item, name))
+    found.update((name, getattr(item, name)) for name in _slots(item) if hasattr(item, name))
     return found
 
 
 def _put_attributes(item: Any, content: dict[str, Any]) -> None:
-    held, slots = getattr(item, "__dict__", {}), _slots(type(item))
+    held, slots = getattr(item, "__dict__", {}), _slots(item)
     is_module = isinstance(item, nn.Module)
-    for name in [name for name in held if name not in content]:
+    for name in [name for name in held if name not in content and not (is_module and name in OF_MODULES)]:
         del held[name]
     for name, value in content.items():
         if name in slots:
@@ -77,8 +79,13 @@ def _put_attributes(item: Any, content: dict[str, Any]) -> None:
             held[name] = value
 
 
+def _slots(item: Any) -> tuple[str, ...]:
+    kind: Any = type(item)
+    return _slots_of(kind)
+
+
 @functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots_of(kind: Any) -> tuple[str, ...]:
     found = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
     names = [name for each in found for name in ((each,) if isinstance(each, str) else each)]
     return tuple(name for name in names if not name.startswith("__"))
@@ -138,15 +145,21 @@ def _put_torch_state(item: torch.Generator, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class _NumpyState:
-    """Of a generator. ``text`` tells it from others."""
+    """Of a generator. ``values`` tell it from others."""
 
-    text: str
+    values: Any
     state: Any = field(compare=False)
 
 
 def _numpy_state(item: Any) -> _NumpyState:
     state = item.get_state() if isinstance(item, np.random.RandomState) else item.bit_generator.state
-    return _NumpyState(repr(state), state)
+    return _NumpyState(_comparable(state), state)
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, dict | tuple):
+        return tuple(map(_comparable, state.values() if isinstance(state, dict) else state))
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def _put_numpy_state(item: Any, content: _NumpyState) -> None:
@@ -184,4 +197,4 @@ def named_items(names: Sequence[str]) -> Kind:
 
 
 def has_attributes(item: Any) -> bool:
-    return hasattr(item, "__dict__") or bool(_slots(type(item)))
+    return hasattr(item, "__dict__") or bool(_slots(item))

@@ -63,7 +63,7 @@ def _state(value: Any) -> Any:
         return value.get_state().tolist()
     if isinstance(value, random.Random):
         return value.getstate()
-    if hasattr(value, "__array_interface__"):
+    if hasattr(value, "__array_interface__") and not isinstance(value, type):
         return hash(value.tobytes()) if value.nbytes <= _MAX_BYTES else None
     bits = _bit_generator(value)
     return None if bits is None else repr(bits.state)
