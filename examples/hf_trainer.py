@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/hf_trainer.py --mesh dp=2,tp=2 --out out/trainer
 
 Two steps make every rank do what one device does: Trainer is not told of the other ranks, and the model's outputs are
-whole, by the entry ``<out>: R``. What is left for MeshSaving is to save and load with every rank's help. It fits all
-trainers that are made of Trainer: ``class MeshDPOTrainer(MeshSaving, DPOTrainer)``.
+whole, by the entry ``<out>: R``. What is left for MeshTrainer is to save and load with every rank's help. It fits all
+trainers that are made of Trainer: ``class MeshDPOTrainer(MeshTrainer, DPOTrainer)``.
 """
 
 import argparse
@@ -38,8 +38,9 @@ def stay_on_device(arguments: TrainingArguments, mesh: DeviceMesh, index: int) -
         vars(arguments).update(_setup_devices=torch.device(mesh.device_type, index), _n_gpu=1)
 
 
-class MeshSaving:
-    """A trainer on a mesh saves with every rank's help. Batch sizes are those of the whole job."""
+class MeshTrainer(Trainer):
+    """Trainer for a model of ``vescale.parallelize``, which saves with every rank's help. Batch sizes are those of the whole
+    job."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder = output_dir or self.args.output_dir
@@ -70,10 +71,6 @@ class MeshSaving:
 
     def _load_best_model(self) -> None:
         load_hf(self.model, self.state.best_model_checkpoint)
-
-
-class MeshTrainer(MeshSaving, Trainer):
-    """Trainer for a model of ``vescale.parallelize``."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

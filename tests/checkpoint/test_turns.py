@@ -198,7 +198,12 @@ def test_averages_that_are_swapped_in(tmp_path: Path) -> None:
     ema.update()
     whole = nn.Sequential(model, nn.Linear(1, 1))
     with Checkpointer(tmp_path, asynchronous=False) as checkpoints:
-        for given in ({"ema": ema}, {"optimizer": optimizer}, {"model": whole, "optimizer": optimizer}):
+        unsound: list[dict[str, Any]] = [
+            {"ema": ema},
+            {"optimizer": optimizer},
+            {"model": whole, "optimizer": optimizer},
+        ]
+        for given in unsound:
             with ema.swap(), pytest.raises((EMAError, UnsavableValueError), match=r"swap"):
                 checkpoints.save(1, **{"model": model, **given})
         with ema.swap():
@@ -224,7 +229,7 @@ def test_options_of_groups(tmp_path: Path, seed: int) -> None:
             {"params": list(module.parameters()) if full else [], "lr": scale * (index + 1)}
             for index, (module, full) in enumerate(zip(model, filled))
         ]
-        return kind(groups)  # type: ignore[arg-type]
+        return kind(groups)
 
     filled = [chosen.random() < 0.5 for _ in range(4)]
     saved = made(0.25)

@@ -251,5 +251,6 @@ def together(call: str) -> Iterator[None]:
     try:
         Gathering(call).round(message, lambda _: {})
     except CheckpointError as told:
-        own = failure is not None and (not isinstance(failure, CheckpointError) or not has_other_ranks())
-        raise (failure if own else told) from (None if own else failure)
+        if failure is not None and (not isinstance(failure, CheckpointError) or not has_other_ranks()):
+            raise failure from None
+        raise told from failure

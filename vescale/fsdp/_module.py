@@ -337,7 +337,7 @@ class FSDPModule:
 
     def _get_name(self) -> str:
         """Of the module's own class. Tools choose by it what they compute: Trainer, whether labels are shifted."""
-        return type(self)._original.__name__  # type: ignore[attr-defined, no-any-return]
+        return type(self)._original.__name__
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()

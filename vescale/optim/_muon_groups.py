@@ -155,7 +155,7 @@ def muon_layout(
             if group.get("algorithm", "muon") == "muon":
                 for member in group["params"]:
                     specs[member[1] if isinstance(member, tuple) else member] = group.get("blocks")
-    sizes: dict[nn.Parameter, int | None] = {}
+    sizes: dict[torch.Tensor, int | None] = {}
     for name, parameter in known.items():
         sizes[parameter] = None
         if parameter in specs:

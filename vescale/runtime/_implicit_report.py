@@ -169,11 +169,19 @@ def _called_outside_of_its_unit() -> str | None:
     running = {frame.path for frame in frames}
     for frame in frames[1:]:
         parent = frame.path.rpartition(".")[0]
-        while parent and isinstance(model.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
+        while parent and isinstance(_module_at(model, parent), nn.ModuleList | nn.ModuleDict):
             parent = parent.rpartition(".")[0]
         if parent not in running:
             return frame.path
     return None
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    """None: another module is there now than when the model was parallelized (PEFT wraps them)."""
+    module: nn.Module | None = model
+    for name in path.split("."):
+        module = module._modules.get(name) if module is not None else None
+    return module
 
 
 def _with_line(site: ImplicitSite) -> ImplicitSite:
