@@ -136,14 +136,14 @@ class RegisteredParameters:
         would be lost, UnsupportedParameterError for one whose shape is not known yet."""
         for name, model, _, _, held in self._slots:
             parameter = held()
+            if parameter is None or isinstance(parameter, DTensor) or parameter in ignored:
+                continue
             if is_lazy(parameter):
                 raise UnsupportedParameterError(
                     f"parameter {name!r} of {model} has no shape before the first forward (nn.LazyLinear and the like), and "
                     f"{by} places parameters by their shapes. Call the model once on one device before {by}: "
                     "model(example_input)"
                 )
-            if parameter is None or isinstance(parameter, DTensor) or parameter in ignored:
-                continue
             if has_hooks(parameter):
                 raise ParameterHookError(
                     f"parameter {name!r} of {model} has gradient hooks (register_hook, register_post_accumulate_grad_hook, "

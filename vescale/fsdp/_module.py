@@ -325,7 +325,8 @@ class FSDPModule:
 
     def __copy__(self) -> Any:
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__getstate__())  # type: ignore[attr-defined]
+        state: Any = self.__getstate__()
+        twin.__dict__.update(state)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

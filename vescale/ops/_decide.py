@@ -97,12 +97,11 @@ def _written_back(call: OpCall, decision: Decision) -> Decision:
     )
     if not moved or not decision.redispatch:
         return dataclasses.replace(decision, write_back=moved) if moved else decision
-    for index in moved:
-        wanted = decision.inputs[index]
-        raise OpPlacementError(
-            f"{call.op} writes to {call.describe(index)}, and needs it as {placements_text(wanted)}: the write would go to "
-            "a copy and be lost; use the out-of-place op and redistribute its result, or call redistribute() first"
-        )
+    index = moved[0]
+    raise OpPlacementError(
+        f"{call.op} writes to {call.describe(index)}, and needs it as {placements_text(decision.inputs[index])}: the write "
+        "would go to a copy and be lost; use the out-of-place op and redistribute its result, or call redistribute() first"
+    )
 
 
 def cached_sharding(call: OpCall, decision: Decision) -> OutputSharding | None:

@@ -61,7 +61,7 @@ def _gradients_and_writes(runtime: Runtime, module: torch.nn.Module) -> Iterator
         if not isinstance(parameter, DTensor) or parameter.device_mesh != runtime.mesh:
             continue
         held += 1
-        if parameter.grad is None:
+        if not parameter.is_leaf or parameter.grad is None:
             names.append(name)
         spec = spec_of(parameter)
         even = all(
