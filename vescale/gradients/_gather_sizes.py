@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import zlib
+from typing import Any
 
 import numpy
 import torch
@@ -88,7 +89,7 @@ class GatherSizes:
             return False
         if num_ranks <= _FEW_RANKS:
             return any(ctypes.c_uint64.from_address(place + rank * stride).value == _MARK for rank in range(num_ranks))
-        memory = (ctypes.c_char * gathered.nbytes).from_address(place)
+        memory: Any = (ctypes.c_char * gathered.nbytes).from_address(place)
         heads = numpy.ndarray((num_ranks,), numpy.uint64, memory, strides=(stride,))
         return bool((heads == _MARK).any())
 
