@@ -60,7 +60,7 @@ def leave_out(row: str) -> None:
         conversion, links = module("ops._conversion"), module("ops._links")
         conversion._native = conversion.NATIVE = links._native = idle
     if "hooks" in missing:
-        module("runtime._function_mode").filter_functions = lambda *_: None
+        module("runtime._module_calls").filter_functions = lambda *_: None
         module("runtime._install").native_hooks = lambda: None
 
 

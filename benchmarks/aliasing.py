@@ -21,8 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import vescale
 from benchmarks.checks import TOKENS, VOCABULARY, Model, compare_pairs
-from vescale.runtime._placing import Placing
-from vescale.runtime._shared_conversion import Stages
+from vescale.runtime._placing import Placing, Stages
 
 
 def without_links(switch: dict[str, bool]) -> None:

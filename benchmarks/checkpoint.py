@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale.checkpoint import Checkpointer, _disk, load, save
-from vescale.checkpoint._ownership import owned
 from vescale.checkpoint._rank_file import layout_of
+from vescale.checkpoint._saving import owned
 from vescale.checkpoint._snapshot import take_snapshot
 from vescale.compat import make_dtensor, make_spec
 from vescale.placements import RaggedShard, local_region, normalize_placements

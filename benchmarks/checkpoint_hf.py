@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.checkpoint import export_hf, load_hf, open_stored
-from vescale.checkpoint._safetensors_layout import create_file, index_of, plan_files, write_block
+from vescale.checkpoint._safetensors import create_file, index_of, plan_files, write_block
 from vescale.fsdp import fully_shard
 
 

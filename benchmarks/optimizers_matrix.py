@@ -33,10 +33,10 @@ from torch.distributed.tensor import Shard
 from vescale.buffer import shape_list
 from vescale.comm import record_comms
 from vescale.optim import Muon
-from vescale.optim._holders import holdings
 from vescale.optim._matrix_blocks import matrix_grid
-from vescale.optim._newton_schulz import newton_schulz_cost
+from vescale.optim._muon import newton_schulz_cost
 from vescale.optim._ownership import MeshRanks, PlacedMatrix, assign_owners
+from vescale.optim._state_loading import holdings
 from vescale.placements import RaggedShard, distribute_tensor, normalize_placements
 
 BOUND, SPEED = 1.15, 2.5

@@ -41,7 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale import csrc, rng
 from vescale.placements import local_region
-from vescale.rng import _mt19937_jump
+from vescale.rng import _mt19937 as _mt19937_jump
 from vescale.rng._cpu_engine import fill_region
 from vescale.rng._fill_request import Fill
 from vescale.rng._mt19937 import Mt19937State

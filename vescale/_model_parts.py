@@ -6,8 +6,6 @@ runs both.
 
 from collections.abc import Callable
 
-__all__ = ["MODEL_PARTS", "PLACEMENT_PARTS", "install_model_parts", "install_placement_parts"]
-
 PLACEMENT_PARTS: list[Callable[[], None]] = []
 MODEL_PARTS: list[Callable[[], None]] = []
 

@@ -18,8 +18,6 @@ from vescale.plans import MeshAxes, Plan
 from vescale.runtime import MissingValues, ModuleTables, Runtime, install, preflight, refuse_wrapped, run_eagerly
 from vescale.static import RecordedProgram, StaticMode
 
-__all__ = ["parallelize"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.buffer import oracle
 from tests.examples import examples
 from vescale.buffer import BufferPlan, Layout, plan_layout
-from vescale.buffer._lower_bounds import Bounds
-from vescale.buffer._offsets import earliest_start, last_end
+from vescale.buffer._layout import earliest_start, last_end
 from vescale.buffer._plan_buffer import plan_group
 from vescale.buffer._planning_problem import Problem
+from vescale.buffer._shard_size_search import Bounds
 
 Tensors = tuple[tuple[int, ...], tuple[int, ...]]
 

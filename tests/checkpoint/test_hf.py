@@ -19,10 +19,10 @@ from tests.ranks import RankPools
 from tests.whole import whole_tensors
 from vescale import parallelize, plan_zoo
 from vescale.checkpoint import open_stored
-from vescale.checkpoint._compare_stored import compare_stored
 from vescale.checkpoint._hf_export import export_hf
 from vescale.checkpoint._hf_load import load_hf
 from vescale.checkpoint._safetensors import open_safetensors
+from vescale.checkpoint._verification import compare_stored
 from vescale.errors import CheckpointError
 from vescale.fsdp import fully_shard
 from vescale.rng import deferred_init

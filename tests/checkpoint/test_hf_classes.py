@@ -17,7 +17,7 @@ from tests.plans.tiny_hf import planned_config, planned_configs, tiny_model
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
 from vescale.checkpoint import export_hf, load_hf, open_stored
-from vescale.checkpoint._compare_stored import compare_stored
+from vescale.checkpoint._verification import compare_stored
 from vescale.fsdp import fully_shard
 from vescale.rng import deferred_init
 

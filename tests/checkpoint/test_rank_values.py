@@ -20,7 +20,7 @@ import vescale.checkpoint
 from tests.ranks import RankPools
 from vescale.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, load, save, verify
 from vescale.checkpoint._manifest_text import ManifestError, merge_parts
-from vescale.checkpoint._rank_values import differing, digests_of
+from vescale.checkpoint._rank_file import differing, digests_of
 from vescale.errors import OptimizerNamesError
 
 

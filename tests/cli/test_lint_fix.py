@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 import vescale
 from vescale.cli import main
 from vescale.cli._lint import _rows
-from vescale.compat.fake_worlds import fake_world
+from vescale.compat.simulated_ranks import fake_world
 
 MODEL = """
 import torch

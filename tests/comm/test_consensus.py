@@ -12,8 +12,7 @@ import torch.distributed as dist
 from tests.ranks import RankPools
 from tests.simulate import simulate
 from vescale.comm import Consensus
-from vescale.comm._consensus import ConsensusError
-from vescale.comm._waiting_ranks import WaitNotice
+from vescale.comm._rank_comparison import ConsensusError, WaitNotice
 from vescale.compat import default_store
 
 pytestmark = pytest.mark.waits

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.ranks import RankPools
 from vescale import parallelize
-from vescale.compat import dtensor_copies
+from vescale.compat import dtensor_patches as dtensor_copies
 from vescale.errors import SavedPartWarning
 from vescale.fsdp import fully_shard
 from vescale.plans import Plan

@@ -18,7 +18,7 @@ from tests.test_house import PACKAGE, sources
 from vescale.compat import OTHER_CHANGES, PATCHES, note, noted
 
 # Processes that vescale starts for its own work, and the command: nobody else's program runs in them.
-OWN_PROCESSES = ("cli.", "comm._local_ranks", "plan_search._processes", "simulation.")
+OWN_PROCESSES = ("cli.", "comm._local_ranks", "plan_search._search", "simulation.")
 # The mechanism itself, and vescale's own module among the loaded ones.
 MECHANISM = ("compat.patching:", "csrc._loader:")
 
@@ -270,7 +270,7 @@ dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 assert "fsdp._api:class" not in compat.noted()
 fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
 assert compat.noted()["fsdp._api:class"] == ("torch.nn.modules.linear.Linear",)
-assert "vescale.placements._ragged.RaggedShard" in compat.noted()["placements._serialization:torch"]
+assert "vescale.placements._ragged.RaggedShard" in compat.noted()["placements._checkpoint:torch"]
 """
     done = run_fresh(program)
     assert done.returncode == 0, done.stderr

@@ -178,7 +178,7 @@ def test_the_count_of_changes_does_not_grow(found: None) -> None:
 
 
 # What has nothing to change without the C++ helpers.
-NATIVE = ("vescale.compat.native_dispatch", "vescale.compat.passed_functions", "vescale.compat.random_ops")
+NATIVE = ("vescale.compat.native_dispatch", "vescale.compat.dtensor_patches", "vescale.compat.random_ops")
 
 
 def test_the_table_names_what_is_changed(found: None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from vescale.checks._parameter_names import known_names, note_name
+from vescale.checks._replaced_parameters import known_names, note_name
 
 
 def read_while_written(write: Callable[[nn.Module], object], read: Callable[[], object]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from vescale.debug._diagnosis import RankReport, StartedCollective, diagnose
 from vescale.debug._job_processes import ProcessIdentity
 from vescale.debug._locations import Place
+from vescale.debug._watchdog import RankReport, StartedCollective, diagnose
 
 
 def message(op: str, peer: int, seconds: float) -> StartedCollective:

@@ -24,7 +24,7 @@ from vescale.comm import Operation
 from vescale.comm._observation import METERS, OBSERVERS
 from vescale.debug import StepRecord, comm_trace, flops_per_token, monitor
 from vescale.debug._comm_meter import AxisTraffic, CommMeter
-from vescale.debug._monitor_output import ConsoleLines, line_of
+from vescale.debug._monitor import ConsoleLines, line_of
 from vescale.ops import _conversion
 
 

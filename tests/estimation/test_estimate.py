@@ -23,7 +23,7 @@ from tests.estimation.measure import CASES, estimated
 from vescale import Plan, parallelize, plan_zoo
 from vescale.cli import main
 from vescale.compat import local_of
-from vescale.compat.fake_worlds import fake_world
+from vescale.compat.simulated_ranks import fake_world
 from vescale.estimation import (
     CATEGORIES,
     EstimateWarning,
@@ -38,8 +38,7 @@ from vescale.estimation import (
 from vescale.estimation._memory_log import Block, Instant, MemoryLog
 from vescale.estimation._memory_timeline import timeline_of
 from vescale.estimation._rehearsal import Rehearsal
-from vescale.estimation._unfilled import UnfilledTensors
-from vescale.estimation._unknown_values import Routing
+from vescale.estimation._unfilled import Routing, UnfilledTensors
 from vescale.ir import lower
 from vescale.pipeline import StagedProgram
 from vescale.plans import PlanError
@@ -204,8 +203,8 @@ def test_a_choice_that_the_optimizer_does_not_take_is_a_row() -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vescale.estimation._sliders._STAGES", ("2",))  # of the page
-    monkeypatch.setattr("vescale.estimation._sliders._POLICIES", ("full",))
+    monkeypatch.setattr("vescale.estimation._html._STAGES", ("2",))  # of the page
+    monkeypatch.setattr("vescale.estimation._html._POLICIES", ("full",))
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     call = ["estimate", "llama_zero3", "--model", f"hf:{config}", "--mesh", "dp=4,tp=1", "--batch", "input_ids=4x16"]

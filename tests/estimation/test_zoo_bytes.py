@@ -28,7 +28,7 @@ from vescale import Plan, RaggedShard, parallelize, plan_zoo
 from vescale.buffer import observe_allocations
 from vescale.comm import CommRecord, record_comms
 from vescale.compat import local_of
-from vescale.compat.fake_worlds import fake_world
+from vescale.compat.simulated_ranks import fake_world
 from vescale.estimation import estimate, zero_plan, zero_units
 from vescale.plans import PlanError
 

@@ -30,7 +30,7 @@ from vescale.buffer import Allocation, DBuffer
 from vescale.comm import record_comms
 from vescale.fsdp import fully_shard, report
 from vescale.fsdp._api import _move_to_device
-from vescale.fsdp._hook_gather import HookGather
+from vescale.fsdp._bucket import HookGather
 from vescale.fsdp._preflight import ShardingMismatchError
 
 

@@ -25,7 +25,7 @@ from vescale import Plan, parallelize
 from vescale.comm import Apart, PostedOrder
 from vescale.comm import _posted_order as posted_order
 from vescale.gradients import OrderMismatchError, _order_watch
-from vescale.gradients._gather_sizes import _MARK, GatherSizes
+from vescale.gradients._collective_order import _MARK, GatherSizes
 
 GATHER, REDUCTION, END_OF_BACKWARD = 0, 1, 3
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.placements import oracle
 from vescale.buffer import shape_list
-from vescale.optim._holders import holdings
 from vescale.optim._matrix_blocks import matrix_grid, tile_grid
-from vescale.optim._newton_schulz import newton_schulz_cost
+from vescale.optim._muon import newton_schulz_cost
 from vescale.optim._ownership import MeshRanks, PlacedMatrix, assign_owners
+from vescale.optim._state_loading import holdings
 from vescale.placements import InterleavedShard, RaggedShard, normalize_placements
 
 LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]

@@ -19,7 +19,7 @@ from tests.whole import whole
 from vescale import parallelize
 from vescale.errors import OptimizerOptionError
 from vescale.optim import SOAP, Shampoo, report
-from vescale.optim._refresh_phases import refresh_phases
+from vescale.optim._preconditioned import refresh_phases
 from vescale.optim._shampoo import inverse_root
 from vescale.plans import Plan
 

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from vescale.pipeline._math_attention import math_attention
+from vescale.pipeline._trace import math_attention
 
 
 def chosen() -> tuple[bool, ...]:

@@ -18,9 +18,8 @@ from tests.pipeline.test_composition import make_mixtral
 from tests.runtime.llama import make_llama
 from vescale.ir import lower
 from vescale.pipeline import Action, StagedProgram, make_schedule, measure_costs, partition, schedule_page, state_bytes
-from vescale.pipeline._block_memory import block_memory
-from vescale.pipeline._block_work import block_work
-from vescale.pipeline._residency import releases
+from vescale.pipeline._balance import block_memory, block_work
+from vescale.pipeline._schedule import releases
 from vescale.plans import PIPELINE_SCHEDULES, Plan, PlanError
 
 PER_RANK = {"GPipe": (1,), "1F1B": (1,), "ZBVZeroBubble": (2,), "DualPipeV": (2,)}

@@ -21,8 +21,7 @@ from tests.runtime.zero import sharded_at_rest
 from vescale import parallelize, plan_zoo
 from vescale.comm import record_comms
 from vescale.ir import lower
-from vescale.pipeline._split_backward import SplitBackward
-from vescale.pipeline._stage import ModelStage
+from vescale.pipeline._stage import ModelStage, SplitBackward
 from vescale.plans import Plan
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from vescale.ir import Hook, Instruction, Program, Unit
 from vescale.pipeline._cut import Cut
-from vescale.pipeline._stage_program import program_of_stages
+from vescale.pipeline._staged_program import program_of_stages
 from vescale.plans import MeshAxes
 
 

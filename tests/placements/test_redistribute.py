@@ -28,7 +28,7 @@ from vescale.placements import (
     normalize_placements,
     redistribute,
 )
-from vescale.placements._local_redistribution import move_local
+from vescale.placements._redistribute import move_local
 
 WORLDS = [1, 2, 3, 4, 8]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)

@@ -16,8 +16,7 @@ from tests.plans.tiny_hf import planned_config, planned_configs, tiny_model
 from vescale import InterleavedShard, Plan, lower
 from vescale.ir import check, coverage
 from vescale.plans import HfImportWarning, LocalEntry, PlanError
-from vescale.plans._hf_paths import expressions
-from vescale.plans._hf_styles import STYLES
+from vescale.plans._hf_import import STYLES, expressions
 
 MESH = {"dp": 2, "tp": 2}
 SAMPLE = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vescale.rng import _mt19937_jump
+from vescale.rng import _mt19937 as _mt19937_jump
 from vescale.rng._mt19937 import Mt19937State
 
 

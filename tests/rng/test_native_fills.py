@@ -31,7 +31,8 @@ from vescale.compat.native_dispatch import write_through_python
 from vescale.compat.patching import HOOKS, Changes, undo
 from vescale.compat.random_ops import count_forward
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _native_parts, _op_handlers
+from vescale.rng import _enable as _native_parts
+from vescale.rng import _op_handlers
 from vescale.rng._engine import fill_region
 from vescale.rng._fill_request import Fill
 from vescale.rng._random_ops import RandomOp

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.ranks import RankPools
 from vescale import rng
 from vescale.compat import random_ops
-from vescale.compat.fake_worlds import fake_world
+from vescale.compat.simulated_ranks import fake_world
 from vescale.rng import deferred_init, drawing_part_of, materialize
 from vescale.rng._op_handlers import handlers
 

@@ -22,7 +22,7 @@ from vescale import Plan, PlanError, parallelize
 from vescale.cli import main
 from vescale.ir import Program, check, lower
 from vescale.plans import checkpoint_policy
-from vescale.runtime._checkpoint_budget import Choice, choose
+from vescale.runtime._checkpointed_forward import Choice, choose
 
 WIDTH = 16
 

@@ -33,10 +33,10 @@ from vescale.checks import unchecked
 from vescale.compat import clear_sharding_caches, local_of, native_hooks
 from vescale.compat.module_calls import GuardedCall
 from vescale.plans import Plan, PlanError
-from vescale.runtime import _function_mode, _install
-from vescale.runtime._activation import activations, current_activation
-from vescale.runtime._attribution import locate, module_of_node
-from vescale.runtime._timeline import ModuleTimeline
+from vescale.runtime import _install
+from vescale.runtime import _module_calls as _function_mode
+from vescale.runtime._activation import activations, current_activation, locate, module_of_node
+from vescale.runtime._runtime import ModuleTimeline
 
 SIZES = {"dp": 2, "tp": 2}
 PACKAGE = str(Path(vescale.__file__).parent) + os.sep

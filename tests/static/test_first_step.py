@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from vescale.static._first_step import only_recorded_functions
+from vescale.static._forward import only_recorded_functions
 
 
 def collected(phase: str, info: dict[str, int]) -> None:

@@ -17,8 +17,7 @@ from tests.ranks import RankPools
 from tests.static.models import both
 from vescale import Plan
 from vescale.static import report
-from vescale.static._forward import StaticForward
-from vescale.static._pauses import PAUSED, Pauses
+from vescale.static._forward import PAUSED, Pauses, StaticForward
 from vescale.static._program import StaticProgram
 
 pytestmark = pytest.mark.helper("dispatch")

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from vescale.buffer._granularity import FFN_WEIGHTS, Elements, GranularityTable, Rows, Tile
 from vescale.buffer._layout import Layout, LocalUnits, ShardSlice
 from vescale.buffer._model_shapes import ModelShapes, Unit, group_units, shape_list, shape_list_names
-from vescale.buffer._planner import Effort, plan_layout
-from vescale.buffer._split_buffers import BufferPlan
+from vescale.buffer._planner import BufferPlan, Effort, plan_layout
 from vescale.buffer._suggest_num_shards import ShardSuggestion, suggest_num_shards
 
 if TYPE_CHECKING:

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from vescale.comm import all_gather_into
 from vescale.errors import Coded
 
-__all__ = ["BufferMismatchError", "check_same_buffers"]
-
 
 class BufferMismatchError(Coded, ValueError):
     """Ranks of one process group have planned different buffers."""

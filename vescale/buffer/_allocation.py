@@ -10,8 +10,6 @@ import torch
 
 from vescale.errors import BufferMemoryError
 
-__all__ = ["Allocation", "observe_allocations"]
-
 _OBSERVERS: list[Callable[[torch.UntypedStorage, int], None]] = []
 
 

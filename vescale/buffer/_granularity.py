@@ -14,10 +14,8 @@ from typing import Protocol
 
 import regex
 
-from vescale.buffer._integer_arguments import integers
+from vescale.buffer._layout import integers
 from vescale.errors import GranularityError
-
-__all__ = ["FFN_WEIGHTS", "Elements", "GranularityTable", "Rows", "Tile"]
 
 FFN_WEIGHTS = (
     r"(?:.*\.)?(?:gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3|fc1|fc2|wi(?:_\d)?|wo)(?:\.weight)?"

@@ -5,15 +5,50 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from vescale.buffer._integer_arguments import integers
-from vescale.errors import LayoutError, LayoutTextError
+from vescale.errors import ArgumentTypeError, LayoutError, LayoutPlanningError, LayoutTextError
 
-__all__ = ["Layout", "LocalUnits", "ShardSlice"]
+# Arguments that must be integers.
+
+
+def integers(name: str, values: Iterable[object], at_least: int = 0) -> tuple[int, ...]:
+    """``values`` as Python integers (numpy's and torch's are accepted, bool and float are not).
+
+    Raises:
+        TypeError: a value is not an integer.
+        ValueError: a value is below ``at_least``.
+    """
+    found = []
+    try:
+        items = list(values)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{name} is {values!r}; expected a sequence of integers. Pass a list or a tuple."
+        ) from None
+    for i, value in enumerate(items):
+        where = name if len(items) == 1 else f"{name}[{i}]"
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            number = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            raise ArgumentTypeError(
+                f"{where} is {value!r} of type {type(value).__name__}; expected an integer number of elements. "
+                "Convert it with int() where it is computed."
+            ) from None
+        if number < at_least:
+            raise LayoutPlanningError(
+                f"{where} is {number}; expected at least {at_least}. Fix the value that is passed."
+            )
+        found.append(number)
+    return tuple(found)
+
 
 _FORMAT = "vescale.layout"
 _VERSION = 1
@@ -311,3 +346,62 @@ class Layout:
             return cls(**data)
         except TypeError as error:
             raise LayoutTextError(f"{error} Pass the text of Layout.to_json unchanged.") from error
+
+
+# Offsets of tensors in a fixed order, each as early as possible. The only state is the position where the last tensor
+# ends. A shard boundary may cut a tensor only between two of its blocks. For the next tensor, with ``room`` elements
+# before the next boundary: * it fits in the room, or its first blocks (its ``head``) fill the end of the room and the
+# rest follows; * a tensor that contains a whole shard needs ``shard % block == 0``, and then every boundary is legal; *
+# otherwise it crosses one boundary only, so that ``numel - head <= shard``, and the longest head is the best one. The
+# earliest legal start is monotone in the position. Therefore placing each tensor as early as possible is optimal for an
+# order, and costs O(1) a tensor for any number of shards.
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def earliest_start(end: int, numel: int, block: int, shard: int) -> int | None:
+    """The smallest legal offset at or after ``end``; None when the tensor fits nowhere with this shard size."""
+    room = shard - end % shard
+    if numel <= room:
+        return end
+    head = room - room % block
+    if numel - head <= shard or shard % block == 0:
+        return end + room - head
+    head = shard - shard % block
+    return end + room + shard - head if numel - head <= shard else None
+
+
+def last_end(numels: Sequence[int], blocks: Sequence[int], order: Iterable[int], shard: int, limit: int) -> int | None:
+    """Where the last tensor of ``order`` ends; None when one fits nowhere or the end passes ``limit``."""
+    end = 0
+    for i in order:  # the body of earliest_start, inline: the planner's time in pure Python is spent here
+        numel = numels[i]
+        room = shard - end % shard
+        if numel > room:
+            block = blocks[i]
+            head = room - room % block
+            if numel - head <= shard or shard % block == 0:
+                end += room - head
+            else:
+                head = shard - shard % block
+                if numel - head > shard:
+                    return None
+                end += room + shard - head
+        end += numel
+        if end > limit:
+            return None
+    return end
+
+
+def offsets_in_order(numels: Sequence[int], blocks: Sequence[int], order: Iterable[int], shard: int) -> list[int]:
+    """Offsets, in the caller's tensor order, of tensors placed as early as possible in ``order`` (which must fit)."""
+    offsets = [0] * len(numels)
+    end = 0
+    for i in order:
+        start = earliest_start(end, numels[i], blocks[i], shard)
+        assert start is not None, "offsets are taken only of an order that was found to fit"
+        offsets[i] = start
+        end = start + numels[i]
+    return offsets

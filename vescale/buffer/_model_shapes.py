@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from vescale.buffer._integer_arguments import integers
+from vescale.buffer._layout import integers
 from vescale.errors import LayoutTextError, UnknownTensorError
-
-__all__ = ["ModelShapes", "Unit", "group_units", "shape_list", "shape_list_names"]
 
 _FORMAT = "vescale.shapes"
 ROOT = "(root)"  # path of the unit of all parameters outside repeated blocks

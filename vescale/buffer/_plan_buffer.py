@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from vescale.buffer._layout import Layout
-from vescale.buffer._offsets import offsets_in_order
+from vescale.buffer._layout import Layout, offsets_in_order
 from vescale.buffer._planning_problem import Problem
 from vescale.buffer._shard_size_search import search
-
-__all__ = ["Group", "plan_group"]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Kind", "Problem"]
-
 
 @dataclass(frozen=True)
 class Kind:

@@ -6,7 +6,7 @@ contain a whole shard. Within a class, for a fixed set of such tensors, "a layou
 (each shard that grows can put the extra elements at a boundary between tensors, or in front of the head of the one it
 cuts), which makes a binary search valid. The smallest size over all classes is the optimum.
 
-Three attempts share that search: a fixed order, a table over multisets (:mod:`vescale.buffer._order_table`), and best fit.
+Three attempts share that search: a fixed order, a table over multisets (below), and best fit.
 Tables are bounded by ``cap`` states each. A list whose table is larger is enclosed from both sides: *dropping* its
 smallest freely divisible tensors only makes the problem easier and gives a proven bound, *bundling* tensors only makes
 it harder and gives a layout. When the two meet, the layout is optimal.
@@ -15,17 +15,265 @@ it harder and gives a layout. When the two meet, the layout is optimal.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from vescale.buffer._lower_bounds import Bounds
-from vescale.buffer._offsets import earliest_start, last_end, round_up
-from vescale.buffer._order_table import MAX_POSITION, best_order, num_states
-from vescale.buffer._planning_problem import Problem
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["Found", "search"]
+from vescale import csrc
+from vescale.buffer._layout import earliest_start, last_end, round_up
+from vescale.buffer._planning_problem import Kind, Problem
+
+# Necessary conditions of every layout of a problem, for any order. They give a proven lower bound in O(n log n).
+
+
+def _threshold(numel: int, block: int) -> int:
+    """The smallest shard size with which a tensor fits into one shard, or two, and contains no whole shard."""
+    if numel <= block:
+        return numel
+    heads = {max(1, numel // (2 * block)) * block, (numel // (2 * block) + 1) * block}
+    return min(numel, *(max(head, numel - head) for head in heads if head < numel))
+
+
+@dataclass(frozen=True)
+class _Quantum:
+    """Tensors whose sizes and blocks are all multiples of ``quantum``: every shard holds a multiple of it of them."""
+
+    quantum: int
+    total: int
+    others: tuple[tuple[int, int], ...]  # (numel, count) of the tensors that are not
+    others_total: int
+
+
+class Bounds:
+    """Necessary conditions on the shard size of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        pairs = sorted((_threshold(kind.numel, kind.block), kind.block) for kind in problem.kinds)
+        self._thresholds = [threshold for threshold, _ in pairs]
+        # divisors[i] divides every shard size below thresholds[i]: those tensors must contain a whole shard.
+        self._divisors = [problem.alignment] * (len(pairs) + 1)
+        for i in range(len(pairs) - 1, -1, -1):
+            self._divisors[i] = math.lcm(self._divisors[i + 1], pairs[i][1])
+        self._quanta = _quanta(problem.kinds)
+
+    def allows(self, shard: int) -> bool:
+        """False when no layout with this shard size exists."""
+        problem = self._problem
+        if shard * problem.num_shards < problem.total:
+            return False
+        if shard % self._divisors[bisect_right(self._thresholds, shard)]:
+            return False
+        return all(self._holds(quantum, shard, shard) for quantum in self._quanta)
+
+    def smallest(self, at_least: int = 1) -> int:
+        """The smallest shard size that :meth:`allows` cannot exclude, not below ``at_least``."""
+        problem = self._problem
+        floor = max(at_least, -(-problem.total // problem.num_shards))
+        i = bisect_right(self._thresholds, floor)
+        while True:
+            # Shard sizes in [floor, ceiling) must be multiples of one divisor.
+            ceiling = self._thresholds[i] if i < len(self._thresholds) else None
+            shard = round_up(floor, self._divisors[i])
+            while ceiling is None or shard < ceiling:
+                raised = max((self._raise(quantum, shard, self._divisors[i]) for quantum in self._quanta), default=0)
+                if raised <= shard:
+                    return shard
+                shard = raised
+            assert ceiling is not None
+            floor, i = ceiling, bisect_right(self._thresholds, ceiling)
+
+    def _raise(self, quantum: _Quantum, shard: int, divisor: int) -> int:
+        """The smallest multiple of ``divisor`` from ``shard`` on that can hold the tensors of ``quantum``.
+
+        The number of shards that the other tensors touch is taken at ``shard``, where it is largest: then holding is
+        monotone in the size, and sizes that are skipped are truly impossible.
+        """
+        if self._holds(quantum, shard, shard):
+            return shard
+        low, step = shard, divisor
+        while not self._holds(quantum, low + step, shard):
+            low, step = low + step, 2 * step
+        high = low + step
+        while high - low > divisor:
+            middle = low + (high - low) // (2 * divisor) * divisor
+            if self._holds(quantum, middle, shard):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _holds(self, quantum: _Quantum, shard: int, smallest: int) -> bool:
+        """Whether the shards can hold the tensors of ``quantum`` beside the others, for shard sizes >= ``smallest``.
+
+        A shard has room for ``shard // quantum`` quanta; what is left of it (``rest``) can serve only the other
+        tensors, and these reach only so many shards.
+        """
+        problem = self._problem
+        reach = min(
+            problem.num_shards,
+            sum(count * ((numel - 2) // smallest + 2 if numel > 1 else 1) for numel, count in quantum.others),
+        )
+        rest = shard % quantum.quantum
+        displaced = max(0, -(-(quantum.others_total - reach * rest) // quantum.quantum))
+        return quantum.total // quantum.quantum + displaced <= problem.num_shards * (shard // quantum.quantum)
+
+
+def _quanta(kinds: tuple[Kind, ...]) -> list[_Quantum]:
+    candidates: set[int] = set()
+    quantum = 0
+    for kind in sorted(kinds, key=lambda kind: -kind.block):
+        own = math.gcd(kind.numel, kind.block)
+        quantum = math.gcd(quantum, own)
+        candidates |= {quantum, own}
+        if len(candidates) > 32:  # keeps the bound O(n); any subset of the candidates gives a valid bound
+            break
+    found = []
+    for candidate in sorted(candidates - {1}):
+        inside = [kind for kind in kinds if kind.numel % candidate == 0 and kind.block % candidate == 0]
+        others = [kind for kind in kinds if kind.numel % candidate or kind.block % candidate]
+        found.append(
+            _Quantum(
+                quantum=candidate,
+                total=sum(kind.numel * kind.count for kind in inside),
+                others=tuple((kind.numel, kind.count) for kind in others),
+                others_total=sum(kind.numel * kind.count for kind in others),
+            )
+        )
+    return found
+
+
+# The best order of tensors at one shard size, by a table over multisets. Tensors of one kind are interchangeable, and
+# of a prefix of the buffer only its end matters. So for every "c_1 tensors of kind 1, c_2 of kind 2, ... are placed"
+# the table holds the smallest possible end, as *slack*: the elements that may still be left empty if everything else is
+# packed without a gap. A table of prod(count_i + 1) entries covers all orders. Entries without slack are dead. If
+# several kinds lead to an entry, the first one is taken. The C++ helper and numpy fill the same table, so that the
+# result does not depend on a compiler. If positions exceed 64 bits, Python integers are used.
+
+MAX_POSITION = 1 << 61  # sums of two positions below it fit in int64
+
+
+def num_states(counts: Sequence[int]) -> int:
+    return math.prod(count + 1 for count in counts)
+
+
+def best_order(
+    numels: Sequence[int], blocks: Sequence[int], counts: Sequence[int], shard: int, limit: int
+) -> list[int] | None:
+    """Kinds in the order of the buffer (kind i appears counts[i] times) such that, each tensor placed as early as
+    possible, the last one ends within ``limit``; None when no order does. Time and memory: O(num_states * kinds).
+
+    Raises:
+        MemoryError: there is no memory for the table.
+    """
+    if not counts:
+        return []
+    total = sum(numel * count for numel, count in zip(numels, counts, strict=True))
+    if total > limit:
+        return None
+    if max(limit, shard, *blocks) >= MAX_POSITION:
+        return _numpy(numels, blocks, counts, shard, limit - total, object)
+    helper = csrc.load("planner")
+    if helper is None:
+        return _numpy(numels, blocks, counts, shard, limit - total, np.int64)
+    return _native(helper, numels, blocks, counts, shard, limit)
+
+
+def _native(
+    helper: ctypes.CDLL, numels: Sequence[int], blocks: Sequence[int], counts: Sequence[int], shard: int, limit: int
+) -> list[int] | None:
+    sizes = ctypes.c_int64 * len(counts)
+    order = (ctypes.c_int32 * sum(counts))()
+    result = helper.planner_best_order(
+        ctypes.c_int32(len(counts)),
+        sizes(*numels),
+        sizes(*blocks),
+        sizes(*counts),
+        ctypes.c_int64(shard),
+        ctypes.c_int64(limit),
+        order,
+    )
+    if result < 0:
+        raise MemoryError(
+            f"no memory for a planner table of {num_states(counts)} entries. Pass a smaller number as effort."
+        )
+    return list(order) if result else None
+
+
+def _numpy(
+    numels: Sequence[int],
+    blocks: Sequence[int],
+    counts: Sequence[int],
+    shard: int,
+    slack_at_start: int,
+    dtype: type[np.int64] | type[object],
+) -> list[int] | None:
+    """One layer at a time: all living states with the same number of placed tensors."""
+    strides = [num_states(counts[:i]) for i in range(len(counts))]
+    slack: npt.NDArray = np.full(num_states(counts), -1, dtype)
+    slack[0] = slack_at_start
+    layer = np.zeros(1, np.int64)
+    placed = np.zeros(1, dtype)
+    for _ in range(sum(counts)):
+        left = slack[layer]
+        room = shard - (placed + slack_at_start - left) % shard
+        successors, sizes = [], []
+        for numel, block, count, stride in zip(numels, blocks, counts, strides, strict=True):
+            remaining = left - _gaps(room, numel, block, shard, slack_at_start + 1)
+            free = np.flatnonzero((layer // stride % (count + 1) < count) & (remaining >= 0))
+            after = layer[free] + stride
+            slack[after] = np.maximum(slack[after], remaining[free])
+            successors.append(after)
+            sizes.append(placed[free] + numel)
+        layer, first = np.unique(np.concatenate(successors), return_index=True)
+        placed = np.concatenate(sizes)[first]
+        if not len(layer):
+            return None
+    return _walk_back(slack.tolist(), numels, blocks, counts, strides, shard)
+
+
+def _gaps(room: npt.NDArray, numel: int, block: int, shard: int, too_large: int) -> npt.NDArray:
+    """Elements left empty before a tensor that is placed as early as possible; ``too_large`` where it fits nowhere."""
+    rest = room % block
+    longest_head = shard - shard % block
+    behind = room + shard - longest_head if numel - longest_head <= shard else too_large
+    straight = (numel - (room - rest) <= shard) | (shard % block == 0)
+    return np.where(numel <= room, 0, np.where(straight, rest, behind))
+
+
+def _walk_back(
+    slack: list[int],
+    numels: Sequence[int],
+    blocks: Sequence[int],
+    counts: Sequence[int],
+    strides: Sequence[int],
+    shard: int,
+) -> list[int]:
+    left = list(counts)
+    state = len(slack) - 1
+    placed = sum(numel * count for numel, count in zip(numels, counts, strict=True))
+    order = []
+    while state:
+        for i, stride in enumerate(strides):
+            if left[i] and slack[state - stride] >= slack[state]:
+                end = placed - numels[i] + slack[0] - slack[state - stride]
+                start = earliest_start(end, numels[i], blocks[i], shard)
+                if start is not None and slack[state - stride] - (start - end) == slack[state]:
+                    break
+        else:
+            raise AssertionError("every living state has a living predecessor")
+        order.append(i)
+        left[i] -= 1
+        placed -= numels[i]
+        state -= strides[i]
+    return order[::-1]
+
 
 MAX_DIVISORS = 4096
 FREE_STATES = 4096  # smaller tables are not counted as work: lists of up to 12 tensors are always solved exactly

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vescale.buffer._integer_arguments import integers
-from vescale.buffer._planner import Effort, plan_layout
-from vescale.buffer._split_buffers import BufferPlan
+from vescale.buffer._layout import integers
+from vescale.buffer._planner import BufferPlan, Effort, plan_layout
 from vescale.errors import LayoutPlanningError
-
-__all__ = ["ShardSuggestion", "suggest_num_shards"]
 
 
 @dataclass(frozen=True)

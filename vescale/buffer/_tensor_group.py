@@ -11,13 +11,10 @@ from itertools import accumulate
 
 import torch
 
-from vescale.buffer._integer_arguments import integers
-from vescale.buffer._layout import Layout, ShardSlice
+from vescale.buffer._layout import Layout, ShardSlice, integers
 from vescale.buffer._planner import Effort, plan_layout
 from vescale.errors import DBufferError, UnknownTensorError
 from vescale.placements import RaggedShard, StridedRaggedShard
-
-__all__ = ["COLLECTIVE_ALIGNMENT_BYTES", "TensorGroup", "alignment_in_elements"]
 
 COLLECTIVE_ALIGNMENT_BYTES = 16
 """What NCCL's fast protocols and vectorized kernels want of every address and size."""

@@ -10,8 +10,6 @@ from torch import nn
 
 from vescale.errors import HfLoadError
 
-__all__ = ["base_of", "base_tensors"]
-
 
 def base_of(model: nn.Module) -> nn.Module:
     """The model inside of PEFT's, or ``model`` itself."""

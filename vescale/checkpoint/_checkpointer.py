@@ -31,8 +31,6 @@ from vescale.errors import (
     UnsavableValueError,
 )
 
-__all__ = ["Checkpointer"]
-
 Verify = Literal["none", "sizes", "checksums"]
 
 _RESTORE = "Checkpointer.restore"

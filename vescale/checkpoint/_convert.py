@@ -20,18 +20,16 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 import vescale
 from vescale.checkpoint._data_file import align, write_data_file
-from vescale.checkpoint._hf_files import copy_beside
-from vescale.checkpoint._json_values import decode
-from vescale.checkpoint._safetensors_layout import create_file, index_of, plan_files, write_block
+from vescale.checkpoint._hf_conversion import copy_beside
+from vescale.checkpoint._safetensors import create_file, index_of, plan_files, write_block
 from vescale.checkpoint._saving import dtype_name
 from vescale.checkpoint._step_folder import commit, pack_part
+from vescale.checkpoint._step_format import decode
 from vescale.checkpoint._stored import Stored, StoredTensor
 from vescale.checkpoint._stored_blocks import BLOCK_BYTES, block_shapes, block_values, blocks_of
 from vescale.checkpoint._torch_save import with_bytes
 from vescale.compat import bytes_of
 from vescale.errors import ConvertError
-
-__all__ = ["TARGETS", "convert", "num_bytes", "plain_values"]
 
 Progress = Callable[[int], None]
 

@@ -16,15 +16,20 @@ from typing import IO, Any
 
 import torch
 
-from vescale.checkpoint._box_cover import cover_fault
-from vescale.checkpoint._regular_files import open_regular, read_regular
-from vescale.checkpoint._restricted_pickle import PLAIN_NAMES, Record, load_restricted, record_of
 from vescale.checkpoint._safetensors import read_header
+from vescale.checkpoint._step_folder import open_regular, read_regular
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
-from vescale.checkpoint._torch_save import TensorRecord, plain_value, read_torch_save
+from vescale.checkpoint._stored_blocks import cover_fault
+from vescale.checkpoint._torch_save import (
+    PLAIN_NAMES,
+    Record,
+    TensorRecord,
+    load_restricted,
+    plain_value,
+    read_torch_save,
+    record_of,
+)
 from vescale.errors import DamagedFileError
-
-__all__ = ["chunk_places", "is_dcp", "open_dcp"]
 
 _METADATA = ".metadata"
 _PLACE = "torch.distributed.checkpoint"

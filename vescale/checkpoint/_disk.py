@@ -13,20 +13,6 @@ import shutil
 import sys
 from typing import Any
 
-__all__ = [
-    "close",
-    "create",
-    "exchange",
-    "make_folder",
-    "remove_tree",
-    "rename",
-    "reserve",
-    "start_sync",
-    "sync",
-    "sync_folder",
-    "write",
-]
-
 _CHUNK = 16 << 20
 
 

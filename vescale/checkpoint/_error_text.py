@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from vescale.errors import CODES, CheckpointError, SaveFailedError
 
-__all__ = ["as_text", "from_text"]
-
 
 def as_text(error: BaseException) -> str:
     """Errors of other kinds get the name of their class."""

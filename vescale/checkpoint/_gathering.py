@@ -21,8 +21,6 @@ from vescale.comm import LateRanksWarning, WaitNotice, wait_limit
 from vescale.compat import default_timeout, own_connection
 from vescale.errors import CheckpointError, SaveFailedError
 
-__all__ = ["Gathering", "first_rank_decides", "together"]
-
 # What a message begins with: of a rank that has something to say, and of one that has failed.
 _HAS_COME, _FAILED = "+", "-"
 

@@ -13,19 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.checkpoint._hf_conversion import Computed, Conversion, Form, to_files
-from vescale.checkpoint._hf_files import file_base, write_beside
+from vescale.checkpoint._hf_conversion import Computed, Conversion, Form, file_base, to_files, write_beside
 from vescale.checkpoint._hf_load import origin_of
 from vescale.checkpoint._index_map import IndexMap, Part, source_axes
 from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
-from vescale.checkpoint._model_state import check_model
-from vescale.checkpoint._model_tensors import model_tensors, tied_groups
+from vescale.checkpoint._model_state import check_model, model_tensors, tied_groups
 from vescale.checkpoint._replicas import assign, has_other_ranks, repeated_position
-from vescale.checkpoint._safetensors_layout import FileLayout, create_file, index_of, plan_files, write_block
+from vescale.checkpoint._safetensors import FileLayout, create_file, index_of, plan_files, write_block
 from vescale.comm import Consensus
 from vescale.errors import CheckpointError, CheckpointOptionError, HfExportError
-
-__all__ = ["Export", "export_hf", "once"]
 
 _SMALL = 4 << 10  # bytes; smaller parts are written by one of the ranks that hold them
 

@@ -21,8 +21,6 @@ import torch
 from vescale.compat.tensor_subclasses import WrapperTensor
 from vescale.placements import contiguous_stride
 
-__all__ = ["IndexMap", "MappedTensor", "NotAnIndexMapError", "Part", "row_major", "source_axes"]
-
 _MAX_PARTS = 1 << 17
 
 

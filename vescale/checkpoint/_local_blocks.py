@@ -13,8 +13,6 @@ from vescale.compat import AsyncCollectiveTensor, local_of, spec_of
 from vescale.errors import UnsavableTensorError
 from vescale.placements import Box, Region, is_sharded, own_region
 
-__all__ = ["LocalBlocks", "Regions", "local_blocks"]
-
 Regions = dict[tuple[tuple[int, ...], tuple[Placement, ...], int], tuple[Region | None, tuple[int, ...]]]
 """(shape, placements, ``id`` of a mesh) -> (this rank's region, axes along which ranks hold the same)"""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from vescale.errors import Coded
 
-__all__ = ["FORMAT", "VERSION", "ManifestError", "merge_parts", "parse", "serialize"]
-
 FORMAT = "vescale-checkpoint"
 VERSION = 1
 _NEEDED = ("values", "files", "tensors")

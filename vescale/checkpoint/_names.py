@@ -11,8 +11,6 @@ import torch
 from vescale.checkpoint._stored import StoredTensor
 from vescale.errors import ContentMismatchError
 
-__all__ = ["Differences", "compare", "nearest"]
-
 _SHOWN = 8
 
 

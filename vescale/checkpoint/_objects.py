@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from vescale.checkpoint._json_values import TensorName, decode, encode
 from vescale.checkpoint._names import nearest
+from vescale.checkpoint._step_format import TensorName, decode, encode
 from vescale.checkpoint._stored import StoredTensor
-
-__all__ = ["ObjectLoad", "differ_beyond_tensors", "plan_object"]
 
 
 @dataclass

@@ -9,18 +9,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vescale.checkpoint._hf_conversion import to_files
+from vescale.checkpoint._hf_conversion import file_base, to_files
 from vescale.checkpoint._hf_export import Export, once
-from vescale.checkpoint._hf_files import file_base
-from vescale.checkpoint._model_tensors import model_tensors
+from vescale.checkpoint._model_state import model_tensors
 from vescale.checkpoint._names import compare
 from vescale.checkpoint._reader import read_whole
-from vescale.checkpoint._safetensors_layout import plan_files, write_block
+from vescale.checkpoint._safetensors import plan_files, write_block
 from vescale.checkpoint._stored import Stored
 from vescale.checkpoint._stored_blocks import blocks_of
 from vescale.errors import HfExportError
-
-__all__ = ["export_stored"]
 
 _PREFIXES = ("model.", "", "module.", "state_dict.", "app.model.")
 

@@ -18,8 +18,6 @@ from vescale.checkpoint._snapshot import take_snapshot
 from vescale.checkpoint._step_format import is_step
 from vescale.errors import SaveFailedError, UnknownFormatError
 
-__all__ = ["load", "save"]
-
 
 def save(
     path: str | os.PathLike[str],

@@ -14,8 +14,6 @@ from vescale.checkpoint._stored import Stored
 from vescale.checkpoint._torch_save import is_torch_save, open_torch_save
 from vescale.errors import UnknownFormatError
 
-__all__ = ["FORMATS", "Format", "open_stored"]
-
 
 @dataclass(frozen=True)
 class Format:

@@ -10,12 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from vescale.checkpoint._json_values import TensorName, decode, encode
 from vescale.checkpoint._names import nearest
+from vescale.checkpoint._step_format import TensorName, decode, encode
 from vescale.checkpoint._stored import StoredTensor
 from vescale.errors import DamagedFileError, OptimizerNamesError, kind_of
-
-__all__ = ["OptimizerLoad", "named_groups", "named_optimizers", "optimizer_state", "plan_optimizer_load"]
 
 # Options that decide what the states mean; the others (learning rates, ...) are loaded.
 _STRUCTURE = ("algorithm", "blocks", "block", "block_size", "state_dtype", "min_numel", "stochastic_rounding")

@@ -21,8 +21,6 @@ from vescale.checkpoint._stored import Stored
 from vescale.checkpoint._stored_blocks import block_values
 from vescale.errors import HfLoadError
 
-__all__ = ["Quantized", "find_quantized", "read_block"]
-
 _FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 

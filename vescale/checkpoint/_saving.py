@@ -3,37 +3,203 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
+import json
 import os
 import platform
 import shutil
+import socket
 import threading
 import time
 import uuid
 import warnings
 import weakref
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import vescale
 from vescale.checkpoint import _disk
-from vescale.checkpoint._folder_lock import FolderLock
 from vescale.checkpoint._gathering import Gathering
 from vescale.checkpoint._local_blocks import LocalBlocks
-from vescale.checkpoint._ownership import Holders, agree_on_holders, owned, shared_names
-from vescale.checkpoint._rank_file import Piece, RankFile, fill_image, layout_of
-from vescale.checkpoint._rank_values import add_values_of_ranks, differing, digests_of, pick
-from vescale.checkpoint._replicas import has_other_ranks
-from vescale.checkpoint._snapshot import Snapshot, samples
+from vescale.checkpoint._rank_file import (
+    Piece,
+    RankFile,
+    add_values_of_ranks,
+    differing,
+    digests_of,
+    fill_image,
+    layout_of,
+    pick,
+)
+from vescale.checkpoint._replicas import assign, has_other_ranks
+from vescale.checkpoint._snapshot import MODEL, RANDOM, Snapshot, samples
 from vescale.checkpoint._step_folder import Retention, clean, commit, pack_part, remove_unfinished, unpack_part
 from vescale.checkpoint._writer import Writer
 from vescale.comm import Consensus
-from vescale.errors import CheckpointError, CheckpointWarning, SaveFailedError
+from vescale.compat import note
+from vescale.errors import CheckpointError, CheckpointWarning, FolderInUseError, SaveFailedError
 
-__all__ = ["Saver", "Target", "dtype_name"]
+# One job saves to a folder at a time: a lock that ends with the process that holds it, however it ends.
+
+try:
+    import fcntl
+except ImportError:  # Windows: no lock
+    fcntl = None  # type: ignore[assignment]
+
+
+_NAME = ".lock"
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
+# Of this process, by path: descriptor and number of holders, who know of each other.
+_HELD: dict[str, tuple[int, int]] = {}
+_HELD_LOCK = threading.Lock()
+
+
+class FolderLock:
+    """Held until :meth:`release`. ``is_certain``: False on file systems without locks, where nobody knows who else saves.
+
+    Raises CheckpointError if another process holds it, naming host and process.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._path = os.path.join(os.path.realpath(folder), _NAME)
+        with _HELD_LOCK:
+            descriptor, count = _HELD.get(self._path, (-1, 0))
+            if count == 0:
+                descriptor = self._open()
+            _HELD[self._path] = descriptor, count + 1
+        self.is_certain = descriptor >= 0
+        self._is_released = False
+
+    def _open(self) -> int:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if fcntl is None:
+                raise OSError(errno.ENOSYS, "no locks")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
+            os.close(descriptor)
+            raise FolderInUseError(
+                f"another job saves to {os.path.dirname(self._path)}: {holder or 'its name is not known'}; give each job a "
+                "folder of its own, or end that one"
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _UNSUPPORTED:
+                return -1
+            raise
+        with contextlib.suppress(OSError):  # a full disk: the name is for messages only
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode(), 0)
+        return descriptor
+
+    def release(self) -> None:
+        if self._is_released:
+            return
+        self._is_released = True
+        with _HELD_LOCK:
+            descriptor, count = _HELD.pop(self._path, (-1, 0))  # none in a forked process
+            if count > 1:
+                _HELD[self._path] = descriptor, count - 1
+            elif descriptor >= 0:
+                os.close(descriptor)
+
+
+def _leave_to_parent() -> None:
+    """In a forked process, which may outlive the job (workers of a DataLoader): the lock is not to be held by it, too."""
+    global _HELD_LOCK
+    _HELD_LOCK = threading.Lock()  # another thread may have held it
+    for descriptor, _ in _HELD.values():
+        if descriptor >= 0:
+            os.close(descriptor)
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    note("checkpoint._saving:process", "os.register_at_fork")
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+# Which rank writes which tensor, decided by every rank for itself from what the ranks have agreed on once.
+
+Holders = dict[str, tuple[int, ...] | None]
+"""For each tensor the ranks that have it by this name; None: all of those that should."""
+
+
+def shared_names(blocks: Mapping[str, LocalBlocks]) -> list[str]:
+    """What this rank holds and others may hold as well: not its own random state."""
+    return [name for name, entry in blocks.items() if entry.local is not None and not name.startswith(RANDOM + ".")]
+
+
+def agree_on_holders(blocks: Mapping[str, LocalBlocks], consensus: Consensus) -> Holders:
+    """One round through the store; each rank reads those of the others only where they differ."""
+    own = sorted(shared_names(blocks))
+    messages = consensus.exchange(
+        zlib.compress(json.dumps(own).encode()), lambda: "ranks save a checkpoint; all of them have to call save()"
+    )
+    if len(set(messages)) == 1:
+        return dict.fromkeys(own)
+    holders = defaultdict(list)
+    for rank, message in enumerate(messages):
+        for name in json.loads(zlib.decompress(message)):
+            holders[name].append(rank)
+    return {name: tuple(ranks) for name, ranks in holders.items()}
+
+
+def owned(blocks: Mapping[str, LocalBlocks], holders: Holders) -> set[str]:
+    """The tensors whose blocks this rank writes. Each replica of a block is written by one rank, and all write about as many
+    bytes. No communication.
+
+    States of an optimizer that came after the agreement are taken to be where their parameters are; other tensors that
+    came later are written by all ranks that have them. Of a tensor that is on several meshes (over the ranks of a
+    submesh each, or tied over stages of a pipeline) the mesh with the smallest rank writes.
+
+    Relies on ranks of one replica group having equal blocks.
+    """
+    if not has_other_ranks():
+        return {name for name, entry in blocks.items() if entry.local is not None}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = set()
+    together: dict[tuple[DeviceMesh | None, tuple[int, ...], tuple[int, ...] | None], list[str]] = defaultdict(list)
+    for name, entry in blocks.items():
+        if entry.local is None:
+            continue
+        known = name if name in holders else _parameter_of(name)
+        if known in holders:
+            together[entry.mesh, entry.repeated, holders[known]].append(name)
+        else:
+            found.add(name)
+    for (mesh, repeated, among), names in together.items():
+        if mesh is not None and not (mesh.mesh == (min(among) if among else 0)).any():
+            continue
+        ranks = _replicas(mesh, repeated) if mesh is not None else range(world)
+        having = [each for each in ranks if among is None or each in set(among)]
+        owners = assign(((name, blocks[name].nbytes) for name in names), len(having))
+        found |= {name for name in names if having[owners[name]] == rank}
+    return found
+
+
+def _parameter_of(name: str) -> str:
+    """Of ``OPTIMIZER.state.PARAMETER.STATE``, the name of the parameter's tensor."""
+    return f"{MODEL}.{name.partition('.state.')[2].rpartition('.')[0]}"
+
+
+def _replicas(mesh: DeviceMesh, repeated: Sequence[int]) -> list[int]:
+    """Global ranks that hold the same as this one, itself among them."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    choices = [range(mesh.size(axis)) if axis in repeated else (coordinate[axis],) for axis in range(mesh.ndim)]
+    return [int(mesh.mesh[place]) for place in itertools.product(*choices)]
+
 
 # Ids of the savers of this process whose unfinished folders are not to be removed by another one.
 _LIVING: set[str] = set()

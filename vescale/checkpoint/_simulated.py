@@ -10,8 +10,6 @@ from vescale.checkpoint._gathering import Gathering
 from vescale.checkpoint._saving import Saver, Target
 from vescale.checkpoint._snapshot import Snapshot
 
-__all__ = ["leave_files_alone"]
-
 
 def leave_files_alone() -> None:
     """For a process whose tensors have no numbers and whose other ranks do not exist; not taken back.

@@ -12,16 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale.checkpoint._json_values import encode
 from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
-from vescale.checkpoint._model_state import check_model, model_state
+from vescale.checkpoint._model_state import check_model, get_random_state, model_state
 from vescale.checkpoint._optimizer_state import named_optimizers, optimizer_state
-from vescale.checkpoint._random_state import get_random_state
+from vescale.checkpoint._step_format import encode
 from vescale.compat import AVERAGED_MODULES, bytes_of
 from vescale.errors import UnsavableValueError
 from vescale.runtime import Runtime
-
-__all__ = ["MODEL", "RANDOM", "RESERVED", "Snapshot", "samples", "take_snapshot"]
 
 MODEL = "model"
 RANDOM = "rng"

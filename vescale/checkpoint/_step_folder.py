@@ -9,32 +9,43 @@ the user.
 from __future__ import annotations
 
 import base64
+import errno
 import json
+import mmap
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from vescale.checkpoint import _disk
 from vescale.checkpoint._manifest_text import ManifestError, merge_parts, parse, serialize
-from vescale.checkpoint._regular_files import read_regular
 
-__all__ = [
-    "MANIFEST",
-    "Retention",
-    "clean",
-    "commit",
-    "complete_steps",
-    "find_problems",
-    "pack_part",
-    "read_manifest",
-    "remove_unfinished",
-    "step_name",
-    "step_numbers",
-    "unpack_part",
-]
+# Files are opened for reading only if they are regular ones; the standard library only. Opening a named pipe blocks
+# until another process opens it for writing, and a device may have no end.
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """A descriptor. Raises OSError, which says what is there instead of a regular file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "named pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+        kind = kinds.get(stat.S_IFMT(mode), "special file")
+        raise OSError(errno.EINVAL, f"it is a {kind}, expected a regular file")
+    return descriptor
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """The whole file. Raises OSError as :func:`open_regular` does."""
+    with open(open_regular(path), "rb") as file:
+        return file.read()
+
 
 MANIFEST = "manifest.json"
 POINTER = "latest"
@@ -261,3 +272,14 @@ def _write(path: str, data: bytes) -> None:
         _disk.sync(descriptor)
     finally:
         _disk.close(descriptor)
+
+
+# Memory for bytes on their way that goes back to the system as soon as nobody has it.
+
+
+def scratch(nbytes: int) -> torch.Tensor:
+    """``nbytes`` bytes in the host's memory, not initialized to anything in particular.
+
+    The allocator of C may keep what is freed, once for each thread and size, so that a bound on memory would not hold.
+    """
+    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]

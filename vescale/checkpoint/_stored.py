@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Stored", "StoredBox", "StoredTensor"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:

@@ -5,21 +5,35 @@ from __future__ import annotations
 import math
 import os
 import re
+import warnings
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vescale.checkpoint._box_cover import cover_fault
+from vescale.checkpoint._convert import plain_values
 from vescale.checkpoint._data_file import box_checksums
+from vescale.checkpoint._dcp import chunk_places, is_dcp
 from vescale.checkpoint._manifest_text import ManifestError
-from vescale.checkpoint._step_folder import MANIFEST, find_problems, read_manifest, step_name, step_numbers
-from vescale.checkpoint._stored import StoredBox
-from vescale.errors import UnknownDtypeError, UnknownFormatError
-
-__all__ = ["verify", "verify_step"]
+from vescale.checkpoint._open import open_stored
+from vescale.checkpoint._step_folder import (
+    MANIFEST,
+    find_problems,
+    open_regular,
+    read_manifest,
+    step_name,
+    step_numbers,
+)
+from vescale.checkpoint._step_format import encode
+from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
+from vescale.checkpoint._stored_blocks import BLOCK_BYTES, block_shapes, block_values, cover_fault
+from vescale.checkpoint._torch_save import FilePart, is_torch_save
+from vescale.compat import bytes_of
+from vescale.errors import CheckpointError, CheckpointWarning, UnknownDtypeError, UnknownFormatError
 
 
 def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
@@ -116,3 +130,159 @@ def _itemsize(name: str) -> int:
     if not isinstance(found, torch.dtype):
         raise UnknownDtypeError(f"the manifest names a dtype {name!r} that this torch does not know")
     return found.itemsize
+
+
+# Check checkpoints of other formats as far as these allow: structure and sizes, and the checksums that zips have.
+
+
+def verify_any(path: Path, progress: Callable[[int], None] = lambda count: None) -> list[str]:
+    """What is wrong with a checkpoint of any format, one line each.
+
+    ============ =====================================================================
+    vescale      every byte, against the manifest's checksums
+    torch, dcp   structure, sizes, and the CRC-32 that the zip of each record has
+    safetensors  structure and sizes: the format has no checksums
+    ============ =====================================================================
+
+    Raises CheckpointError if there is no checkpoint.
+    """
+    stored = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)  # steps that are not complete are among the problems
+            stored = open_stored(path)
+    except CheckpointError as error:
+        if not path.exists() or "no checkpoint in a known format" in str(error):
+            raise
+        return [str(error)]
+    if stored.format == "vescale":
+        return verify(path, progress)
+    if is_dcp(path):
+        return _records(path, chunk_places(path), progress)
+    if is_torch_save(path):
+        return _records(path.parent, [("", path.name, 0, path.stat().st_size)], progress)
+    for name in {box.file for tensor in stored.tensors.values() for box in tensor.boxes}:
+        progress((stored.folder / name).stat().st_size)
+    return []
+
+
+def _records(folder: Path, places: list[tuple[str, str, int, int]], progress: Callable[[int], None]) -> list[str]:
+    problems = []
+    for name, file, start, length in sorted(places, key=lambda place: place[1:3]):
+        with open(open_regular(folder / file), "rb") as stream:
+            if os.pread(stream.fileno(), 4, start) != b"PK\x03\x04":
+                continue  # a file in the format of safetensors, which has no checksums
+            about = f"{folder / file}" + (f": the record of {name} at byte {start}" if name else "")
+            try:
+                bad = zipfile.ZipFile(FilePart(stream, start, length)).testzip()
+                if bad is not None:
+                    problems.append(f"{about}: {bad} is not as it was written: its checksum differs")
+            except Exception as error:  # zipfile raises many kinds for garbled files
+                problems.append(f"{about}: {error}")
+        progress(length)
+    return problems
+
+
+# What two checkpoints have different: names, shapes, dtypes and values, in whatever formats; and what is beside
+# tensors.
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """Two tensors of equal shape and dtype.
+
+    Attributes:
+        elements: how many differ in any bit (NaNs of equal bits are equal).
+        largest: absolute difference; None for not-a-number.
+        first: index of the first that differs.
+    """
+
+    elements: int
+    largest: float | None
+    first: tuple[int, ...]
+
+
+@dataclass
+class StoredDifference:
+    """By name. ``forms``: (shape and dtype in A, in B). ``plain_values``: beside tensors; compared within one format only,
+    because formats hold them differently. The number of a step is not counted."""
+
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    forms: dict[str, tuple[str, str]] = field(default_factory=dict)
+    values: dict[str, ValueDifference] = field(default_factory=dict)
+    plain_values: list[str] = field(default_factory=list)
+    equal: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.only_in_a or self.only_in_b or self.forms or self.values or self.plain_values)
+
+
+def compare_stored(
+    a: Stored, b: Stored, *, values: bool = True, progress: Callable[[int], None] = lambda count: None
+) -> StoredDifference:
+    """Compare in one process; memory: 128 MiB and the indexes.
+
+    Where one of the two is in vescale's own format and the other is not, the prefix ``model.`` is not counted.
+    """
+    ours, theirs = _names(a, b), _names(b, a)
+    found = StoredDifference(sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys()))
+    for name in sorted(ours.keys() & theirs.keys()):
+        left, right = a.tensors[ours[name]], b.tensors[theirs[name]]
+        if (left.shape, left.dtype) != (right.shape, right.dtype):
+            found.forms[name] = (_form(left), _form(right))
+            continue
+        difference = _compare(a, ours[name], b, theirs[name], progress) if values else None
+        if difference is None:
+            found.equal += 1
+        else:
+            found.values[name] = difference
+    if values and a.format == b.format:
+        one, two = _encoded_values(a), _encoded_values(b)
+        found.plain_values = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
+    return found
+
+
+def _encoded_values(stored: Stored) -> dict[str, Any]:
+    """As JSON, in which not-a-number equals itself."""
+    left_out = {"vescale": "step", "safetensors": "metadata"}.get(stored.format)
+    return {name: encode(value, name, {}) for name, value in plain_values(stored).items() if name != left_out}
+
+
+def _names(stored: Stored, other: Stored) -> Mapping[str, str]:
+    if (stored.format == "vescale") == (other.format == "vescale"):
+        return {name: name for name in stored.tensors}
+    return {name.removeprefix("model."): name for name in stored.tensors}
+
+
+def _form(tensor: StoredTensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _compare(a: Stored, name_a: str, b: Stored, name_b: str, progress: Callable[[int], None]) -> ValueDifference | None:
+    tensor = a.tensors[name_a]
+    elements, largest, first = 0, 0.0, None
+    for offset, sizes in block_shapes(tensor.shape, BLOCK_BYTES // tensor.dtype.itemsize):
+        one, two = block_values(a, name_a, offset, sizes), block_values(b, name_b, offset, sizes)
+        progress(one.nbytes)
+        bits = [bytes_of(values).view(-1, values.element_size()) for values in (one, two)]
+        if torch.equal(*bits):
+            continue
+        differs = (bits[0] != bits[1]).any(1)
+        elements += int(differs.sum())
+        if first is None:
+            first = _index(int(differs.nonzero()[0]), offset, sizes)
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        gap = (one.reshape(-1)[differs].to(wide) - two.reshape(-1)[differs].to(wide)).abs().max().item()
+        largest = max(largest, gap) if not math.isnan(gap) else math.nan
+    if first is None:
+        return None
+    return ValueDifference(elements, None if math.isnan(largest) else largest, first)
+
+
+def _index(flat: int, offset: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    found = []
+    for at, size in zip(reversed(offset), reversed(sizes)):
+        flat, index = divmod(flat, size)
+        found.append(at + index)
+    return tuple(reversed(found))

@@ -20,8 +20,6 @@ import vescale
 from vescale.checkpoint import _writer_process
 from vescale.errors import SaveFailedError
 
-__all__ = ["Writer"]
-
 _GRANULE = 2 << 20
 
 

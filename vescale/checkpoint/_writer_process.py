@@ -16,8 +16,6 @@ import threading
 import time
 from typing import Any
 
-__all__ = ["main", "receive", "send"]
-
 _ORPHAN_CHECK_SECONDS = 0.5
 
 

@@ -1,10 +1,17 @@
 """Mistakes of the script around a model that would end in wrong numbers or a hang: found, and told with the edit."""
 
-from vescale.checks._adopted_optimizers import adopt_optimizers, check_optimizers, listed_optimizers
 from vescale.checks._backward_graph import ScriptGraph, describe_graphs, follows_graphs
-from vescale.checks._call_site import call_site, called_by_user
-from vescale.checks._descriptions import describe, hash_of, sample, sum_of_bits, tensor_text
-from vescale.checks._events import LocalPart
+from vescale.checks._descriptions import (
+    RandomStates,
+    call_site,
+    called_by_user,
+    describe,
+    describe_draw,
+    hash_of,
+    sample,
+    sum_of_bits,
+    tensor_text,
+)
 from vescale.checks._mismatches import (
     DRAWN,
     GENERATING,
@@ -21,19 +28,25 @@ from vescale.checks._mismatches import (
     StepMismatchError,
     parts_text,
 )
-from vescale.checks._optimizer_steps import watch_optimizers
-from vescale.checks._parameter_names import known_names
-from vescale.checks._random_states import RandomStates, describe_draw
-from vescale.checks._repeated_parts import RepeatedPartsWarning
 from vescale.checks._replaced_parameters import (
     RegisteredParameters,
     ReplacedParameterError,
     Replacement,
+    adopt_optimizers,
+    check_optimizers,
+    known_names,
+    listed_optimizers,
     replacement_of,
 )
 from vescale.checks._settings import check_every, check_mode, is_unchecked, unchecked
-from vescale.checks._start import HASHES_OF_CHECKED_MESHES, start_checks, start_checks_among, step_checks
-from vescale.checks._steps import StepChecks
+from vescale.checks._start import (
+    HASHES_OF_CHECKED_MESHES,
+    start_checks,
+    start_checks_among,
+    step_checks,
+    watch_optimizers,
+)
+from vescale.checks._steps import LocalPart, RepeatedPartsWarning, StepChecks
 
 __all__ = [
     "DRAWN",

@@ -33,8 +33,6 @@ from vescale.compat import (
     spec_of,
 )
 
-__all__ = ["ScriptGraph", "describe_graphs", "follows_graphs"]
-
 _MAX_NODES = 1000
 _NUMBERS = (bool, int, float, complex)
 _LOCAL = "_ToTorchTensorBackward"

@@ -10,31 +10,6 @@ import torch.distributed as dist
 from vescale.comm import Board, CrossWaitError, RankGoneError, first_difference
 from vescale.errors import Coded
 
-__all__ = [
-    "COMPUTED",
-    "DRAWN",
-    "GENERATING",
-    "MADE",
-    "NUMBERS",
-    "PARTS",
-    "SAME_STEPS",
-    "SEED",
-    "SEVERAL_THREADS",
-    "STATE",
-    "STEPPED",
-    "UNKNOWN",
-    "USED",
-    "WRITTEN",
-    "WRITTEN_GATHERED",
-    "InputMismatchError",
-    "StepMismatchError",
-    "absence",
-    "compare_data",
-    "parts_text",
-    "places_text",
-    "uneven_text",
-]
-
 
 class StepMismatchError(Coded, RuntimeError):
     """Ranks are about to do different things, or some do not come; ``ranks``: those that differ from most, or are absent."""

@@ -28,7 +28,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,41 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from vescale.checks._parameter_names import note_name
-from vescale.compat import bytes_of, has_hooks, local_of, no_torch_function, note
-from vescale.errors import Coded, ParameterHookError, UnsupportedParameterError
+from vescale.compat import bytes_of, has_hooks, living_items, local_of, no_torch_function, note
+from vescale.errors import (
+    AdoptionError,
+    ArgumentTypeError,
+    Coded,
+    ParameterHookError,
+    UnsupportedParameterError,
+    kind_of,
+)
+from vescale.placements import distribute_tensor
 
-__all__ = ["RegisteredParameters", "ReplacedParameterError", "Replacement", "replacement_of"]
+# Names of parameters in the models that ``parallelize`` or ``fully_shard`` was given, for those who have tensors alone.
+
+_NAMES: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[str, str]]] = weakref.WeakKeyDictionary()
+
+
+def note_name(owner: nn.Module, attribute: str, name: str, model: str) -> None:
+    """``name``: of the parameter that ``owner`` registers as ``attribute``, in a model of the class ``model``. Where modules
+    are given one by one, the last one around it counts."""
+    _NAMES.setdefault(owner, {})[attribute] = name, model
+
+
+def known_names(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[str, str]]:
+    """(name, class of the model that it is in) of those that are registered where a name is known."""
+    wanted = {id(parameter): parameter for parameter in parameters}
+    found: dict[torch.Tensor, tuple[str, str]] = {}
+    for owner, attributes in living_items(_NAMES):
+        for attribute, named in list(attributes.items()):
+            parameter = wanted.get(id(owner._parameters.get(attribute)))
+            if parameter is not None:
+                found.setdefault(parameter, named)
+    return found
+
 
 _ATTRIBUTE = "_vescale_replacement"
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -271,3 +300,92 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 def _reduce(self: Any, protocol: Any) -> Any:
     with no_torch_function():
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+# Optimizers made before ``parallelize`` or ``fully_shard`` go on with the parameters that are there afterwards.
+
+Optimizers = Optimizer | Iterable[Optimizer] | None
+
+
+def listed_optimizers(optimizers: Optimizers, caller: str) -> list[Optimizer]:
+    """Raises TypeError for what has no parameter groups."""
+    if optimizers is None:
+        return []
+    found: list[Any] = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    for one in found:
+        if not isinstance(getattr(one, "param_groups", None), list):
+            raise ArgumentTypeError(
+                f"{caller} got optimizer={type(one).__name__}; expected an optimizer with param_groups, or several in a "
+                "list (a scheduler keeps its optimizer, which is what to pass)"
+            )
+    return found
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], named: Iterable[tuple[str, nn.Parameter]], by: str) -> None:
+    """Raises ValueError, before ``by`` replaces the parameters ``named``, for an optimizer with none of them, nor of those
+    that were replaced before, and for states of other shapes, which cannot be cut."""
+    known = {id(parameter): name for name, parameter in named}
+    for optimizer in optimizers:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not any(id(p) in known or isinstance(p, DTensor) or replacement_of(p) is not None for p in held):
+            raise AdoptionError(
+                f"{by} got {kind_of(optimizer)} that holds none of the model's parameters; pass the optimizer that "
+                "was made of model.parameters(), or make one afterwards"
+            )
+        if hasattr(optimizer, "adopt_parameters"):
+            continue
+        for parameter in held:
+            state = optimizer.state.get(parameter)
+            if id(parameter) in known and isinstance(state, Mapping):
+                for key, value in state.items():
+                    if _is_cut(key, value) and value.shape != parameter.shape and value.ndim > 0:
+                        raise AdoptionError(
+                            f"the optimizer's state {key!r} of {known[id(parameter)]!r} has shape {tuple(value.shape)}, and "
+                            f"the parameter {tuple(parameter.shape)}: only states of the parameter's shape can be cut; "
+                            f"pass an optimizer that has not stepped to {by}, and load its state afterwards "
+                            "(load_state_dict)"
+                        )
+
+
+def adopt_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Put the parameters of today in the groups of ``optimizers``, in place of those that were replaced.
+
+    Groups, their lists and the optimizers stay the same objects, so that schedulers go on. States of replaced parameters
+    are cut as the parameters are: tensors of a parameter's shape, which must be the same on every rank, get its
+    placements; numbers and 0-dim tensors stay. No communication. An optimizer that knows better has a method
+    ``adopt_parameters``, which is given the new parameter of each one that is replaced.
+    """
+    for optimizer in optimizers:
+        successors: dict[Any, Any] = {}
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                replaced = replacement_of(parameter)
+                new = replaced.successor if replaced is not None else None
+                if new is None:
+                    continue
+                successors[parameter] = new
+                if hasattr(optimizer, "adopt_parameters"):
+                    continue
+                group["params"][index] = new
+                state = optimizer.state.pop(parameter, None)
+                if state is not None:
+                    optimizer.state[new] = _placed(state, parameter.shape, new)
+        if hasattr(optimizer, "adopt_parameters"):
+            optimizer.adopt_parameters(successors)
+
+
+def _is_cut(key: Any, value: Any) -> bool:
+    """Whether a value of a parameter's state is a tensor that is placed as the parameter is."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and key != "step"
+
+
+def _placed(state: Any, shape: torch.Size, new: Any) -> Any:
+    if not isinstance(state, Mapping) or not isinstance(new, DTensor):
+        return state
+    mesh, placements = new.device_mesh, tuple(new.placements)
+    return {
+        key: distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+        if _is_cut(key, value) and value.shape == shape
+        else value
+        for key, value in state.items()
+    }

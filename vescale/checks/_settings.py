@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from vescale.errors import EnvironmentVariableError
 
-__all__ = ["FIRST", "check_every", "check_mode", "is_unchecked", "unchecked"]
-
 FIRST = 3
 """So many forwards are compared at first."""
 _MODES = ("", "steps", "off")

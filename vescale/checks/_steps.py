@@ -28,17 +28,17 @@ every rank that has come.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from vescale.checks._axis_meetings import AxisMeetings
-from vescale.checks._call_site import call_site, native_steps
-from vescale.checks._descriptions import digest_of, hash_of
-from vescale.checks._events import LocalPart, Rows, Site, part_keys
+from vescale.checks._descriptions import call_site, digest_of, hash_of, native_steps
 from vescale.checks._mismatches import (
     COMPUTED,
     SAME_STEPS,
@@ -51,13 +51,153 @@ from vescale.checks._mismatches import (
     places_text,
     uneven_text,
 )
-from vescale.checks._put_descriptions import PutDescriptions
-from vescale.checks._repeated_parts import RepeatedParts
 from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecked
 from vescale.comm import Board, Consensus, ConsensusError, CrossWaitError, RankGoneError, wait_limit
-from vescale.compat import default_timeout, is_alone
+from vescale.compat import default_store, default_timeout, is_alone
+from vescale.errors import Coded
 
-__all__ = ["StepChecks"]
+# ``AxisMeetings``: which ranks of a mesh meet where a value is cut along some of its axes.
+
+
+class AxisMeetings:
+    """Channels of a :class:`vescale.comm.Board`: number 0 of all ranks, and one for each part of the axes, on which ranks
+    meet that differ along these axes only.
+
+    Args:
+        coordinates: of each rank.
+    """
+
+    def __init__(self, coordinates: Sequence[tuple[int, ...]]) -> None:
+        self._coordinates = coordinates
+        ndim = len(coordinates[0])
+        self._axes = [axis for axis in range(ndim) if len({each[axis] for each in coordinates}) > 1]
+        parts = [part for size in range(1, len(self._axes)) for part in itertools.combinations(self._axes, size)]
+        self._numbers = {part: number for number, part in enumerate(parts, 1)}
+
+    @property
+    def count(self) -> int:
+        return 1 + len(self._numbers)
+
+    def channel(self, axes: Sequence[int]) -> int:
+        """Of a value that is cut along ``axes``, some of which are of more than one rank."""
+        return self._numbers.get(tuple(axis for axis in self._axes if axis in axes), 0)
+
+    def channels(self) -> list[list[tuple[int, ...]]]:
+        """Of each channel, for each rank, the positions of those that it meets."""
+        everyone = tuple(range(len(self._coordinates)))
+        found: list[list[tuple[int, ...]]] = [[everyone] * len(everyone)]
+        for part in self._numbers:
+            keys = [tuple(x for axis, x in enumerate(each) if axis not in part) for each in self._coordinates]
+            groups: dict[tuple[int, ...], list[int]] = {}
+            for index, key in enumerate(keys):
+                groups.setdefault(key, []).append(index)
+            whole = {key: tuple(group) for key, group in groups.items()}
+            found.append([whole[key] for key in keys])
+        return found
+
+
+# What ranks compare at one event.
+
+Rows = Sequence[tuple[str, str]]
+
+
+class Site(NamedTuple):
+    """What is about to be done, and the number of the model if it is one model's."""
+
+    text: str
+    model: int = 0
+
+
+class LocalPart:
+    """An input of which each rank gives its part.
+
+    Attributes:
+        name: of the input; shape: of this rank's part; text: what its replicas must have, too.
+        axes: of the mesh, along which ranks have different parts.
+    """
+
+    __slots__ = ("axes", "name", "shape", "text")
+
+    def __init__(self, name: str, shape: Sequence[int], text: str, axes: Sequence[int]) -> None:
+        self.name, self.shape, self.text, self.axes = name, tuple(shape), text, tuple(axes)
+
+
+def part_keys(parts: Sequence[LocalPart], coordinates: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Of each rank, which part it has."""
+    axes = sorted({axis for part in parts for axis in part.axes})
+    return [tuple(coordinate[axis] for axis in axes) for coordinate in coordinates]
+
+
+# ``PutDescriptions``: what ranks that do not wait for each other have put in the store, to be compared later.
+
+
+class PutDescriptions:
+    """Of ``ranks``; each puts and reads them in the same order.
+
+    Attributes:
+        keys: of those that have not been read.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+        self.keys: deque[str] = deque()
+
+    def add(self, key: str, message: bytes) -> None:
+        """``key``: the same on all ranks, and used once."""
+        if not is_alone():
+            default_store().set(f"{key} {self._ranks.index(dist.get_rank())}", message.hex())
+            self.keys.append(key)
+
+    def complete(self) -> Iterator[list[dict[str, Any]]]:
+        """Those that all ranks have put, of each rank. Nobody waits."""
+        while self.keys:
+            store, key = default_store(), self.keys[0]
+            keys = [f"{key} {index}" for index in range(len(self._ranks))]
+            if not store.check(keys):
+                return
+            found = [json.loads(bytes.fromhex(store.get(each).decode())) for each in keys]
+            self.keys.popleft()
+            if store.add(f"{key} read", 1) == len(self._ranks):
+                for each in (*keys, f"{key} read"):
+                    store.delete_key(each)
+            yield found
+
+
+# Parts of a batch that are the same on all ranks: each rank was given the global batch, and the plan takes it as a
+# part.
+
+
+class RepeatedPartsWarning(Coded, UserWarning):
+    """Ranks that give different parts of a batch (`given="local"`) gave the same values in all of the first forwards."""
+
+    code = "VS0305"
+
+
+class RepeatedParts:
+    """Looks at the first forwards of a model, and warns once, on its first rank."""
+
+    def __init__(self, is_first_rank: bool) -> None:
+        self._is_first_rank = is_first_rank
+        self._count = 0
+
+    def look(self, names: Sequence[str], keys: Sequence[Hashable], values: Sequence[object]) -> None:
+        """``keys``: which part each rank gives; ``values``: what tells all that it gives apart."""
+        if self._count < 0 or len(set(keys)) < 2:
+            return
+        self._count = self._count + 1 if len(set(values)) == 1 else -1
+        if self._count == FIRST:
+            self._count = -1
+            if self._is_first_rank:
+                shown = ", ".join(map(repr, names[:4]))
+                warnings.warn(
+                    RepeatedPartsWarning(
+                        f"in {FIRST} forwards all ranks gave the same values as their parts of {shown}: the plan says "
+                        'given="local", so that these are taken as different rows of a batch that is as many times larger. '
+                        'If every rank reads the global batch, leave given="local" out of the entry; if each has its own '
+                        "rows, draw them with vescale.ShardedBatchSampler"
+                    ),
+                    stacklevel=2,
+                )
 
 
 class StepChecks:

@@ -20,8 +20,6 @@ from vescale.cli._main import UsageError
 if TYPE_CHECKING:
     from vescale.checkpoint import Stored, StoredTensor
 
-__all__ = ["add_arguments", "run"]
-
 _PATH = "a step, a folder of steps, a DCP folder, a torch.save file, a safetensors file or folder"
 
 
@@ -127,8 +125,8 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from vescale.checkpoint._foreign_verification import verify_any
     from vescale.checkpoint._safetensors import is_safetensors
+    from vescale.checkpoint._verification import verify_any
 
     path = Path(args.path)
     total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else _size(path)
@@ -167,7 +165,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from vescale.checkpoint._compare_stored import compare_stored
+    from vescale.checkpoint._verification import compare_stored
 
     a, b = _open(Path(args.a)), _open(Path(args.b))
     with _progress(args, "diff", _summary(a)["bytes"]) as advance:
@@ -237,7 +235,7 @@ def _open(path: Path) -> Stored:
 
 def _is_damaged(args: argparse.Namespace, stored: Stored) -> bool:
     """By its own checksums, told on stderr: checksums of what is written would be right for wrong values."""
-    from vescale.checkpoint._foreign_verification import verify_any
+    from vescale.checkpoint._verification import verify_any
 
     if args.no_verify:
         return False

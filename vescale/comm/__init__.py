@@ -1,20 +1,33 @@
 """Variable-size collectives, process groups over mesh axes, and the communication ledger."""
 
-from vescale.comm._board import Board, CrossWaitError, RankGoneError, shared_memory
-from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
-from vescale.comm._byte_text import bytes_text
+from vescale.comm._buckets import (
+    DEFAULT_BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    BucketBytes,
+    Link,
+    ReductionCost,
+    bucket_limits,
+    fused_bytes,
+    link_of,
+    per_axis_bytes,
+    plan_buckets,
+    reduction_cost,
+    ring_bytes,
+    ring_seconds,
+)
 from vescale.comm._collectives import (
     MAX_PADDING,
+    all_gather_into,
     all_gather_v,
     all_reduce,
+    all_reduce_,
     all_to_all_v,
+    bytes_text,
     gathered_size,
+    reduce_scatter_into,
     reduce_scatter_v,
 )
-from vescale.comm._consensus import Consensus, ConsensusError, LateRanksWarning, wait_limit
-from vescale.comm._flat_collectives import all_gather_into, all_reduce_, reduce_scatter_into
-from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
-from vescale.comm._joined_axes import join_axes
+from vescale.comm._joined_axes import AxisGroup, axis_group, group_of_ranks, join_axes
 from vescale.comm._kept_results import (
     KeptResults,
     KeptTensors,
@@ -29,26 +42,20 @@ from vescale.comm._local_ranks import ProcessFailed, messages
 from vescale.comm._long_waits import look_while_waiting, waiting_thread
 from vescale.comm._observation import Observer, Operation, axes_of, expect_message, name_group, observe, received_bytes
 from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
-from vescale.comm._posted_order import Apart, PostedOrder
+from vescale.comm._posted_order import Apart, Board, CrossWaitError, PostedOrder, RankGoneError, shared_memory
 from vescale.comm._rank_comparison import (
+    Consensus,
+    ConsensusError,
     Description,
     Difference,
+    LateRanksWarning,
+    WaitNotice,
     compare_descriptions,
     first_difference,
     listen_to_descriptions,
-)
-from vescale.comm._ring_cost import (
-    Link,
-    ReductionCost,
-    fused_bytes,
-    link_of,
-    per_axis_bytes,
-    reduction_cost,
-    ring_bytes,
-    ring_seconds,
+    wait_limit,
 )
 from vescale.comm._streams import SideStream
-from vescale.comm._waiting_ranks import WaitNotice
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

@@ -25,18 +25,6 @@ from torch.distributed.tensor import DTensor
 from vescale.comm._pending import Pending
 from vescale.compat import detached_below_autograd, local_of, versions
 
-__all__ = [
-    "KEEPERS",
-    "KeptResults",
-    "KeptTensors",
-    "keep_tensors",
-    "keeps_result",
-    "note_communication",
-    "note_write",
-    "outside_of_kept",
-    "watch_holder",
-]
-
 _P = ParamSpec("_P")
 
 

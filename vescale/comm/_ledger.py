@@ -13,16 +13,6 @@ import torch.distributed as dist
 from vescale.comm._kept_results import KEEPERS, note_communication
 from vescale.comm._observation import AS_PART, METERS, OBSERVERS, Part, axes_of
 
-__all__ = [
-    "LISTENERS",
-    "CommRecord",
-    "Ledger",
-    "current_requester",
-    "record",
-    "record_comms",
-    "requested_by",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class CommRecord:

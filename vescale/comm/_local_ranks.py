@@ -16,8 +16,6 @@ from typing import Any
 
 from vescale.errors import Coded
 
-__all__ = ["ProcessFailed", "messages"]
-
 _PRELOAD = ("torch", "torch.distributed.tensor")
 
 

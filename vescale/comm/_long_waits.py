@@ -15,16 +15,6 @@ import torch.distributed as dist
 
 from vescale.compat import living_items
 
-__all__ = [
-    "LONG_WAIT_SECONDS",
-    "Look",
-    "look",
-    "look_while_waiting",
-    "wait_for_work",
-    "waiting_thread",
-    "waits_for_message",
-]
-
 LONG_WAIT_SECONDS = 1.0
 _SLICE = timedelta(seconds=LONG_WAIT_SECONDS)
 

@@ -20,21 +20,6 @@ import torch.distributed as dist
 from vescale.comm._long_waits import waits_for_message
 from vescale.compat import OBSERVATION, group_description, install_part, on_completion, require, uninstall_part
 
-__all__ = [
-    "AS_PART",
-    "METERS",
-    "OBSERVERS",
-    "Observer",
-    "Operation",
-    "Part",
-    "axes_of",
-    "expect_message",
-    "name_group",
-    "observe",
-    "received_bytes",
-    "wait_for_message",
-]
-
 
 @dataclass(eq=False)
 class Operation:

@@ -11,20 +11,6 @@ import torch.distributed as dist
 from vescale.comm._long_waits import wait_for_work
 from vescale.comm._observation import wait_for_message
 
-__all__ = [
-    "GLOO_REDUCES",
-    "REDUCE_OPS",
-    "Messages",
-    "Pending",
-    "as_bytes",
-    "is_gloo",
-    "is_nccl",
-    "moves_nothing",
-    "one_reduction",
-    "reduce_rows",
-    "uses_nccl",
-]
-
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,  # NCCL only; on gloo a sum is divided

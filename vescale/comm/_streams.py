@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SideStream"]
-
 
 class SideStream:
     """Work that a device does beside its computation.

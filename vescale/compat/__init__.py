@@ -14,10 +14,8 @@ from vescale.compat import (
     autograd,
     containers,
     dtensor,
-    foreach,
     fsdp2,
     gradient_rows,
-    hook_gate,
     ledger,
     meshes,
     module_calls,
@@ -27,6 +25,12 @@ from vescale.compat import (
     tensor_bytes,
     weak_tables,
     wrapper_names,
+)
+from vescale.compat import (
+    gradient_rows as foreach,
+)
+from vescale.compat import (
+    native_dispatch as hook_gate,
 )
 from vescale.compat.arrival_count import *
 from vescale.compat.async_tensors import *
@@ -38,15 +42,12 @@ from vescale.compat.dispatch import no_torch_function, stock_dispatch, with_torc
 from vescale.compat.dtensor import *
 from vescale.compat.dtensor_methods import DTensorHooks, stock
 from vescale.compat.empty_shards import has_empty_shards, some_rank_holds_nothing, with_empty_shards
-from vescale.compat.foreach import *
 from vescale.compat.fsdp2 import *
 from vescale.compat.gradient_rows import *
 from vescale.compat.held_tensors import held_tensors, weak_node
-from vescale.compat.hook_gate import *
 from vescale.compat.layouts import Layout
 from vescale.compat.ledger import *
 from vescale.compat.meshes import *
-from vescale.compat.missing_helpers import require_native_static
 from vescale.compat.model_hooks import (
     DispatchListener,
     ModelHooks,
@@ -60,6 +61,7 @@ from vescale.compat.model_hooks import (
 )
 from vescale.compat.module_calls import *
 from vescale.compat.native_decisions import intern_spec
+from vescale.compat.native_dispatch import *
 from vescale.compat.native_dispatch import (
     counts_local_writes,
     dispatch_counts,
@@ -77,6 +79,7 @@ from vescale.compat.op_info import *
 from vescale.compat.optimizers import note_writes
 from vescale.compat.out_arguments import with_out_variants
 from vescale.compat.patches import *
+from vescale.compat.patches import require_native_static
 from vescale.compat.process_groups import *
 from vescale.compat.sharding_caches import begin_world, clear_sharding_caches
 from vescale.compat.tensor_bytes import *

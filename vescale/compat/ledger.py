@@ -34,15 +34,21 @@ _OWN = "a mark of vescale's own, which nothing else reads"
 
 # By module and kind: "class", "code", "instance" (an attribute of an object that others made), "process", "torch".
 _ROWS: dict[str, tuple[str, str, str]] = {
-    "checkpoint._folder_lock:process": ("os.register_at_fork", "a forked process leaves the lock to its parent", _END),
-    "checkpoint._hf_load:instance": ("_weight_conversions of a transformers model", "it saves as it was loaded", _MODEL),
-    "checkpoint._hf_memory:instance": ("_is_hf_initialized of tensors", "transformers initializes no loaded ones", _CALL),
+    "checkpoint._saving:process": ("os.register_at_fork", "a forked process leaves the lock to its parent", _END),
+    "checkpoint._hf_load:instance": (
+        "_weight_conversions of a transformers model; _is_hf_initialized of tensors",
+        "it saves as it was loaded; transformers initializes no loaded ones",
+        _MODEL,
+    ),
     "checkpoint._simulated:instance": ("functions of vescale.checkpoint", "a simulation writes no files", _CALL),
-    "checks._optimizer_steps:torch": ("hooks before steps of all optimizers", "ranks compare hyperparameters", _END),
+    "checks._start:torch": ("hooks before steps of all optimizers", "ranks compare hyperparameters", _END),
     "checks._replaced_parameters:class": ("parameters that left a model", "using them raises", "when they are back"),
     "checks._replaced_parameters:instance": ("parameters that left a model", _OWN, "when they are back"),
-    "cli._inputs:process": ("sys.modules", "the user's file is a module", _END),
-    "cli._late_import:process": ("sys.modules", "torch is imported when it is used", "when it is imported"),
+    "cli._inputs:process": (
+        "sys.modules",
+        "the user's file is a module; torch is imported when it is used",
+        _END,
+    ),
     "cli._main:process": ("garbage collection", "the command ends before it is worth it", _END),
     "comm._local_ranks:process": ("SIGINT, threads of torch, in processes for ranks", "the parent handles Ctrl-C", _END),
     "compat.attention_kernels:torch": (
@@ -51,14 +57,17 @@ _ROWS: dict[str, tuple[str, str, str]] = {
         "the frame evaluation of torch.compile on a thread", "the library's own Python is not compiled", _CALL),
     "compat.dtensor:instance": ("DTensors that keep their memory", _OWN, "with the DTensor"),
     "compat.dtensor_methods:instance": ("DTensors whose data are assigned", _OWN, "with the DTensor"),
-    "compat.fake_worlds:torch": (
-        "distributed_c10d._world, sys.excepthook", "a rank of ranks that do not exist, beside the process's own", _CALL),
+    "compat.simulated_ranks:torch": (
+        "distributed_c10d._world, sys.excepthook; process groups, stores, devices, files, DistributedDataParallel",
+        "a rank of ranks that do not exist, beside the process's own; a script runs as one rank of many",
+        _CALL,
+    ),
     "compat.fsdp2:instance": (
         "FSDP2's state, registry and marks of modules; stage_backward_input and _weight of torch's pipeline stages",
         "PyTorch takes modules for its own, or refuses them, and differentiates what was gathered", _MODEL),
     "compat.grouped_products:torch": (
         "torch._meta_registrations._meta_grouped_mm_common", "models are walked before anything is installed", _CALL),
-    "compat.hook_gate:torch": (
+    "compat.native_dispatch:torch": (
         "C++ hooks of parameters", "hooks that would do nothing are skipped", "when the gradients' hooks are removed"),
     "compat.module_calls:instance": (
         "_compiled_call_impl of modules of a model", "a call runs the hooks without nn.Module's Python", _MODEL),
@@ -66,8 +75,6 @@ _ROWS: dict[str, tuple[str, str, str]] = {
         "__torch_function__ of the mode of vescale's forwards", "C++ calls it where it does something", _MODEL),
     "compat.pipelining:instance": (
         "_warmup_backward_result of a simulated stage", "the other stages do not exist", _MODEL),
-    "compat.simulated_ranks:torch": (
-        "process groups, stores, devices, files, DistributedDataParallel", "a script runs as one rank of many", _END),
     "debug._breakpoint:process": ("SIGTERM and others", "a session ends with its ranks", "when the breakpoint is left"),
     "debug._watchdog:process": ("sys.excepthook, atexit", "the hang report tells how a rank ended", "when it is closed"),
     "estimation._calibrate:process": ("threads of torch", "one core is measured", _CALL),
@@ -77,8 +84,11 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "fsdp._api:instance": ("parameters given to fully_shard", _OWN, _MODEL),
     "fsdp._api:torch": ("parameters of a tensor subclass", "they are swapped for ones on the mesh's device", "never"),
     "fsdp._bucket:instance": ("gathered parameters", _OWN, "with the parameter"),
-    "fsdp._direct:instance": ("forward of nn.Linear in a unit", "the gradient is computed into the bucket", "on request"),
-    "fsdp._module:instance": ("methods given to register_fsdp_forward_method", "they gather parameters first", _MODEL),
+    "fsdp._module:instance": (
+        "forward of nn.Linear in a unit; methods given to register_fsdp_forward_method",
+        "the gradient is computed into the bucket; they gather parameters first",
+        "on request",
+    ),
     "fsdp._parameter:instance": ("parameters of modules in a unit", "gathered while the unit computes", "at its end"),
     "fsdp._state:instance": ("modules given to fully_shard", _OWN, _MODEL),
     "gradients._arrival_hooks:instance": ("parameters whose gradients are reduced", _OWN, "with the reducer"),
@@ -86,29 +96,32 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "gradients._hooked_parameters:instance": ("parameters whose gradients are reduced", _OWN, "with the reducer"),
     "gradients._order_watch:process": (
         "atexit, faulthandler.dump_traceback_later(exit=True)", "a rank that would wait forever ends", _END),
-    "gradients._sharded_gradients:instance": (
+    "gradients._sharded_reduction:instance": (
         "gradients that are not reduced yet", _OWN, "when they are reduced, or cleared"),
     "gradients._pipeline_shares:instance": ("models in stages", _OWN, _MODEL),
-    "ir._expert_calls:instance": ("forward of experts on the meta device", "their shapes are what is asked for", _CALL),
+    "ir._expert_sharding:instance": ("forward of experts on the meta device", "their shapes are what is asked for", _CALL),
     "ops._boundary_copies:instance": ("storages of copies at boundaries", _OWN, "with the storage"),
     "ops._view_copies:instance": ("storages of gathered copies", _OWN, "with the storage"),
-    "optim._coupled_steps:torch": (
+    "optim._torch_stages:torch": (
         "torch.optim's hooks before steps", "optimizers that need all parameters are refused for models in stages", "never"),
     "pipeline._gates:class": ("modules that stages share or skip", "a rank runs its own stages", _MODEL),
     "pipeline._gates:instance": ("modules that stages share or skip", _OWN, _MODEL),
     "pipeline._install:class": ("a model in stages", "it gets step() and evaluate()", _MODEL),
     "pipeline._install:instance": ("forward, parameters of other stages", "forward is refused, the others hidden", _MODEL),
     "pipeline._staged_program:instance": ("the skeleton of a model in stages, which is vescale's", _OWN, _MODEL),
-    "placements._serialization:torch": (
+    "placements._checkpoint:torch": (
         "torch.serialization's safe globals", "torch.load(weights_only=True) builds vescale's placements", _END),
-    "plan_search._processes:process": ("threads of torch, in processes for a search", "they share the cores", _END),
+    "plan_search._search:process": ("threads of torch, in processes for a search", "they share the cores", _END),
     "rng._materialize:instance": ("attributes that hold deferred tensors", "they hold real ones", "never"),
     "runtime._adapters:instance": ("sharded parameters of modules with adapters", "PEFT sees whole ones", _CALL),
     "runtime._bound_method:instance": ("methods of a model (generate, _apply, ...)", "they know of the mesh", _MODEL),
     "runtime._checkpointed_forward:instance": (
         "forward of checkpointed modules; their parameters in a forward", "they are recomputed as placed", _MODEL),
-    "runtime._expert_counts:instance": ("numbers of experts", "a module runs with fewer ones, or as many", _CALL),
-    "runtime._expert_region:instance": ("forward, numbers of experts", "a rank runs its own experts", _MODEL),
+    "runtime._expert_region:instance": (
+        "numbers of experts; forward, numbers of experts",
+        "a module runs with fewer ones, or as many; a rank runs its own experts",
+        _CALL,
+    ),
     "runtime._foreign_tools:instance": (
         "what DistributedDataParallel, distribute_module and torch.jit ask modules for", "they are refused", _MODEL),
     "runtime._generation:instance": (
@@ -125,11 +138,11 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "static._call_tree:process": ("sys.settrace, garbage collection", "a step is recorded", "at the end of the step"),
     "static._exchanged_code:code": (
         "functions of a model and its libraries, not of PyTorch", "they run on local tensors", "at the forward's end"),
-    "static._first_step:process": (
+    "static._forward:process": (
         "sys.settrace, garbage collection", "a step of a record is compared with its program", "at the end of the step"),
     "static._forward:instance": ("_compiled_call_impl of modules", "a step is recorded", "at the end of the step"),
     "static._install:instance": ("forward of a model in static mode", "it runs the tape of a step", _MODEL),
-    "static._python_state:instance": ("attributes that a recorded forward sets", "they are as before it", _CALL),
+    "static._held_values:instance": ("attributes that a recorded forward sets", "they are as before it", _CALL),
     "static._source:instance": ("copies that vescale made of arguments", "they hold copies of attributes", "with the copy"),
 }  # fmt: skip
 

@@ -63,7 +63,7 @@ class NativeStatic(Protocol):
     def LayerTrace(
         self, frame: types.FrameType, prefix: str, placements: dict[Any, Any], like: Any, /
     ) -> NativeLayerTrace:
-        """As :class:`vescale.static._layer_trace.LayerTrace`; ``prefix``: of the names of what is in the layer."""
+        """As :class:`vescale.static._repeated_layers.LayerTrace`; ``prefix``: of the names of what is in the layer."""
 
     def filter_trace(self, wants: Callable[[str], bool], /) -> None:
         """Let the trace function of this thread see calls of functions only in files for which ``wants`` answers True, until

@@ -12,27 +12,33 @@ from typing import Any
 from vescale.compat import (
     checkpoint_plans,
     dispatch,
-    dtensor_copies,
     dtensor_methods,
-    gradients_of_stages,
     model_patches,
     optimizers,
     random_ops,
     sequences,
 )
+from vescale.compat import (
+    dtensor_patches as dtensor_copies,
+)
+from vescale.compat import (
+    pipelining as gradients_of_stages,
+)
 from vescale.compat.collective_kernels import register_collective_kernels
+from vescale.compat.dtensor_patches import (
+    pass_methods,
+    reduce_all_where_none_is_named,
+    search_in_one_order,
+    wrap_redistribute_local,
+)
 from vescale.compat.empty_shards import let_shards_be_empty
 from vescale.compat.exact_matches import search_only_mismatches
 from vescale.compat.gradient_scaling import take_over_unscaling
 from vescale.compat.grouped_products import take_more_dtypes
 from vescale.compat.meta_shapes import run_on_meta
-from vescale.compat.moved_local_tensors import wrap_redistribute_local
 from vescale.compat.native_dispatch import install_native_dispatch
 from vescale.compat.needed_names import CHECKPOINTS, COMPILED_CODE, EXACT_MATCHES, OBSERVATION
-from vescale.compat.passed_functions import pass_methods
 from vescale.compat.patching import Changes
-from vescale.compat.reduced_dims import reduce_all_where_none_is_named
-from vescale.compat.search_order import search_in_one_order
 
 __all__ = ["PATCHES", "Patch"]
 

@@ -15,8 +15,6 @@ import torch
 
 from vescale.csrc._names import FOLDER, built_for, file_name, helper_names
 
-__all__ = ["dispatcher", "helper_states", "load", "load_module", "missing_helpers", "step_marks"]
-
 BUILT = "built"
 OFF = "switched off (VESCALE_NO_NATIVE)"
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["FOLDER", "USING_TORCH", "built_for", "file_name", "helper_names", "torch_tag"]
-
 FOLDER = Path(__file__).resolve().parent
 # Helpers that include torch's headers, so that each build works with one version of torch only.
 USING_TORCH = frozenset({"dispatch", "grads", "hook_gate", "module_hooks", "patching", "random_fills", "step_marks"})

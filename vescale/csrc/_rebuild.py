@@ -11,8 +11,6 @@ from typing import Any
 
 from vescale.csrc._names import FOLDER
 
-__all__ = ["rebuild_command"]
-
 _SETUPTOOLS = 77  # the oldest that reads pyproject.toml
 _CLONE = "FOLDER-OF-A-CLONE"
 

@@ -138,7 +138,7 @@ class BoundaryEntry {
             boundary_functions()->pass(value, way.target.ptr(), way.stages.ptr(), way.requester.ptr()));
     }
 
-    // As `_state` of vescale/runtime/_shared_conversion.py.
+    // As `_state` of vescale/runtime/_placing.py.
     static py::object state(PyObject* x, PyObject* result) {
         const auto version = [](const at::Tensor& tensor) {
             return tensor.is_inference() ? 0L : static_cast<long>(tensor._version());

@@ -34,7 +34,7 @@ extern "C" __attribute__((visibility("default"))) u64 philox_blocks_made() {
   return made;
 }
 
-// 16 bits for each element of `count` runs (first element, number of elements), at their indices: vescale/rng/_indexed_bits.py.
+// 16 bits for each element of `count` runs (first element, number of elements), at their indices: vescale/rng/_stream_spans.py.
 extern "C" __attribute__((visibility("default"))) void philox_indexed_bits(
     u64 seed, u64 subsequence, i64 count, const i64* runs, unsigned short* out) {
   for (i64 run = 0; run < count; ++run) {

@@ -1,4 +1,4 @@
-// The layout planner's table over multisets of tensors. Its meaning is told in vescale/buffer/_order_table.py, whose numpy form
+// The layout planner's table over multisets of tensors. Its meaning is told in vescale/buffer/_shard_size_search.py, whose numpy form
 // fills the same table; the caller guarantees that every position fits in 62 bits.
 
 #include <cstdint>

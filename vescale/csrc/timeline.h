@@ -24,7 +24,7 @@
 
 namespace vescale {
 
-// As `ModuleTimeline` in vescale/runtime/_timeline.py, which explains it. Used with the interpreter's lock held.
+// As `ModuleTimeline` in vescale/runtime/_runtime.py, which explains it. Used with the interpreter's lock held.
 class Timeline {
   public:
     explicit Timeline(std::size_t max_length) : max_length_(max_length) {}

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from vescale.comm import ProcessFailed, messages
 from vescale.debug._breakpoint import breakpoint, on_exception
-from vescale.debug._dispatch_stats import DispatchStats, OpDispatch, dispatch_stats
 from vescale.debug._hang_report import HangReport, hang_report, start_from_environment
+from vescale.debug._host_profile import DispatchStats, OpDispatch, dispatch_stats
 from vescale.debug._locations import place_of_traceback, running_place
 from vescale.debug._model_flops import flops_per_token
-from vescale.debug._monitor import Monitor, monitor
-from vescale.debug._monitor_output import StepRecord
-from vescale.debug._prompt_console import newest_socket
+from vescale.debug._monitor import Monitor, StepRecord, monitor
+from vescale.debug._prompt import newest_socket
 from vescale.debug._trace import CommBudgetError, CommTrace, assert_comms, comm_trace
 from vescale.debug._verify import MeshVerification, Verification, verify
 from vescale.debug._verify_job import Divergence

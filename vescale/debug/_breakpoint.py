@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import linecache
 import pdb
 import signal
@@ -11,22 +12,216 @@ import sys
 import threading
 import time
 import types
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from vescale.compat import note
-from vescale.debug._inspection import Inspector
-from vescale.debug._locations import running_stage
-from vescale.debug._prompt import Prompt
-from vescale.debug._prompt_console import Console, SocketConsole, TerminalConsole, terminal_of_this_process
-from vescale.debug._running_prompt import RunningPrompt
+from vescale.compat import bytes_of, local_of, no_torch_function, note
+from vescale.debug._hang_report import the_watch
+from vescale.debug._locations import place_of_frames, running_stage
+from vescale.debug._prompt import (
+    GOES_ON,
+    QUITS,
+    RESUMES,
+    Console,
+    Prompt,
+    SocketConsole,
+    TerminalConsole,
+    terminal_of_this_process,
+)
 from vescale.debug._stopped_ranks import JobEnded, Session
-from vescale.errors import DebugOptionError
+from vescale.errors import DebugOptionError, kind_of
 
-__all__ = ["breakpoint", "on_exception"]
+# Requests to a stopped rank: values of expressions, checksums of their parts, and the rank's location.
+
+_SHOWN = 400  # characters of a value in a table
+_NUM_BLOCKS = 64
+
+
+class Inspector:
+    """Answers requests about one frame, whose debugger evaluates expressions. Every answer is JSON."""
+
+    def __init__(self, evaluate: Callable[[str], Any], frames: list[tuple[types.FrameType, int]]) -> None:
+        self._value, self._frames = evaluate, frames
+
+    def answer(self, kind: str, text: str) -> Any:
+        """``{"error": ...}`` if the expression raises."""
+        try:
+            with no_torch_function(), torch.no_grad():
+                return getattr(self, f"_{kind}")(text)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def _all(self, expression: str) -> Any:
+        text = repr(self._value(expression))
+        return {"text": text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."}
+
+    def _summary(self, expression: str) -> Any:
+        value = self._value(expression)
+        if not isinstance(value, torch.Tensor):
+            return {"type": type(value).__name__, "text": repr(value)[:_SHOWN]}
+        local = local_of(value) if isinstance(value, DTensor) else value
+        found = {
+            "type": type(value).__name__,
+            "shape": list(value.shape),
+            "local shape": list(local.shape),
+            "dtype": str(value.dtype),
+            "requires_grad": value.requires_grad,
+            "part": "",
+            "placements": "",
+            "checksum": zlib.crc32(_bytes(local)),
+            "numel": local.numel(),
+        }
+        if isinstance(value, DTensor):
+            names = value.device_mesh.mesh_dim_names or tuple(map(str, range(value.device_mesh.ndim)))
+            coordinate = value.device_mesh.get_coordinate() or [0] * len(names)
+            found["placements"] = ", ".join(f"{name}={p}" for name, p in zip(names, value.placements))
+            # Ranks that differ only on axes that replicate hold the same elements.
+            found["part"] = str([c for c, p in zip(coordinate, value.placements) if not p.is_replicate()])
+        return found
+
+    def _blocks(self, text: str) -> Any:
+        """Checksums of equal parts of a range of a tensor's elements; the elements themselves if they are few."""
+        request = json.loads(text)
+        value = self._value(request["expression"])
+        local = (local_of(value) if isinstance(value, DTensor) else value).detach().reshape(-1)
+        begin, end = request["range"]
+        if end - begin <= _NUM_BLOCKS:
+            return {"values": [repr(x) for x in local[begin:end].tolist()]}
+        size = -(-(end - begin) // _NUM_BLOCKS)
+        return {
+            "size": size,
+            "sums": [zlib.crc32(_bytes(local[i : min(i + size, end)])) for i in range(begin, end, size)],
+        }
+
+    def _specification(self, expression: str) -> Any:
+        value = self._value(expression)
+        if not isinstance(value, DTensor):
+            return {"error": f"{expression} is {kind_of(value)}, not a DTensor; use p, or all"}
+        mesh = value.device_mesh
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        placements = ", ".join(f"{name}={p}" for name, p in zip(names, value.placements))
+        return {
+            "ranks": mesh.mesh.flatten().tolist(),
+            "text": f"shape {tuple(value.shape)}, {value.dtype}, {placements}",
+        }
+
+    def _full(self, expression: str) -> Any:
+        """Collective: all ranks of the tensor's mesh call it."""
+        return {"text": str(self._value(expression).full_tensor())}
+
+    def _where(self, _: str) -> Any:
+        place = place_of_frames(self._frames)
+        program = None
+        if "vescale.runtime" in sys.modules:
+            from vescale.runtime import locate
+
+            where = locate()
+            if where is not None:
+                program = where.runtime.program
+                place = type(place)(where.path, where.phase, place.line, place.stage)
+        lines = [f"at {place.text()}"]
+        if program is not None:
+            own = [i for i in program if i.path == place.module]
+            lines += [f"  plan: {i.text(program.axes)}" + (f"  ({i.source})" if i.source else "") for i in own]
+            if not own:
+                lines.append("  plan: nothing for this module")
+        watch = the_watch()
+        if watch is None:
+            lines.append("  pending collectives: not known (they are while vescale.debug.hang_report() is on)")
+        else:
+            pending = watch.pending()
+            lines += [f"  pending: {text}" for text in pending] or ["  pending collectives: none"]
+        return {"text": "\n".join(lines)}
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(bytes_of(tensor.detach().cpu()).numpy().tobytes())
+
+
+# The prompt while its own rank is running: a step over a line that only some ranks run waits for the others.
+
+_PATIENCE = 2.0  # seconds, which a line may take without a word
+
+
+class _Stopped(Exception):
+    """This rank has stopped again."""
+
+
+class RunningPrompt:
+    """Reads commands for the other ranks, on a thread, from the time that this rank has been running for a while until it
+    stops again (:meth:`end`).
+
+    Args:
+        resumes: called when ``c`` lets all ranks go on: this one should not stop again.
+    """
+
+    def __init__(self, session: Session, prompt: Prompt, resumes: Callable[[], None]) -> None:
+        self._session, self._prompt, self._resumes = session, prompt, resumes
+        self._has_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vescale prompt", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """This rank has stopped: the console is free when this returns."""
+        self._has_stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._has_stopped.wait(_PATIENCE):
+            return
+        current, shown = self._prompt.current, ""
+        try:
+            while True:
+                text = self._prompt.running_text()
+                if text != shown:
+                    shown = text
+                    self._prompt.write(text)
+                if self._session.stopped() and not self._command():
+                    return
+                self._poll()
+                time.sleep(0.1)
+        except _Stopped:
+            self._prompt.write("\n")
+        except JobEnded as reason:
+            self._session.end(str(reason))
+        except RuntimeError:  # the job has come to its end, and its store with it
+            pass
+        finally:
+            self._prompt.current = current
+
+    def _poll(self) -> None:
+        if self._has_stopped.is_set():
+            raise _Stopped
+        self._prompt.poll()
+
+    def _command(self) -> bool:
+        """Read and execute one; False: all ranks go on."""
+        stopped = self._session.stopped()
+        if self._prompt.current is not None and self._prompt.current not in stopped:
+            self._prompt.current = stopped[0]
+        line = self._prompt.read(self._poll)
+        command = line.partition(" ")[0]
+        if command in QUITS:
+            self._prompt.quit()
+        if command in RESUMES:
+            goes_on = command in GOES_ON
+            if goes_on:
+                self._session.close()
+                self._resumes()
+            self._prompt.resume(line)
+            if not goes_on:
+                self._prompt.await_others()  # ranks that wait for each other meet meanwhile
+            return not goes_on
+        if command:
+            self._prompt.execute(line)
+        return True
+
 
 # How often this rank has come to each breakpoint: ranks that run the same program meet at the same count.
 _HITS: Counter[str] = Counter()

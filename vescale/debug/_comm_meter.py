@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from vescale.comm import Observer, Operation, observe
 
-__all__ = ["AxisTraffic", "CommMeter"]
-
 
 @dataclass
 class AxisTraffic:

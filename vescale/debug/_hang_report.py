@@ -10,8 +10,6 @@ from vescale.comm import wait_limit
 from vescale.debug._watchdog import HangWatch
 from vescale.errors import DebugOptionError
 
-__all__ = ["HangReport", "hang_report", "start_from_environment", "the_watch"]
-
 _LOCK = threading.Lock()
 _WATCHES: list[HangWatch] = []
 

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ProcessIdentity"]
-
 
 @dataclass(frozen=True)
 class ProcessIdentity:

@@ -19,16 +19,6 @@ from torch import nn
 
 from vescale.compat import current_autograd_node
 
-__all__ = [
-    "Place",
-    "main_thread_stack",
-    "main_thread_waits",
-    "place_of_frames",
-    "place_of_traceback",
-    "running_place",
-    "running_stage",
-]
-
 _PACKAGE = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
 _DEPRECATIONS = str(Path(typing_extensions.__file__))  # wrappers around functions of torch

@@ -12,8 +12,6 @@ from vescale.errors import ModelFlopsError
 from vescale.pipeline import PipelineModule
 from vescale.plans import config_value
 
-__all__ = ["flops_per_token", "measured_flops", "peak_flops"]
-
 # Dense bfloat16 products by the vendors' data sheets, in operations a second. The first name that the device's contains.
 _PEAKS = (
     ("B200", 2250e12),

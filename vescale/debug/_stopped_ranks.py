@@ -15,8 +15,6 @@ import torch.distributed as dist
 from vescale.compat import own_connection
 from vescale.debug._job_processes import ProcessIdentity
 
-__all__ = ["JobEnded", "Session"]
-
 EXIT_CODE = 70
 _TURN = "vescale breakpoint turn"
 _PROMPT_TIMEOUT = 60.0  # seconds, where its process cannot be looked at

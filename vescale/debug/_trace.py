@@ -21,8 +21,6 @@ from vescale.compat import default_store, is_alone
 from vescale.debug._locations import running_place
 from vescale.errors import Coded
 
-__all__ = ["CommBudgetError", "CommTrace", "assert_comms", "comm_trace"]
-
 # The interval at which works on devices, whose end is not notified, are polled while the trace is read.
 _PATIENCE_SECONDS = 30.0
 

@@ -20,8 +20,6 @@ from vescale.debug._verify_job import Divergence, Job, run_mesh, run_one_device
 from vescale.errors import VerifyError
 from vescale.plans import MeshAxes, Plan
 
-__all__ = ["MeshVerification", "Verification", "verify"]
-
 MeshSizes = str | Mapping[str, int] | MeshAxes
 
 

@@ -1,17 +1,9 @@
 """The errors of vescale: each class has a stable code, which its message ends with and docs/errors.md explains."""
 
-from vescale.errors._buffers import (
-    BufferMemoryError,
-    DBufferError,
-    GranularityError,
-    LayoutError,
-    LayoutPlanningError,
-    LayoutTextError,
-    UnknownTensorError,
-)
-from vescale.errors._checkpoint_error import CheckpointError, CheckpointWarning
 from vescale.errors._checkpoints import (
+    CheckpointError,
     CheckpointOptionError,
+    CheckpointWarning,
     ContentMismatchError,
     ConvertError,
     DamagedFileError,
@@ -29,35 +21,30 @@ from vescale.errors._checkpoints import (
     UnsavableTensorError,
     UnsavableValueError,
 )
-from vescale.errors._checks import (
+from vescale.errors._coded import CODES, Coded, Source, calling_line, did_you_mean, kind_of
+from vescale.errors._engine import (
     AdoptionError,
-    ParameterHookError,
-)
-from vescale.errors._coded import CODES, Coded
-from vescale.errors._communication import (
     BucketBytesError,
-    NotInMeshError,
-)
-from vescale.errors._debugging import (
-    DebugOptionError,
-    ModelFlopsError,
-    VerifyError,
-)
-from vescale.errors._estimation import (
-    DeviceTableError,
-    EstimateArgumentError,
-    EstimateError,
-    SearchError,
-    SimulationError,
-    WhatIfError,
-)
-from vescale.errors._fsdp import (
+    BufferMemoryError,
+    CommHookError,
+    ConcurrentBackwardError,
+    DBufferError,
     FSDPSettingError,
     FullyShardError,
     GatherHookError,
+    GradientError,
+    GradientReducerError,
+    GranularityError,
     GroupMemoryError,
+    LayoutError,
+    LayoutPlanningError,
+    LayoutTextError,
+    NotInMeshError,
+    ParameterHookError,
     ReplacedInGroupError,
     RootModuleError,
+    SparseGradientError,
+    UnknownTensorError,
     UnsupportedParameterError,
     UnsupportedSettingError,
     WrittenParameterError,
@@ -67,21 +54,19 @@ from vescale.errors._general import (
     EnvironmentVariableError,
     MissingPackageError,
 )
-from vescale.errors._gradients import (
-    CommHookError,
-    ConcurrentBackwardError,
-    GradientError,
-    GradientReducerError,
-    SparseGradientError,
-)
 from vescale.errors._installation import (
+    LIMITED_TORCH,
+    SUPPORTED_TORCH,
+    TORCH_RANGE,
     CudaError,
     JoinedMeshError,
     MissingHelpersWarning,
     PrivateAttributeError,
     SetDataError,
+    UnsupportedTorchError,
+    UntestedTorchWarning,
+    torch_promise,
 )
-from vescale.errors._kind_of import kind_of
 from vescale.errors._models import (
     BoundaryError,
     ExampleInputsError,
@@ -94,27 +79,29 @@ from vescale.errors._models import (
     NotParallelizedError,
     NotPicklableError,
     ParallelizeError,
+    PipelineBatchError,
+    PipelineCallError,
+    PipelineCutError,
+    PipelineLossError,
+    PipelineRowsError,
+    PipelineTraceError,
+    PipelineWarning,
     ProgramTextError,
     RankFailedError,
     RecomputationError,
     RestartedStoreError,
     SavePretrainedError,
+    ScheduleError,
     ShardBatchError,
     SlowPathError,
+    StaticGradientError,
+    StaticHelpersError,
+    StaticRecordError,
+    StaticStepError,
     StrayParameterError,
     TransformError,
     UnitSubclassError,
     UnusedEntryWarning,
-)
-from vescale.errors._near_names import did_you_mean
-from vescale.errors._ops import (
-    IndexBoundsError,
-    LabelError,
-    MixedTensorsError,
-    OpPlacementError,
-    PendingSumWarning,
-    RuleError,
-    UnsupportedOpError,
 )
 from vescale.errors._optimizers import (
     CutBlockError,
@@ -127,66 +114,59 @@ from vescale.errors._optimizers import (
     OptimizerStateError,
     TotalNormError,
 )
-from vescale.errors._pipelines import (
-    PipelineBatchError,
-    PipelineCallError,
-    PipelineCutError,
-    PipelineLossError,
-    PipelineRowsError,
-    PipelineTraceError,
-    PipelineWarning,
-    ScheduleError,
-)
-from vescale.errors._placements import (
-    DistributeError,
-    DTensorStorageError,
-    FromLocalError,
-    OtherMeshError,
-    PlacementError,
-    RedistributeError,
-    SavedPartWarning,
-    ShardedStateError,
-)
-from vescale.errors._plan_error import MissingMeshError, PlanError, PlanMismatchError
 from vescale.errors._plans import (
     CheckpointPolicyError,
     EntryError,
     HfPlanError,
     IncludeError,
     MeshAxesError,
+    MissingMeshError,
     ModuleEntryError,
     ParallelPlanError,
     PathError,
     PhaseError,
     PipelineEntryError,
     PlacementTextError,
+    PlanError,
+    PlanMismatchError,
     UnitPolicyError,
     UnknownZooPlanError,
     YamlPlanError,
     YamlSyntaxError,
 )
-from vescale.errors._random import (
+from vescale.errors._tensors import (
+    DistributeError,
+    DTensorStorageError,
+    FromLocalError,
     GeneratorError,
+    IndexBoundsError,
+    LabelError,
     MaterializeError,
+    MixedTensorsError,
+    OpPlacementError,
+    OtherMeshError,
+    PendingSumWarning,
+    PlacementError,
     RandomOpError,
+    RedistributeError,
+    RuleError,
     SamplerError,
+    SavedPartWarning,
+    ShardedStateError,
     UnsupportedDeferredError,
+    UnsupportedOpError,
     UnsupportedRandomOpError,
 )
-from vescale.errors._source import Source, calling_line
-from vescale.errors._static import (
-    StaticGradientError,
-    StaticHelpersError,
-    StaticRecordError,
-    StaticStepError,
-)
-from vescale.errors._torch_versions import (
-    LIMITED_TORCH,
-    SUPPORTED_TORCH,
-    TORCH_RANGE,
-    UnsupportedTorchError,
-    UntestedTorchWarning,
-    torch_promise,
+from vescale.errors._tools import (
+    DebugOptionError,
+    DeviceTableError,
+    EstimateArgumentError,
+    EstimateError,
+    ModelFlopsError,
+    SearchError,
+    SimulationError,
+    VerifyError,
+    WhatIfError,
 )
 
 __all__ = [

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from vescale.errors._checkpoint_error import CheckpointError
 from vescale.errors._coded import Coded
 
-__all__ = [
-    "CheckpointOptionError",
-    "ContentMismatchError",
-    "ConvertError",
-    "DamagedFileError",
-    "FolderInUseError",
-    "HfConversionError",
-    "HfExportError",
-    "HfLoadError",
-    "NoSuchStepError",
-    "OptimizerNamesError",
-    "SafetensorsFolderError",
-    "SaveFailedError",
-    "UnknownDtypeError",
-    "UnknownFormatError",
-    "UnsafePickleError",
-    "UnsavableTensorError",
-    "UnsavableValueError",
-]
+# The error of everything that is wrong with a checkpoint or with what it is loaded into, and the warning.
+
+
+class CheckpointError(Coded, RuntimeError):
+    """A checkpoint cannot be written or read; the message names file or tensor, what was expected, and the edit."""
+
+    code = "VS0900"
+
+
+class CheckpointWarning(Coded, UserWarning):
+    """A checkpoint was passed by, or something of it is not as the user may think."""
+
+    code = "VS0919"
 
 
 class CheckpointOptionError(Coded, ValueError):

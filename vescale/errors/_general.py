@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from vescale.errors._coded import Coded
 
-__all__ = [
-    "ArgumentTypeError",
-    "EnvironmentVariableError",
-    "MissingPackageError",
-]
-
 
 class ArgumentTypeError(Coded, TypeError):
     """An argument has a type that the function does not take."""

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from vescale.errors._coded import Coded
 
-__all__ = [
-    "CutBlockError",
-    "EMAError",
-    "MatrixBlocksError",
-    "MissingGradientError",
-    "OptimizerOptionError",
-    "OptimizerParameterError",
-    "OptimizerReportError",
-    "OptimizerStateError",
-    "TotalNormError",
-]
-
 
 class OptimizerOptionError(Coded, ValueError):
     """An option of an optimizer is out of its range, or excludes another one."""

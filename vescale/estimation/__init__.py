@@ -1,25 +1,21 @@
 """What a plan needs, before a job starts: memory of every rank by category, and seconds of a step."""
 
 from vescale.estimation._bucket_gradients import bucket_shares
-from vescale.estimation._calibrate import calibrate
+from vescale.estimation._calibrate import calibrate, on_processors, references
 from vescale.estimation._compare import Comparison, EstimateWarning, compare
 from vescale.estimation._depth import first_and_last_of
-from vescale.estimation._device_attention import attention_of_gpu
 from vescale.estimation._devices import HOST_KINDS, Curve, Device, Efficiency, device_names, device_of
-from vescale.estimation._estimate import Estimate, estimate, routing_of
+from vescale.estimation._estimate import Estimate, attention_of_gpu, estimate, routing_of
 from vescale.estimation._extrapolate import Extrapolation, ScaledTerm, extrapolate
-from vescale.estimation._html import page
+from vescale.estimation._html import page, sliders_of
 from vescale.estimation._implicit import forward_reports
 from vescale.estimation._memory_log import Block, Instant, MemoryLog
 from vescale.estimation._memory_timeline import CATEGORIES, MemoryTimeline, timeline_of
 from vescale.estimation._op_costs import OpCosts
 from vescale.estimation._optimizers import OPTIMIZERS, make_optimizer
-from vescale.estimation._rank_memory import RankMemory
-from vescale.estimation._received_tokens import balanced_tokens
-from vescale.estimation._reference_job import on_processors, references
-from vescale.estimation._rehearsal import Rehearsal, classify, rehearse, without_collections
+from vescale.estimation._rank_states import RankMemory
+from vescale.estimation._rehearsal import Rehearsal, balanced_tokens, classify, rehearse, without_collections
 from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of
-from vescale.estimation._sliders import sliders_of
 from vescale.estimation._stages import step_of_stages
 from vescale.estimation._step_time import (
     OpSeconds,
@@ -30,8 +26,7 @@ from vescale.estimation._step_time import (
     op_seconds,
     record_seconds,
 )
-from vescale.estimation._unfilled import UnfilledTensors
-from vescale.estimation._unknown_values import Routing
+from vescale.estimation._unfilled import Routing, UnfilledTensors
 from vescale.estimation._variants import (
     WHAT_IF,
     batch_axes,

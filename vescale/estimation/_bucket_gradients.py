@@ -20,8 +20,6 @@ from vescale.placements import local_region
 from vescale.plans import MeshAxes
 from vescale.runtime import gradient_reducer
 
-__all__ = ["BucketGradient", "bucket_bytes", "bucket_gradients", "bucket_shares", "gradients_beside_units"]
-
 
 @dataclass(frozen=True)
 class BucketGradient:

@@ -17,8 +17,6 @@ from vescale.compat import local_of
 from vescale.errors import Coded, EstimateArgumentError
 from vescale.runtime import report
 
-__all__ = ["Comparison", "EstimateWarning", "compare"]
-
 _WARN_ABOVE = 0.05
 
 

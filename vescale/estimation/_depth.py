@@ -13,8 +13,6 @@ from vescale.estimation._skeleton import skeleton_of
 from vescale.estimation._step_time import is_of_parameters
 from vescale.ir import Repeats
 
-__all__ = ["first_and_last_of", "typical_runs"]
-
 
 def first_and_last_of(model: nn.Module, repeats: tuple[Repeats, ...]) -> nn.Module:
     """A copy of ``model`` without memory and without the modules of the runs between the first and the last; the rest keep

@@ -16,8 +16,6 @@ import yaml
 from vescale.errors import DeviceTableError
 from vescale.plans import MeshAxes, did_you_mean
 
-__all__ = ["HOST_KINDS", "Curve", "Device", "Efficiency", "device_names", "device_of"]
-
 _FOLDER = Path(__file__).parent / "devices"
 _CURVES = ("ops", "collectives")
 

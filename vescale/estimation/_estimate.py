@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,28 +15,142 @@ import numpy as np
 import torch
 from torch import nn
 
-from vescale.errors import EstimateArgumentError
+from vescale.buffer import Layout, plan_layout
+from vescale.compat.attention_kernels import attention_by, host_has_attention_kernel
+from vescale.errors import EstimateArgumentError, UnsupportedRandomOpError
 from vescale.estimation._compare import Comparison, compare
 from vescale.estimation._depth import first_and_last_of, typical_runs
-from vescale.estimation._device_attention import attention_of_gpu
 from vescale.estimation._devices import Device, device_of
 from vescale.estimation._memory_timeline import timeline_of
 from vescale.estimation._optimizers import make_optimizer
-from vescale.estimation._padding_note import padding_note
-from vescale.estimation._rank_memory import RankMemory, SeenRank, memory_of_ranks, uneven_axes
-from vescale.estimation._rank_states import rank_states
+from vescale.estimation._rank_states import RankMemory, SeenRank, memory_of_ranks, rank_states, uneven_axes
 from vescale.estimation._rehearsal import Rehearsal, rehearse
 from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of
 from vescale.estimation._stages import first_microbatch, one_rank_plan, plan_of_cut, step_of_stages
 from vescale.estimation._step_time import StepTime, seconds_of_stages, step_time
-from vescale.estimation._unknown_values import Routing
-from vescale.ir import Local, Program, Repeats, lower, repeats_of
+from vescale.estimation._unfilled import Routing
+from vescale.ir import Local, Program, Repeats, UnitBucket, lower, repeats_of, unit_buckets
 from vescale.plans import MeshAxes, Plan
 
 if TYPE_CHECKING:
     from vescale.pipeline import Schedule
 
-__all__ = ["Estimate", "estimate", "routing_of"]
+
+# Attention of a GPU, on a host whose kernels do not take the same calls.
+
+_aten = torch.ops.aten
+
+
+def attention_of_gpu() -> contextlib.AbstractContextManager[None]:
+    """Inside, where the host would multiply queries and keys as matrices (values with fewer numbers than keys), the operator
+    of a GPU's kernel runs, which keeps one number for each query and head. It must run without values."""
+    return attention_by(_attend)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    if not query.ndim == key.ndim == value.ndim == 4 or query.is_meta:
+        return None
+    try:
+        if host_has_attention_kernel(query, key, value, attn_mask, dropout_p, is_causal, **options):
+            return None
+    except UnsupportedRandomOpError:  # a part of one device's dropout is drawn, which kernels cannot
+        return None
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    mask = attn_mask
+    if mask is not None:
+        if mask.dtype is torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
+        mask = mask.expand(*query.shape[:3], key.shape[2])
+    found = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )
+    attended: torch.Tensor = found[0]
+    return attended
+
+
+# What of a rank's parameters is padding, and which blocks would leave less.
+
+_NOTED = 0.1
+"""The share of a rank's parameters from which on padding is worth a note."""
+
+
+def padding_note(program: Program, model: nn.Module, padding: int, parameters: int) -> str | None:
+    """A sentence with the entry that leaves least padding; None where there is little of it.
+
+    Args:
+        program: of the plan; ``model``: its shapes.
+        padding: bytes of a rank; ``parameters``: with it.
+    """
+    if padding <= _NOTED * parameters:
+        return None
+    begin = (
+        f"of {parameters:,} bytes of parameters of a rank, {padding:,} are padding, because blocks that stay whole do not "
+        "fill the ranks"
+    )
+    buckets = [one for one in unit_buckets(program, model) if not one.parts]
+    worst = max(buckets, key=lambda one: one.padding_elements * one.dtype.itemsize, default=None)
+    found = _with_rows(worst, model) if worst is not None else None
+    if worst is None or found is None:
+        return f"{begin}: use fewer ranks, or shard over a part of them (hybrid sharding); see vescale advise"
+    layout, blocks = found
+    axes = ", ".join(f"{axis}: Ragged(block={{}})" for axis in worst.shard)
+    edits = "; ".join(f"{_pattern(names)}: {{{axes.format(size)}}}" for size, names in blocks.items())
+    total = sum(layout.numels)
+    before, after = (size / total - 1 for size in (worst.buffer_size, layout.shard_size * worst.num_ranks))
+    return (
+        f"{begin}. Smaller blocks, {edits} at init in place of what shards these now, leave {after:.1%} padding in the "
+        f"unit {worst.path!r}, which has {before:.1%}"
+    )
+
+
+def _with_rows(bucket: UnitBucket, model: nn.Module) -> tuple[Layout, dict[int, list[str]]] | None:
+    """The layout with blocks of one row of the last dim, and the names of the parameters that get them, by block; None
+    where that leaves at least half of the padding."""
+    layout = bucket.layout
+    shapes = {name: tuple(model.get_parameter(name).shape) for name in bucket.names}
+    whole = layout.shard_size
+    blocks = list(layout.blocks)
+    changed: dict[int, list[str]] = {}
+    for n, (name, block) in enumerate(zip(bucket.names, layout.blocks)):
+        row = shapes[name][-1] if shapes[name] else 1
+        # Blocks of a shard's size, or nearly, are what leaves gaps.
+        if row < block and block % row == 0 and 8 * block > sum(layout.numels) // layout.num_shards:
+            blocks[n] = row
+            changed.setdefault(row, []).append(name)
+    if not changed:
+        return None
+    found = plan_layout(
+        layout.numels, blocks, layout.num_shards, layout.alignment, tensor_alignment=layout.tensor_alignment
+    )
+    total = sum(layout.numels)
+    if 2 * (found.shard_size * found.num_shards - total) > whole * layout.num_shards - total:
+        return None
+    return found, changed
+
+
+def _pattern(names: list[str]) -> str:
+    """One path expression for some parameters: numbers of layers become ``\\d+``."""
+    kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", name) for name in names)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    parts = [kind.split(".") for kind in sorted(kinds)]
+    shared = list(itertools.takewhile(lambda of: len(set(of)) == 1, zip(*parts)))
+    ends = "|".join(".".join(own[len(shared) :]) for own in parts)
+    return ".".join([*(of[0] for of in shared), f"({ends})"])
+
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

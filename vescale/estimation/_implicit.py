@@ -11,20 +11,17 @@ import torch
 from torch import nn
 
 from vescale._parallelize import parallelize
-from vescale.compat.fake_worlds import fake_world
+from vescale.compat.simulated_ranks import fake_world
 from vescale.errors import UnusedEntryWarning
 from vescale.estimation._depth import first_and_last_of
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._rehearsal import apart, given
 from vescale.estimation._skeleton import loss_of, skeleton_of
-from vescale.estimation._unfilled import UnfilledTensors
-from vescale.estimation._unknown_values import Routing
+from vescale.estimation._unfilled import Routing, UnfilledTensors
 from vescale.fsdp import values_are_of_no_interest
 from vescale.ir import repeats_of
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationWarning
-
-__all__ = ["forward_reports"]
 
 _RULES: dict[Any, str] = {ImplicitCommunicationWarning: "implicit", UnusedEntryWarning: "unused-output"}
 

@@ -19,8 +19,6 @@ from vescale.estimation._memory_log import Instant
 from vescale.estimation._op_costs import RANDOM_SPANS, SKIPPED_OUTPUTS, OpCosts, size_of
 from vescale.rng import fill_spans, skip_outputs
 
-__all__ = ["COLLECTIVE_BYTES", "measure_collectives", "measure_ops"]
-
 COLLECTIVE_BYTES = (1 << 8, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 """That a rank receives, of the collectives that are measured."""
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Block", "Instant", "MemoryLog"]
-
 
 class Instant(NamedTuple):
     """When memory comes or goes.

@@ -14,8 +14,6 @@ from vescale.estimation._memory_log import Block, Instant
 from vescale.estimation._rehearsal import Rehearsal
 from vescale.ir import Repeats
 
-__all__ = ["CATEGORIES", "MemoryTimeline", "Moment", "OpenBlock", "timeline_of"]
-
 CATEGORIES = (
     "parameters",
     "gradients",

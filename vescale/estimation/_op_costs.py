@@ -13,8 +13,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from vescale.estimation._memory_log import Instant
 from vescale.estimation._tensors_in import tensors_in
 
-__all__ = ["RANDOM_FILLS", "RANDOM_SPANS", "SKIPPED_OUTPUTS", "OpCost", "OpCosts", "OpKey", "size_of"]
-
 OpKey = tuple[str, str | None, int | None, str, torch.dtype, int, int]
 """(phase, module, stage, op, dtype, flops, bytes)."""
 

@@ -11,8 +11,6 @@ from torch import nn
 from vescale.errors import ArgumentTypeError, EstimateArgumentError, kind_of
 from vescale.plans import did_you_mean
 
-__all__ = ["OPTIMIZERS", "make_optimizer"]
-
 
 def _adamw8bit(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     from vescale.optim import AdamW8bit

@@ -19,22 +19,46 @@ from vescale.buffer import observe_allocations
 from vescale.checks import unchecked
 from vescale.comm import CommRecord, record_comms
 from vescale.compat import local_of, note
-from vescale.compat.fake_worlds import fake_world
+from vescale.compat.simulated_ranks import fake_world
 from vescale.estimation._bucket_gradients import BucketGradient, bucket_gradients, gradients_beside_units
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._op_costs import OpCosts
-from vescale.estimation._received_tokens import balanced_tokens
 from vescale.estimation._stages import follow_stages
 from vescale.estimation._tensors_in import tensors_in
-from vescale.estimation._unfilled import UnfilledTensors
-from vescale.estimation._unknown_values import Routing
+from vescale.estimation._unfilled import Routing, UnfilledTensors
 from vescale.fsdp import state_of, values_are_of_no_interest
 from vescale.ir import Local
 from vescale.plans import CheckpointEntry, MeshAxes, Plan
 from vescale.rng import counting_draws
-from vescale.runtime import Runtime, current_activation, locate, observe_offloaded
+from vescale.runtime import Runtime, TokenExchange, current_activation, locate, observe_offloaded
 
-__all__ = ["Rehearsal", "StateTensor", "apart", "classify", "given", "rehearse"]
+# Expert ids of tokens that other ranks would send: those of the tokens that this rank sends to itself.
+
+
+@contextlib.contextmanager
+def balanced_tokens(routing: Routing) -> Iterator[None]:
+    """Inside, an exchange of tokens among ranks that do not exist brings, from each of them, ids like the own ones."""
+    original = TokenExchange.dispatch
+
+    def dispatch(exchange: TokenExchange, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        received = original(exchange, *parts)
+        found = []
+        for part, there in zip(parts, received):
+            if not part.is_floating_point() and len(there):
+                first = sum(exchange.send[: exchange.group.index])
+                own = exchange.rows[first : first + exchange.send[exchange.group.index]]
+                rows = part[own if len(own) else exchange.rows]
+                if len(rows):
+                    there = rows[torch.arange(len(there)) % len(rows)]
+            found.append(there)
+        return tuple(found)
+
+    TokenExchange.dispatch = dispatch  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        TokenExchange.dispatch = original  # type: ignore[method-assign]
+
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]

@@ -16,8 +16,6 @@ from vescale.plans import MeshAxes, Path, Plan, with_pipeline
 if TYPE_CHECKING:
     from vescale.pipeline import Schedule
 
-__all__ = ["first_microbatch", "follow_stages", "one_rank_plan", "plan_of_cut", "step_of_stages"]
-
 Headers = dict[int, Sequence[Any]]
 
 

@@ -18,20 +18,6 @@ from vescale.gradients import FLAGS_REQUESTER
 from vescale.ir import Repeats
 from vescale.plans import MeshAxes
 
-__all__ = [
-    "OpSeconds",
-    "StepTime",
-    "collective_seconds",
-    "host_seconds",
-    "is_of_parameters",
-    "names_block",
-    "op_seconds",
-    "record_seconds",
-    "seconds_of_stages",
-    "step_time",
-    "trained_share",
-]
-
 _PHASES = ("forward", "loss", "backward", "recompute", "optimizer")
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["tensors_in"]
-
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
     """Those in lists, tuples and dicts, too, in order. Ops have no other containers, and this is called for every op."""

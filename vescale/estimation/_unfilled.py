@@ -3,7 +3,7 @@
 Memory that nobody writes to costs no pages, so that a rank's part of a model of any size runs on a small host. What programs
 branch on, indices and masks, stays real where it follows from constants and inputs: small tensors are computed as long as
 everything that they depend on is known. What depends on unknown numbers gets a stated value
-(:mod:`vescale.estimation._unknown_values`).
+(:mod:`vescale.estimation._unfilled`).
 """
 
 from __future__ import annotations
@@ -11,21 +11,196 @@ from __future__ import annotations
 import functools
 import math
 import mmap
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from vescale.compat import FakeTensor, TorchDispatchMode, tree_leaves, tree_map
-from vescale.estimation._collectives import follow_collective
 from vescale.estimation._memory_log import MemoryLog
 from vescale.estimation._tensors_in import tensors_in
-from vescale.estimation._unknown_values import Routing, unknown_scalar, unknown_values
 
-__all__ = ["UnfilledTensors"]
+# Collectives among ranks that do not exist: every other rank has what this one has.
+
+
+class _Values(Protocol):
+    log: Any
+
+    def is_known(self, tensor: torch.Tensor) -> bool: ...
+    def learn(self, tensor: torch.Tensor) -> None: ...
+    def forget(self, tensor: torch.Tensor) -> None: ...
+
+
+def follow_collective(values: _Values, op: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+    """Call a collective, which does nothing on the ``fake`` backend, and give its outputs what ranks with equal data would
+    get; unknown values, where they are moved, stay unknown."""
+    name = op.overloadpacket.__name__
+    values.log.communicated(x.untyped_storage() for x in tensors if x.numel())
+    given = _inputs(name, args)  # one without elements says nothing about what the others send
+    known = any(x.numel() for x in given) and all(values.is_known(x) for x in given)
+    result = op(*args, **kwargs) if known or op.namespace != "c10d" else _call_empty(op, args, kwargs)
+    outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)] or _outputs(name, args)
+    for x in outputs:
+        if not known:
+            values.forget(x)
+        else:
+            values.learn(x)
+    if known:
+        _fill(name, args, outputs)
+    return result
+
+
+def _call_empty(op: Any, args: Any, kwargs: Any) -> Any:
+    """The call on tensors without elements, with the tensors in its result: the backend copies inputs to outputs, which
+    would write to memory that nothing else touches."""
+    stand_ins: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def empty(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        stand_ins.append((x.new_empty(0), x))
+        return stand_ins[-1][0]
+
+    def full(x: Any) -> Any:
+        return next((own for stand_in, own in stand_ins if stand_in is x), x)
+
+    # Numbers in lists are sizes of the ranks' parts.
+    args = [[] if isinstance(a, list) and a and all(type(n) is int for n in a) else tree_map(empty, a) for a in args]
+    return tree_map(full, op(*args, **{name: tree_map(empty, value) for name, value in kwargs.items()}))
+
+
+def _inputs(name: str, args: Any) -> list[torch.Tensor]:
+    given = [[x for x in tree_leaves(a) if isinstance(x, torch.Tensor)] for a in args]
+    given = [found for found in given if found]
+    if not given:
+        return []
+    return given[-1] if len(given) > 1 else given[0]
+
+
+def _outputs(name: str, args: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(args[:1]) if isinstance(x, torch.Tensor)]
+
+
+def _fill(name: str, args: Any, outputs: list[torch.Tensor]) -> None:
+    """Outputs of a collective on known values, among ranks that have the same. A rank that gathers for another one has
+    none."""
+    inputs = _inputs(name, args)
+    if len(inputs) != 1 or not outputs or inputs[0] is outputs[0] or not inputs[0].numel():
+        return
+    source = inputs[0].reshape(-1)
+    for target in outputs:
+        if target.numel() and target.dtype == source.dtype and target.is_contiguous():
+            repeated = source.repeat(-(-target.numel() // source.numel()))
+            target.view(-1).copy_(repeated[: target.numel()])
+
+
+# Values for integers and booleans that would follow from floating-point numbers which are not computed.
 
 _aten = torch.ops.aten
+_CHOICES = 1 << 24  # elements of a table of random numbers
+_TUNED, _ROUNDS = 4096, 10  # rows, and rounds, in which weights are found
+_TRUE = ("eq", "le", "lt", "ne", "isfinite", "logical_or", "equal", "is_same_size")
+
+
+@dataclass
+class Routing:
+    """How tokens choose experts.
+
+    Attributes:
+        factor: how many times as many tokens as the mean the experts of this rank get.
+        histogram: relative numbers of tokens of all experts, in place of ``factor``.
+        share: (index, count): this rank has the index-th of ``count`` equal parts of the experts.
+        seed: of the choices, which are random.
+    """
+
+    factor: float = 1.0
+    histogram: Sequence[float] | None = None
+    share: tuple[int, int] = (0, 1)
+    seed: int = 0
+    _chosen: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def choose(self, num_rows: int, num_experts: int, num_choices: int) -> torch.Tensor:
+        """Different experts for each row, of shape (rows, choices)."""
+        key = num_rows, num_experts, num_choices
+        if key not in self._chosen:
+            self._chosen.clear()
+            self._chosen[key] = self._choose(*key)
+        return self._chosen[key]
+
+    def _choose(self, num_rows: int, num_experts: int, num_choices: int) -> torch.Tensor:
+        weights = self._weights(num_experts)
+        if num_rows * num_experts <= _CHOICES:
+            generator = torch.Generator().manual_seed(self.seed)
+            keys = torch.rand(num_rows, num_experts, generator=generator).log_()
+            if num_rows and num_choices < num_experts:
+                weights = _reaching(weights, keys[:_TUNED], num_choices)
+            return (keys / weights).topk(num_choices, dim=1, sorted=False).indices
+        # Systematic sampling: evenly spaced points, moved from row to row.
+        edges = (weights / weights.sum()).cumsum(0)
+        start = torch.arange(num_rows, dtype=torch.float64).mul_(0.6180339887498949).frac_() / num_choices
+        points = start[:, None] + torch.arange(num_choices, dtype=torch.float64) / num_choices
+        return torch.searchsorted(edges, points).clamp_(max=num_experts - 1)
+
+    def _weights(self, num_experts: int) -> torch.Tensor:
+        if self.histogram is not None and len(self.histogram) == num_experts:
+            return torch.tensor(self.histogram, dtype=torch.float64).clamp_(min=1e-9)
+        weights = torch.ones(num_experts, dtype=torch.float64)
+        index, count = self.share
+        own = num_experts // count
+        if count > 1 and 0 < own < num_experts:
+            factor = min(self.factor, num_experts / own)
+            weights[:] = max((num_experts - factor * own) / (num_experts - own), 1e-9)
+            weights[index * own : (index + 1) * own] = factor
+        return weights
+
+
+def _reaching(wanted: torch.Tensor, keys: torch.Tensor, num_choices: int) -> torch.Tensor:
+    """Weights with which experts get shares ``wanted`` of these rows, whose choices differ, and are random."""
+    weights, num_experts = wanted.clone(), len(wanted)
+    target = (wanted / wanted.sum() * len(keys) * num_choices).clamp_(max=len(keys))
+    best, least = weights, float("inf")
+    for _ in range(_ROUNDS):
+        chosen = (keys / weights).topk(num_choices, dim=1, sorted=False).indices
+        counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+        error = float((counts - target).abs().sum())
+        if error < least:
+            best, least = weights.clone(), error
+        weights *= (target + 0.5) / (counts + 0.5)
+    return best
+
+
+def unknown_scalar(dtype: torch.dtype) -> bool | int | float:
+    """What a program reads: a number that is finite and not zero, and no."""
+    if dtype is torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 0
+
+
+def unknown_values(op: Any, args: Sequence[Any], like: torch.Tensor, position: int, routing: Routing) -> torch.Tensor:
+    """The values of an integer or boolean result, of the size and strides of ``like``, which is on the meta device.
+
+    It is the ``position``-th result.
+    """
+    found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    name = op.overloadpacket.__name__
+    if name == "topk" and position == 1:
+        dim = args[2] if len(args) > 2 else -1
+        last = like.movedim(dim, -1)
+        chosen = routing.choose(last.numel() // max(last.shape[-1], 1), args[0].shape[dim], last.shape[-1])
+        found.movedim(dim, -1).copy_(chosen.view(last.shape))
+    elif name in ("sort", "argsort") and like.ndim:
+        dim = next((a for a in args[1:] if type(a) is int), -1)
+        found.movedim(dim, -1).copy_(torch.arange(like.shape[dim], dtype=like.dtype))
+    elif like.dtype is torch.bool:
+        same = len(args) > 1 and args[0] is args[1]
+        found.fill_(name != "ne" if same else name in _TRUE)
+    else:
+        found.zero_()
+    return found
+
+
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MOST_FLOATS, _MOST_INTEGERS = 1 << 18, 1 << 24  # elements of tensors that are computed
 _READ = 1024  # elements of a tensor that a program may read without an op, as tolist() does

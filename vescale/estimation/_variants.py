@@ -38,18 +38,6 @@ from vescale.plans import (
     with_pipeline,
 )
 
-__all__ = [
-    "WHAT_IF",
-    "batch_axes",
-    "changed",
-    "hybrid_plan",
-    "unit_paths",
-    "what_if",
-    "zero_plan",
-    "zero_table",
-    "zero_units",
-]
-
 WHAT_IF = (
     "batch=16, sequence=4096, stage=2 (of ZeRO), offload=true, checkpoint=full (selective, offload, none), "
     "precision=bfloat16, mesh=dp:4 (axes joined with +), optimizer=sgd, load=1.2, device=h200-141g"

@@ -40,8 +40,6 @@ from vescale.ops import install as install_placements
 from vescale.rng import check_recorded_alike, has_deferred, is_deferred, materialize
 from vescale.rng import enable as enable_random_ops
 
-__all__ = ["fully_shard", "give_methods"]
-
 _MANAGED_BY = "_vescale_managed_by"
 
 

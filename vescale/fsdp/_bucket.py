@@ -2,28 +2,272 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from vescale.buffer import Allocation, DBuffer
+from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.checks import sum_of_bits
-from vescale.compat import local_of, set_local
-from vescale.errors import WrittenParameterError
-from vescale.fsdp._extensions import refuse_hooks
-from vescale.fsdp._gather import BufferGather
-from vescale.fsdp._hook_gather import HookGather
-from vescale.fsdp._layout import CallerLayout, Layout, PlannedLayout
+from vescale.comm import Pending
+from vescale.compat import local_of, mesh_over, set_local, set_versions
+from vescale.errors import GatherHookError, WrittenParameterError
+from vescale.fsdp._extensions import gather_inputs, refuse_hooks, require_hooks, unsharded_of
+from vescale.fsdp._gather import BufferGather, all_gather
+from vescale.fsdp._layout import CallerLayout, Layout, PlannedLayout, equal_pieces
 from vescale.fsdp._parameter import ManagedParameter
+from vescale.fsdp._preflight import ShardingMismatchError, compare_inputs
 from vescale.fsdp._shards import BufferShards, Shards, SubclassShards
-from vescale.gradients import DataParallelAxes, GradientPlace, ShardedGradients, UnreducedGradients
+from vescale.gradients import DataParallelAxes, GradientPlace, OrderedUnit, ShardedGradients, UnreducedGradients
 
-__all__ = ["GRADIENT_PLACE", "Bucket", "PlaceOfGradient"]
+# ``HookGather``: the all-gather of tensor subclasses, by their own hooks.
+
+_Inputs = Sequence[Sequence[torch.Tensor]]
+"""Of each parameter, what its hook wants to have gathered."""
+
+
+class HookGather:
+    """Gathers what ``fsdp_pre_all_gather`` returns, as bytes, and gives it to ``fsdp_post_all_gather``.
+
+    =============  ==================================  =================================================================
+    what           memory                              when it is there
+    =============  ==================================  =================================================================
+    exchange       bytes: what the first hooks         from the start of a gather until it has been copied
+                   return, piece after piece
+    outputs        one tensor for each input, all      while the group is unsharded; the same storages each time
+                   ranks' one after the other
+    inner tensors  what the second hooks return        the same
+    =============  ==================================  =================================================================
+
+    The unsharded parameter is made of what the second hook returns at the first gather; later the hook is given it as
+    ``out``, to fill it again.
+
+    Args:
+        dtype: of the computation; a hook may return another one.
+        memory: outputs and inner tensors are allocated and freed with it, from the first gather on.
+
+    Raises:
+        ValueError, NotImplementedError: a parameter with one of the two hooks, or none.
+    """
+
+    def __init__(
+        self,
+        shards: SubclassShards,
+        mp_policy: MixedPrecisionPolicy,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Allocation,
+    ) -> None:
+        self._parameters, self._axes = shards.layout.parameters, shards.layout.axes
+        for index, parameter in enumerate(self._parameters):
+            require_hooks(parameter.name, shards.local(index))
+        self._layout, self._shards = shards.layout, shards
+        self._mp_policy, self._dtype, self._device, self._memory = mp_policy, dtype, device, memory
+        self.exchange: Exchange | None = None
+        self._made: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        """The shard axis alone, for the hooks."""
+        mesh, axis = self._axes.mesh, self._axes.shard
+        if mesh.ndim == 1:
+            return mesh
+        if mesh.mesh_dim_names is not None:
+            return mesh[mesh.mesh_dim_names[axis]]
+        ranks = dist.get_process_group_ranks(self._group)
+        return mesh_over(mesh.device_type, torch.tensor(ranks), ("shard",), [self._group])
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._axes.mesh.get_group(self._axes.shard)
+
+    def start(self, unit: OrderedUnit, requester: str, custom: Any = None) -> PendingBuffer:
+        """Ask the hooks what to gather, and gather all of it; the other hooks get it when it is there. Raises as
+        :meth:`BufferGather.start` does."""
+        with torch.inference_mode(False), torch.no_grad():
+            inputs, metadata = self._ask(requester)
+            exchange = self.exchange
+            assert exchange is not None
+            wide = exchange.buffer.fresh()
+            piece = wide.piece((self._axes.shard,))
+            for source, target in zip(_flat(inputs), exchange.places(piece.local), strict=True):
+                target.copy_(source)
+            unit.begins_gather(wide.local.nbytes)
+            unit.agree_on_size(wide.local.nbytes // self._axes.shard_size)
+        pending = all_gather(piece, wide, self._axes, requester, custom)
+
+        def copy_out() -> None:
+            pending.wait()
+            unit.check_gathered(wide.local)
+            exchange.fill_outputs(wide)
+            wide.free()
+
+        # Two steps, so that waiting again after an error of a hook calls the hooks again, and nothing else.
+        copied = Pending(wide.local, (), copy_out)
+        return PendingBuffer(wide, Pending(wide.local, [copied], lambda: self._give(metadata)))
+
+    def _ask(self, requester: str) -> tuple[list[tuple[torch.Tensor, ...]], list[Any]]:
+        """Inputs and metadata of each parameter.
+
+        Raises ShardingMismatchError, on all ranks, when the ranks want to gather different things at first; RuntimeError
+        when a hook wants something else later.
+        """
+        try:
+            answers = [self._ask_one(index) for index in range(len(self._parameters))]
+        except Exception as error:
+            if self.exchange is None:  # the other ranks raise, too, instead of waiting
+                with contextlib.suppress(ShardingMismatchError):
+                    compare_inputs(requester, f"raising {type(error).__name__}: {error}", [], self._group)
+            raise
+        inputs, metadata = [answer[0] for answer in answers], [answer[1] for answer in answers]
+        if self.exchange is None:
+            names = [parameter.name for parameter in self._parameters]
+            compare_inputs(requester, "answering", list(zip(names, map(_text, inputs), strict=True)), self._group)
+            self.exchange = Exchange(inputs, self._axes, self._device, self._layout.alignment_bytes)
+            for output in _flat(self.exchange.outputs):
+                self._memory.attach(output.untyped_storage())
+        for parameter, now, first in zip(self._parameters, inputs, self.exchange.inputs, strict=True):
+            if _signature(now) != first:
+                outputs = ", ".join(f"{dtype} {shape}" for dtype, shape in first)
+                raise GatherHookError(
+                    f"fsdp_pre_all_gather of parameter {parameter.name!r} returned tensors {_text(now)}, and at the first "
+                    f"gather {outputs}; expected the same dtypes and shapes each time"
+                )
+        return inputs, metadata
+
+    def _ask_one(self, index: int) -> tuple[tuple[torch.Tensor, ...], Any]:
+        parameter, local = self._parameters[index], self._shards.local(index)
+        if local.device != self._device:
+            local = local.to(self._device, non_blocking=True)
+        module = parameter.slots[0].module
+        inputs, metadata = gather_inputs(parameter.name, local, self._mesh, parameter.shape, module, self._mp_policy)
+        for tensor in inputs:
+            if tensor.device != self._device:
+                raise GatherHookError(
+                    f"fsdp_pre_all_gather of parameter {parameter.name!r} returned a tensor on {tensor.device}; expected "
+                    f"{self._device}, where the group computes"
+                )
+        return inputs, metadata
+
+    def _give(self, metadata: Sequence[Any]) -> None:
+        """Let the hooks make the unsharded tensors, or fill them again, from what was gathered."""
+        assert self.exchange is not None
+        with torch.inference_mode(False), torch.no_grad():
+            for index, (parameter, outputs) in enumerate(zip(self._parameters, self.exchange.outputs, strict=True)):
+                hook = self._shards.local(index).fsdp_post_all_gather  # type: ignore[attr-defined]
+                unsharded = parameter.unsharded
+                if unsharded is not None:
+                    forms = [unsharded, *([local_of(unsharded)] if isinstance(unsharded, DTensor) else [])]
+                    versions = [form._version for form in forms]
+                    hook(outputs, metadata[index], self._dtype, out=unsharded)
+                    # The same values are there again: what autograd has saved of them is as good as it was.
+                    set_versions(forms, versions)
+                elif index not in self._made:
+                    answer = hook(outputs, metadata[index], self._dtype)
+                    self._made[index], inner = unsharded_of(parameter.name, parameter.shape, answer)
+                    for tensor in inner:
+                        self._memory.attach(tensor.untyped_storage())
+
+    def unsharded(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """A parameter as its hook has returned it."""
+        made = self._made.pop(index, None)
+        if made is None:  # frozen or thawed since
+            unsharded = self._parameters[index].unsharded
+            assert unsharded is not None
+            with torch.no_grad():
+                made = unsharded.detach()
+            made = local_of(made) if isinstance(made, DTensor) else made
+        return made
+
+    def keep_piece(self, neighbours: dist.ProcessGroup) -> None:
+        """Keeps nothing: backward gathers from all ranks."""
+
+    def drop_piece(self) -> None: ...
+
+    kept_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffer that the all-gather fills; before the first gather as for plain tensors."""
+        if self.exchange is None:
+            return self._layout.exchanged.layout.buffer_size * self._dtype.itemsize
+        return self.exchange.buffer.num_bytes
+
+
+_Signature = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+
+class Exchange:
+    """What hooks want to have gathered: its places in one buffer of bytes, and the memory that it is copied to.
+
+    Attributes:
+        inputs: dtypes and shapes, by parameter.
+        outputs: for each input what the ranks have gathered, one after the other; by parameter.
+        buffer: the geometry of the buffer that is gathered; it never has memory itself.
+    """
+
+    def __init__(self, inputs: _Inputs, axes: DataParallelAxes, device: torch.device, alignment_bytes: int) -> None:
+        self.inputs = [_signature(one) for one in inputs]
+        self._num_ranks = axes.shard_size
+        kinds = [kind for one in self.inputs for kind in one]
+        alignment = math.lcm(alignment_bytes, *(dtype.itemsize for dtype, _ in kinds))
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
+        piece = TensorGroup.plan(
+            {str(number): (size,) for number, size in enumerate(sizes)},
+            1,
+            dtypes=(torch.uint8,),
+            alignment_bytes=alignment,
+        ).layout
+        self._kinds = [(*place, *kind) for place, kind in zip(zip(piece.offsets, sizes), kinds, strict=True)]
+        group = equal_pieces(piece.shard_size, self._num_ranks, (torch.uint8,), alignment)
+        self.buffer = DBuffer(group, axes.mesh, axes.gathered(), dtype=torch.uint8, device=device)
+        self.outputs: list[tuple[torch.Tensor, ...]] = []
+        self._rows: list[torch.Tensor] = []
+        """The outputs' memory as (ranks, bytes), with version counters of their own: they are the same values each time."""
+        for one in self.inputs:
+            made = [torch.empty(_stacked(shape, self._num_ranks), dtype=dtype, device=device) for dtype, shape in one]
+            self.outputs.append(tuple(made))
+            for tensor in made:
+                rows = torch.empty(0, dtype=torch.uint8, device=device)
+                size = tensor.nbytes // self._num_ranks
+                self._rows.append(rows.set_(tensor.untyped_storage(), 0, (self._num_ranks, size), (size, 1)))
+
+    def places(self, piece: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The place of each input in a rank's piece of the buffer."""
+        for offset, size, dtype, shape in self._kinds:
+            yield piece[offset : offset + size].view(dtype).view(shape)
+
+    def fill_outputs(self, gathered: DBuffer) -> None:
+        wide = gathered.local.view(self._num_ranks, -1)
+        with torch.no_grad():
+            for rows, (offset, size, _, _) in zip(self._rows, self._kinds, strict=True):
+                rows.copy_(wide[:, offset : offset + size])
+
+
+def _stacked(shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    return (shape[0] * num_ranks, *shape[1:]) if shape else (num_ranks,)
+
+
+def _signature(inputs: Sequence[torch.Tensor]) -> _Signature:
+    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in inputs)
+
+
+def _text(inputs: Sequence[torch.Tensor]) -> str:
+    return ", ".join(f"{dtype} {shape}" for dtype, shape in _signature(inputs))
+
+
+def _flat(inputs: _Inputs) -> Iterator[torch.Tensor]:
+    return (tensor for one in inputs for tensor in one)
+
 
 GRADIENT_PLACE = "_vescale_gradient_place"
 """Attribute of unsharded parameters: :class:`PlaceOfGradient`, for ops that write gradients to their place."""

@@ -12,8 +12,6 @@ from torch.autograd.graph import Node
 
 from vescale.compat import current_backward, map_tensors, node_sequence, tensors_in, will_run
 
-__all__ = ["Call", "Calls", "watch_outputs"]
-
 
 class Call:
     """One forward call, and where the gradients of its inputs arrive.

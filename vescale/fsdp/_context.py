@@ -12,8 +12,6 @@ from vescale.buffer import Allocation
 from vescale.comm import SideStream
 from vescale.gradients import CollectiveOrder, DataParallelAxes, OrderMismatchError, ShardedReduction
 
-__all__ = ["CommContext", "RootOrders"]
-
 
 class RootOrders:
     """What the groups of one root have gathered and reduced, along each group of data-parallel ranks. Roots that share a

@@ -18,17 +18,6 @@ from vescale.errors import ArgumentTypeError, GatherHookError, UnsupportedParame
 from vescale.placements import contiguous_stride
 from vescale.rng import is_deferred
 
-__all__ = [
-    "check_extended",
-    "check_one_kind",
-    "copied",
-    "gather_inputs",
-    "is_extended",
-    "refuse_hooks",
-    "require_hooks",
-    "unsharded_of",
-]
-
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 

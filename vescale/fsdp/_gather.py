@@ -13,8 +13,6 @@ from vescale.fsdp._layout import CallerLayout
 from vescale.fsdp._shards import BufferShards
 from vescale.gradients import DataParallelAxes, OrderedUnit
 
-__all__ = ["BufferGather", "all_gather"]
-
 
 class BufferGather:
     """Gathers the shards into ``whole``, in ``dtype``. With a :class:`CallerLayout` they pass through another buffer.

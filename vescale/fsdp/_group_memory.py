@@ -21,9 +21,6 @@ from vescale.fsdp._residency import HOLDINGS, TRANSITIONS, Event, Residency, Res
 from vescale.fsdp._sharded_parameters import ShardedParameters
 from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, ShardedReduction, next_unit_number
 
-__all__ = ["GroupMemory"]
-
-
 _WITHOUT_PARAMETERS = (Residency.SHARDED, Residency.KEPT_PIECE)
 _WITH_PARAMETERS = (Residency.GATHERED, Residency.UNSHARDED)
 

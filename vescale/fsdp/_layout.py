@@ -14,8 +14,6 @@ from vescale.fsdp._parameter import ManagedParameter
 from vescale.gradients import DataParallelAxes
 from vescale.placements import Region
 
-__all__ = ["CallerLayout", "Layout", "PlannedLayout", "equal_pieces"]
-
 
 class PlannedLayout:
     """The planner's choice: pieces of one buffer in which every tensor is contiguous. Collectives need no copies.

@@ -34,8 +34,6 @@ from vescale.placements import (
     shard_dim,
 )
 
-__all__ = ["ManagedParameter", "Slot", "find_slots", "leaf_of", "managed_by"]
-
 _LEAF = "_vescale_leaf"
 """Attribute of sharded parameters: :class:`_Leaf`."""
 

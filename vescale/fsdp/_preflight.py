@@ -11,8 +11,6 @@ from vescale.buffer import BufferMismatchError
 from vescale.comm import Consensus, ConsensusError, Description, compare_descriptions
 from vescale.plans import PlanMismatchError
 
-__all__ = ["ShardingMismatchError", "compare_groups", "compare_inputs"]
-
 Rows = Sequence[tuple[str, str]]
 
 

@@ -11,8 +11,6 @@ from vescale.compat import in_transform
 from vescale.errors import ReplacedInGroupError, TransformError, UnsupportedParameterError, kind_of
 from vescale.fsdp._parameter import ManagedParameter, Slot
 
-__all__ = ["check_distinct", "has_replaced", "refuse_transforms", "replacement", "warn_of_strays"]
-
 
 def refuse_transforms(path: str) -> None:
     """Raises TransformError inside of a transform of torch.func, where nothing tells when gradients are complete."""

@@ -12,8 +12,6 @@ from vescale.fsdp._bucket import Bucket
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._state import state_of
 
-__all__ = ["GroupReport", "Report", "report"]
-
 _FORMAT, _VERSION = "vescale.fsdp.report", 1
 
 

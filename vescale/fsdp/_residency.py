@@ -8,8 +8,6 @@ from types import MappingProxyType
 
 from vescale.errors import Coded
 
-__all__ = ["CONTRACT", "HOLDINGS", "TRANSITIONS", "Event", "Holding", "Residency", "ResidencyError"]
-
 CONTRACT = """
 ===========  ==========  ========  =====  =============================================================================
 state        registered  gathered  piece  meaning

@@ -20,8 +20,6 @@ from vescale.fsdp._parameter import ManagedParameter, Slot
 from vescale.fsdp._registered import replacement
 from vescale.gradients import DataParallelAxes
 
-__all__ = ["GroupMember", "ShardedParameters"]
-
 
 class GroupMember(NamedTuple):
     """One parameter to manage: its name, the object, where it is registered, elements that stay together, and the cut at

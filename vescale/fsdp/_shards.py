@@ -12,8 +12,6 @@ from vescale.fsdp._extensions import copied, is_extended
 from vescale.fsdp._layout import CallerLayout, Layout
 from vescale.rng import is_deferred, materialize_part
 
-__all__ = ["BufferShards", "Shards", "SubclassShards"]
-
 
 class BufferShards:
     """Local tensors that are slices of ``buffer``, this rank's piece.

@@ -26,8 +26,6 @@ from vescale.fsdp._group import ParameterGroup
 from vescale.gradients import DataParallelAxes
 from vescale.rng import default_generator
 
-__all__ = ["StepComparison", "watch_draws"]
-
 # What random ops have drawn into DTensors on meshes of sharded parameters, until it is compared.
 _DRAWS: weakref.WeakKeyDictionary[DeviceMesh, deque[tuple[str, str]]] = weakref.WeakKeyDictionary()
 

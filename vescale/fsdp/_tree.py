@@ -13,8 +13,6 @@ from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._step_comparison import StepComparison
 from vescale.gradients import BackwardTracker, OneBackward, reduce_unused
 
-__all__ = ["Tree"]
-
 
 class Member(Protocol):
     """A state, as far as a tree knows it."""

@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import local_of
 from vescale.errors import MissingValuesError
 
-__all__ = ["Place", "check_filled", "mark_unfilled", "places_on_meta", "unfilled", "values_are_of_no_interest"]
-
 Place = tuple[nn.Module, str]
 """A module and the name of one of its parameters or buffers."""
 

@@ -4,19 +4,17 @@
 on: gradients that are reduced where their parameters were gathered, and end sharded.
 """
 
-from vescale.gradients._agreement import GradientMismatchError
+from vescale.gradients._agreed_parameters import GradientMismatchError
 from vescale.gradients._arrival_hooks import StepHooks
-from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit, next_unit_number
 from vescale.gradients._comm_hook import CommHook, GradientBucket
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._hooked_parameters import refuse_reducers_of
-from vescale.gradients._local_contribution import LocalContribution
 from vescale.gradients._one_backward import OneBackward
-from vescale.gradients._order_mismatch import OrderMismatchError
-from vescale.gradients._parameter import GradientRule
+from vescale.gradients._order_watch import OrderMismatchError
+from vescale.gradients._parameter import GradientRule, LocalContribution
 from vescale.gradients._pending import reduce_pending
 from vescale.gradients._pipeline_shares import (
     OtherStages,
@@ -28,9 +26,14 @@ from vescale.gradients._pipeline_shares import (
     shares_of,
     shares_of_gradients,
 )
-from vescale.gradients._reducer import GradientReducer
-from vescale.gradients._sharded_gradients import ShardedGradients
-from vescale.gradients._sharded_reduction import FLAGS_REQUESTER, ReductionOptions, ShardedReduction, reduce_unused
+from vescale.gradients._reducer import BackwardTracker, GradientReducer
+from vescale.gradients._sharded_reduction import (
+    FLAGS_REQUESTER,
+    ReductionOptions,
+    ShardedGradients,
+    ShardedReduction,
+    reduce_unused,
+)
 from vescale.gradients._unreduced_gradients import GradientPlace, UnreducedGradients
 
 __all__ = [

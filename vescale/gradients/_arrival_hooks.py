@@ -13,8 +13,6 @@ import torch
 
 from vescale.compat import ArrivalCount, HookGate, stop_counting_gradients, versions
 
-__all__ = ["ArrivalHooks", "HooksOfPrograms", "StepHooks", "hooks_of_programs"]
-
 # The attribute of a parameter that owns its ``ArrivalHooks``.
 _HOOKS = "_vescale_hooks"
 

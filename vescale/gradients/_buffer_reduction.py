@@ -10,10 +10,8 @@ import torch.distributed as dist
 
 from vescale.buffer import DBuffer
 from vescale.comm import Pending, reduce_scatter_into
-from vescale.gradients._axis_sets import AxisSet
+from vescale.gradients._data_parallel_axes import AxisSet
 from vescale.gradients._reduction import Reduction, Stage
-
-__all__ = ["BufferReduction"]
 
 
 class BufferReduction:

@@ -3,30 +3,233 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import json
+import struct
+import time
 import weakref
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
+import numpy
 import torch
 import torch.distributed as dist
 
-from vescale.comm import Consensus, all_reduce_, first_difference
+from vescale.comm import Consensus, all_gather_into, all_reduce_, first_difference, look_while_waiting, shared_memory
+from vescale.compat import default_store, is_alone
 from vescale.gradients._data_parallel_axes import DataParallelAxes
-from vescale.gradients._gather_sizes import GatherSizes
-from vescale.gradients._order_mismatch import OrderMismatchError, different_modules
-from vescale.gradients._order_watch import COMPARISON, END_OF_BACKWARD, GATHER, REDUCTION, OrderWatch
+from vescale.gradients._order_watch import (
+    COMPARISON,
+    END_OF_BACKWARD,
+    GATHER,
+    REDUCTION,
+    OrderMismatchError,
+    OrderWatch,
+    different_modules,
+    end_soon,
+)
 from vescale.gradients._reducer_turns import RootTurn
-from vescale.gradients._replica_errors import ReplicaErrors
 
-__all__ = ["CollectiveOrder", "OrderedUnit", "next_unit_number"]
+# ``GatherSizes``: before data are used, ranks learn that they were about to gather units of different sizes, or models.
+
+_FEW_RANKS = 64  # numpy, which a step uses nowhere else, takes longer for as many: its code is in no cache
+_MARK = 0x7FF9_A57C_7FFB_3E61  # not a number in float64, and in each half as float32 and bfloat16
+_NOTICE = struct.Struct("<QQ")
+_MOST_GUARDED = 10_000
+_MOST_KEPT = 1 << 16
+
+
+class GatherSizes:
+    """The number of bytes of each gather, and the model whose units are gathered, as the ranks of a shard group have agreed
+    on them.
+
+    What a rank expects follows from the gathers before, since the ranks last compared their order: that which came next the
+    last time, else one like the gather before. All ranks expect the same, because they agree on each change:
+
+    1. A rank that wants to gather pieces of another size, or of another model, waits in the store for all others to want the
+       same.
+    2. If they do not come within 3 s, it tells them in a gather of pieces of the expected size, in which its piece is a
+       notice. If all ranks have sent the same one, the gather follows. Otherwise ranks that sent one raise, and so
+       do ranks that find one where they expected parameters (on a CPU; a device would have to be waited for).
+
+    So steps that are like earlier ones communicate nothing more, a first one asks the store where sizes change, and no rank
+    sends a message of a size that its receiver does not expect, which a backend answers with the end of the process (gloo),
+    or not at all (NCCL).
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._last = self._last_compared = (0, 0)
+        self._consensus = Consensus(dist.get_process_group_ranks(group), f"gathers along {group.group_name}")
+        self._next: dict[int, tuple[int, int]] = {}
+        self._history = self._num_since = 0
+        self._place: tuple[object, int] = ("", 0)
+
+    def begin(self, place: object = None) -> None:
+        """The ranks have compared their order. ``place``: where they did, the same on all of them, and at no other time;
+        None: after an iteration."""
+        self._last_compared = self._last
+        self._history = hash(self._last[0])  # models may take turns
+        self._num_since = 0
+        self._place = (self._place[0], self._place[1] + 1) if place is None else (place, 0)
+
+    def begin_after_error(self) -> None:
+        """The ranks have found out that they differ: some have gathered what others have not."""
+        self._next.clear()
+        self._last = self._last_compared
+        self.begin()
+
+    def agree(self, model: int, num_bytes: int, device: torch.device) -> bool:
+        """Called before each gather of pieces of ``num_bytes`` of a unit of ``model``; False: some rank wants to gather
+        another size, or another model's unit."""
+        self._num_since += 1
+        if self._num_since > _MOST_GUARDED:  # forwards whose backward never comes
+            return True
+        wanted = model, num_bytes
+        expected = self._next.get(self._history, self._last)
+        if expected != wanted and expected[1] >= _NOTICE.size:
+            moment = f"comparison {self._place} gather {self._num_since}"
+            together = self._consensus.have_all_come(moment, str(wanted))
+            if not together and not _is_agreed(expected[1], wanted, self._group, device):
+                return False
+        if len(self._next) >= _MOST_KEPT:  # every iteration gathers other sizes; all ranks clear at the same gather
+            self._next.clear()
+        self._next[self._history] = wanted
+        self._history, self._last = hash((self._history, wanted)), wanted
+        return True
+
+    @staticmethod
+    def has_notice(gathered: torch.Tensor, num_ranks: int) -> bool:
+        """Whether a rank has sent a notice in place of its piece. ``gathered`` is in the memory of the host."""
+        stride, place = gathered.nbytes // num_ranks, gathered.data_ptr()
+        if stride < _NOTICE.size:
+            return False
+        if num_ranks <= _FEW_RANKS:
+            return any(ctypes.c_uint64.from_address(place + rank * stride).value == _MARK for rank in range(num_ranks))
+        memory: Any = (ctypes.c_char * gathered.nbytes).from_address(place)
+        heads = numpy.ndarray((num_ranks,), numpy.uint64, memory, strides=(stride,))
+        return bool((heads == _MARK).any())
+
+
+def _is_agreed(expected: int, wanted: tuple[int, int], group: dist.ProcessGroup, device: torch.device) -> bool:
+    with torch.inference_mode(False), torch.no_grad():
+        notice = _NOTICE.pack(_MARK, zlib.crc32(repr(wanted).encode()))
+        piece = torch.zeros(expected, dtype=torch.uint8)
+        piece[: _NOTICE.size] = torch.frombuffer(bytearray(notice), dtype=torch.uint8)
+        out = torch.empty(expected * group.size(), dtype=torch.uint8, device=device)
+        found = all_gather_into(out, piece.to(device), group, requester="agreement on the size of a gather").wait()
+        heads = found.view(group.size(), expected)[:, : _NOTICE.size].cpu().contiguous()
+    return all(bytes(head.tolist()) == notice for head in heads)
+
+
+# ``ReplicaErrors``: what the ranks of one shard group have raised is raised by their replicas, too, which wait for
+# them.
+
+# A row: how many errors the rank has raised, or 0 if it has gone on since; the first rank of its shard group; the length of
+# the latest error; the error. The number is written last, so that a row with one is
+# complete.
+_HEAD, _NUMBER, _CONTENT = struct.Struct("3Q"), struct.Struct("Q"), struct.Struct("2Q")
+_ROW_BYTES = 4096
+# How long a rank waits for replicas that have raised, but whose processes go on: their scripts may begin another step.
+_SECONDS_TO_GO_ON = 10.0
+
+
+class ReplicaErrors:
+    """Of all data-parallel ranks, on one host; elsewhere it does nothing.
+
+    Ranks of one shard group find by themselves that they have gathered different units. They raise, and never come where
+    their replicas wait for them: before a backward, or in a reduction. So they write the error into memory that all ranks
+    map, and a rank that waits raises it, too, if their processes have ended, or if they have not gone on for 10 s. They may
+    go on with another step, if no replica has given up by then: a key of the store tells, which the first one writes.
+
+    Args:
+        ranks: all of them; shard_ranks: those of this rank's shard group.
+
+    Attributes:
+        has_raised: whether this rank has told of an error, and has not gone on since.
+    """
+
+    def __init__(self, ranks: Sequence[int], shard_ranks: Sequence[int]) -> None:
+        self._ranks, self._group = tuple(ranks), min(shard_ranks)
+        self._base = self._ranks.index(dist.get_rank()) * _ROW_BYTES
+        self._memory: memoryview | None = None
+        self._place = ""
+        self._num_told = 0
+        self.has_raised = False
+        self._seen: dict[tuple[int, int], float] = {}
+        self._raised: set[tuple[int, int]] = set()
+
+    def open(self) -> None:
+        """All ranks call it together."""
+        if self._place or is_alone():
+            return
+        self._place = Consensus(self._ranks, "errors of replicas").place
+        memory = shared_memory(self._ranks, self._place, len(self._ranks) * _ROW_BYTES)
+        if memory is not None:
+            self._memory = memoryview(memory)
+            look_while_waiting(self)
+
+    def tell(self, error: OrderMismatchError) -> None:
+        """Before all ranks of the shard group raise it."""
+        if self._memory is None:
+            return
+        self._num_told, self.has_raised = self._num_told + 1, True
+        content = f"{json.dumps(error.ranks)}\n{error.args[0]}".encode()[: _ROW_BYTES - _HEAD.size]
+        begin = self._base + _HEAD.size
+        self._memory[begin : begin + len(content)] = content
+        _CONTENT.pack_into(self._memory, self._base + _NUMBER.size, self._group, len(content))
+        _NUMBER.pack_into(self._memory, self._base, self._num_told)
+
+    def go_on(self) -> None:
+        """Before this rank communicates again after an error.
+
+        Raises OrderMismatchError if a replica has given up.
+        """
+        self.has_raised = False
+        if self._memory is not None and self._decide(self._group, self._num_told, "goes on") != "goes on":
+            raise self._error(self._memory, self._base)
+        if self._memory is not None:
+            _NUMBER.pack_into(self._memory, self._base, 0)
+
+    def look(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
+        """See :class:`vescale.comm.Look`; raises OrderMismatchError: for each error of a group once, or when its process has
+        ended."""
+        if self._memory is None:
+            return
+        for place, rank in enumerate(self._ranks):
+            number, group, _ = _HEAD.unpack_from(self._memory, place * _ROW_BYTES)
+            if not number or group == self._group or (awaited and rank not in awaited):
+                continue
+            if (group, number) in self._raised and not in_vain:  # the script has caught it
+                continue
+            since = self._seen.setdefault((rank, number), time.monotonic())
+            is_late = in_vain or time.monotonic() - since >= _SECONDS_TO_GO_ON
+            if is_late and self._decide(group, number, "given up") == "given up":
+                if not in_vain:
+                    end_soon()
+                self._raised.add((group, number))
+                raise self._error(self._memory, place * _ROW_BYTES)
+
+    def _decide(self, group: int, number: int, proposed: str) -> str:
+        """What the first rank has proposed about this error of the group."""
+        with suppress(RuntimeError):  # the rank that holds the store has ended, so that its group does not go on
+            return default_store().compare_set(f"{self._place} {group} {number}", "", proposed).decode()
+        return proposed
+
+    @staticmethod
+    def _error(memory: memoryview, base: int) -> OrderMismatchError:
+        length = _HEAD.unpack_from(memory, base)[2]
+        ranks, _, text = bytes(memory[base + _HEAD.size :][:length]).decode(errors="replace").partition("\n")
+        return OrderMismatchError(text, json.loads(ranks))
+
 
 _DIGEST_BYTES = 8
 _SLOT_BYTES = 2 * _DIGEST_BYTES  # a digest and its complement: their maxima over the ranks fit if all are equal
-_MOST_KEPT = 1 << 16
 
 Entries = Sequence[tuple[str, str]]
 

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from vescale.comm import Pending, all_reduce_
 from vescale.errors import ArgumentTypeError, CommHookError, kind_of
 
-__all__ = ["CommHook", "GradientBucket", "call_hook"]
-
 
 @dataclass(frozen=True)
 class GradientBucket:

@@ -11,8 +11,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import AsyncCollectiveTensor, DTensorSpec, local_of, make_dtensor, make_spec, spec_of
 from vescale.placements import contiguous_stride, redistribute
 
-__all__ = ["added", "gradient_spec", "is_marked_complete", "local_part", "mark_complete"]
-
 _COMPLETE = "_vescale_complete"
 
 

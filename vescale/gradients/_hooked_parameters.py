@@ -19,8 +19,6 @@ from vescale.gradients._arrival_hooks import ArrivalHooks, HooksOfPrograms
 from vescale.gradients._parameter import GradientRule, ReducedParameter
 from vescale.gradients._reduction import Policy
 
-__all__ = ["HookedParameters", "refuse_reducers_of"]
-
 # Attribute of parameters that have a reducer.
 _OWNED = "_vescale_reduced"
 _REDUCING = (

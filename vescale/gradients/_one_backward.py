@@ -9,8 +9,6 @@ from collections.abc import Callable
 from vescale.compat import at_end_of_backward, current_backward
 from vescale.errors import ConcurrentBackwardError
 
-__all__ = ["OneBackward"]
-
 
 class OneBackward:
     """The running backward of one model. Two threads would start their collectives in an order that no other rank

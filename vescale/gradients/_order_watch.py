@@ -18,9 +18,33 @@ import torch.distributed as dist
 
 from vescale.comm import Apart, Consensus, PostedOrder, look_while_waiting, waiting_thread
 from vescale.compat import note
-from vescale.gradients._order_mismatch import OrderMismatchError, different_modules
+from vescale.errors import Coded
 
-__all__ = ["COMPARISON", "END_OF_BACKWARD", "GATHER", "REDUCTION", "OrderWatch", "end_soon"]
+# ``OrderMismatchError``: ranks communicate for different units, or models, at one place of their order.
+
+
+class OrderMismatchError(Coded, RuntimeError):
+    """Ranks have gathered, or reduced, different units in one place of their order, so that the contents were mixed, or wait
+    for each other in collectives that do not pair.
+
+    ``ranks``: those that differ from the majority.
+    """
+
+    code = "VS0701"
+
+    def __init__(self, problem: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(problem)
+        self.ranks = tuple(ranks)
+
+
+def different_modules(found: str, ranks: Sequence[int]) -> OrderMismatchError:
+    return OrderMismatchError(
+        f"ranks have run different modules that fully_shard (or a plan's unit) was given: {found}; a gather is a "
+        "collective, and gathers of different modules mix their parameters. Run the same modules in the same order on every "
+        "rank: give fully_shard the block that holds the experts, or run every expert on every rank, also with no token",
+        ranks,
+    )
+
 
 GATHER, REDUCTION, COMPARISON, END_OF_BACKWARD = range(4)
 _KINDS = ("a gather of", "a reduction of", "the comparison of gathers", "the end of the backward")

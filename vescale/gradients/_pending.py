@@ -11,12 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.compat import make_dtensor, make_spec, spec_of
 from vescale.gradients._bucket import Bucket
-from vescale.gradients._bucket_slot import BucketSlot
+from vescale.gradients._bucket_memory import BucketSlot
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._parameter import GradientRule, ReducedParameter
 from vescale.gradients._reduction import Policy, divide_
-
-__all__ = ["reduce_pending"]
 
 # Ranks that have contributions, op, dtype and device of one reduction.
 _Kind = tuple[frozenset[int], str, torch.dtype, torch.device]

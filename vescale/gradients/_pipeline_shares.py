@@ -13,17 +13,6 @@ from torch import nn
 
 from vescale.compat import living_items
 
-__all__ = [
-    "OtherStages",
-    "StageShare",
-    "other_stages",
-    "pipeline_groups",
-    "set_other_stages",
-    "set_shares",
-    "shares_of",
-    "shares_of_gradients",
-]
-
 
 @dataclass(frozen=True)
 class StageShare:

@@ -3,33 +3,182 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes
-from vescale.compat import in_backward, no_torch_function
-from vescale.errors import ArgumentTypeError, CommHookError, kind_of
+from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes, bucket_limits, link_of
+from vescale.compat import HookGate, ParameterRow, at_end_of_backward, in_backward, no_torch_function
+from vescale.errors import ArgumentTypeError, CommHookError, GradientReducerError, kind_of
 from vescale.gradients._agreed_parameters import AgreedParameters
 from vescale.gradients._arrival_hooks import HooksOfPrograms
-from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._comm_hook import CommHook
-from vescale.gradients._complete_arrivals import CompleteArrivals
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._hooked_parameters import HookedParameters
 from vescale.gradients._one_backward import OneBackward
 from vescale.gradients._parameter import GradientRule, ReducedParameter
 from vescale.gradients._reduction import Arrival, Policy
 from vescale.gradients._schedule import Schedule, make_buckets, new_slots
-from vescale.gradients._settings import check_settings
 
-__all__ = ["GradientReducer"]
+# ``BackwardTracker``: whether a backward is running, and a callback at its end.
+
+
+class BackwardTracker:
+    """The backward that has reached some parameters, from its first gradient to its end.
+
+    Attributes:
+        current: a callable that returns None while no backward is running.
+        gate: shut for one that is running; for hooks that only have to detect its first gradient.
+
+    Args:
+        at_end: called when the outermost backward has ended without an exception, unless :meth:`forget` was called before.
+        at_exception: called when an exception has ended it, likewise.
+    """
+
+    def __init__(self, at_end: Callable[[], None], at_exception: Callable[[], None] = lambda: None) -> None:
+        self.gate = HookGate()
+        self.current: Callable[[], object | None] = _nothing
+        self._at_end, self._at_exception = at_end, at_exception
+
+    def follow(self) -> None:
+        """Called inside a backward: mark it as running. A second call moves ``at_end`` behind everything that has been
+        queued for the end of the backward since."""
+        token = _Token()
+        # Only the engine holds the token, which is therefore gone when the backward ends, with or without an exception.
+        self.current = weakref.ref(token, self._is_over)
+        self.gate.shut_here()
+        at_end_of_backward(functools.partial(self._end, token))
+
+    def forget(self) -> None:
+        self.current = _nothing
+        self.gate.open()
+
+    def _is_over(self, token: object) -> None:
+        self.gate.open()
+        if self.current is token:  # neither at its end nor forgotten
+            self._at_exception()
+
+    def _end(self, token: _Token) -> None:
+        if self.current() is token:
+            self.forget()
+            self._at_end()
+
+
+class _Token:
+    """Represents one backward."""
+
+
+def _nothing() -> None:
+    """Stands for a dead weak reference."""
+
+
+# ``CompleteArrivals``: parameters whose gradients arrive complete, and need no hook that says so.
+
+# Each time, hooks are removed and registered anew.
+_MAX_MUTINGS = 4
+
+
+class CompleteArrivals:
+    """Mutes the hooks of parameters whose gradients arrive complete, as on a mesh without data parallelism. They are
+    looked at when backward ends, which saves a call into Python for each.
+
+    =================================================  ==========================================================
+    event                                              hooks
+    =================================================  ==========================================================
+    a backward ends                                    muted, of parameters whose gradients arrived complete
+    a backward begins on top of a gradient,            of this parameter, or of all: called again
+    or without synchronization
+    at the end, a gradient is not complete             called again; the gradient is taken then
+    =================================================  ==========================================================
+    """
+
+    def __init__(self) -> None:
+        self._found: list[ReducedParameter] = []
+        self._muted: list[ReducedParameter] = []
+        self._row: ParameterRow | None = None  # of the muted ones
+        self._num_mutings = 0
+
+    def begin(self, syncs: bool, may_have: bool) -> None:
+        """Called before the first gradient of a backward, when complete gradients have been set aside; ``may_have``: some
+        parameters may have gradients, there or aside."""
+        self._found.clear()
+        if syncs and not may_have:
+            return
+        others = [r for r in self._muted if not syncs or r.previous is not None or r.parameter.grad is not None]
+        for reduced in others:
+            self._remove(reduced)
+            reduced.notify(True)
+
+    def note(self, reduced: ReducedParameter) -> None:
+        """Called when a hook has announced a gradient that is complete."""
+        if not reduced.slots and reduced.rule.source is None:  # so that the gradient's spec says that it is complete
+            self._found.append(reduced)
+
+    def end(self, take: Callable[[ReducedParameter, Any], None]) -> bool:
+        """At the end of a backward, whether there are gradients of muted parameters; ``take`` gets those that are not
+        complete."""
+        muted, others = self._muted, []
+        arrived = bool(muted)
+        if muted and not self._row_of_muted().are_complete([reduced.complete_spec for reduced in muted]):
+            arrived = self._row_of_muted().have_grads()
+            others = [r for r in muted if r.parameter.grad is not None and not r.is_complete_as_before()]
+        for reduced in others:
+            self._remove(reduced)
+            if reduced.hooks is not None:  # it still belongs to the model
+                reduced.notify(True)
+                take(reduced, reduced.parameter)
+        if self._found and self._num_mutings < _MAX_MUTINGS:
+            self._num_mutings += 1
+            for reduced in self._found:
+                reduced.notify(False)
+            self._muted += self._found
+            self._row = None
+        self._found.clear()
+        return arrived
+
+    def _remove(self, reduced: ReducedParameter) -> None:
+        self._muted.remove(reduced)
+        self._row = None
+
+    def _row_of_muted(self) -> ParameterRow:
+        if self._row is None:
+            self._row = ParameterRow([reduced.parameter for reduced in self._muted])
+        return self._row
+
+
+# Validation of a reducer's arguments.
+
+
+def check_settings(
+    module: nn.Module, mesh: DeviceMesh, bucket_bytes: BucketBytes, reduce_dtype: torch.dtype | None, op: str | None
+) -> None:
+    """Raises TypeError and ValueError for invalid arguments of a reducer, before any communication."""
+    if not isinstance(module, nn.Module) or not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(
+            f"GradientReducer of {kind_of(module)} over {kind_of(mesh)}; give it an nn.Module and a DeviceMesh"
+        )
+    if op not in (None, "avg", "sum"):
+        raise GradientReducerError(f"GradientReducer: op={op!r}; use 'avg', 'sum', or None for what the gradients say")
+    if reduce_dtype is not None and not (
+        isinstance(reduce_dtype, torch.dtype) and (reduce_dtype.is_floating_point or reduce_dtype.is_complex)
+    ):
+        raise GradientReducerError(
+            f"GradientReducer: reduce_dtype={reduce_dtype!r}; use a floating-point or complex torch.dtype, or None for "
+            "each gradient's own"
+        )
+    if mesh.get_coordinate() is None:
+        raise GradientReducerError(
+            f"GradientReducer over {mesh}, which this rank is not part of; make it on the mesh's ranks"
+        )
+    bucket_limits(bucket_bytes, 1, link_of(mesh.device_type))
 
 
 class GradientReducer:

@@ -24,9 +24,7 @@ from vescale.comm import (
 )
 from vescale.compat import default_timeout, is_alone
 from vescale.gradients._one_backward import OneBackward
-from vescale.gradients._order_mismatch import OrderMismatchError
-
-__all__ = ["ReducerTurn", "RootTurn"]
+from vescale.gradients._order_watch import OrderMismatchError
 
 
 class ReducerTurn:

@@ -14,21 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import axis_group
 from vescale.errors import GradientError
-from vescale.gradients._axis_sets import AxisSet, MeshUnion, unite
+from vescale.gradients._data_parallel_axes import AxisSet, MeshUnion, unite
 from vescale.placements import Piece, RaggedShard, local_region, plan_exchange, ragged_axis, shard_dim
-
-__all__ = [
-    "Arrival",
-    "Contribution",
-    "Destination",
-    "Policy",
-    "Reduction",
-    "Stage",
-    "contribution",
-    "copy_scaled",
-    "divide_",
-    "is_exact_before_sum",
-]
 
 Op = Literal["avg", "sum"]
 _REDUCE_OPS = ("sum", "avg", "max", "min", "product")

@@ -10,13 +10,11 @@ import torch
 
 from vescale.comm import BucketBytes, bucket_limits, link_of, plan_buckets
 from vescale.gradients._bucket import Bucket
-from vescale.gradients._bucket_slot import BucketSlot
+from vescale.gradients._bucket_memory import BucketSlot
 from vescale.gradients._comm_hook import CommHook
 from vescale.gradients._parameter import ReducedParameter
 from vescale.gradients._reducer_turns import ReducerTurn
 from vescale.gradients._reduction import Arrival
-
-__all__ = ["Schedule", "make_buckets", "new_slots"]
 
 
 @dataclass

@@ -17,9 +17,7 @@ from vescale.compat import HookGate, ParameterRow, TensorRow, is_captured, local
 from vescale.errors import GradientError, SparseGradientError
 from vescale.gradients._arrival_hooks import ArrivalHooks
 from vescale.gradients._complete_gradient import local_part
-from vescale.gradients._local_contribution import LocalContribution, use_code
-
-__all__ = ["GatheredParameter", "GradientPlace", "UnreducedGradients"]
+from vescale.gradients._parameter import LocalContribution, use_code
 
 
 class GatheredParameter(Protocol):

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["clear_signs", "is_unused", "neutral"]
-
 
 def neutral(op: str) -> float:
     """The element that a slot without a contribution is filled with."""

@@ -1,20 +1,12 @@
 """The plan's intermediate representation: instructions, programs, and lowering."""
 
-from vescale.ir._coverage import Coverage, coverage
-from vescale.ir._diff import Change, ProgramDiff
 from vescale.ir._example_inputs import example_inputs, hf_inputs, random_inputs
-from vescale.ir._expert_calls import stand_in_for_experts
-from vescale.ir._findings import Finding, LoweringError
-from vescale.ir._flow_mode import FlowMode
+from vescale.ir._expert_sharding import stand_in_for_experts
+from vescale.ir._findings import Finding, LoweringError, merge_repeats, name_list
 from vescale.ir._forward_state import ForwardState, KnownState
-from vescale.ir._gradient_buckets import PredictedBucket, predict_buckets
-from vescale.ir._instruction import Hook, Instruction
-from vescale.ir._joint_sharding import join_placements, ragged_positions
 from vescale.ir._lower import check, lower
-from vescale.ir._merged_names import merge_repeats, name_list
 from vescale.ir._model_copy import copy_model
-from vescale.ir._move_collectives import Collective
-from vescale.ir._new_plan import NewPlan, new_plan
+from vescale.ir._new_plan import Coverage, NewPlan, coverage, new_plan
 from vescale.ir._operations import (
     Annotate,
     Attention,
@@ -30,13 +22,14 @@ from vescale.ir._operations import (
     Wrap,
 )
 from vescale.ir._packed_weights import Packing, packed_dims
-from vescale.ir._predict import Prediction, predict
-from vescale.ir._program import Program
+from vescale.ir._placement_checks import refuse_part_of_replicas
+from vescale.ir._placement_flow import Collective, FlowMode
+from vescale.ir._predict import PredictedBucket, Prediction, predict, predict_buckets
+from vescale.ir._program import Change, Hook, Instruction, Program, ProgramDiff
 from vescale.ir._repeats import Repeats, repeats_of
-from vescale.ir._replica_checks import refuse_part_of_replicas
 from vescale.ir._skeleton import skeleton_of
 from vescale.ir._uneven_cuts import UnevenCut, uneven_cuts, uneven_inputs
-from vescale.ir._unit_layouts import UnitBucket, unit_buckets
+from vescale.ir._units import UnitBucket, join_placements, ragged_positions, unit_buckets
 
 __all__ = [
     "Annotate",

@@ -15,15 +15,13 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir._module_stack import Running
+from vescale.ir._model_index import Running
 from vescale.ir._operations import Attention
 from vescale.ir._placement_flow import AxisPlacement
 from vescale.ir._program import Program
 from vescale.ops import RingSchedule, Runs
 from vescale.placements import local_region, shard_dim
 from vescale.plans import AttentionMethod, MeshAxes
-
-__all__ = ["AttentionCalls"]
 
 # (forward or backward, op or None where unknown, axes, bytes or None where unknown)
 Found = tuple[str, str | None, str, int | None]

@@ -12,8 +12,6 @@ from torch import nn
 from vescale.ir._model_index import ModelIndex
 from vescale.plans import config_value
 
-__all__ = ["Heads", "heads_of", "is_attention"]
-
 # The projections of an attention module, by the usual names of the modules that hold them.
 _QUERY = regex.compile(r"(?:w|to_|add_)?(?:q|query)(?:_proj|_b_proj|_lin|_linear)?")
 _KEY_VALUE = regex.compile(r"(?:w|to_|add_)?(?:k|v|key|value)(?:_proj|_lin|_linear)?")

@@ -16,12 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from vescale.ir._module_stack import Running
+from vescale.ir._model_index import Running
 from vescale.ir._placement_flow import AxisPlacement, Flow, Rule
 from vescale.placements import shard_dim
 from vescale.plans import MeshAxes
-
-__all__ = ["BATCH_NORM", "CHANNEL_RULES", "BatchNormCalls", "cuts_operand"]
 
 # (forward or backward, op, axes, bytes or None where unknown)
 Found = tuple[str, str | None, str, int | None]

@@ -12,8 +12,6 @@ from torch import nn
 from vescale.errors import ExampleInputsError
 from vescale.plans import config_value
 
-__all__ = ["example_inputs", "hf_inputs", "random_inputs"]
-
 
 def example_inputs(model: nn.Module, batch: int = 8, length: int = 128) -> dict[str, Any]:
     """Meta tensors that the forward runs with.

@@ -2,20 +2,226 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from vescale.ir._feature_groups import FeatureGroups
-from vescale.ir._feature_views import merged_dims, moved_dims, viewed_dims
-from vescale.ir._flow_mode import tensors_of
-from vescale.ir._placement_flow import indexed_dims
+from vescale.ir._placement_flow import indexed_dims, tensors_of
 
-__all__ = ["FeatureFlow", "Features"]
+# ``FeatureGroup``: weights whose features meet in elementwise code, so that a cut of one of them is a cut of all.
+
+
+@dataclass
+class Product:
+    """A weight that a forward multiplies with (a linear layer, a table that it looks up).
+
+    Attributes:
+        path: the module that runs the product.
+        weight: first name of the parameter.
+        bias: first name of the bias; "" without one.
+        out_dim, in_dim: dims of the weight that run over the features made, and over those summed; ``in_dim`` is -1 for a
+            lookup.
+        boundaries: the modules whose inputs are the product's input and whose outputs are its result: several where
+            modules share the weight; None where there is none, so that no entry can place them.
+        inputs: weights of the groups that its calls get features of; None where they come from elsewhere.
+        num_dims: of the results of its calls.
+        looks_up_positions: whether a lookup is the same for all of the batch.
+        splits_tokens: whether the code takes tokens (dim 1) of the result apart before the loss.
+    """
+
+    path: str
+    weight: str
+    bias: str
+    out_dim: int
+    in_dim: int
+    boundaries: list[str | None]
+    inputs: set[str | None] = field(default_factory=set)
+    num_dims: set[int] = field(default_factory=set)
+    looks_up_positions: bool = False
+    splits_tokens: bool = False
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether every call is all that its module does."""
+        return None not in self.boundaries
+
+    @property
+    def layers(self) -> list[str]:
+        return [path for path in self.boundaries if path is not None]
+
+
+@dataclass
+class FeatureGroup:
+    """Features that are cut alike, or not at all.
+
+    Attributes:
+        members: first name of each parameter -> (its dim over the features, whether it holds all parts).
+        num_parts: what the code takes the features apart into (fused query, key and value: 3); 1: they stay together.
+        whole: why they cannot be cut; "" if they can.
+        uses_attention: they are heads of an attention.
+    """
+
+    members: dict[str, tuple[int, bool]]
+    producers: list[Product]
+    consumers: list[Product] = field(default_factory=list)
+    num_parts: int = 1
+    whole: str = ""
+    uses_attention: bool = False
+
+
+class FeatureGroups:
+    """A partition of weights into groups, which only grow together."""
+
+    def __init__(self) -> None:
+        self._parents: dict[str, str] = {}
+        self._groups: dict[str, FeatureGroup] = {}
+
+    def __iter__(self) -> Iterator[FeatureGroup]:
+        return iter(self._groups.values())
+
+    def __contains__(self, weight: str) -> bool:
+        return weight in self._parents
+
+    def add(self, product: Product) -> None:
+        """A group of one product, or the product's group if it has one."""
+        if product.weight not in self._parents:
+            self._parents[product.weight] = product.weight
+            members = {product.weight: (product.out_dim, True)}
+            if product.bias:
+                members[product.bias] = (0, True)
+            self._groups[product.weight] = FeatureGroup(members, [product])
+
+    def root(self, weight: str) -> str:
+        while self._parents[weight] != weight:
+            weight = self._parents[weight]
+        return weight
+
+    def of(self, weight: str) -> FeatureGroup:
+        return self._groups[self.root(weight)]
+
+    def keep_whole(self, weight: str, why: str) -> None:
+        group = self.of(weight)
+        group.whole = group.whole or why
+
+    def join(self, first: str, second: str, first_is_part: bool = False, second_is_part: bool = False) -> None:
+        """Features of both meet; those of one may be a part of what was made, where the other's are all."""
+        a, b = self.root(first), self.root(second)
+        if a == b:
+            return
+        group, other = self._groups[a], self._groups[b]
+        if group.whole or other.whole:
+            why = group.whole or other.whole
+            group.whole = other.whole = why
+            return
+        if group.num_parts > 1 and other.num_parts > 1 and group.num_parts != other.num_parts:
+            group.whole = other.whole = "weights are taken apart into different numbers of parts"
+            return
+        if first_is_part != second_is_part:
+            smaller = other if first_is_part else group
+            if smaller.num_parts > 1:
+                group.whole = other.whole = "a part of some features meets all of others"
+                return
+            smaller.members = {name: (dim, False) for name, (dim, _) in smaller.members.items()}
+        group.num_parts = max(group.num_parts, other.num_parts)
+        group.members |= other.members
+        group.producers += other.producers
+        group.consumers += other.consumers
+        group.uses_attention |= other.uses_attention
+        self._parents[b] = a
+        del self._groups[b]
+
+    def take_apart(self, weight: str, num_parts: int) -> bool:
+        """Note that the code splits the features; false, and whole from now on, if it did so otherwise before."""
+        group = self.of(weight)
+        if group.num_parts not in (1, num_parts):
+            self.keep_whole(weight, "the code takes the features apart in different ways")
+        group.num_parts = num_parts
+        return not group.whole
+
+
+# Where dims of a tensor are after a view, or after a function that changes the order of dims.
+
+
+def _dim_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The smallest runs of dims of both shapes with equal numbers of elements; dims of size 1 are left out."""
+    old = [d for d, size in enumerate(before) if size != 1]
+    new = [d for d, size in enumerate(after) if size != 1]
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) and j < len(new):
+        left, right = [old[i]], [new[j]]
+        i, j = i + 1, j + 1
+        while (a := math.prod(before[d] for d in left)) != (b := math.prod(after[d] for d in right)):
+            if a < b and i < len(old):
+                left.append(old[i])
+                i += 1
+            elif a > b and j < len(new):
+                right.append(new[j])
+                j += 1
+            else:
+                return found
+        found.append((left, right))
+    return found
+
+
+def viewed_dims(
+    dims: tuple[int, ...], merged: int, before: Sequence[int], after: Sequence[int]
+) -> tuple[tuple[int, ...], int] | None:
+    """(The dims that run over features after a view, outermost first; elements of other dims that are merged with the
+    outermost one, before it). ``merged``: how many were before the view. None where a cut of them is no cut of a dim."""
+    outermost: list[int] = []
+    others: list[int] = []
+    for left, right in _dim_groups(before, after):
+        own = [d for d in dims if d in left]
+        if dims[0] in own:
+            merged *= math.prod(before[d] for d in left[: left.index(dims[0])])
+            outermost = list(right)
+            while len(outermost) > 1 and merged > 1 and merged % after[outermost[0]] == 0:
+                merged //= after[outermost.pop(0)]
+        elif own and (set(own) == set(left) or left[0] in own):
+            others += right if set(own) == set(left) else right[:1]
+    return ((*outermost, *others), merged) if outermost else None
+
+
+def merged_dims(dims: tuple[int, ...], before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+    """The dims of the result that consist of some of ``dims`` alone."""
+    return tuple(d for left, right in _dim_groups(before, after) if set(left) <= set(dims) for d in right)
+
+
+def moved_dims(
+    name: str, dims: tuple[int, ...], x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor
+) -> tuple[int, ...]:
+    """Where dims are after a function that changes their order; without those that are gone."""
+    ndim = x.ndim
+    if name in ("transpose", "swapaxes", "swapdims"):
+        first, second = (int(value) % ndim for value in (*args[1:], *kwargs.values())[:2])
+        swapped = {first: second, second: first}
+        return tuple(swapped.get(d, d) for d in dims)
+    if name in ("t", "T", "mT"):
+        return tuple(2 * ndim - 3 - d if d >= ndim - 2 else d for d in dims) if ndim > 1 else dims
+    if name == "permute":
+        given = kwargs.get("dims", args[1] if len(args) == 2 else args[1:])
+        order = [int(value) % ndim for value in given]
+        return tuple(order.index(d) for d in dims)
+    if name == "unsqueeze":
+        at = int((*args[1:], *kwargs.values())[0]) % (ndim + 1)
+        return tuple(d + (at <= d) for d in dims)
+    if name == "movedim":
+        marked = torch.empty(tuple(range(2, 2 + ndim)), device="meta").movedim(*args[1:], **kwargs)
+        return tuple(list(marked.shape).index(d + 2) for d in dims)
+    if name == "squeeze":
+        given = (*args[1:], *kwargs.values())
+        chosen = (
+            {int(d) % ndim for d in (given[0] if isinstance(given[0], tuple | list) else given[:1])} if given else None
+        )
+        gone = {d for d in range(ndim) if x.shape[d] == 1 and (chosen is None or d in chosen)}
+        return tuple(d - sum(g < d for g in gone) for d in dims if d not in gone)
+    return ()
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from vescale.ir._expert_calls import ExpertCalls
-from vescale.ir._expert_warnings import modules_of_experts
-from vescale.ir._feature_flow import FeatureFlow, Features
-from vescale.ir._feature_groups import Product
-from vescale.ir._flow_mode import FlowMode, tensors_of
+from vescale.ir._expert_sharding import ExpertCalls, modules_of_experts
+from vescale.ir._feature_flow import FeatureFlow, Features, Product
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._operations import Local
-from vescale.ir._placement_flow import is_elementwise
-
-__all__ = ["FeatureTrace", "trace_features"]
+from vescale.ir._placement_flow import FlowMode, is_elementwise, tensors_of
 
 
 def trace_features(model: nn.Module, inputs: Mapping[str, Any], num_ranks: int) -> FeatureTrace:

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-__all__ = ["copy_model"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 _OF_MODULES = ("_modules", "_parameters", "_buffers")

@@ -2,17 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from vescale.ir._wrapper_names import unwrapped
+# Names without wrappers: a plan for a model also reaches it inside of PEFT's classes. PEFT puts a model at
+# ``base_model.model`` and replaces the modules that it adapts: ``q_proj`` becomes a module that holds the old one as
+# ``q_proj.base_layer`` beside ``q_proj.lora_A.default``, or as ``lm_head.original_module`` beside
+# ``lm_head.modules_to_save.default``. For a plan, ``q_proj.weight`` is then the weight of the base layer,
+# ``q_proj.<out>`` the output of the whole module, and ``lm_head.weight`` both weights.
 
-__all__ = ["ForwardInputs", "ModelIndex", "StateTensor", "enclosing"]
+_ROOT = "base_model.model"
+
+
+def unwrapped(
+    modules: Mapping[str, nn.Module], module_names: Mapping[str, str], names: Mapping[str, str]
+) -> dict[str, tuple[str, ...]]:
+    """Names without wrappers -> first names (``names``: every name -> its first one), where they are not names already.
+
+    ``modules``: by first name; ``module_names``: every name of a module -> its first one.
+    """
+    has_root = _ROOT in module_names and hasattr(modules[""], "peft_config")
+    found: dict[str, list[str]] = {}
+    for name, first in names.items():
+        short = name
+        if has_root and (name == _ROOT or name.startswith(f"{_ROOT}.")):
+            short = name[len(_ROOT) + 1 :]
+        short = ".".join(_plain_parts(short, name, modules, module_names))
+        if short not in names and short:
+            found.setdefault(short, []).append(first)
+    return {short: tuple(dict.fromkeys(firsts)) for short, firsts in found.items()}
+
+
+def _plain_parts(
+    short: str, name: str, modules: Mapping[str, nn.Module], module_names: Mapping[str, str]
+) -> Iterable[str]:
+    """The parts of a dotted name, without those that a wrapper has put in: the last module keeps its own."""
+    offset = name.count(".") + 1 - (short.count(".") + 1 if short else 0)
+    parts = name.split(".")
+    position = offset
+    while position < len(parts):
+        around = module_names.get(".".join(parts[:position]))
+        adapted = modules.get(around) if around is not None else None
+        if adapted is not None and position < len(parts) - 1:
+            if parts[position] in ("base_layer", "original_module") and _is_adapted(adapted):
+                position += 1
+                continue
+            if parts[position] == "modules_to_save" and _is_adapted(adapted) and position < len(parts) - 2:
+                position += 2
+                continue
+        yield parts[position]
+        position += 1
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "peft"
 
 
 def enclosing(path: str) -> Iterator[str]:
@@ -61,7 +111,7 @@ class ModelIndex:
         states: parameters and buffers (also non-persistent ones) by their first name.
         state_names: every name of a parameter or buffer -> its first one.
         module_aliases, state_aliases: names that modules and states would have without the wrappers of an adapter library
-            (:mod:`vescale.ir._wrapper_names`) -> first names. Plans may use them; the program does not.
+            (:mod:`vescale.ir._model_index`) -> first names. Plans may use them; the program does not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -142,3 +192,36 @@ def _forward_inputs(forward: Callable[..., object]) -> ForwardInputs:
         any(p.kind is kinds.VAR_POSITIONAL for p in parameters),
         any(p.kind is kinds.VAR_KEYWORD for p in parameters),
     )
+
+
+# ``Running``: what is known of the modules that run at the moment, in a walk on the meta device.
+
+_T = TypeVar("_T")
+
+
+class Running(Generic[_T]):
+    """A stack with one value for each watched module whose forward runs; ``outside`` is the value outside of all."""
+
+    def __init__(self, outside: _T) -> None:
+        self._notes = [outside]
+
+    @property
+    def innermost(self) -> _T:
+        return self._notes[-1]
+
+    @contextlib.contextmanager
+    def watched(self, module: nn.Module, note: Callable[[_T], _T]) -> Iterator[None]:
+        """While open, the module puts up ``note(innermost)``."""
+
+        def leave(*_: object) -> None:  # what a hook returns would be the module's output
+            self._notes.pop()
+
+        handles = [
+            module.register_forward_pre_hook(lambda *_: self._notes.append(note(self.innermost))),
+            module.register_forward_hook(leave),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -16,22 +16,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans import AttentionMethod, CheckpointPolicy, MeshAxes, dtype_name, mp_options, placement_text
 
-__all__ = [
-    "Annotate",
-    "Attention",
-    "Checkpoint",
-    "Factory",
-    "Local",
-    "Op",
-    "Place",
-    "Precision",
-    "Redistribute",
-    "Stage",
-    "Unit",
-    "Wrap",
-    "stage_text",
-]
-
 # One placement for each mesh axis; None where the plan leaves the axis as it is.
 Stage = tuple[Placement | None, ...]
 
@@ -45,7 +29,7 @@ def stage_text(stage: Sequence[Placement | None], axes: MeshAxes) -> str:
 class Place:
     """A parameter or buffer becomes a DTensor with these placements at rest; complete, no None.
 
-    The same ragged cut on several axes is one over all their ranks (:mod:`vescale.ir._joint_sharding`).
+    The same ragged cut on several axes is one over all their ranks (:mod:`vescale.ir._units`).
     """
 
     placements: Stage
@@ -159,7 +143,7 @@ class Unit:
     """Parameters (``names``, relative to the module) that rest sharded over the axes ``shard`` and are replicated there
     while the module computes: gathered together before its forward and its backward, their gradients reduced together.
 
-    Several axes of ``shard``, in the order of the mesh, shard once over all their ranks (:mod:`vescale.ir._joint_sharding`).
+    Several axes of ``shard``, in the order of the mesh, shard once over all their ranks (:mod:`vescale.ir._units`).
     ``replicate``: axes of replicas, over which those gradients are summed, too. ``reshard_after_forward``,
     ``reshard_after_backward``: see :meth:`vescale.Plan.unit`; None of the former is the default of the module's position.
     ``mp_policy``, ``offload_pinned``: see :class:`vescale.plans.UnitEntry`.

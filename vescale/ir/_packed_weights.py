@@ -19,15 +19,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale.ir._findings import Findings
-from vescale.ir._flow_mode import FlowMode
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._placement_flow import indexed_dims, is_elementwise
+from vescale.ir._placement_flow import FlowMode, indexed_dims, is_elementwise
 from vescale.ir._repeats import Repeats, repeats_of
-from vescale.ir._resolution import Resolution
-from vescale.ir._resolve import shown_name
+from vescale.ir._resolve import Resolution, shown_name
 from vescale.plans import Plan
-
-__all__ = ["Packing", "lint_packed", "packed_dims"]
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,9 @@ import regex
 
 from vescale.compat import WRAPPER_MODULES
 from vescale.errors import SlowPathError
-from vescale.ir._findings import Findings
-from vescale.ir._merged_names import merge_repeats, name_list
+from vescale.ir._findings import Findings, merge_repeats, name_list
 from vescale.ir._model_index import ModelIndex
 from vescale.plans import Path, Source
-
-__all__ = ["Matcher"]
 
 # A match of an honest expression takes a few microseconds; a hostile one grows without bound with the length of a name.
 # The budget is CPU time of this thread for a whole plan: a floor, and a hundred times the honest cost. Other threads, and

@@ -7,22 +7,27 @@ is unknown, and so is all that follows from it up to the next planned placement.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, Self, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
+from vescale.comm import gathered_size
+from vescale.compat.grouped_products import taking_more_dtypes
+from vescale.ir._uneven_cuts import part_sizes
 from vescale.ops import is_elementwise as is_elementwise_op
 from vescale.ops import normalizes_locally
 from vescale.placements import InterleavedShard, at_dim, shard_dim
-
-__all__ = ["AxisPlacement", "Flow", "Rule", "indexed_dims", "is_elementwise", "rule_for", "sums_gradient_first"]
+from vescale.plans import MeshAxes
 
 # A placement on one axis; None: unknown.
 AxisPlacement = Placement | None
@@ -304,3 +309,221 @@ _RULES: dict[str, Rule] = {
     "unsqueeze": _unsqueeze,
     F.scaled_dot_product_attention.__name__: _attention,
 }
+
+
+# Collectives that a tensor's moves between placements cause: at a boundary, and of a parameter while it runs.
+
+When = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One predicted collective of one step.
+
+    Attributes:
+        path: the module, or the parameter's name.
+        target: ``<in>``, ``<in:name>``, ``<out>``, ``weight`` (a gather) or ``weight.grad`` (a gradient's reduction);
+            ``<unit>`` and ``<unit>.grad`` of the parameters of a unit together; ``<experts>``, and ``<attention>`` of a
+            sequence that is cut and ``<statistics>`` of a batch that is, of what a region or a call does inside.
+        op: None where a collective depends on what is unknown until run.
+        num_bytes: bytes that each rank sends or receives from others, as the communication ledger counts (where it is not
+            the same on all, those of the busiest); None: unknown.
+    """
+
+    path: str
+    target: str
+    when: When
+    axis: str
+    op: str | None
+    num_bytes: int | None
+
+
+@dataclass
+class _Uses:
+    """How the gradient of a replicated tensor comes back on one axis, by what its copies were used for."""
+
+    partial: bool = False
+    unknown: bool = False
+
+
+@dataclass
+class Move:
+    """A boundary crossing on one axis, or a parameter while it runs."""
+
+    path: str
+    target: str
+    axis: str
+    src: AxisPlacement
+    dst: AxisPlacement
+    num_bytes: int | None  # of the whole tensor along this axis: what all ranks of the axis hold together
+    is_parameter: bool
+    has_gradient: bool
+    shape: tuple[int, ...] = ()  # of a boundary's tensor
+    uses: _Uses = field(default_factory=_Uses)
+
+
+def move_collectives(move: Move, axes: MeshAxes) -> Iterator[Collective]:
+    """The collectives of one move, forward and backward."""
+    yield from _of_parameter(move, axes) if move.is_parameter else _of_boundary(move, axes)
+
+
+def _of_parameter(move: Move, axes: MeshAxes) -> Iterator[Collective]:
+    attribute = move.path.rpartition(".")[2]
+    path = move.path.rpartition(".")[0]
+    if move.src != move.dst:
+        yield from _collective(path, attribute, "forward", move, _op(move.src, move.dst), axes)
+    if not move.has_gradient or not isinstance(move.dst, Replicate):
+        return
+    op = "all_reduce" if isinstance(move.src, Replicate) else "reduce_scatter"
+    if move.uses.partial:
+        yield from _collective(path, f"{attribute}.grad", "backward", move, op, axes)
+    elif move.uses.unknown:
+        yield Collective(path, f"{attribute}.grad", "backward", move.axis, None, None)
+
+
+def _of_boundary(move: Move, axes: MeshAxes) -> Iterator[Collective]:
+    if move.src is None:
+        yield Collective(move.path, move.target, "forward", move.axis, None, None)
+        if move.has_gradient:
+            yield Collective(move.path, move.target, "backward", move.axis, None, None)
+        return
+    yield from _crossing("forward", move, move.src, move.dst, axes)
+    if not move.has_gradient:
+        return
+    # The boundary rule: a gradient goes back as the tensor came, whole where it came as a sum.
+    back: Placement = Replicate() if isinstance(move.src, Partial) else move.src
+    if not isinstance(move.dst, Replicate | Partial):
+        yield from _crossing("backward", move, move.dst, back, axes)
+    elif move.uses.partial:
+        yield from _crossing("backward", move, Partial(), back, axes)
+    elif move.uses.unknown:
+        yield Collective(move.path, move.target, "backward", move.axis, None, None)
+
+
+def _crossing(when: When, move: Move, src: AxisPlacement, dst: AxisPlacement, axes: MeshAxes) -> Iterator[Collective]:
+    """Of a boundary's tensor, or its gradient, from ``src`` to ``dst``."""
+    ranks = axes.size(move.axis)
+    cuts = [move.shape[p.dim] for p in (src, dst) if type(p) is Shard]
+    for found in _collective(move.path, move.target, when, move, _op(src, dst), axes):
+        if move.num_bytes is None or all(size % ranks == 0 for size in cuts):
+            yield found
+        else:
+            yield replace(found, num_bytes=move.num_bytes // math.prod(cuts) * _busiest(found.op, cuts, ranks))
+
+
+def _busiest(op: str | None, cuts: Sequence[int], ranks: int) -> int:
+    """How many elements the busiest rank receives, or sends in a reduce-scatter, of a tensor that has the dims ``cuts``
+    only: the one that is put together or taken apart, or both in this order."""
+    parts = [part_sizes(size, ranks) for size in cuts]
+    if op == "all_to_all":
+        return max((cuts[0] - before) * after for before, after in zip(*parts, strict=True))
+    if op == "all_gather" and gathered_size(parts[0]) is not None:
+        return (ranks - 1) * max(parts[0])
+    return cuts[0] - min(parts[0])
+
+
+def _op(src: AxisPlacement, dst: AxisPlacement) -> str | None:
+    """The collective that brings ``src`` to ``dst``; ``""`` for none, None where that is unknown."""
+    if src is None or dst is None:
+        return None
+    if src == dst or isinstance(src, Replicate) or isinstance(dst, Partial):
+        return ""
+    if isinstance(src, Partial):
+        return "all_reduce" if isinstance(dst, Replicate) else "reduce_scatter"
+    return "all_gather" if isinstance(dst, Replicate) else "all_to_all"
+
+
+def _collective(path: str, target: str, when: When, move: Move, op: str | None, axes: MeshAxes) -> Iterator[Collective]:
+    if op == "":
+        return
+    size = axes.size(move.axis)
+    moved = None
+    if op is not None and move.num_bytes is not None:
+        moved = move.num_bytes * (size - 1) // size
+        moved = {"all_reduce": 2 * moved, "all_to_all": moved // size}.get(op, moved)
+    yield Collective(path, target, when, move.axis, op, moved)
+
+
+# ``FlowMode``: calls a follower for each torch function of a model's forward on meta tensors.
+
+
+class Follower(Protocol):
+    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """After a torch function has returned."""
+
+
+class FlowMode(TorchFunctionMode):
+    """Calls the follower, and keeps real values beside meta tensors that are made from constants alone (positions,
+    masks).
+
+    Models branch on such values (`if mask.all():`), which meta tensors do not have.
+    """
+
+    def __init__(self, walk: Follower) -> None:
+        super().__init__()
+        self._walk = walk
+        self._kernels = contextlib.ExitStack()
+        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()  # meta tensor -> the same on the CPU
+
+    def __enter__(self) -> Self:
+        self._kernels.enter_context(taking_more_dtypes())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._kernels.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # of an attribute, such as x.T
+            name = getattr(func.__self__, "__name__", name)
+        known = name not in _RANDOM and all(t in self._values for t in tensors_of((args, kwargs)))
+        if name in _ASKS_VALUE and known:
+            return func(*self._real(args), **self._real(kwargs))
+        if name == "__contains__":  # models look for padding to warn of it
+            return False
+        result = func(*args, **kwargs)
+        results = list(tensors_of(result)) or (list(tensors_of(args))[:1] if name == "__setitem__" else [])
+        if results and known and all(t.device.type == "meta" and t.numel() <= _MAX_KNOWN for t in results):
+            self._keep(func, args, kwargs, result)
+        else:
+            for tensor in results:
+                self._values.pop(tensor, None)
+        self._walk.follow(name, args, kwargs, result)
+        return result
+
+    def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "cpu"}
+        elif not any(True for _ in tensors_of((args, kwargs))):
+            return  # made on the default device, which may be anything; the model did not ask for it
+        real = func(*self._real(args), **self._real(kwargs))
+        for meta, value in zip(tensors_of(result), tensors_of(real)):
+            if meta.shape == value.shape:
+                self._values[meta] = value
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._values[value]
+        if isinstance(value, dict):
+            return {key: self._real(item) for key, item in value.items()}
+        return type(value)(map(self._real, value)) if type(value) in (tuple, list) else value
+
+
+# Calls that read a tensor's values into Python.
+_ASKS_VALUE = {"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "equal", "allclose"}
+_RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "bernoulli", "dropout", "empty"}
+_MAX_KNOWN = 1 << 20  # elements
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Of nested containers, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_of(item)

@@ -2,17 +2,339 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+from typing import Any
 
-from vescale.ir._diff import ProgramDiff, diff_instructions
-from vescale.ir._instruction import Instruction
-from vescale.ir._json import instructions_from_json, instructions_to_json
-from vescale.ir._merged_names import merge_repeats
-from vescale.plans import MeshAxes
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Program"]
+from vescale.errors import ProgramTextError
+from vescale.ir._findings import merge_repeats
+from vescale.ir._operations import (
+    Annotate,
+    Attention,
+    Checkpoint,
+    Factory,
+    Local,
+    Op,
+    Place,
+    Precision,
+    Redistribute,
+    Stage,
+    Unit,
+    Wrap,
+)
+from vescale.plans import (
+    ATTENTION_METHODS,
+    AttentionMethod,
+    CheckpointPolicy,
+    MeshAxes,
+    Source,
+    checkpoint_budget,
+    checkpoint_policy,
+    dtype_name,
+    float_dtype_of,
+    mp_options,
+    mp_policy_of,
+    parse_placement,
+    placement_text,
+)
+
+# ``Instruction``: one step that the runtime executes, at one hook of one module.
+
+
+class Hook(enum.Enum):
+    """When an instruction runs, relative to the module it names; in the order of a training step."""
+
+    INIT = "init"  # parallelize(): parameters and buffers are placed
+    FORWARD_PRE = "forward_pre"  # before the forward, on inputs and on parameters (unshard)
+    FORWARD = "forward"  # around the forward: factory and local regions
+    FORWARD_POST = "forward_post"  # after it, on outputs
+    BACKWARD = "backward"  # on a parameter's gradient
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """``path.hook:target:index:op``, for example ``model.layers.0.mlp.forward_pre:<in>:0:redist(->tp=R)``.
+
+    Attributes:
+        path: the module's name in the model, ``""`` for the model itself. A module with several names has instructions
+            under the first only.
+        hook: when it runs.
+        target: ``<in>``, ``<out>``, or the name of a parameter or buffer relative to the module; ``<self>`` for regions
+            and units. A tensor with several names (tied weights) is placed once, under the first.
+        index: which input or output: its name in the signature of ``forward``, however it is passed, or its position
+            where the signature has no name for it. None: where there is a choice, every one that no other instruction of
+            the same path, hook and target names.
+        op: what is done.
+        source: the plan's line that asked for it; not part of the instruction's identity.
+    """
+
+    path: str
+    hook: Hook
+    target: str
+    index: int | str | None
+    op: Op
+    source: Source | None = field(default=None, compare=False)
+
+    def text(self, axes: MeshAxes) -> str:
+        place = f"{self.path}.{self.hook.value}" if self.path else self.hook.value
+        return f"{place}:{self.target}:{'*' if self.index is None else self.index}:{self.op.text(axes)}"
+
+
+# What two programs do differently.
+
+_Place = tuple[str, Hook, str, int | str | None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """An instruction that only one program has (the other is None), or that does something else at the same place."""
+
+    before: Instruction | None
+    after: Instruction | None
+
+    @property
+    def path(self) -> str:
+        found = self.before or self.after
+        assert found is not None
+        return found.path
+
+
+@dataclass(frozen=True)
+class ProgramDiff:
+    """False when the programs are equal. ``str()`` gives lines that begin with ``-``, ``+`` or ``~`` (before => after),
+    repeated layers merged."""
+
+    axes_before: MeshAxes
+    axes_after: MeshAxes
+    changes: tuple[Change, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes) or self.axes_before != self.axes_after
+
+    def __str__(self) -> str:
+        return "".join(f"{line}\n" for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        if self.axes_before != self.axes_after:
+            yield f"~ mesh {self.axes_before} => {self.axes_after}"
+        for path, (sign, rest), _ in merge_repeats(
+            (change.path, self._sign_and_rest(change)) for change in self.changes
+        ):
+            yield f"{sign} {path}{rest}"
+
+    def _sign_and_rest(self, change: Change) -> tuple[str, str]:
+        before = change.before.text(self.axes_before)[len(change.path) :] if change.before is not None else ""
+        after = change.after.text(self.axes_after)[len(change.path) :] if change.after is not None else ""
+        if change.before is None or change.after is None:
+            return ("+", after) if change.before is None else ("-", before)
+        return "~", f"{before} => {change.after.op.text(self.axes_after)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: the mesh of each side when they differ, and every change, layers not merged."""
+        data: dict[str, Any] = {"equal": not self, "changes": []}
+        if self.axes_before != self.axes_after:
+            data["mesh"] = {"before": str(self.axes_before), "after": str(self.axes_after)}
+        for change in self.changes:
+            data["changes"].append(
+                {
+                    "before": change.before.text(self.axes_before) if change.before is not None else None,
+                    "after": change.after.text(self.axes_after) if change.after is not None else None,
+                }
+            )
+        return data
+
+
+def diff_instructions(
+    axes: MeshAxes, instructions: Sequence[Instruction], other_axes: MeshAxes, others: Sequence[Instruction]
+) -> ProgramDiff:
+    """See :meth:`vescale.ir.Program.diff`. The order of instructions matters only among those of one place."""
+    old, new = _by_place(instructions), _by_place(others)
+    changes = []
+    for place in dict.fromkeys((*old, *new)):
+        pairs = list(zip_longest(old.get(place, ()), new.get(place, ())))
+        changes += [Change(one, other) for one, other in pairs if not _same(one, other, axes, other_axes)]
+    return ProgramDiff(axes, other_axes, tuple(changes))
+
+
+def _same(one: Instruction | None, other: Instruction | None, axes: MeshAxes, other_axes: MeshAxes) -> bool:
+    """The same on the axes' names, whatever their sizes and order."""
+    if one is None or other is None:
+        return False
+    return one.text(axes) == other.text(other_axes)
+
+
+def _by_place(instructions: Sequence[Instruction]) -> dict[_Place, list[Instruction]]:
+    places: dict[_Place, list[Instruction]] = {}
+    for i in instructions:
+        places.setdefault((i.path, i.hook, i.target, i.index), []).append(i)
+    return places
+
+
+# Programs as JSON text and back.
+
+_VERSION = 1
+_KINDS: dict[str, type[Op]] = {
+    "place": Place,
+    "wrap": Wrap,
+    "redistribute": Redistribute,
+    "annotate": Annotate,
+    "factory": Factory,
+    "attention": Attention,
+    "local": Local,
+    "unit": Unit,
+    "precision": Precision,
+    "checkpoint": Checkpoint,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+# Fields of instructions that hold one placement for each axis.
+_STAGES = {"placements", "src", "dst", "grad_src", "grad_dst", "inputs", "outputs"}
+
+
+def instructions_to_json(axes: MeshAxes, instructions: Sequence[Instruction]) -> str:
+    """See :meth:`vescale.ir.Program.to_json`."""
+    lines = [json.dumps(_instruction(i, axes), separators=(", ", ": ")) for i in instructions]
+    mesh = json.dumps(dict(zip(axes.names, axes.sizes)))
+    body = ",\n".join(f"    {line}" for line in lines)
+    return f'{{\n  "version": {_VERSION},\n  "mesh": {mesh},\n  "instructions": [\n{body}\n  ]\n}}\n'
+
+
+def instructions_from_json(text: str) -> tuple[MeshAxes, tuple[Instruction, ...]]:
+    """See :meth:`vescale.ir.Program.from_json`."""
+    try:
+        data = json.loads(text)
+        if data["version"] != _VERSION:
+            raise ProgramTextError(f"version {data['version']!r}; this release reads version {_VERSION}")
+        axes = MeshAxes.of({str(name): size for name, size in data["mesh"].items()})
+        return axes, tuple(_read_instruction(item, axes) for item in data["instructions"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ProgramTextError(f"not a program: {detail}; expected the text of Program.to_json()") from None
+
+
+def _instruction(instruction: Instruction, axes: MeshAxes) -> dict[str, Any]:
+    data: dict[str, Any] = {"path": instruction.path, "hook": instruction.hook.value, "target": instruction.target}
+    if instruction.index is not None:
+        data["index"] = instruction.index
+    data["op"] = _op(instruction.op, axes)
+    if instruction.source is not None:
+        source = instruction.source
+        data["source"] = {"file": source.file, "line": source.line}
+        if source.column is not None:
+            data["source"]["column"] = source.column
+    return data
+
+
+def _op(op: Op, axes: MeshAxes) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": _NAMES[type(op)]}
+    for own in fields(op):
+        value = getattr(op, own.name)
+        if isinstance(value, MixedPrecisionPolicy):
+            data[own.name] = mp_options(value)
+        elif isinstance(value, torch.dtype):
+            data[own.name] = dtype_name(value)
+        elif isinstance(value, CheckpointPolicy):
+            data[own.name] = value.form()
+        elif value is not None:
+            data[own.name] = _stage(value, axes) if own.name in _STAGES else value
+    if isinstance(op, Attention):
+        data["methods"] = {axis: method for axis, method in zip(axes, op.methods) if method is not None}
+    return data
+
+
+def _stage(stage: Stage, axes: MeshAxes) -> dict[str, str]:
+    return {axis: placement_text(placement) for axis, placement in zip(axes, stage) if placement is not None}
+
+
+def _read_instruction(data: Mapping[str, Any], axes: MeshAxes) -> Instruction:
+    source = data.get("source")
+    return Instruction(
+        _text(data["path"]),
+        Hook(data["hook"]),
+        _text(data["target"]),
+        _index(data.get("index")),
+        _read_op(data["op"], axes),
+        Source(_text(source["file"]), int(source["line"]), source.get("column")) if source is not None else None,
+    )
+
+
+def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
+    name = data["name"]
+    if name not in _KINDS:
+        raise ProgramTextError(f"op {name!r} is none of {', '.join(_KINDS)}")
+    kind: type[Any] = _KINDS[name]
+    known = {field.name for field in fields(kind)}
+    unknown = sorted(set(data) - known - {"name"})
+    if unknown:
+        raise ProgramTextError(f"a {name} has no {unknown[0]!r}")
+    values: dict[str, Any] = {
+        key: _read_stage(value, axes) if key in _STAGES else value for key, value in data.items() if key in known
+    }
+    if kind is Unit:
+        for key in ("names", "shard", "replicate"):
+            values[key] = _texts(values.get(key, ()))
+        for axis in (*values["shard"], *values["replicate"]):
+            axes.index(axis)
+        if not values["shard"]:
+            raise ProgramTextError("a unit that is sharded over no axis")
+        values["mp_policy"] = mp_policy_of(values.get("mp_policy"))
+        if not isinstance(values.get("offload_pinned"), bool | None):
+            raise ProgramTextError(f"offload_pinned is {values['offload_pinned']!r}, not true or false")
+    if kind is Precision:
+        values = {key: float_dtype_of(key, value) for key, value in values.items()}
+    if kind is Attention:
+        values["methods"] = _read_methods(data["methods"], axes)
+    if kind is Checkpoint:
+        values["policy"] = checkpoint_policy(data["policy"])
+        values["budget_gib"] = checkpoint_budget(values.get("budget_gib"), values["policy"])
+        if isinstance(values.get("budget"), bool) or not isinstance(values.get("budget", 0), int):
+            raise ProgramTextError(f"budget is {values['budget']!r}, not the number of an entry")
+    if kind is Local:
+        values = {"kind": None, "dispatch": None, **values}
+        for key in ("experts", "features", "biases"):
+            values[key] = _texts(values.get(key, ()))
+        for axis in (*values["experts"], *values["features"]):
+            axes.index(axis)
+    return kind(**values)
+
+
+def _read_stage(data: Mapping[str, str], axes: MeshAxes) -> tuple[Placement | None, ...]:
+    for axis in data:
+        axes.index(axis)
+    return tuple(parse_placement(data[axis]) if axis in data else None for axis in axes)
+
+
+def _read_methods(data: Mapping[str, Any], axes: MeshAxes) -> tuple[AttentionMethod | None, ...]:
+    for axis, method in data.items():
+        axes.index(axis)
+        if method not in ATTENTION_METHODS:
+            raise ProgramTextError(f"{method!r} is no method of attention")
+    return tuple(data.get(axis) for axis in axes)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ProgramTextError(f"{value!r} is not text")
+    return value
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if isinstance(values, str):
+        raise ProgramTextError(f"{values!r} is no list")
+    return tuple(_text(value) for value in values)
+
+
+def _index(value: Any) -> int | str | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
+        raise ProgramTextError(f"index {value!r} is neither a position nor a name")
+    return value
 
 
 @dataclass(frozen=True)

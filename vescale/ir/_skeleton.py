@@ -10,8 +10,6 @@ from torch import nn
 from vescale.ir._model_copy import copy_model
 from vescale.rng import is_deferred
 
-__all__ = ["skeleton_of"]
-
 
 def skeleton_of(model: nn.Module) -> nn.Module:
     """A copy of the model whose parameters are on the meta device; buffers have their values, if there are any."""

@@ -11,12 +11,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir._feature_groups import FeatureGroup, Product
+from vescale.ir._feature_flow import FeatureGroup, Product
 from vescale.ir._feature_trace import FeatureTrace
 from vescale.placements import InterleavedShard
 from vescale.plans import wildcard
-
-__all__ = ["Cut", "choose_cuts"]
 
 
 @dataclass

@@ -18,11 +18,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale.ir._feature_trace import FeatureTrace
-from vescale.ir._flow_mode import FlowMode, tensors_of
-from vescale.ir._placement_flow import is_elementwise
+from vescale.ir._placement_flow import FlowMode, is_elementwise, tensors_of
 from vescale.ir._tensor_cuts import Cut
-
-__all__ = ["shard_tokens"]
 
 
 def shard_tokens(model: nn.Module, inputs: Mapping[str, Any], cuts: list[Cut], trace: FeatureTrace) -> list[str]:

@@ -19,10 +19,8 @@ from vescale.ir._attention_heads import is_attention
 from vescale.ir._model_index import ModelIndex, StateTensor, enclosing
 from vescale.ir._operations import Place, Wrap
 from vescale.ir._program import Program
-from vescale.ir._resolution import Resolution
+from vescale.ir._resolve import Resolution
 from vescale.placements import local_region
-
-__all__ = ["UnevenCut", "part_sizes", "refusal_of_uneven", "uneven_cuts", "uneven_inputs"]
 
 
 def refusal_of_uneven(

@@ -2,25 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir._findings import Findings
-from vescale.ir._joint_sharding import gathered_positions, ragged_positions
-from vescale.ir._merged_names import name_list
+from vescale.buffer import Layout, TensorGroup
+from vescale.ir._findings import Findings, name_list
 from vescale.ir._model_index import ModelIndex, enclosing
-from vescale.ir._planned_placements import PlannedState
-from vescale.ir._resolution import Resolution
-from vescale.ir._resolve import shown_name
-from vescale.placements import RaggedShard, shard_dim
+from vescale.ir._operations import Place, Unit
+from vescale.ir._program import Program
+from vescale.ir._resolve import PlannedState, Resolution, shown_name
+from vescale.placements import RaggedShard, local_region, shard_dim
 from vescale.plans import MeshAxes, PrecisionEntry, Source, UnitEntry, placement_text
 
-__all__ = ["GatheredUnit", "find_units", "precision_of", "repeated_blocks"]
+# Sharding over several axes at once, for parameters of units that are sharded over these axes at rest and whole on each
+# while they run. A ragged shard comes last, so that a DTensor can have one only. The same ragged placement on several
+# axes at rest therefore means one shard over all their ranks together, in the order of the mesh; the parameter is then
+# on a mesh in which one axis, behind the others, takes their place (:func:`vescale.comm.join_axes`). The same
+# ``Shard(dim)`` on several axes also is one ``Shard(dim)`` over all their ranks.
+
+
+def gathered_positions(rest: Sequence[Placement], run: Sequence[Placement]) -> tuple[int, ...]:
+    """The axes over which a parameter is cut at rest, in one cut, and whole while it runs; () where there are none, where
+    cuts differ, or where something else changes."""
+    found = tuple(position for position, (one, other) in enumerate(zip(rest, run)) if one != other)
+    cuts = {rest[position] for position in found}
+    if len(cuts) != 1 or not all(isinstance(run[position], Replicate) for position in found):
+        return ()
+    cut = rest[found[0]]
+    if isinstance(cut, RaggedShard):
+        return found if found == ragged_positions(rest) else ()
+    return found if type(cut) is Shard else ()
+
+
+def ragged_positions(placements: Sequence[Placement | None]) -> tuple[int, ...]:
+    """The axes with a ragged cut."""
+    return tuple(position for position, placement in enumerate(placements) if isinstance(placement, RaggedShard))
+
+
+def join_placements(
+    placements: Sequence[Placement], sizes: Sequence[int], positions: Sequence[int]
+) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
+    """Placements, and sizes of axes, with those at ``positions`` as one behind the others; as they are where that is one."""
+    if len(positions) <= 1:
+        return tuple(placements), tuple(sizes)
+    others = [position for position in range(len(sizes)) if position not in positions]
+    joint = math.prod(sizes[position] for position in positions)
+    return (
+        (*(placements[position] for position in others), placements[positions[0]]),
+        (*(sizes[position] for position in others), joint),
+    )
 
 
 @dataclass(frozen=True)
@@ -283,3 +320,172 @@ def _check_reshard(unit: GatheredUnit, axes: MeshAxes, findings: Findings) -> No
             f"{', '.join(unit.shard)}; use True, False, or a number of ranks that does",
             source,
         )
+
+
+# The buffers in which a program's units are gathered: planned without a rank, with the functions that the engine uses.
+
+
+@dataclass(frozen=True)
+class UnitBucket:
+    """Parameters of one unit, dtype and ``requires_grad``: one buffer, one all-gather, one reduce-scatter.
+
+    Sizes are those of one rank. ``resting_bytes`` are always there, ``whole_bytes`` while the unit is gathered, and
+    ``gradient_bytes`` while its gradients are not reduced; padding included.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    num_ranks: int
+    num_replicas: int
+    num_elements: int
+    buffer_size: int
+    layout: Layout
+    backward_ranks: int
+    """Among how many ranks parameters are gathered again for backward; 1: they are kept."""
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    is_offloaded: bool = False
+    parts: tuple[tuple[int, ...], ...] = ()
+    """Where the plan gives the cut, for each parameter the elements of each rank; ``layout`` is of one rank's piece."""
+
+    @property
+    def digest(self) -> str:
+        """Equal on two ranks exactly when their layouts are."""
+        return self.layout.digest
+
+    @property
+    def padding_elements(self) -> int:
+        return self.buffer_size - self.num_elements
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.buffer_size * self.compute_dtype.itemsize
+
+    @property
+    def resting_bytes(self) -> int:
+        """On the device."""
+        return 0 if self.is_offloaded else self.buffer_size // self.num_ranks * self.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.buffer_size * self.reduce_dtype.itemsize if self.requires_grad else 0
+
+    @property
+    def collectives(self) -> tuple[tuple[str, str, str, int], ...]:
+        """(phase, op, axes joined with ``,``, bytes that a rank exchanges with others) of each in a step."""
+        whole, shard = self.whole_bytes, ",".join(self.shard)
+        found = [("forward", "all_gather", shard, whole // self.num_ranks * (self.num_ranks - 1))]
+        if self.backward_ranks > 1:
+            again = whole // self.backward_ranks * (self.backward_ranks - 1)
+            found.append(("backward", "all_gather", shard, again))
+        if self.requires_grad:
+            piece = self.gradient_bytes // self.num_ranks
+            found.append(("backward", "reduce_scatter", shard, piece * (self.num_ranks - 1)))
+            summed = 2 * piece * (self.num_replicas - 1) // self.num_replicas
+            found.append(("backward", "all_reduce", ",".join(self.replicate), summed))
+        return tuple(one for one in found if one[3])
+
+
+def unit_buckets(program: Program, model: nn.Module) -> tuple[UnitBucket, ...]:
+    """Every buffer of every unit, in the program's order. Reads names, shapes and dtypes; nothing is communicated."""
+    index = ModelIndex(model)
+    resting = _resting(program, index)
+    units = [(i.path, i.op) for i in program if isinstance(i.op, Unit)]
+    return tuple(bucket for path, unit in units for bucket in _buckets(path, unit, index, program.axes, resting))
+
+
+def _buckets(
+    path: str, unit: Unit, index: ModelIndex, axes: MeshAxes, resting: dict[str, tuple[Placement, ...]]
+) -> Iterator[UnitBucket]:
+    positions = [axes.index(axis) for axis in unit.shard]
+    ranks = math.prod(map(axes.size, unit.shard))
+    kinds: dict[tuple[torch.dtype, bool, bool], list[str]] = {}
+    for name in unit.names:
+        first = index.state_names[f"{path}.{name}" if path else name]
+        owner, attribute = index.owner(first)
+        tensor = getattr(index.modules[owner], attribute)
+        rest = resting[first][positions[0]]
+        is_planned = isinstance(rest, RaggedShard) and rest.local_units is None
+        kinds.setdefault((tensor.dtype, tensor.requires_grad, is_planned), []).append(first)
+    keep = unit.reshard_after_forward if unit.reshard_after_forward is not None else bool(path)
+    backward = (ranks if keep else 1) if isinstance(keep, bool) else keep
+    policy = unit.mp_policy
+    for (dtype, requires_grad, _), names in kinds.items():
+        narrow = policy.param_dtype if policy is not None and dtype.is_floating_point else None
+        compute = narrow or dtype
+        reduced = (policy.reduce_dtype if policy is not None else None) or compute
+        dtypes = frozenset((dtype, compute, reduced))
+        places = []
+        for name in names:
+            at_rest = resting[name]
+            run = [Replicate() if axis in positions else placement for axis, placement in enumerate(at_rest)]
+            places.append(_place(index.states[name].shape or (), at_rest[positions[0]], run, axes.sizes, ranks))
+        parts = [max(part) if part is not None else None for _, part, _ in places]
+        if parts[0] is None:  # the planner's choice
+            layout = _layout(
+                tuple(numel for numel, _, _ in places), tuple(block for _, _, block in places), ranks, dtypes
+            )
+            size = layout.buffer_size
+        else:
+            layout = _layout(tuple(part or 0 for part in parts), (1,) * len(parts), 1, dtypes)
+            size = layout.buffer_size * ranks
+        held = sum(numel for numel, _, _ in places)
+        yield UnitBucket(
+            path,
+            tuple(names),
+            unit.shard,
+            unit.replicate,
+            dtype,
+            requires_grad,
+            ranks,
+            math.prod(axes.size(axis) for axis in unit.replicate),
+            held,
+            size,
+            layout,
+            backward,
+            compute,
+            reduced,
+            unit.offload_pinned is not None,
+            tuple(part for _, part, _ in places if part is not None),
+        )
+
+
+def _resting(program: Program, index: ModelIndex) -> dict[str, tuple[Placement, ...]]:
+    found: dict[str, tuple[Placement, ...]] = {}
+    for i in program:
+        if isinstance(i.op, Place):
+            name = index.state_names[f"{i.path}.{i.target}" if i.path else i.target]
+            found[name] = tuple(Replicate() if p is None else p for p in i.op.placements)
+    return found
+
+
+def _place(
+    shape: tuple[int, ...], rest: Placement, run: list[Placement], sizes: tuple[int, ...], ranks: int
+) -> tuple[int, tuple[int, ...] | None, int]:
+    """(elements, those of each rank's part where the cut is given, elements that stay together)."""
+    local = local_region(shape, run, sizes, (0,) * len(sizes)).local_shape
+    inner = [dim for p in run if (dim := shard_dim(p)) is not None and dim > 0]
+    if type(rest) is Shard:
+        size, others = local[rest.dim], math.prod(n for dim, n in enumerate(local) if dim != rest.dim)
+        chunk = -(-size // ranks)
+        return math.prod(local), tuple(max(0, min(chunk, size - r * chunk)) * others for r in range(ranks)), 1
+    assert isinstance(rest, RaggedShard)
+    if rest.local_units is None:
+        return math.prod(local), None, rest.granule(local, inner)
+    runs = (rest.run(local, local, ranks, rank, inner) for rank in range(ranks))
+    return math.prod(local), tuple(end - begin for begin, end in runs), 1
+
+
+@functools.lru_cache(maxsize=1024)  # layers repeat
+def _layout(numels: tuple[int, ...], blocks: tuple[int, ...], ranks: int, dtypes: frozenset[torch.dtype]) -> Layout:
+    names = [str(number) for number in range(len(numels))]
+    return TensorGroup.plan(
+        {name: (numel,) for name, numel in zip(names, numels)},
+        ranks,
+        dtypes=set(dtypes),
+        blocks=dict(zip(names, blocks)),
+    ).layout

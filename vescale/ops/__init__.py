@@ -5,41 +5,64 @@ placement that is constructed calls.
 """
 
 from vescale.ops import (
-    argmax,
     attention,
     batch_norm,
-    comparisons,
     concatenation,
     convolution,
-    cross_entropy,
-    cumulative,
     elementwise,
-    elementwise_losses,
     embedding,
     factories,
-    foreach,
-    gathering,
     indexing,
     interleaved,
     losses,
-    masked_assignment,
     norms,
     pooling,
     pseudo_inverses,
     random,
     recurrent,
     reductions,
-    resizing,
     slicing,
-    splitting,
-    stack,
     statistics,
     tangents,
     to_python,
-    vector_norms,
     views,
 )
-from vescale.ops._attention_work import ROWS, AttentionWork
+from vescale.ops import (
+    concatenation as stack,
+)
+from vescale.ops import (
+    elementwise as comparisons,
+)
+from vescale.ops import (
+    elementwise as elementwise_losses,
+)
+from vescale.ops import (
+    elementwise as foreach,
+)
+from vescale.ops import (
+    indexing as gathering,
+)
+from vescale.ops import (
+    indexing as masked_assignment,
+)
+from vescale.ops import (
+    losses as cross_entropy,
+)
+from vescale.ops import (
+    norms as vector_norms,
+)
+from vescale.ops import (
+    pooling as resizing,
+)
+from vescale.ops import (
+    reductions as argmax,
+)
+from vescale.ops import (
+    reductions as cumulative,
+)
+from vescale.ops import (
+    slicing as splitting,
+)
 from vescale.ops._boundary_copies import (
     LIVE_COPIES,
     following_writes,
@@ -59,15 +82,23 @@ from vescale.ops._conversion import (
     convert,
     enter_local,
     leave_local,
+    refuse_transforms,
     wrap_global,
 )
 from vescale.ops._conversion_plans import cut, stages_between
 from vescale.ops._cut_gradients import with_cut_gradient
 from vescale.ops._decision import Decision, Rule
-from vescale.ops._dispatch import misjudged_view, run_interleaved, run_op, view_of_uneven_shards
-from vescale.ops._execute import write_back
-from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
-from vescale.ops._install import install
+from vescale.ops._install import (
+    PlacementFallbackError,
+    PlacementFallbackWarning,
+    install,
+    misjudged_view,
+    run_interleaved,
+    run_op,
+    strict_placements,
+    view_of_uneven_shards,
+    write_back,
+)
 from vescale.ops._links import settle, share_version
 from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
 from vescale.ops._register_rule import register_rule
@@ -81,11 +112,10 @@ from vescale.ops._registry import (
     register_aten,
     register_family,
 )
-from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
-from vescale.ops._transforms import refuse_transforms
+from vescale.ops._ring_attention import Meeting, RingSchedule, Runs, meetings
 from vescale.ops._view_copies import remember_copy, write_through
-from vescale.ops.elementwise import is_elementwise
-from vescale.ops.foreach import is_foreach, is_listed
+from vescale.ops.attention import ROWS, AttentionWork
+from vescale.ops.elementwise import is_elementwise, is_foreach, is_listed
 from vescale.ops.losses import cross_entropy_of_rows, has_whole_rows, without_dim
 from vescale.ops.norms import normalizes_locally
 from vescale.ops.sparse import is_sparse, multiply_sparse

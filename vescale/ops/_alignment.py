@@ -17,8 +17,6 @@ from vescale.errors import OpPlacementError
 from vescale.ops._call import Placements, names
 from vescale.placements import has_custom, is_pending, move_local, ragged_axis, without_partials
 
-__all__ = ["Alignment", "align"]
-
 # Ops whose results are sums (averages) of what each rank would compute from its own contribution, by name.
 _ADDITIVE = names("add add_ sub sub_ copy_ _foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_copy_")
 _LINEAR_IN_FIRST = names("mul mul_ div div_ _foreach_mul _foreach_mul_ _foreach_div _foreach_div_")

@@ -16,8 +16,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.ops._conversion import bring_with_gradient, enter_local, leave_local
 from vescale.placements import shard_dim
 
-__all__ = ["local_parameter", "local_rows", "rows_from_local", "sharded_rows"]
-
 
 def sharded_rows(x: DTensor, batch_dim: int) -> list[bool]:
     """The axes along which ranks hold different rows of ``x``."""

@@ -27,25 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import counts_local_writes, local_of, native_require_current, no_torch_function, version_holder
 
-__all__ = [
-    "AFTER_LOCAL_WRITES",
-    "IN_PYTHON",
-    "LIVE_COPIES",
-    "ORIGIN",
-    "OUTDATED_VIEWS",
-    "count_as_seen",
-    "following_writes",
-    "note_local",
-    "note_operand",
-    "note_writes",
-    "num_writes",
-    "pass_boundary",
-    "read_arguments",
-    "require_current",
-    "settle",
-    "settling",
-]
-
 # By number, what exists: writes are only followed while there is anything, copies that are viewed, sides of boundaries, or
 # operands of plain ops.
 LIVE_COPIES: set[int] = set()

@@ -20,8 +20,6 @@ from vescale.compat import (
     without_modes,
 )
 
-__all__ = ["OpCall", "Placements", "names", "placements_text", "substitute", "with_placements"]
-
 Placements = tuple[Placement, ...]
 
 

@@ -12,8 +12,6 @@ from vescale.comm import all_gather_v, all_reduce, axis_group
 from vescale.ops._call import Placements
 from vescale.placements import is_sharded
 
-__all__ = ["accumulation_dtype", "add_ranks", "gather_ranks", "neutral_extremum", "reduction_axes"]
-
 
 def reduction_axes(placements: Placements) -> tuple[int, ...]:
     """The mesh axes along which ranks hold different elements."""

@@ -8,8 +8,6 @@ from typing import Protocol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["OpContext"]
-
 
 class OpContext(Protocol):
     """A forward of a parallelized model, as the functions in the registry see it: their first argument."""

@@ -34,21 +34,8 @@ from vescale.comm import axis_group
 from vescale.compat import DTensorSpec, no_torch_function
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import convert, enter_local, leave_local
-from vescale.ops._ring_attention import Ring
-from vescale.ops._ring_schedule import RingSchedule, Runs
+from vescale.ops._ring_attention import Ring, RingSchedule, Runs
 from vescale.placements import InterleavedShard, at_dim, local_region, shard_dim
-
-__all__ = [
-    "attend_to_prefixes",
-    "causal_mask",
-    "causal_rows",
-    "gather_pair",
-    "ring_of",
-    "sequence_axes",
-    "shard_heads",
-    "shard_sequence",
-    "shard_value_as_key",
-]
 
 # Devices whose kernels support a causal mask that is aligned to the last key, without materializing it.
 _WITH_LOWER_RIGHT = ("cuda", "xpu")

@@ -21,7 +21,7 @@ module's boundary (``outdated``) keeps what one device has there: one tensor on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.comm import LISTENERS, requested_by, watch_holder
 from vescale.compat import (
     DTensorSpec,
+    has_tangent,
+    in_dual_level,
+    in_transform,
     local_of,
     make_dtensor,
     make_spec,
@@ -40,7 +43,9 @@ from vescale.compat import (
     permit_writes,
     spec_of,
     tell_moved_operand,
+    without_transforms,
 )
+from vescale.errors import TransformError
 from vescale.ops._boundary_copies import note_operand, pass_boundary, require_current
 from vescale.ops._conversion_plans import (
     Placements,
@@ -56,21 +61,38 @@ from vescale.ops._conversion_plans import (
     whole_spec,
 )
 from vescale.ops._observer import report_implicit_move
-from vescale.ops._transforms import apply_outside, is_differentiated
 from vescale.placements import contiguous_stride, move_local, stride_like, without_partials
 
-__all__ = [
-    "NATIVE",
-    "PreparedConversion",
-    "bring",
-    "bring_with_gradient",
-    "convert",
-    "enter_local",
-    "enter_together",
-    "leave_local",
-    "whole",
-    "wrap_global",
-]
+# Transforms of ``torch.func`` and forward-mode differentiation, for which changes of placements have no rules.
+
+
+def refuse_transforms(tensors: Iterable[torch.Tensor], where: str) -> None:
+    """``where``: what they enter. Raises TransformError where a running transform has wrapped one, or one has a tangent."""
+    is_transformed = in_transform()
+    for x in tensors if is_transformed or in_dual_level() else ():
+        if (is_transformed and without_transforms(x) is not x) or has_tangent(x):
+            raise _error(where)
+
+
+def is_differentiated(x: torch.Tensor) -> bool:
+    """Whether what is made of ``x`` is linked to it: by a gradient, or a tangent."""
+    return (x.requires_grad and torch.is_grad_enabled()) or has_tangent(x)
+
+
+def apply_outside(function: type[torch.autograd.Function], *args: Any, where: str = "") -> Any:
+    """``function.apply``, which has a rule for gradients only. Raises TransformError inside of a transform."""
+    if in_transform() or any(isinstance(x, torch.Tensor) and has_tangent(x) for x in args):
+        raise _error(where or "a DTensor")
+    return function.apply(*args)
+
+
+def _error(where: str) -> TransformError:
+    kind = "a transform of torch.func (grad, vjp, vmap, ...)" if in_transform() else "forward-mode differentiation"
+    return TransformError(
+        f"{kind} of {where}: placements change here, and only gradients have a rule for that. Expected reverse mode: "
+        "torch.autograd.grad(..., create_graph=True), and jacobian, jvp, vjp and hvp of torch.autograd.functional; or "
+        "functions of tensors, and modules without entries, inside of the model"
+    )
 
 
 def _moved(x: DTensor, target: Placements, requester: str) -> DTensor:

@@ -23,19 +23,6 @@ from vescale.placements import (
     without_partials,
 )
 
-__all__ = [
-    "Placements",
-    "Stage",
-    "cut",
-    "gradient_spec",
-    "plan_cut",
-    "plan_gradient",
-    "plan_leaving",
-    "plan_move",
-    "stages_between",
-    "whole_spec",
-]
-
 Placements = tuple[Placement, ...]
 # None for axes that keep their placement.
 Stage = tuple[Placement | None, ...]

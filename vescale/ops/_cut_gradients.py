@@ -12,8 +12,6 @@ from torch.utils.hooks import unserializable_hook
 from vescale.compat import is_computed, spec_of
 from vescale.ops._conversion import convert
 
-__all__ = ["with_cut_gradient"]
-
 
 def with_cut_gradient(x: DTensor) -> DTensor:
     """Return ``x``, an output of a model, with a hook that shards its gradient like ``x`` on each axis where the gradient is

@@ -26,8 +26,6 @@ from vescale.ops._registry import rules_of
 from vescale.ops.interleaved import treats_indices_alike
 from vescale.placements import CustomPlacement, contiguous_stride, ragged_axis
 
-__all__ = ["cached", "cached_sharding", "decide", "forget_decisions", "output_specs"]
-
 # Keyword arguments that decide the format of results; others (alpha, value, ...) only do for integers.
 _FORMATS = frozenset(["dtype", "layout", "device", "pin_memory", "memory_format"])
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from vescale.ops._call import OpCall, Placements
 
-__all__ = ["Decision", "Rule"]
-
 
 @dataclass(frozen=True)
 class Decision:

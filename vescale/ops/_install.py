@@ -2,12 +2,430 @@
 
 from __future__ import annotations
 
-from vescale.compat import begin_world, install_part
-from vescale.ops._dispatch import keeps_operands, run_op, set_item
-from vescale.ops._sizes import sizes_of
-from vescale.placements import dtensor_hooks
+import contextlib
+import functools
+import math
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
-__all__ = ["install"]
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import (
+    DTensorSpec,
+    OutputSharding,
+    StridedShard,
+    begin_world,
+    decompose,
+    has_results,
+    install_part,
+    is_installed,
+    is_view,
+    local_of,
+    make_dtensor,
+    make_spec,
+    observe_redistribution,
+    rank_in_mesh,
+    replace_parts,
+    spec_of,
+    tell_move,
+    with_aliasing,
+)
+from vescale.errors import Coded, OpPlacementError
+from vescale.ops._call import OpCall, placements_text, substitute, with_placements
+from vescale.ops._decide import cached, cached_sharding, decide, output_specs
+from vescale.ops._decision import Decision
+from vescale.ops._regrouped_dims import is_cut_unevenly
+from vescale.ops._sizes import sizes_of
+from vescale.ops._view_copies import remember_copy
+from vescale.ops.interleaved import interleaved_rule, treats_indices_alike
+from vescale.ops.views import VIEWS, holds_the_same, view_rule
+from vescale.placements import (
+    CustomPlacement,
+    dtensor_hooks,
+    has_custom,
+    is_pending,
+    move_local,
+    shard_dim,
+    split_factor,
+)
+
+# Reports of ops that have no rule for a placement and gather their operand: one warning a line of code, or an error.
+
+
+class PlacementFallbackWarning(Coded, UserWarning):
+    """An op had no rule for a placement, so the whole operand was communicated; correct, but not free."""
+
+    code = "VS1602"
+
+
+class PlacementFallbackError(Coded, RuntimeError):
+    """The same, in :func:`strict_placements`."""
+
+    code = "VS1601"
+
+
+# Ranks in strict mode, one entry for each open context. Backward may run on another thread and ranks may be threads of one
+# process, so neither a context variable nor a thread-local would do.
+_STRICT: list[int] = []
+_REPORTED: set[tuple[str, int, str, str]] = set()
+_LOCK = threading.Lock()
+_INTERNAL = (torch.__path__[0], __file__.rpartition("ops")[0])
+
+
+@contextlib.contextmanager
+def strict_placements() -> Iterator[None]:
+    """Ops without a rule for a vescale placement raise :class:`PlacementFallbackError` instead of gathering operands.
+
+    The error comes before any communication, and on every rank that runs the op.
+    """
+    rank = _own_rank()
+    with _LOCK:
+        _STRICT.append(rank)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _STRICT.remove(rank)
+
+
+def report_fallback(op: str, operand: str, target: str, is_lost: bool) -> None:
+    """Report that ``op`` brings ``operand`` to ``target``; warns once for each line of user code, op and operand.
+    ``is_lost``: whether what is written to the result does not reach the operand."""
+    filename, line = _site()
+    found = f"{filename}:{line}: {op} has no rule for {operand}"
+    fix = "redistribute it yourself where the op is called, or keep the op's operands in a placement it has a rule for"
+    if _STRICT and _own_rank() in _STRICT:
+        raise PlacementFallbackError(
+            f"{found}; it would be brought to {target}, and strict_placements() expects no implicit communication; {fix}"
+        )
+    key = (filename, line, op, operand)
+    with _LOCK:
+        if key in _REPORTED:
+            return
+        _REPORTED.add(key)
+    note = "; the result is a copy, not a view: writes to it do not reach the operand" if is_lost else ""
+    text = f"{found}; it is brought to {target}, which communicates on every call{note}; {fix}"
+    warnings.warn_explicit(text, PlacementFallbackWarning, filename, line)
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _site() -> tuple[str, int]:
+    """File and line of the innermost frame outside torch and this library."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_INTERNAL) and not name.startswith("<"):
+            return name, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return "<backward>", 0
+
+
+# Runs an op by a decision: operands are moved, something runs on the local tensors, results become DTensors.
+
+# Whether this thread runs an assignment to items of a DTensor: views must not become copies then.
+_ASSIGNING = threading.local()
+
+
+@contextlib.contextmanager
+def assigning() -> Iterator[None]:
+    """While the context is open, a view that would have to be a copy raises RuntimeError: a write to it would be lost."""
+    before = getattr(_ASSIGNING, "now", False)
+    _ASSIGNING.now = True
+    try:
+        yield
+    finally:
+        _ASSIGNING.now = before
+
+
+def execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of the op, with DTensors among ``args`` and ``kwargs``. Communication: what ``decision`` moves."""
+    tensors = _tensors(args, kwargs)
+    moves = [
+        (index, spec, with_placements(spec, wanted))
+        for index, (spec, wanted) in enumerate(zip(call.operands, decision.inputs))
+        if spec.placements != wanted
+    ]
+    if moves and is_view(call.op) and getattr(_ASSIGNING, "now", False):
+        raise OpPlacementError(
+            f"{call.op} of {call.describe(moves[0][0])} is a copy, so an assignment to it would be lost; assign through a "
+            "mask of the tensor's own shape (x[mask] = value) or to rows of a ragged tensor (x[2:5] = value), use "
+            "torch.where, or call redistribute() first"
+        )
+    locals_ = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    for index, spec, target in moves:  # refuse before the first communication
+        tell_move(call.op, call.argument_name(call.positions[index][0]), locals_[index], spec, target)
+        if _is_reported(spec, target):
+            is_lost = is_view(call.op) and not is_installed("models")  # else writes to the copy reach the operand
+            report_fallback(str(call.op), call.describe(index), placements_text(target.placements), is_lost)
+        observe_redistribution(spec, target, call.op)
+    for index, spec, target in moves:
+        before = locals_[index]
+        locals_[index] = move_local(before, spec.mesh, spec.shape, spec.placements, target.placements).wait()
+        if is_view(call.op):  # of a copy then, to which the program may write
+            remember_copy(before, spec, locals_[index], target)
+    if decision.redispatch:
+        for index, _, target in moves:
+            tensors[index] = make_dtensor(locals_[index], target)
+        new_args, new_kwargs = substitute(args, kwargs, tensors, torch.Tensor)
+        try:
+            return call.op(*new_args, **new_kwargs)
+        except NotImplementedError:  # PyTorch has no strategy, or the kernel does not take the dtype: that raises again
+            if not _all_replicated(decision) or not rank_in_mesh(call.mesh):
+                raise
+        local_args, local_kwargs = substitute(args, kwargs, locals_, torch.Tensor)
+        return _replicated(call.mesh, call.op(*local_args, **local_kwargs))
+    specs = cached(output_specs, call, decision)
+    if not rank_in_mesh(call.mesh):
+        result = _placeholder(specs)
+    else:
+        for index, function in decision.prepare:
+            locals_[index] = function(locals_[index])
+        local_args, local_kwargs = substitute(args, kwargs, locals_, torch.Tensor)
+        result = (decision.local or call.op)(*local_args, **local_kwargs)
+        for index, _, target in moves:
+            if index in decision.write_back:
+                write_back(tensors[index], locals_[index], target)
+    return _results(call, args, kwargs, result, specs)
+
+
+def write_back(x: DTensor, written: torch.Tensor, target: DTensorSpec) -> None:
+    """An op has written to a moved copy of ``x``, of which ``written`` is this rank's part: give ``x`` its values. A pending
+    reduction that contributions of ranks cannot be found for (a norm, a product) has them as they are."""
+    spec = spec_of(x)
+    if any(p.is_partial() and not is_pending(p, "sum", "avg", "max", "min") for p in spec.placements):
+        return replace_parts(x, written, target)
+    back = move_local(written, spec.mesh, spec.shape, target.placements, spec.placements).wait()
+    if back is not local_of(x):
+        local_of(x).copy_(back)
+
+
+def _all_replicated(decision: Decision) -> bool:
+    return all(placement.is_replicate() for placements in decision.inputs for placement in placements)
+
+
+def _replicated(mesh: DeviceMesh, result: Any) -> Any:
+    """Results that every rank of the mesh has computed from whole operands, as DTensors."""
+    if isinstance(result, torch.Tensor):
+        spec = make_spec(mesh, (Replicate(),) * mesh.ndim, result.shape, result.stride(), result.dtype)
+        return make_dtensor(result, spec)
+    return type(result)([_replicated(mesh, one) for one in result]) if isinstance(result, list | tuple) else result
+
+
+def _results(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, specs: Any) -> Any:
+    if call.mutated:
+        if not has_results(call.op):
+            return None
+        written = [_tensors(args, kwargs)[index] for index in call.mutated]
+        return written[0] if len(written) == 1 else tuple(written)
+    if specs is None:
+        return result
+    if isinstance(specs, DTensorSpec):
+        wrapped: Any = make_dtensor(result, specs)
+    else:
+        wrapped = type(result)(
+            [one if spec is None else make_dtensor(one, spec) for one, spec in zip(result, specs, strict=True)]
+        )
+    return with_aliasing(call.op, args, kwargs, wrapped) if is_view(call.op) else wrapped
+
+
+def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    found = []
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, torch.Tensor):
+            found.append(arg)
+        elif isinstance(arg, list | tuple):
+            found += [item for item in arg if isinstance(item, torch.Tensor)]
+    return found
+
+
+def _placeholder(specs: Any) -> Any:
+    """The results on a rank outside of the mesh: an empty tensor for each, zero for a number."""
+    if isinstance(specs, DTensorSpec):
+        assert specs.tensor_meta is not None
+        return torch.zeros((0,) if specs.shape else (), dtype=specs.tensor_meta.dtype)
+    return [_placeholder(spec) for spec in specs] if specs is not None else None
+
+
+def _is_reported(source: DTensorSpec, target: DTensorSpec) -> bool:
+    """Whether a move gives up a custom placement, over an axis of several ranks, and gathers more than a single number."""
+    if math.prod(source.shape) <= 1 or has_custom(target.placements):
+        return False
+    triples = zip(source.placements, target.placements, source.mesh.shape)
+    return any(
+        isinstance(before, CustomPlacement) and after.is_replicate() and size > 1 for before, after, size in triples
+    )
+
+
+# The entry points from DTensor's dispatcher: ops and assignments on DTensors with a placement that stock DTensor lacks.
+# The dispatcher calls :func:`run_op` on a miss of its C++ cache. When the rules find that the op runs on the local
+# tensors as they are, it returns a sharding decision that the dispatcher caches: the next call costs what it costs on
+# ``Shard``. Otherwise the op is run here.
+
+
+def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+    """The op's result, or a sharding decision (``OutputSharding``) for the dispatcher to cache and follow.
+
+    Raises:
+        RuntimeError: an in-place op that would have to move the tensor it writes to, operands on different meshes, a
+            random op that :mod:`vescale.rng` does not run.
+        PlacementFallbackError: no rule, in strict mode.
+    """
+    call = OpCall(op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
+    decision: Decision = cached(decide, call)
+    if decision.fallback and not call.mutated:
+        result = decompose(op, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    return cached_sharding(call, decision) or execute(call, decision, args, kwargs)
+
+
+def keeps_operands(op: Any, schema: Any) -> OutputSharding | None:
+    """The decision to run an op on the local tensors as they are, or None. Runs nothing; the caller's key holds the op, the
+    specs of the operands and all other arguments.
+
+    Raises what :func:`run_op` raises when it decides.
+    """
+    call = OpCall(op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
+    decision: Decision = cached(decide, call)
+    return None if decision.fallback else cached_sharding(call, decision)
+
+
+def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+    """The result of an op on stock placements with a ``_StridedShard``, or empty shards, among them, or a sharding decision.
+
+    No communication; None where the op would need some. PyTorch makes a ``_StridedShard`` of a sharded dim that is flattened
+    behind another one (tokens of a sharded sequence), and has few strategies that keep it. For ops that treat indices alike
+    it is the same as an interleaved placement.
+    """
+    call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
+    decision: Decision | None = cached(_decide_interleaved, call)
+    if decision is None:
+        return None
+    flattened = {
+        axis for spec in call.operands for axis, p in enumerate(spec.placements) if isinstance(p, StridedShard)
+    }
+
+    def stock(placements: Sequence[Placement] | None) -> tuple[Placement, ...] | None:
+        """The placements with stock types. A shard of one piece becomes a ``_StridedShard`` too, so that equal shards are
+        equal placements, except in a view: that may have undone the flattening."""
+        return (
+            None
+            if placements is None
+            else tuple(
+                StridedShard(dim, split_factor=split_factor(p))
+                if axis in flattened and (dim := shard_dim(p)) is not None and (split_factor(p) > 1 or not regroups)
+                else p
+                for axis, p in enumerate(placements)
+            )
+        )
+
+    regroups = decision.local is not None
+    inputs = []
+    for index, (spec, wanted) in enumerate(zip(call.operands, decision.inputs)):
+        moves = [
+            (a, b)
+            for axis, (a, b) in enumerate(zip(spec.placements, wanted))
+            if a != b and not _is_same_cut(a, b) and call.mesh.size(axis) > 1
+        ]
+        # Whole operands may be cut, which is local.
+        if moves and (index in call.mutated or not all(a.is_replicate() and not b.is_partial() for a, b in moves)):
+            return None
+        inputs.append((stock(wanted) if moves else None) or spec.placements)
+    outputs = decision.outputs and tuple(map(stock, decision.outputs))
+    decision = replace(decision, inputs=tuple(inputs), outputs=outputs)
+    return cached_sharding(call, decision) or execute(call, decision, args, kwargs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _decide_interleaved(call: OpCall) -> Decision | None:
+    decision = interleaved_rule(call) if treats_indices_alike(call.op) else None
+    return decision or (view_rule(call) if _is_cut_twice(call.operands[0]) else None)
+
+
+def _is_cut_twice(spec: DTensorSpec) -> bool:
+    """Whether several axes shard one dim. PyTorch's views do not split such dims; it places the views of all others best."""
+    dims = [
+        dim for axis, p in enumerate(spec.placements) if (dim := shard_dim(p)) is not None and spec.mesh.size(axis) > 1
+    ]
+    return len(dims) > len(set(dims))
+
+
+def _is_same_cut(a: Placement, b: Placement) -> bool:
+    return shard_dim(a) is not None and (shard_dim(a), split_factor(a)) == (shard_dim(b), split_factor(b))
+
+
+def view_of_uneven_shards(args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any) -> Any:
+    """The result of a view of stock placements that flattens or splits a dim which the ranks do not divide, or a sharding
+    decision. No communication.
+
+    None where no placement describes what each rank holds; also where there is no decision and ``args`` is None.
+    """
+    if schema.op.overloadpacket.__name__ not in VIEWS:
+        return None
+    call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
+    decision: Decision | None = cached(_decide_uneven, call)
+    if decision is None:
+        return None
+    found = cached_sharding(call, decision)
+    return found if found is not None or args is None else execute(call, decision, args, kwargs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _decide_uneven(call: OpCall) -> Decision | None:
+    return view_rule(call) if is_cut_unevenly(call.operands[0]) else None
+
+
+def misjudged_view(args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any, sharding: Any) -> Any:
+    """Where PyTorch's decision for a view gives ranks other elements than the view's placements say: what to do instead, as
+    :func:`view_of_uneven_shards`; NotImplemented where no placement describes what each rank holds, or nothing can be
+    decided. None where the decision is right.
+
+    PyTorch compares the size of a dim with the ranks of one axis after the other, also where several axes cut it.
+    """
+    spec = schema.args_schema[0] if schema.args_schema else None
+    if schema.op.overloadpacket.__name__ not in VIEWS or not isinstance(spec, DTensorSpec):
+        return None
+    dims = [p.dim for p in spec.placements if type(p) is Shard]
+    if len(dims) == len(set(dims)) or not isinstance(output := sharding.output_spec, DTensorSpec):
+        return None
+    call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
+    if cached(_is_right, call, output.placements):
+        return None
+    decision: Decision | None = cached(_decide_view, call)
+    found = None if decision is None else cached_sharding(call, decision)
+    if found is None and decision is not None and args is not None:
+        found = execute(call, decision, args, kwargs)
+    return NotImplemented if found is None else found
+
+
+_decide_view = functools.lru_cache(maxsize=1024)(view_rule)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_right(call: OpCall, placements: tuple[Placement, ...]) -> bool:
+    spec, shape = call.operands[0], tuple(call.meta.shape)
+    numel = math.prod(shape)
+    return not numel or numel != math.prod(spec.shape) or holds_the_same(spec, shape, placements, if_too_large=True)
+
+
+def set_item(original: Callable[..., None], dtensor: DTensor, index: Any, value: Any) -> None:
+    """``dtensor[index] = value`` by PyTorch's ``original``: a view of the tensor, then a write to the view.
+
+    Raises RuntimeError when the view would be a copy.
+    """
+    with assigning():
+        original(dtensor, index, value)
 
 
 def install() -> None:

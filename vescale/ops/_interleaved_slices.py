@@ -16,8 +16,6 @@ from vescale.ops._call import OpCall, Placements
 from vescale.ops._decision import Decision
 from vescale.placements import InterleavedShard, Interval, coordinates, local_region, own_region, ragged_axis
 
-__all__ = ["chunk_slices", "slice_ranges"]
-
 
 def chunk_slices(call: OpCall) -> Decision | None:
     """Slices whose bounds are chunk bounds: local views, ``Shard(dim)`` for one chunk and ``InterleavedShard`` for several.

@@ -12,8 +12,6 @@ from vescale.ops._boundary_copies import IN_PYTHON
 from vescale.ops._boundary_copies import settle as _settle
 from vescale.ops._conversion import NATIVE as _native
 
-__all__ = ["link_view", "settle", "settle_view", "share_version"]
-
 
 def link_view(local: torch.Tensor, copy: torch.Tensor, update: Callable[[torch.Tensor], None]) -> bool:
     """Have ``update(tensor with the storage of copy)`` called before an op reads ``copy``, which is viewed in place of

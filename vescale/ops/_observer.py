@@ -14,8 +14,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["ModelObserver", "has_model", "observe", "report_implicit_move", "running_module"]
-
 
 class ModelObserver(Protocol):
     """What :mod:`vescale.ops` asks and tells about the models that are running."""

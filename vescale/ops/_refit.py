@@ -19,8 +19,6 @@ from vescale.placements import (
     ragged_axis,
 )
 
-__all__ = ["refit_ragged", "regions", "runs_of"]
-
 
 def regions(spec: DTensorSpec) -> list[Region]:
     """What every rank of the spec's mesh holds; the same list on every rank."""

@@ -10,12 +10,9 @@ import torch
 
 from vescale.errors import RuleError
 from vescale.ops._call import OpCall
-from vescale.ops._check_decision import check_decision
 from vescale.ops._decide import forget_decisions
 from vescale.ops._decision import Decision, Rule
-from vescale.ops._registry import register_user_rule
-
-__all__ = ["register_rule"]
+from vescale.ops._registry import check_decision, register_user_rule
 
 _Overload, _AllOverloads = type(torch.ops.aten.alias.default), type(torch.ops.aten.alias)
 

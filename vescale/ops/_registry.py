@@ -21,28 +21,18 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.tensor.placement_types import Placement
 
+from vescale.compat import DTensorSpec, TensorMeta, no_torch_function
 from vescale.errors import RuleError
-
-__all__ = [
-    "FAMILY_ORDER",
-    "OpEntry",
-    "OpFamily",
-    "When",
-    "entries",
-    "families",
-    "register",
-    "register_aten",
-    "register_family",
-    "register_user_rule",
-    "rules_of",
-]
+from vescale.ops._call import OpCall
+from vescale.ops._decision import Decision
 
 # Families may cover the same op (dropout is random and elementwise): they are tried in this order.
 FAMILY_ORDER = ("random", "foreach", "elementwise", "interleaved")
@@ -183,3 +173,122 @@ def rules_of(op: Any) -> Iterator[Callable[..., Any]]:
         yield from entry.user_rules
     yield from (entry.rule for entry in found if entry.rule is not None)
     yield from (family.rule for family in families() if family.covers(op))
+
+
+# Decorators with which a file of this package registers what runs in place of its ops.
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def handles(
+    *ops: Any,
+    applies: Callable[[Any, Any], bool] | None = None,
+    takes_plain: bool = False,
+    communicates: Iterable[str] = (),
+) -> Callable[[Handler], Handler]:
+    """Register a function ``(op, args, kwargs) -> result`` as the handler of ATen overloads; see :class:`OpEntry`.
+
+    It runs without torch function modes: what it calls is not the model's code. ``communicates`` leaves out what moves
+    operands to other placements (:func:`vescale.ops.bring`), which is implicit communication.
+    """
+
+    def decorate(function: Handler) -> Handler:
+        def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with no_torch_function():
+                return function(op, args, kwargs)
+
+        for op in ops:
+            register(op, handler=handler, applies=applies, takes_plain=takes_plain, communicates=communicates)
+        return function
+
+    return decorate
+
+
+def replaces(
+    *functions: Any,
+    when: When = When.ALWAYS,
+    changes: Callable[..., bool] | None = None,
+    is_local: Callable[..., bool] | None = None,
+    backward: str = "autograd",
+    communicates: Iterable[str] = (),
+) -> Callable[[Function], Function]:
+    """Register a function ``(context, function, args, kwargs) -> result`` to run in place of torch functions inside of a
+    parallelized model's forward; see :class:`OpEntry`. ``when`` or ``changes``: the calls in which it does something else
+    than they."""
+
+    def decorate(function: Function) -> Function:
+        for replaced in functions:
+            register(
+                replaced,
+                function=function,
+                when=when,
+                changes=changes,
+                is_local=is_local,
+                backward=backward,
+                communicates=communicates,
+            )
+        return function
+
+    return decorate
+
+
+def is_spread(op: Any, schema: Any) -> bool:
+    """Whether an operand is not Replicate, or a plain tensor. Stock DTensor runs the op where all operands are Replicate."""
+    operands = (*schema.args_schema, *schema.kwargs_schema.values())
+    return any(
+        not all(p.is_replicate() for p in x.placements) if isinstance(x, DTensorSpec) else isinstance(x, torch.Tensor)
+        for x in operands
+    )
+
+
+# Checks of what a user's placement rule returns.
+
+
+def check_decision(rule: Any, call: OpCall, found: Any) -> None:
+    """Raise where ``found``, which ``rule`` returned for ``call``, is not a decision that the call can be run with.
+
+    Raises:
+        TypeError: neither a :class:`Decision` nor None.
+        ValueError: inputs or outputs that do not fit the operands and results of the op.
+    """
+    if found is None:
+        return
+    of = f"{call.op}: the rule {getattr(rule, '__qualname__', rule)!s} returned"
+    if not isinstance(found, Decision):
+        raise RuleError(f"{of} {found!r}; expected a Decision, or None to leave the call to the next rule")
+    if not isinstance(found.inputs, Sequence) or len(found.inputs) != len(call.operands):
+        raise RuleError(
+            f"{of} inputs {found.inputs!r}; expected a tuple with the placements of each of the {len(call.operands)} tensor "
+            "operands, in the order of call.operands"
+        )
+    for index, (spec, placements) in enumerate(zip(call.operands, found.inputs)):
+        _check_placements(f"{of} inputs[{index}]", placements, spec.mesh.ndim)
+    if call.mutated or found.redispatch:
+        return  # the results are the operands written to, or what the op returns
+    metas = [call.meta] if call.meta is None or isinstance(call.meta, TensorMeta) else list(call.meta)
+    tensors = [meta is not None for meta in metas]
+    if found.outputs is None:
+        if any(tensors):
+            raise RuleError(
+                f"{of} outputs=None, but the op returns tensors; give the placements of each of its results"
+            )
+        return
+    if not isinstance(found.outputs, Sequence) or not any(tensors) or len(found.outputs) != len(tensors):
+        count = len(tensors) if any(tensors) else 0
+        expected = (
+            f"a tuple with the placements of each of its {count} results" if count else "None: it returns no tensor"
+        )
+        raise RuleError(f"{of} outputs {found.outputs!r}; expected {expected}")
+    for index, (is_tensor, given) in enumerate(zip(tensors, found.outputs)):
+        if is_tensor:
+            _check_placements(f"{of} outputs[{index}]", given, call.mesh_of_result(index).ndim)
+
+
+def _check_placements(what: str, placements: Any, ndim: int) -> None:
+    if (
+        not isinstance(placements, tuple)
+        or len(placements) != ndim
+        or not all(isinstance(placement, Placement) for placement in placements)
+    ):
+        raise RuleError(f"{what} = {placements!r}; expected a tuple of {ndim} placements, one for each mesh axis")

@@ -24,8 +24,6 @@ from vescale.placements import (
     split_factor,
 )
 
-__all__ = ["is_cut_unevenly", "regrouped"]
-
 
 def is_cut_unevenly(spec: DTensorSpec) -> bool:
     """Whether an axis shards a dim, or what earlier axes leave of it, that its ranks do not divide."""

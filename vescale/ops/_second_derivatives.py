@@ -13,8 +13,6 @@ import torch
 
 from vescale.errors import OpPlacementError
 
-__all__ = ["differentiable_once"]
-
 
 def differentiable_once(
     gradients: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor | None], message: str

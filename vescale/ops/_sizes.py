@@ -20,8 +20,6 @@ import torch
 from vescale.compat import DTensorSpec, Layout, TensorMeta
 from vescale.ops._registry import entries, register, register_aten
 
-__all__ = ["sizes_of"]
-
 _aten = torch.ops.aten
 
 

@@ -35,8 +35,6 @@ from vescale.ops._links import link_view, settle_view
 from vescale.ops._observer import report_implicit_move
 from vescale.placements import move_local
 
-__all__ = ["remember_copy", "write_through"]
-
 # Storages of copies whose bases C++ does not watch, by the same numbers.
 _UNWATCHED: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 

@@ -33,11 +33,9 @@ from vescale.comm import all_gather_into, all_reduce, axis_group, requested_by
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, note_writes
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, enter_local, leave_local
-from vescale.ops._registration import replaces
+from vescale.ops._registry import replaces
 from vescale.ops._second_derivatives import differentiable_once
 from vescale.placements import shard_dim
-
-__all__: list[str] = []
 
 _OP = "batch_norm"
 _SIGNATURE, _INSTANCE_SIGNATURE = inspect.signature(F.batch_norm), inspect.signature(F.instance_norm)

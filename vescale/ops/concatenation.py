@@ -8,19 +8,21 @@ placement describes the concatenation of their shards. Empty 1-D tensors, which 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.compat import no_torch_function, stock_dispatch
+from vescale.errors import OpPlacementError
+from vescale.ops._call import OpCall
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import enter_local, leave_local
-from vescale.ops._registration import handles, replaces
+from vescale.ops._decision import Decision
+from vescale.ops._registry import handles, register_aten, replaces
 from vescale.placements import InterleavedShard
-
-__all__: list[str] = []
 
 
 def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -102,3 +104,29 @@ def _interleaved(tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, An
     local = [enter_local(tensor) for tensor in tensors]
     with no_torch_function():
         return leave_local(torch.cat(local, dim), first.device_mesh, placements, shape, "cat")
+
+
+# ``stack`` of numbers on several meshes: the norms of gradients that are not all on one mesh.
+
+
+def stack_rule(call: OpCall) -> Decision | None:
+    """``stack`` of replicated numbers on several meshes over the same ranks. Local; the result is on the mesh of the first.
+
+    Raises RuntimeError for meshes of different ranks, some of which lack a number.
+    """
+    if len({spec.mesh for spec in call.operands}) == 1:
+        return None
+    if any(math.prod(spec.shape) != 1 or not all(p.is_replicate() for p in spec.placements) for spec in call.operands):
+        return None
+    first = frozenset(call.mesh.mesh.flatten().tolist())
+    other = next((s.mesh for s in call.operands if frozenset(s.mesh.mesh.flatten().tolist()) != first), None)
+    if other is not None:
+        raise OpPlacementError(
+            f"{call.op}: numbers on {call.mesh} and on {other}, which have other ranks; expected meshes over the same "
+            "ranks: take the numbers out with full_tensor(), and bring them to all ranks"
+        )
+    whole = (Replicate(),) * call.mesh.ndim
+    return Decision(tuple(tuple(spec.placements) for spec in call.operands), (whole,), local=call.op)
+
+
+register_aten("stack", rule=stack_rule)

@@ -35,10 +35,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.ops._conversion import bring, wrap_global
-from vescale.ops._registration import handles, is_spread
+from vescale.ops._registry import handles, is_spread
 from vescale.placements import local_region, stride_like, without_partials
-
-__all__: list[str] = []
 
 _aten = torch.ops.aten
 

@@ -15,11 +15,9 @@ from vescale.errors import UnsupportedOpError
 from vescale.ops._batch_rows import local_parameter, local_rows, rows_from_local, sharded_rows
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, enter_local, leave_local
-from vescale.ops._index_bounds import require_in_bounds
-from vescale.ops._registration import replaces
+from vescale.ops._registry import replaces
+from vescale.ops.indexing import require_in_bounds
 from vescale.placements import at_dim, local_region, shard_dim
-
-__all__: list[str] = []
 
 _OP = "embedding"
 _SIGNATURE = inspect.signature(F.embedding)

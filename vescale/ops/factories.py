@@ -17,8 +17,6 @@ from vescale.ops._registry import register, register_aten
 from vescale.ops.elementwise import run_row_major
 from vescale.placements import FlattenedShard, has_custom, ragged_axis, shard_dim, without_partials
 
-__all__: list[str] = []
-
 _aten = torch.ops.aten
 # The op that makes the same tensor after an operand of its shape.
 _LIKE: dict[str, Any] = {

@@ -22,8 +22,6 @@ from vescale.ops._registry import register_family
 from vescale.ops.elementwise import is_elementwise
 from vescale.placements import FlattenedShard, InterleavedShard, at_dim, ragged_axis, split_factor
 
-__all__ = ["interleaved_rule", "treats_indices_alike"]
-
 # Ops for which the indices of a dim that PyTorch leaves sharded are independent, by name. An op that mixes or renumbers
 # indices does not belong here, unless PyTorch unshards the dim along which it does (slice, cat, softmax).
 _INDEPENDENT = names(

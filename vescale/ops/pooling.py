@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate
 
+from vescale.compat import local_of, make_dtensor, make_spec, spec_of
+from vescale.errors import OpPlacementError
 from vescale.ops._context import OpContext
-from vescale.ops._registration import handles, is_spread, replaces
+from vescale.ops._registry import handles, is_spread, replaces
 from vescale.ops.statistics import mean
-
-__all__: list[str] = []
+from vescale.placements import contiguous_stride
 
 _aten = torch.ops.aten
 
@@ -54,3 +56,68 @@ def _with_batch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _SIGNATURE = inspect.Signature(
     [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("input", "output_size")]
 )
+
+
+# Ops that give a tensor another shape or other memory: ``resize_``, ``set_``, ``as_strided_``. The whole tensor's order
+# of elements in memory is no rank's, so that only what does not depend on it runs.
+
+
+@handles(_aten.resize_.default, _aten.resize_as_.default)
+def _resize(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a tensor without elements, or to its own shape. Communication: none."""
+    x: Any = args[0]
+    shape = tuple(args[1].shape) if op is _aten.resize_as_.default else tuple(args[1])
+    if not isinstance(x, DTensor):
+        return op(x, torch.empty(shape, device="meta") if op is _aten.resize_as_.default else shape)
+    if shape == tuple(x.shape):
+        return x
+    if x.numel():
+        raise _error(op, x, f"shape {shape}", f"x = x.flatten()[:{torch.Size(shape).numel()}].view({shape})")
+    local = torch.empty(shape, dtype=x.dtype, device=x.device)
+    whole = (Replicate(),) * x.device_mesh.ndim
+    x.data = make_dtensor(local, make_spec(x.device_mesh, whole, shape, contiguous_stride(shape), x.dtype))
+    return x
+
+
+@handles(_aten.set_.source_Tensor)
+def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The memory of another DTensor that is placed alike. Communication: none."""
+    x, source = args
+    fits = isinstance(x, DTensor) and isinstance(source, DTensor) and x.device_mesh == source.device_mesh
+    if not fits or (x.shape == source.shape and x.placements != source.placements):
+        given = f"{tuple(source.placements)}" if isinstance(source, DTensor) else "a plain tensor"
+        raise _error(op, x, f"the memory of {given}", "x = source")
+    x.data = source
+    return x
+
+
+@handles(_aten.as_strided_.default)
+def _as_strided_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Other strides of dims of size 1, as the mean over pixels in channels_last has. Communication: none."""
+    x, size, stride, *offset = args
+    is_same = isinstance(x, DTensor) and tuple(size) == tuple(x.shape) and not any(offset) and not kwargs
+    if is_same and all(a == b for a, b, length in zip(stride, x.stride(), size, strict=True) if length > 1):
+        return x
+    return _refuse(op, args, kwargs)
+
+
+@handles(_aten.set_.default, _aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
+def _refuse(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise _error(op, args[0], "other memory", "a new tensor: x = x.as_strided(...), x = torch.empty_like(x)")
+
+
+@handles(_aten.is_set_to.default)
+def _is_set_to(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    x, other = args
+    if not isinstance(x, DTensor) or not isinstance(other, DTensor):
+        return False
+    return spec_of(x) == spec_of(other) and bool(op(local_of(x), local_of(other)))
+
+
+def _error(op: Any, x: Any, what: str, edit: str) -> OpPlacementError:
+    name = str(op).removeprefix("aten.").partition(".")[0]
+    placed = tuple(x.placements) if isinstance(x, DTensor) else "a plain tensor"
+    return OpPlacementError(
+        f"{name} gives a tensor of shape {tuple(x.shape)} placed as {placed} {what}: ranks hold parts of it, whose order in "
+        f"memory is not that of the whole tensor. Expected {edit}"
+    )

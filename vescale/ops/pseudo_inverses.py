@@ -9,9 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring
-from vescale.ops._registration import replaces
-
-__all__: list[str] = []
+from vescale.ops._registry import replaces
 
 
 @replaces(torch.linalg.pinv)

@@ -15,8 +15,6 @@ from vescale.ops._decision import Decision
 from vescale.ops._registry import register, register_family
 from vescale.rng import handlers
 
-__all__: list[str] = []
-
 
 def is_random(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags

@@ -17,11 +17,8 @@ from vescale.errors import RandomOpError
 from vescale.ops._batch_rows import local_parameter, local_rows, rows_from_local, sharded_rows
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring_with_gradient
-from vescale.ops._registration import replaces
+from vescale.ops._registry import replaces
 from vescale.rng import draws_rows
-
-__all__: list[str] = []
-
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 

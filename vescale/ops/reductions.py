@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,22 +13,100 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from vescale.compat import DTensorSpec, TensorMeta, some_rank_holds_nothing, stock_dispatch
-from vescale.ops._call import OpCall
-from vescale.ops._combine_ranks import (
-    accumulation_dtype,
-    add_ranks,
-    gather_ranks,
-    neutral_extremum,
-    reduction_axes,
-)
+from vescale.ops._call import OpCall, Placements, with_placements
+from vescale.ops._combine_ranks import accumulation_dtype, add_ranks, gather_ranks, neutral_extremum, reduction_axes
 from vescale.ops._conversion import whole
 from vescale.ops._decision import Decision
-from vescale.ops._registration import handles
-from vescale.ops._registry import register_aten
-from vescale.ops._row_reductions import dims_of, reduces_a_shard, reduces_everything, row_reduction
-from vescale.placements import without_partials
+from vescale.ops._refit import refit_ragged, runs_of
+from vescale.ops._registry import handles, register_aten
+from vescale.placements import own_region, ragged_axis, shard_dim, without_partials
 
-__all__: list[str] = []
+# Reductions over trailing dims of a ragged tensor: local where every rank holds whole rows.
+
+
+def reduces_everything(call: OpCall) -> bool:
+    """Whether the op reduces every dim of its first operand: no ``dim``, none of them, or all of them."""
+    dims = call.argument("dim")
+    if dims is None:
+        return True
+    if isinstance(dims, int):
+        return False
+    ndim = call.operands[0].ndim
+    return not dims or {dim % max(ndim, 1) for dim in dims} == set(range(ndim))
+
+
+def dims_of(schema: Any, position: int = 1) -> Any:
+    """The dims that a call reduces, as they are given: a list or a number in the argument at ``position``, or None."""
+    return schema.args_schema[position] if len(schema.args_schema) > position else schema.kwargs_schema.get("dim")
+
+
+def reduces_a_shard(x: DTensorSpec, dims: int | Sequence[int] | None) -> bool:
+    """Whether a reduction of ``x`` over ``dims`` (None or none: all) is over a dim that is not whole on every rank."""
+    dims = [dims] if isinstance(dims, int) else dims
+    ndim = len(x.shape)
+    over = [dim % max(ndim, 1) for dim in dims] if dims else range(ndim)
+    return any(
+        not placement.is_replicate() if (dim := shard_dim(placement)) is None else dim in over
+        for placement in x.placements
+    )
+
+
+def row_reduction(call: OpCall) -> Decision | None:
+    """A reduction over trailing dims: each rank reduces its rows, and the result is ragged with the same runs of rows.
+
+    No communication. None for another op, for dims in front of those, and where a row is divided between ranks.
+    """
+    if call.mutated or len(call.operands) != 1:
+        return None
+    spec = call.operands[0]
+    axis, dims = ragged_axis(spec.placements), call.argument("dim")
+    if axis is None or dims is None or spec.ndim == 0:
+        return None
+    reduced = sorted({dim % spec.ndim for dim in ([dims] if isinstance(dims, int) else dims)})
+    if not reduced or reduced[0] == 0:
+        return None
+    first = reduced[0]
+    inputs = without_partials(spec.placements)
+    if any((dim := shard_dim(placement)) is not None and dim >= first for placement in inputs):
+        return None
+    row = math.prod(spec.shape[first:])
+    settled = with_placements(spec, inputs)
+    if row == 0 or any(edge % row for run in runs_of(settled) for edge in run):
+        return None
+    call.try_out()
+    metas = (call.meta,) if isinstance(call.meta, TensorMeta) else tuple(call.meta)
+    result_row = math.prod(size for dim, size in enumerate(spec.shape) if dim >= first and dim not in reduced)
+    runs = [(begin // row * result_row, end // row * result_row) for begin, end in runs_of(settled)]
+    outputs = refit_ragged(settled, metas[0].shape, inputs, runs)
+    if outputs is None:
+        return None
+    new_dims = [dim - first + 1 for dim in reduced]
+    position = next(i for i in range(len(call.args) + 1) if i == len(call.args) or call.argument_name(i) == "dim")
+    rows = functools.partial(
+        _reduce_rows, call.op, tuple(spec.shape[first:]), position, new_dims, isinstance(dims, int)
+    )
+    return Decision((inputs,), (outputs,) * len(metas), rows)
+
+
+def _reduce_rows(
+    op: Any,
+    row: tuple[int, ...],
+    position: int,
+    dims: list[int],
+    single: bool,
+    local: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The op on the local rows as a matrix (or more dims), with ``dim`` counted there; results flat."""
+    wanted: Any = dims[0] if single else dims
+    if "dim" in kwargs:
+        kwargs = {**kwargs, "dim": wanted}
+    else:
+        args = (*args[: position - 1], wanted, *args[position:])
+    result = op(local.view(-1, *row), *args, **kwargs)
+    return tuple(one.reshape(-1) for one in result) if isinstance(result, tuple) else result.reshape(-1)
+
 
 _aten = torch.ops.aten
 
@@ -218,3 +297,83 @@ def _extremum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 register_aten(" ".join(_KERNELS), rule=reduction_rule, communicates=("all_reduce", "all_gather_v"))
 register_aten("logsumexp", rule=row_reduction)
+
+
+# ``argmax`` and ``argmin`` of a whole tensor.
+
+
+def argmax_rule(call: OpCall) -> Decision | None:
+    """The position in the row-major flattening, the first one among equals, as on one device. Replicate.
+
+    Ranks that hold nothing take part. Communication: a value and an index of each rank. With ``dim``: see
+    :func:`row_reduction`.
+    """
+    call.try_out()  # with ``dim`` too: stock DTensor takes booleans there, which one device refuses
+    spec = call.operands[0]
+    if call.argument("dim") is not None or math.prod(spec.shape) == 0:
+        return row_reduction(call)
+    inputs = without_partials(spec.placements)
+    where = _Extremum(call.name == "argmax", spec, inputs, call.meta.shape)
+    return Decision((inputs,), ((Replicate(),) * spec.mesh.ndim,), where)
+
+
+@dataclass(frozen=True)
+class _Extremum:
+    largest: bool
+    spec: DTensorSpec
+    placements: Placements
+    result_shape: torch.Size
+
+    def __call__(self, local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        mesh = self.spec.mesh
+        region = own_region(self.spec.shape, self.placements, mesh)
+        assert region is not None  # only ranks of the mesh run local functions
+        if local.numel():
+            flat = local.reshape(-1)
+            index = int((flat.argmax() if self.largest else flat.argmin()).item())
+            value, position = flat[index], region.global_offset(index)
+        else:  # a value that every element beats, by its position where the values are equal
+            value, position = neutral_extremum(local, largest=self.largest), math.prod(self.spec.shape)
+        axes = reduction_axes(self.placements)
+        values = gather_ranks(value.reshape(1), mesh, axes).view(-1)
+        positions = gather_ranks(torch.tensor([position], device=local.device), mesh, axes).view(-1)
+        best = values[values.argmax() if self.largest else values.argmin()]  # NaN wins, as on one device
+        wins = values.isnan() if best.isnan() else values == best
+        return positions[wins].min().view(self.result_shape)
+
+
+def _stock_fails(op: Any, schema: Any) -> bool:
+    """PyTorch's combination of what ranks find takes no empty part, and no dim of a vector."""
+    x, dim = schema.args_schema[0], dims_of(schema)
+    return reduces_a_shard(x, dim) and (some_rank_holds_nothing(x) or (x.ndim == 1 and dim is not None))
+
+
+@handles(torch.ops.aten.argmax.default, torch.ops.aten.argmin.default, applies=_stock_fails)
+def _of_all_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The position among all elements, which every rank gets."""
+    return op(whole(args[0], str(op)), *args[1:], **kwargs)
+
+
+register_aten("argmax argmin", rule=argmax_rule, communicates=("all_gather_v",))
+
+
+# Sums and products of all elements up to each one.
+
+
+def _counts_from_the_end(op: Any, schema: Any) -> bool:
+    """Whether ``op(x, dim, ...)`` is over a sharded dim that has a negative number."""
+    x, dim = schema.args_schema[0], dims_of(schema)
+    return isinstance(dim, int) and dim < 0 < x.ndim and reduces_a_shard(x, dim)
+
+
+@handles(
+    _aten.cumsum.default,
+    _aten.cumprod.default,
+    _aten.logcumsumexp.default,
+    applies=_counts_from_the_end,
+)
+def _scan(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same over the dim's positive number, which is what PyTorch's rule compares with the dims of shards: for a negative
+    one, each rank would begin anew."""
+    x, dim, *others = args
+    return op(x, dim % x.ndim, *others, **kwargs)

@@ -4,21 +4,94 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.ops._call import OpCall, Placements
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import bring, bring_with_gradient
 from vescale.ops._decision import Decision
-from vescale.ops._interleaved_slices import chunk_slices
-from vescale.ops._ragged_slices import row_slices
-from vescale.ops._registration import handles
-from vescale.ops._registry import register_aten
+from vescale.ops._interleaved_slices import chunk_slices, slice_ranges
+from vescale.ops._links import share_version
+from vescale.ops._refit import refit_ragged, regions
+from vescale.ops._registry import handles, register_aten, replaces
+from vescale.ops._view_copies import remember_copy
 from vescale.ops.views import view_rule
-from vescale.placements import own_region, ragged_axis, shard_dim, shift_dim
+from vescale.placements import (
+    InterleavedShard,
+    Interval,
+    Region,
+    contiguous_stride,
+    coordinates,
+    own_region,
+    ragged_axis,
+    shard_dim,
+    shift_dim,
+    without_partials,
+)
 
-__all__: list[str] = []
+# Rows of a ragged tensor: they are contiguous in its flattening, so every rank holds its part of them already.
+
+
+def row_slices(call: OpCall) -> Decision | None:
+    """``select``, ``slice``, ``split`` and ``unbind`` along dim 0: local views, ragged with the parts of the rows that each
+    rank holds.
+
+    No communication. None when another axis shards dim 0, for a step, or when no placement describes the parts.
+    """
+    spec = call.operands[0]
+    if spec.ndim == 0 or ragged_axis(spec.placements) is None or int(call.argument("dim", 0)) % spec.ndim != 0:
+        return None
+    if any(shard_dim(placement) == 0 for placement in spec.placements):
+        return None
+    drops_dim = call.name in ("select", "unbind")
+    ranges = _single_rows(call, spec.shape[0]) if drops_dim else slice_ranges(call, spec.shape[0])
+    if ranges is None:
+        return None
+    others = [shift_dim(placement, -drops_dim) for placement in spec.placements]
+    held = regions(spec)
+    outputs, cuts = [], []
+    for first, last in ranges:
+        shape = spec.shape[1:] if drops_dim else (last - first, *spec.shape[1:])
+        parts = [_part(region, first, last) for region in held]
+        placements = refit_ragged(spec, shape, others, [run for run, _ in parts])
+        if placements is None:
+            return None
+        outputs.append(placements)
+        cuts.append([cut for _, cut in parts])
+    single = call.name in ("select", "slice")
+    return Decision((spec.placements,), tuple(outputs), functools.partial(_cut, spec.mesh, cuts, single))
+
+
+def _single_rows(call: OpCall, size: int) -> list[Interval]:
+    if call.name == "unbind":
+        return [(row, row + 1) for row in range(size)]
+    row = int(call.argument("index")) % size
+    return [(row, row + 1)]
+
+
+def _part(region: Region, first: int, last: int) -> tuple[Interval, Interval]:
+    """A rank's part of rows ``[first, last)``: as a run of their flattening, and as a slice of the local tensor."""
+    assert region.flat is not None
+    row = math.prod(region.shape[1:])
+    low, high = (min(max(edge, first * row), last * row) for edge in region.flat)
+    begin = region.flat[0]
+    return (low - first * row, high - first * row), (low - begin, high - begin)
+
+
+def _cut(
+    mesh: DeviceMesh, cuts: Sequence[Sequence[Interval]], single: bool, local: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # only ranks of the mesh run local functions
+    where = list(coordinates(mesh.shape)).index(tuple(coordinate))
+    parts = [local[cut[where][0] : cut[where][1]] for cut in cuts]
+    return parts[0] if single else parts
 
 
 def slice_rule(call: OpCall) -> Decision | None:
@@ -69,3 +142,138 @@ register_aten("slice", rule=slice_rule)
 register_aten("split split_with_sizes", rule=split_rule)
 register_aten("select unbind", rule=row_slices)
 register_aten("slice_backward select_backward", rule=gradient_rule)
+
+
+# ``split``, ``chunk``, ``unbind`` on DTensors, also where not every part gets a gradient. Along a sharded dim, each
+# part is on a few ranks. Equal parts are spread over all ranks by one all-to-all, to :class:`InterleavedShard`, where
+# DTensor gathers everything. (A plan can give this placement to the weight that the tensor is computed with; then
+# nothing moves.)
+
+_FUNCTIONS = tuple(
+    function
+    for name in ("split", "chunk", "unbind", "tensor_split", "split_with_sizes")
+    for function in (getattr(torch, name), getattr(torch.Tensor, name))
+) + (torch.Tensor.__iter__,)
+_UNBINDING = (torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
+
+
+class _WholeGradients(torch.autograd.Function):
+    """Identity. The gradients of parts without one are DTensors of zeros: PyTorch would make plain tensors of zeros, which
+    DTensor cannot concatenate with the others."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: DTensor) -> tuple[DTensor, ...]:
+        ctx.specs = [spec_of(part) for part in parts]
+        ctx.locals = [local_of(part).new_empty(0) for part in parts]
+        ctx.shapes = [local_of(part).shape for part in parts]
+        ctx.set_materialize_grads(False)
+        return parts  # as views, so that autograd knows of writes to what was split
+
+    @staticmethod
+    def backward(ctx: Any, *grads: DTensor | None) -> tuple[DTensor, ...]:
+        with no_torch_function():
+            return tuple(
+                make_dtensor(like.new_zeros(shape), _whole(spec)) if grad is None else grad
+                for grad, spec, like, shape in zip(grads, ctx.specs, ctx.locals, ctx.shapes)
+            )
+
+
+def _whole(spec: Any) -> Any:
+    """The spec with Replicate for Partial: a sum of zeros is zero."""
+    return make_spec(spec.mesh, without_partials(spec.placements), spec.shape, spec.stride, spec.tensor_meta.dtype)
+
+
+class _Chunks(torch.autograd.Function):
+    """The chunks of an interleaved dim, each of which is sharded over all ranks. Their gradients are concatenated locally;
+    PyTorch would concatenate the global tensors, for which DTensor gathers them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, dim: int, *parts: DTensor) -> tuple[DTensor, ...]:
+        ctx.spec, ctx.dim, ctx.specs = spec_of(x), dim, [spec_of(part) for part in parts]
+        ctx.shapes = [local_of(part).shape for part in parts]
+        ctx.set_materialize_grads(False)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:
+        like = next(local_of(grad) for grad in grads if grad is not None)
+        with no_torch_function():
+            found = [
+                like.new_zeros(shape)
+                if grad is None
+                else local_of(bring(grad, without_partials(spec.placements), "split", "gradient"))
+                for grad, spec, shape in zip(grads, ctx.specs, ctx.shapes)
+            ]
+            shape, placements = ctx.spec.shape, without_partials(ctx.spec.placements)
+            spec = make_spec(ctx.spec.mesh, placements, shape, contiguous_stride(shape), like.dtype)
+            return make_dtensor(torch.cat(found, ctx.dim), spec), None, *(None for _ in grads)
+
+
+def _interleaved_dim(x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The dim that is split, if it is interleaved."""
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    dim = dim % x.ndim if isinstance(dim, int) and x.ndim else -1
+    return dim if any(isinstance(p, InterleavedShard) and p.dim == dim for p in x.placements) else None
+
+
+def _spread(context: OpContext, x: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """``x`` redistributed so that each of the equal parts that it is split into is sharded, if one axis shards the dim."""
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    dim = dim % x.ndim if isinstance(dim, int) and x.ndim else -1
+    axes = [axis for axis, p in enumerate(x.placements) if type(p) is Shard and p.dim == dim]
+    if len(axes) != 1 or context.mesh.size(axes[0]) == 1:
+        return x
+    with torch.no_grad():
+        shapes = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)
+    if len(shapes) < 2 or len({part.shape[dim] for part in shapes}) > 1:
+        return x
+    target = list(x.placements)
+    target[axes[0]] = InterleavedShard(dim, len(shapes))
+    spread = bring_with_gradient(x, target, func.__name__, "self")
+    # The parts are views, and writes to them have to reach x.
+    remember_copy(local_of(x), spec_of(x), local_of(spread), spec_of(spread))
+    share_version(x, spread)
+    return spread
+
+
+def _are_local(x: DTensor, dim: int, parts: tuple[Any, ...]) -> bool:
+    """Whether the local tensors of the parts make up the local tensor of ``x``."""
+    held = sum(local_of(part).shape[dim] for part in parts)
+    return all(len(part.placements) == len(x.placements) for part in parts) and held == local_of(x).shape[dim]
+
+
+def _is_local(x: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Whether the local parts are those of the local tensor: the dim that is split is whole on each rank. Autograd makes
+    the gradient of a part without one."""
+    if not isinstance(x, DTensor) or not all(type(p) is Shard or p.is_replicate() for p in x.placements):
+        return False
+    dim = kwargs.get("dim", args[-1] if len(args) > 1 else 0)
+    return isinstance(dim, int) and bool(x.ndim) and all(shard_dim(p) != dim % x.ndim for p in x.placements)
+
+
+def _unbinds_locally(x: Any = None, dim: Any = 0) -> bool:
+    return _is_local(x, None, dim)
+
+
+@replaces(*_UNBINDING, is_local=_unbinds_locally, backward="custom")
+@replaces(*(f for f in _FUNCTIONS if f not in _UNBINDING), is_local=_is_local, backward="custom")
+def split(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """DTensor's own rule, with the gradients and redistributions of this module's description."""
+    iterated = func is torch.Tensor.__iter__
+    x = args[0] if args else None
+    if isinstance(x, DTensor) and func not in _UNBINDING:
+        x = _spread(context, x, func, args, kwargs)
+        args = (x, *args[1:])
+    if isinstance(x, DTensor) and x.requires_grad and torch.is_grad_enabled() and func not in _UNBINDING:
+        dim = _interleaved_dim(x, args, kwargs)
+        if dim is not None:
+            with torch.no_grad():
+                parts = tuple(func(*args, **kwargs))
+            if _are_local(x, dim, parts):
+                with no_torch_function():
+                    return _Chunks.apply(x, dim, *parts)
+    parts = torch.unbind(args[0]) if iterated else func(*args, **kwargs)
+    if parts and all(isinstance(part, DTensor) and part.requires_grad for part in parts):
+        with no_torch_function():
+            parts = type(parts)(_WholeGradients.apply(*parts))
+    return iter(parts) if iterated else parts

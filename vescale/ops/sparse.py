@@ -13,8 +13,6 @@ from vescale.errors import UnsupportedOpError
 from vescale.ops._conversion import bring_with_gradient, enter_local, leave_local
 from vescale.placements import is_pending
 
-__all__ = ["is_sparse", "multiply_sparse"]
-
 _PRODUCTS = frozenset(
     (
         torch.mm,

@@ -6,9 +6,7 @@ from typing import Any
 
 from vescale.compat import HAS_SAME_STORAGE, is_tracing
 from vescale.errors import TransformError
-from vescale.ops._registration import handles
-
-__all__: list[str] = []
+from vescale.ops._registry import handles
 
 
 @handles(HAS_SAME_STORAGE)

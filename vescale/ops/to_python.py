@@ -9,9 +9,7 @@ import torch
 from vescale.compat import local_of, no_torch_function, tell_read
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring
-from vescale.ops._registration import replaces
-
-__all__: list[str] = []
+from vescale.ops._registry import replaces
 
 
 @replaces(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, communicates=("all_gather", "all_reduce"))

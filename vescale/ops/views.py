@@ -18,8 +18,7 @@ from vescale.ops._call import OpCall, Placements, names, with_placements
 from vescale.ops._conversion import bring
 from vescale.ops._decision import Decision
 from vescale.ops._refit import refit_ragged, runs_of
-from vescale.ops._registration import handles
-from vescale.ops._registry import register_aten
+from vescale.ops._registry import handles, register_aten
 from vescale.ops._regrouped_dims import is_cut_unevenly, regrouped
 from vescale.placements import (
     FlattenedShard,
@@ -35,8 +34,6 @@ from vescale.placements import (
     split_factor,
     without_partials,
 )
-
-__all__ = ["VIEWS", "holds_the_same", "view_rule"]
 
 _VIEWS = "view _unsafe_view reshape view_copy unsqueeze squeeze expand flatten"
 VIEWS = names(_VIEWS + " slice")

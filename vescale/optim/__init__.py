@@ -1,13 +1,11 @@
 """What a training step does with gradients and parameters, on any mesh: clipping, optimizers that know the layout, averages
 of parameters, and reports."""
 
-from vescale.optim._adamw8bit import AdamW8bit, adamw8bit_layout
-from vescale.optim._adamw8bit_states import blocks_of
+from vescale.optim._adamw8bit import AdamW8bit, adamw8bit_layout, blocks_of
 from vescale.optim._blocks import Blocks
 from vescale.optim._clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from vescale.optim._ema import EMA
-from vescale.optim._muon import Muon
-from vescale.optim._muon_groups import muon_groups, muon_layout
+from vescale.optim._muon import Muon, muon_groups, muon_layout
 from vescale.optim._report import OptimizerReport, ParameterReport, report
 from vescale.optim._shampoo import Shampoo
 from vescale.optim._soap import SOAP

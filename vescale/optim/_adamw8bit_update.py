@@ -16,17 +16,6 @@ import torch
 from vescale.optim._blocks import Part
 from vescale.optim._dynamic_map import DynamicMap, dynamic_map
 
-__all__ = [
-    "Scalars",
-    "Update",
-    "compute_dtype",
-    "dequantize",
-    "device_scalars",
-    "host_scalars",
-    "quantize",
-    "update",
-]
-
 _CHUNK = 1 << 20  # elements of flat blocks that are worked on at once: bounds temporary memory
 
 _Number = float | torch.Tensor

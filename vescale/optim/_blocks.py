@@ -18,8 +18,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.errors import Coded
 from vescale.placements import RaggedShard, Region, coordinates, largest_shape, local_region, ragged_axis, shard_dim
 
-__all__ = ["Blocks", "Cut", "Part", "UnevenBlocksError", "counts", "products", "ragged_ends", "run_ends"]
-
 
 class UnevenBlocksError(Coded, ValueError):
     """No placement describes where the blocks of a tensor are on a mesh, although none is cut."""

@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["DynamicMap", "dynamic_map"]
-
 _DECADES = 7
 
 

@@ -17,8 +17,6 @@ from vescale.fsdp import state_of
 from vescale.optim._step_gradients import local_part
 from vescale.placements import distribute_tensor
 
-__all__ = ["EMA"]
-
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 

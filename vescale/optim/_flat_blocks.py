@@ -25,8 +25,6 @@ from vescale.placements import (
     split_factor,
 )
 
-__all__ = ["FlatBlocks"]
-
 
 @dataclass(frozen=True)
 class FlatBlocks(Blocks):

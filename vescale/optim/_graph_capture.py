@@ -10,8 +10,6 @@ import torch
 
 from vescale.errors import OptimizerOptionError
 
-__all__ = ["check_no_capture", "eagerly"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

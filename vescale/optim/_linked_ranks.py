@@ -19,8 +19,6 @@ from vescale.compat import default_store, default_timeout, is_alone, root_mesh, 
 from vescale.errors import MissingGradientError
 from vescale.gradients import shares_of
 
-__all__ = ["FINITE", "LinkedRanks", "all_finite"]
-
 FINITE = "finite gradients"
 """What the ledger calls the message by which ranks learn whether gradients are finite."""
 

@@ -12,8 +12,6 @@ from typing import Any
 from vescale.errors import MatrixBlocksError
 from vescale.placements import Box
 
-__all__ = ["MatrixGrid", "matrix_grid", "tile_grid"]
-
 
 @dataclass(frozen=True)
 class MatrixGrid:

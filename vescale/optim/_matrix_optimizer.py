@@ -8,24 +8,113 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.adamw import adamw
 
 from vescale.compat import note_writes
 from vescale.errors import OptimizerOptionError, OptimizerParameterError, OptimizerStateError
-from vescale.optim._adamw_update import ADAMW_DEFAULTS, adamw_states, adamw_update
-from vescale.optim._agreed_gradients import agreed_gradients
 from vescale.optim._graph_capture import check_no_capture, eagerly
 from vescale.optim._linked_ranks import LinkedRanks
 from vescale.optim._matrix_blocks import MatrixGrid
-from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep
+from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep, OwnedMatrix, plan_rounds
 from vescale.optim._matrix_parameters import Algorithm, MatrixParameter, MatrixParameters, local_tensor
-from vescale.optim._matrix_schedule import OwnedMatrix, plan_rounds
 from vescale.optim._ownership import Ownership
 from vescale.optim._report import ParameterReport
-from vescale.optim._saved_algorithms import check_same_algorithms
 from vescale.optim._state_loading import ExactStates
+from vescale.optim._step_gradients import agreed_gradients
 from vescale.placements import Box
 
-__all__ = ["MatrixOptimizer"]
+# AdamW, element by element, for the parameters that are no matrices.
+
+ADAMW_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "capturable": False,
+}
+"""Options of ``torch.optim.AdamW`` that a group with ``algorithm="adamw"`` takes, and their defaults."""
+
+
+def adamw_states(tensor: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The states of ``torch.optim.AdamW``, placed like the parameter; ``step`` on its device with ``capturable``."""
+    zeros = {name: torch.zeros_like(tensor, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.tensor(0.0, device=tensor.device if group["capturable"] else "cpu"), **zeros}
+
+
+def adamw_update(
+    locals_: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    states: Sequence[Mapping[str, torch.Tensor]],
+    group: Mapping[str, Any],
+) -> None:
+    """One step of ``torch.optim.AdamW`` on local tensors, with its bits; with ``capturable`` without a wait of the host."""
+    if group["capturable"]:
+        for local, gradient, state in zip(locals_, gradients, states):
+            _on_the_device(local, gradient, state, group)
+        return
+    beta1, beta2 = group["betas"]
+    adamw(
+        list(locals_),
+        list(gradients),
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _on_the_device(
+    local: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], group: Mapping[str, Any]
+) -> None:
+    """PyTorch's own form of this takes no tensors on the CPU."""
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    step, average, square = state["step"].add_(1), state["exp_avg"], state["exp_avg_sq"]
+    local.mul_(1 - lr * group["weight_decay"])
+    average.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+    local.sub_((average / root * (lr / (1 - beta1**step))).to(local.dtype))
+
+
+# The algorithms of a saved optimizer beside those of the one that loads it.
+
+
+def check_same_algorithms(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Compare algorithms and blocks by parameter name, or by place where the groups have no names.
+
+    Raises ValueError that names the first parameter that differs.
+    """
+    ours, theirs = _by_name(own), _by_name(saved)
+    if not ours.keys() & theirs.keys():  # saved without names, or with other ones; torch compares sizes of groups
+        ours, theirs = (dict(enumerate(found.values())) for found in (ours, theirs))
+    for name, (algorithm, blocks) in ours.items():
+        found = theirs.get(name, (algorithm, blocks))
+        if found != (algorithm, blocks):
+            raise OptimizerStateError(
+                f"parameter {name!r} was saved with algorithm={found[0]!r} and blocks={found[1]!r}, and this optimizer has "
+                f"algorithm={algorithm!r} and blocks={blocks!r}; make the groups alike, or load the parameters only"
+            )
+
+
+def _by_name(groups: Sequence[Mapping[str, Any]]) -> dict[Any, tuple[Any, Any]]:
+    found: dict[Any, tuple[Any, Any]] = {}
+    for position, group in enumerate(groups):
+        names = group.get("param_names") or [f"group {position}, parameter {i}" for i in range(len(group["params"]))]
+        for name in names:
+            found[name] = (group.get("algorithm"), _plain(group.get("blocks")))
+    return found
+
+
+def _plain(blocks: Any) -> Any:
+    return tuple(map(_plain, blocks)) if isinstance(blocks, list | tuple) else blocks
+
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATES = (

@@ -15,13 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of, spec_of, without_modes
 from vescale.errors import OptimizerParameterError
-from vescale.optim._holders import holdings, replica_axes
 from vescale.optim._matrix_blocks import MatrixGrid
-from vescale.optim._matrix_schedule import OwnedMatrix, TensorPlace
+from vescale.optim._matrix_exchange import OwnedMatrix, TensorPlace
 from vescale.optim._ownership import MeshRanks, Ownership, PlacedMatrix, assign_owners, owning_ranks
-from vescale.optim._shown_names import compare_parameters, shown_names
-
-__all__ = ["Algorithm", "MatrixParameter", "MatrixParameters", "local_tensor"]
+from vescale.optim._report import compare_parameters, shown_names
+from vescale.optim._state_loading import holdings, replica_axes
 
 
 @dataclass(eq=False)
@@ -30,7 +28,7 @@ class MatrixParameter:
 
     Attributes:
         number: as the optimizer counts the parameters that it has been given.
-        name: of :func:`~vescale.optim._shown_names.shown_names`.
+        name: of :func:`~vescale.optim._report.shown_names`.
         tensor: the parameter.
         group: its group's options.
         place: its shape, mesh and placements.

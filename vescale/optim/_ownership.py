@@ -8,9 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vescale.optim._holders import Coordinate
-
-__all__ = ["MeshRanks", "Ownership", "PlacedMatrix", "assign_owners", "owning_ranks"]
+from vescale.optim._state_loading import Coordinate
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class PlacedMatrix:
     Attributes:
         cost: of computing it, in any unit.
         mesh: the ranks that hold it.
-        fixed: for each axis the coordinate that holds all of it, or None (:class:`~vescale.optim._holders.Holding`).
+        fixed: for each axis the coordinate that holds all of it, or None (:class:`~vescale.optim._state_loading.Holding`).
         is_kept: it stays with its holder, whatever the balance.
         repeated_axes: axes along which every rank computes it for itself.
         kind: matrices of one kind are also balanced among themselves (what is due in the same step).

@@ -2,24 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import heapq
+import itertools
+import json
+import math
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate
 
-from vescale.compat import is_alone
-from vescale.errors import OptimizerOptionError
+from vescale.comm import join_axes, wait_limit
+from vescale.compat import default_store, default_timeout, is_alone, make_dtensor, make_spec, without_modes
+from vescale.errors import OptimizerOptionError, OptimizerParameterError
 from vescale.gradients import shares_of
 from vescale.optim._graph_capture import check_no_capture
+from vescale.optim._matrix_exchange import OwnedMatrix
 from vescale.optim._matrix_optimizer import MatrixOptimizer
 from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
-from vescale.optim._matrix_schedule import OwnedMatrix
-from vescale.optim._owner_states import owned_values, owner_state, state_name
-from vescale.optim._refresh_phases import refresh_phases
-from vescale.optim._stage_schedule import Entry, entries_of_all_stages
+from vescale.placements import RaggedShard, contiguous_stride, ragged_axis
 
-__all__ = ["PreconditionedOptimizer"]
+# States that a matrix's owner holds whole: DTensors of which one rank has all and the others have nothing.
+
+
+def state_name(name: str, matrix: OwnedMatrix, num_matrices: int) -> str:
+    """``name`` of a parameter with one matrix, ``name.3`` of the matrix 3 of several: the same on every mesh."""
+    return name if num_matrices == 1 else f"{name}.{matrix.block}"
+
+
+def owner_state(matrix: OwnedMatrix, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros of this shape, in the memory of the matrix's owner only. Checkpoints see a whole tensor, on whatever mesh."""
+    mesh = matrix.place.mesh
+    if mesh is None:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    joined, placements = _placed(mesh, matrix)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    spec = make_spec(joined, placements, tuple(shape), contiguous_stride(shape), dtype)
+    local_shape = tuple(shape)
+    if ragged_axis(placements) is not None:  # local tensors of ragged placements are flat
+        local_shape = (math.prod(shape) if matrix.is_owner(coordinate) else 0,)
+    return make_dtensor(torch.zeros(local_shape, dtype=dtype, device=device), spec)
+
+
+def _placed(mesh: DeviceMesh, matrix: OwnedMatrix) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """A mesh on which one axis, or several as one, tells the owner from all others."""
+    axes = tuple(axis for axis in range(mesh.ndim) if axis not in matrix.repeated)
+    if not axes:
+        return mesh, (Replicate(),) * mesh.ndim
+    index = 0
+    for axis in axes:
+        index = index * mesh.size(axis) + matrix.owner[axis]
+    num_ranks = math.prod(mesh.size(axis) for axis in axes)
+    one = RaggedShard((), tuple(int(rank == index) for rank in range(num_ranks)))
+    if len(axes) == 1:
+        return mesh, tuple(one if axis in axes else Replicate() for axis in range(mesh.ndim))
+    return join_axes(mesh, axes), (*(Replicate(),) * (mesh.ndim - len(axes)), one)
+
+
+def owned_values(state: torch.Tensor) -> torch.Tensor:
+    """The values of :func:`owner_state`, on the owner, in their shape; shares their memory."""
+    return local_tensor(state).view(state.shape)
+
+
+# In which steps the costly part of each matrix's preconditioner is due, so that no step has much more than another.
+
+
+def refresh_phases(costs: Sequence[int], frequencies: Sequence[int]) -> list[int]:
+    """For each matrix a phase below its frequency: what is due every ``f`` steps is due in the steps ``phase + k f``.
+
+    Costly matrices first, each to the phase with the least cost so far; the first of equal ones to the first phase.
+    Depends on the matrices alone, and not on meshes and owners, because it decides the numbers. A single matrix has
+    phase 0.
+    """
+    heaps: dict[int, list[tuple[int, int]]] = {}
+    phases = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        frequency = frequencies[index]
+        heap = heaps.setdefault(frequency, [(0, phase) for phase in range(frequency)])
+        load, phases[index] = heap[0]
+        heapq.heapreplace(heap, (load + costs[index], phases[index]))
+    return phases
+
+
+# What the stages of a pipeline have to refresh, so that all of them plan the schedule that one device has.
+
+Entry = tuple[int, int, int]
+"""Number of a group, place of a parameter in the whole model, number of a matrix in the parameter: the order in which one
+device has matrices."""
+
+_COUNTERS: weakref.WeakKeyDictionary[Any, dict[str, itertools.count[int]]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def entries_of_all_stages(
+    kind: str, group: dist.ProcessGroup, own: Mapping[Entry, tuple[int, int]]
+) -> dict[Entry, tuple[int, int]]:
+    """``own`` of all ranks of ``group``, which call this, in the order of one device; through the store.
+
+    Raises ValueError if one of them does not come in time.
+    """
+    ranks = sorted(dist.get_process_group_ranks(group))
+    name = f"vescale schedule {kind} {hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
+    with _LOCK:
+        number = next(_COUNTERS.setdefault(dist.group.WORLD, {}).setdefault(name, itertools.count()))
+    keys = {f"{name} {number} {rank}": rank for rank in ranks}
+    with without_modes():
+        store, limit = default_store(), wait_limit() or default_timeout()
+        store.set(f"{name} {number} {dist.get_rank()}", json.dumps([[*entry, *what] for entry, what in own.items()]))
+        try:
+            store.wait(list(keys), limit)
+        except RuntimeError:  # store types have no common error class; a lost store raises again here
+            late = [rank for key, rank in keys.items() if not store.check([key])]
+            if late:
+                raise OptimizerParameterError(
+                    f"{kind} plans in which steps matrices are due over all stages of the model, and ranks {late} did not "
+                    f"come within {limit}. All stages must make the optimizer, and add groups to it (with no parameters "
+                    'where they have none: {"params": []}); or give stagger=False, with which all matrices are due together'
+                ) from None
+        found = [row for key in keys for row in json.loads(store.get(key))]
+    return dict(sorted({(g, place, block): (cost, frequency) for g, place, block, cost, frequency in found}.items()))
 
 
 class PreconditionedOptimizer(MatrixOptimizer):

@@ -21,8 +21,6 @@ from vescale.placements import (
     ragged_axis,
 )
 
-__all__ = ["RowBlocks"]
-
 
 @dataclass(frozen=True)
 class RowBlocks(Blocks):

@@ -10,11 +10,9 @@ import torch
 from vescale.comm import DEFAULT_BUCKET_BYTES
 from vescale.errors import OptimizerOptionError
 from vescale.optim._matrix_blocks import MatrixGrid, tile_grid
+from vescale.optim._matrix_exchange import OwnedMatrix
 from vescale.optim._matrix_parameters import MatrixParameter
-from vescale.optim._matrix_schedule import OwnedMatrix
 from vescale.optim._preconditioned import PreconditionedOptimizer
-
-__all__ = ["Shampoo", "inverse_root"]
 
 _GRAFT_EPS = 1e-8  # of Adam's step
 

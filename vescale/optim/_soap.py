@@ -10,12 +10,10 @@ import torch
 from vescale.comm import DEFAULT_BUCKET_BYTES
 from vescale.errors import OptimizerOptionError
 from vescale.optim._matrix_blocks import MatrixGrid, tile_grid
+from vescale.optim._matrix_exchange import OwnedMatrix
 from vescale.optim._matrix_parameters import MatrixParameter
-from vescale.optim._matrix_schedule import OwnedMatrix
-from vescale.optim._named_dtypes import dtype_name, named_dtype
 from vescale.optim._preconditioned import PreconditionedOptimizer
-
-__all__ = ["SOAP"]
+from vescale.optim._report import dtype_name, named_dtype
 
 _WHOLE = 2**62  # matrices are not tiled
 _RIDGE = 1e-6  # of a factor's mean eigenvalue; far above float64 rounding, far below what a factor tells

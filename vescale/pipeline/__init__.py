@@ -4,14 +4,11 @@
 from vescale.pipeline._balance import partition, state_bytes
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import current_run
-from vescale.pipeline._guessed_check import without_guesses
 from vescale.pipeline._install import PipelineModule, install_stages
 from vescale.pipeline._measured_costs import measure_costs
 from vescale.pipeline._runner import Runner
-from vescale.pipeline._schedule import Action, Schedule, make_schedule
-from vescale.pipeline._schedule_page import schedule_page
-from vescale.pipeline._stage_program import program_of_stages
-from vescale.pipeline._staged_program import StagedProgram, check_stages
+from vescale.pipeline._schedule import Action, Schedule, make_schedule, schedule_page
+from vescale.pipeline._staged_program import StagedProgram, check_stages, program_of_stages, without_guesses
 
 __all__ = [
     "Action",

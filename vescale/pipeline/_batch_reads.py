@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["BatchReads", "Place", "ReadCalls"]
-
 _READS = {
     getattr(torch.Tensor, name)
     for name in ("__bool__", "__int__", "__float__", "__index__", "__contains__")

@@ -24,9 +24,6 @@ from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import NOTHING, Boundary, Origin, Trace
 from vescale.plans import PipelineEntry, PlanError
 
-__all__ = ["MOST_BRANCHES", "Signature", "inputs_of", "like", "microbatches_of", "traced_pair"]
-
-
 _SHOWN = 3  # texts of a warning
 MOST_BRANCHES = 16  # so many signatures that differ in what forwards read are kept
 

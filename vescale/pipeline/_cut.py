@@ -14,8 +14,6 @@ from vescale.pipeline._balance import balanced_splits
 from vescale.pipeline._parameter_reads import stages_that_read
 from vescale.plans import Path, PipelineEntry
 
-__all__ = ["Cut"]
-
 
 @dataclass(frozen=True)
 class Cut:

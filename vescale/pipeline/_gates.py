@@ -15,8 +15,6 @@ from vescale.compat import note
 from vescale.compat.model_hooks import CHECKPOINTED_APART, REFUSES_REENTRANT
 from vescale.pipeline._cut import Cut
 
-__all__ = ["Gate", "Run", "StageEnd", "add_gates", "current_run", "recomputed", "running"]
-
 _THREAD = threading.local()
 
 

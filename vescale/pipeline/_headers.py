@@ -15,8 +15,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import default_store, local_of, make_dtensor, make_spec
 from vescale.errors import PipelineCallError
 
-__all__ = ["Header", "HeaderExchange"]
-
 
 @dataclass(frozen=True)
 class Header:

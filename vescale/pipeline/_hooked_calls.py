@@ -19,8 +19,6 @@ from torch import nn
 from vescale.compat import forward_hooks
 from vescale.compat.tensor_subclasses import tree_flatten
 
-__all__ = ["HookedCall", "TensorLike", "call_hooks", "noting_hooks", "seeing_values"]
-
 
 @dataclass(frozen=True)
 class TensorLike:

@@ -20,13 +20,10 @@ from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
 from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._runner import Runner
-from vescale.pipeline._stage_program import program_of_stages
 from vescale.pipeline._stage_run import end_forward
-from vescale.pipeline._staged_program import StagedProgram
+from vescale.pipeline._staged_program import StagedProgram, program_of_stages
 from vescale.plans import MeshAxes
 from vescale.runtime import Runtime, install, run_eagerly
-
-__all__ = ["PipelineModule", "install_stages"]
 
 # Of the next pipeline, by the process group of its stages, whose ranks all make the same pipelines.
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()

@@ -17,8 +17,6 @@ from vescale.errors import PipelineBatchError
 from vescale.ir import Instruction, Program, Wrap
 from vescale.placements import contiguous_stride, from_local, local_region, shard_dim
 
-__all__ = ["LocalInputs"]
-
 
 @dataclass(frozen=True)
 class LocalInputs:

@@ -14,8 +14,6 @@ from vescale.pipeline._loss_path import output_at
 from vescale.pipeline._loss_sums import is_mean_of_labels, two_scalars
 from vescale.plans import PipelineEntry
 
-__all__ = ["BatchLoss"]
-
 _MEAN = 1
 
 

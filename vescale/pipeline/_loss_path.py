@@ -13,8 +13,6 @@ from vescale.errors import PipelineLossError, kind_of
 from vescale.pipeline._unknown_values import UnknownValueError
 from vescale.plans import PipelineEntry, PlanError
 
-__all__ = ["check_loss", "output_at", "try_loss"]
-
 
 def output_at(out: Any, path: str, source: Any = None) -> Any:
     """The part of a model's output that a path such as ``out.loss`` or ``out.0`` names."""

@@ -14,8 +14,6 @@ from vescale.compat.tensor_subclasses import tree_leaves, tree_map, without_mode
 from vescale.errors import PipelineLossError
 from vescale.pipeline._unknown_values import refuse_leaving
 
-__all__ = ["LossCalls", "LossNodes", "LossShare", "is_mean_of_labels", "share_of_microbatches", "two_scalars"]
-
 aten = torch.ops.aten
 _LINEAR = {
     aten.neg, aten.clone, aten.detach, aten.alias, aten.view, aten._unsafe_view, aten.reshape, aten.squeeze, aten.unsqueeze,

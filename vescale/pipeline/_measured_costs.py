@@ -15,8 +15,6 @@ from vescale.compat.tensor_subclasses import tree_flatten, tree_map, tree_unflat
 from vescale.errors import PipelineCutError
 from vescale.pipeline._balance import blocks_of
 
-__all__ = ["measure_costs"]
-
 
 def measure_costs(model: nn.Module, batch: Mapping[str, Any], *, repeat: int = 5) -> dict[str, float]:
     """Seconds of a forward and backward of each block, and of each module with parameters around the blocks: what

@@ -14,9 +14,7 @@ from torch import nn
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_leaves
 from vescale.ir import FlowMode, skeleton_of
-from vescale.pipeline._block_work import guessed_inputs
-
-__all__ = ["SHAPE_ONLY", "stages_that_read"]
+from vescale.pipeline._balance import guessed_inputs
 
 aten = torch.ops.aten
 # Ops that read the shape of their operand, and no value.

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["FIXED", "UNKNOWN", "Operand", "RowCall", "RowState"]
-
 
 @dataclass(frozen=True)
 class RowState:

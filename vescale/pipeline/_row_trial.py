@@ -25,8 +25,6 @@ from vescale.pipeline._hooked_calls import TensorLike
 from vescale.pipeline._traced import NOTHING, TracedCall
 from vescale.placements import CustomPlacement, shard_dim
 
-__all__ = ["RowTrial"]
-
 _Rows = tuple[torch.Tensor, torch.Tensor]  # a projection of each row, and its norm
 
 

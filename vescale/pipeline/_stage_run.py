@@ -25,9 +25,6 @@ from vescale.placements import contiguous_stride
 from vescale.plans import PipelineEntry
 from vescale.rng import default_generator
 
-__all__ = ["StageRun", "end_forward"]
-
-
 _LEAVES = {torch.Tensor, nn.Parameter, DTensor, type(None), bool, int, float, str}  # of pytrees, the usual ones
 
 

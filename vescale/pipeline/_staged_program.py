@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import contextlib
+import contextvars
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from vescale.compat import map_tensors
+from vescale.errors import PipelineBatchError, PipelineCutError, PipelineLossError, PipelineTraceError
 from vescale.ir import (
+    Checkpoint,
     Finding,
+    Instruction,
     Local,
+    Precision,
     Program,
     Unit,
     UnitBucket,
@@ -19,24 +28,211 @@ from vescale.ir import (
     lower,
     predict,
     predict_buckets,
+    random_inputs,
     skeleton_of,
     stand_in_for_experts,
     unit_buckets,
 )
-from vescale.pipeline._batches import inputs_of, microbatches_of
+from vescale.pipeline._balance import guessed_inputs
+from vescale.pipeline._batches import Signature, inputs_of, microbatches_of, traced_pair
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
-from vescale.pipeline._guessed_check import check_with_guesses
+from vescale.pipeline._headers import HeaderExchange
+from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss
-from vescale.pipeline._residency import releases
-from vescale.pipeline._schedule import Schedule, make_schedule
-from vescale.pipeline._stage_program import program_of_stages, refuse_torn
+from vescale.pipeline._schedule import Schedule, make_schedule, releases
 from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import Trace
-from vescale.pipeline._traced_dtypes import TracedDtypes
 from vescale.plans import PipelineEntry, Plan, PlanError
 
-__all__ = ["StagedProgram", "check_stages", "stages_of_unit"]
+# What of a pipeline can be checked before there is a batch: its cut and its loss, in a forward of guessed inputs.
+
+_LENGTH = 16  # tokens
+
+
+_OFF: contextvars.ContextVar[bool] = contextvars.ContextVar("_OFF", default=False)
+
+
+@contextlib.contextmanager
+def without_guesses() -> Iterator[None]:
+    """A context in which plans are lowered without :func:`check_with_guesses`: of a plan that has passed it."""
+    token = _OFF.set(True)
+    try:
+        yield
+    finally:
+        _OFF.reset(token)
+
+
+def check_with_guesses(
+    model: nn.Module, skeleton: nn.Module, cut: Cut, entry: PipelineEntry
+) -> PipelineLossError | None:
+    """Trace the gated ``skeleton`` of ``model`` with the first guess of inputs that its forward takes. Where it takes none,
+    the first step is the first check.
+
+    Raises PlanError for a forward that the cut does not fit, and for a loss that does not add up over micro-batches. What
+    depends on the sizes of a batch is left to the steps. Returns what is wrong with an output that has no loss where the
+    entry says, if that is not for the lack of labels.
+    """
+    if _OFF.get():
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about guesses
+        for guess in guessed_inputs(skeleton_of(model).to("meta"), 2 * entry.microbatches, _LENGTH):
+            try:
+                batch = random_inputs(guess, model, 0)
+                with torch.enable_grad():
+                    whole, part = traced_pair(skeleton, cut, entry, batch, microbatches_of(batch, entry)[0])
+            except PipelineTraceError:
+                raise
+            except Exception:  # the forward does not take this guess
+                continue
+            if callable(entry.loss):
+                return None
+            try:
+                check_loss(part.output, entry)
+            except PipelineLossError as problem:
+                return problem if _has_labels(model, batch) else None
+            with contextlib.suppress(PipelineBatchError):  # of the sizes that were guessed
+                BatchLoss(entry, Signature(whole, part, HeaderExchange(""), entry), batch)
+            return None
+    return None
+
+
+def _has_labels(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether the forward would not return more if it were given more."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    others = [p for p in parameters if p.name not in batch]
+    return not others or any("label" in name or "target" in name for name in batch)
+
+
+# What of a program concerns the stages of one rank.
+
+
+def program_of_stages(model: nn.Module, program: Program, cut: Cut, own: frozenset[int]) -> Program:
+    """The instructions for the stages ``own``; ``model`` is the whole one."""
+    foreign = tuple(f"{path}." for path, stages in cut.bound.items() if not stages & own)
+    by_id = {id(p): name for name, p in model.named_parameters()}
+    first = {name: by_id[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    tensors = {name for name, known in first.items() if cut.owners[known] & own}
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    tensors |= {name for name in buffers if not (foreign and name.startswith(foreign))}
+    found: list[Instruction] = []
+    for instruction in program:
+        path = instruction.path
+        if isinstance(instruction.op, Unit):
+            found += _units(instruction, instruction.op, cut, tensors, first)
+            continue
+        is_state = not instruction.target.startswith("<")
+        name = f"{path}.{instruction.target}" if path else instruction.target
+        if is_state and name not in tensors:
+            # A tied tensor may be placed under a name of another stage: its own stage has it under the same name.
+            continue
+        if not is_state and foreign and f"{path}.".startswith(foreign):
+            continue
+        found.append(instruction)
+    return Program(program.axes, tuple(found))
+
+
+def _units(
+    instruction: Instruction, unit: Unit, cut: Cut, tensors: set[str], first: dict[str, str]
+) -> Iterator[Instruction]:
+    """The unit's parameters that are in ``tensors``. Of a module in which a stage ends, the model gathers them: a forward
+    that ends inside of the module does not reach the hook behind it. Each tied parameter is a unit of its own, so that all
+    ranks that have it cut it alike."""
+    path = instruction.path
+    moves = path != "" and path in cut.containers
+    names = [f"{path}.{n}" if path else n for n in unit.names]
+    names = [name for name in names if name in tensors]
+    alone = [name for name in names if len(cut.owners[first[name]]) > 1]
+    together = [name for name in names if name not in alone]
+    for part in (together, *([name] for name in alone)):
+        if part:
+            where = "" if moves else path
+            relative = tuple(name.removeprefix(f"{where}.") if where else name for name in part)
+            yield replace(instruction, path=where, op=replace(unit, names=relative))
+
+
+def refuse_torn(program: Program, cut: Cut) -> None:
+    """Raise PlanError for an entry that needs the whole call of a module in which a stage begins."""
+    for instruction in program:
+        if instruction.path not in cut.containers:
+            continue
+        op, prefix = instruction.op, f"{instruction.path}." if instruction.path else ""
+        inside = [split for split in cut.splits if split.startswith(prefix)]
+        what = {Checkpoint: "checkpoint", Local: "local"}.get(type(op))
+        if what is None and isinstance(op, Unit) and instruction.path and op.mp_policy is not None:
+            what = "unit with mp_policy="
+        if what is not None:
+            raise PipelineCutError(
+                f"pipeline: a stage begins before {inside[0]!r}, inside of {instruction.path or 'the model'!r}, which has a "
+                f"{what} entry: its call would have to end in another stage than it begins; name the modules in it instead, "
+                "such as its blocks",
+                instruction.source,
+            )
+
+
+# ``TracedDtypes``: the dtypes of a plan's precision entries and units, in a model that is only traced.
+
+
+class TracedDtypes:
+    """Casts the inputs and outputs of a skeleton's modules, by hooks, as the runtime does; and parameters, while
+    :meth:`computing` is entered.
+
+    Args:
+        program: of all stages.
+    """
+
+    def __init__(self, skeleton: nn.Module, program: Program) -> None:
+        self._of_parameters: dict[str, torch.dtype] = {}
+        for instruction in program:
+            op, path = instruction.op, instruction.path
+            if isinstance(op, Precision) and instruction.target == "<self>":
+                self._hook(skeleton.get_submodule(path), op.param, op.output)
+            elif isinstance(op, Precision) and op.param is not None:
+                self._of_parameters.setdefault(_full(path, instruction.target), op.param)
+            elif isinstance(op, Unit) and op.mp_policy is not None:
+                policy = op.mp_policy
+                casts = policy.param_dtype if policy.cast_forward_inputs else None
+                self._hook(skeleton.get_submodule(path), casts, policy.output_dtype)
+                if policy.param_dtype is not None:
+                    self._of_parameters |= {_full(path, name): policy.param_dtype for name in op.names}
+
+    @staticmethod
+    def _hook(module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+        if inputs is not None:
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: (_cast(inputs, args), _cast(inputs, kwargs)), with_kwargs=True
+            )
+        if outputs is not None:
+            module.register_forward_hook(lambda _, args, output: _cast(outputs, output))
+
+    @contextlib.contextmanager
+    def computing(self, skeleton: nn.Module) -> Iterator[None]:
+        """Inside, parameters have the dtypes in which they compute; tied ones stay tied."""
+        cast: dict[int, nn.Parameter] = {}
+        for name, dtype in self._of_parameters.items():
+            parameter = skeleton.get_parameter(name)
+            if parameter.dtype != dtype:
+                cast.setdefault(id(parameter), nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
+        replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        try:
+            for module in skeleton.modules():
+                for attribute, own in list(module._parameters.items()):
+                    if own is not None and id(own) in cast:
+                        replaced.append((module, attribute, own))
+                        module._parameters[attribute] = cast[id(own)]
+            yield
+        finally:
+            for module, attribute, own in replaced:
+                module._parameters[attribute] = own
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+
+
+def _full(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from vescale.pipeline._loss_sums import LossNodes
 from vescale.pipeline._row_flow import RowOps
 from vescale.rng import Draw
 
-__all__ = ["NOTHING", "Boundary", "LossTerm", "Origin", "OuterResults", "Trace", "TracedCall", "WholeValues"]
-
 
 class Origin(NamedTuple):
     """Where a forward gets a tensor from: leaf ``leaf`` of the result of call ``number`` of a gated module, or (with

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["UnknownValueError", "refuse_leaving", "refuse_reading", "why_unknown"]
-
 _LEAVES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 
 

@@ -24,12 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import AsyncCollectiveTensor, CheckpointHooks, local_of, make_dtensor, make_spec, spec_of
+from vescale.compat import AsyncCollectiveTensor, CheckpointHooks, local_of, make_dtensor, make_spec, note, spec_of
 from vescale.errors import ShardedStateError
+from vescale.placements._flattened import FlattenedShard
+from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._placement_kinds import is_sharded
+from vescale.placements._ragged import RaggedShard, StridedRaggedShard, rebuild_strided
 from vescale.placements._region import Box, Region, local_region, own_region
-
-__all__ = ["HOOKS", "check_full", "check_load", "chunk_list", "fill", "metadata_items", "tensor_shard", "write_items"]
 
 
 def write_items(fqn: str, dtensor: DTensor) -> list[WriteItem]:
@@ -198,3 +199,17 @@ def _refuse_partial(fqn: str | None, dtensor: DTensor) -> None:
             f"{fqn or 'a DTensor'}: shape {tuple(dtensor.shape)} placed as {dtensor.placements} has a pending reduction, "
             "and a checkpoint holds values only; redistribute it to a placement without Partial first"
         )
+
+
+# Our placements in files: what ``torch.load(weights_only=True)`` may rebuild.
+
+
+def allow_safe_load() -> None:
+    """Let ``torch.load(weights_only=True)`` build our placements, as PyTorch does for its own; nothing else changes.
+
+    Called on import, so that a process that has made no placement yet can load one. Each constructor validates its
+    arguments, whatever a file contains.
+    """
+    ours: list[Any] = [RaggedShard, StridedRaggedShard, InterleavedShard, FlattenedShard, rebuild_strided]
+    note("placements._checkpoint:torch", *ours)
+    torch.serialization.add_safe_globals(ours)

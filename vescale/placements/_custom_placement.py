@@ -9,8 +9,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import extend_dtensor
 
-__all__ = ["CUSTOM_TYPES", "CustomPlacement", "has_custom"]
-
 # Every wrapper of a stock entry point tests for these types. Placements are C++ objects: isinstance() costs five times as
 # much as a lookup in a set.
 CUSTOM_TYPES: set[type] = set()

@@ -16,8 +16,6 @@ from vescale.placements._placement_kinds import without_partials
 from vescale.placements._region import same_regions
 from vescale.placements._strides import contiguous_stride
 
-__all__ = ["contiguous_spec", "resolve_gradient"]
-
 
 def resolve_gradient(
     caller: str,

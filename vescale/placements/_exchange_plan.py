@@ -19,8 +19,6 @@ from vescale.placements._placement_kinds import is_sharded, ragged_axis, shard_d
 from vescale.placements._region import Box, Region, local_region
 from vescale.placements._strides import contiguous_stride
 
-__all__ = ["Exchange", "Piece", "exchange_axes", "plan_exchange"]
-
 
 @dataclass(frozen=True)
 class Piece:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from vescale.errors import PlacementError
 from vescale.placements._custom_placement import CustomPlacement
 
-__all__ = ["FlattenedShard"]
-
 
 class FlattenedShard(CustomPlacement):
     """Tensor dim ``dim`` is the row-major flattening of dims of sizes ``(outer, size, inner)``, of which the ranks have cut

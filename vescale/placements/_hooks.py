@@ -7,12 +7,9 @@ from typing import Any
 
 from vescale.compat import DTensorHooks
 from vescale.placements._custom_placement import CUSTOM_TYPES, has_custom
-from vescale.placements._distribute import distribute_tensor
-from vescale.placements._local_conversion import from_local, local_gradient
+from vescale.placements._local_conversion import distribute_tensor, from_local, local_gradient
 from vescale.placements._normalized_placements import normalize_placements
 from vescale.placements._redistribute import full_tensor, redistribute, redistribute_local
-
-__all__ = ["dtensor_hooks"]
 
 
 def dtensor_hooks(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from vescale.errors import PlacementError
 from vescale.placements._custom_placement import CustomPlacement
 
-__all__ = ["InterleavedShard"]
-
 
 class InterleavedShard(CustomPlacement):
     """Tensor dim ``dim`` is ``num_chunks`` chunks side by side (fused QKV, packed gate/up), each sharded over the axis.

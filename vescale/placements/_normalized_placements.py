@@ -12,8 +12,6 @@ from vescale.placements._placement_kinds import at_dim, ragged_axis, shard_dim
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._region import largest_shape, local_region
 
-__all__ = ["normalize_placements"]
-
 
 def normalize_placements(
     placements: Sequence[Placement], shape: Sequence[int], mesh: DeviceMesh | Sequence[int]

@@ -13,17 +13,6 @@ from vescale.placements._flattened import FlattenedShard
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._ragged import RaggedShard
 
-__all__ = [
-    "at_dim",
-    "is_pending",
-    "is_sharded",
-    "ragged_axis",
-    "shard_dim",
-    "shift_dim",
-    "split_factor",
-    "without_partials",
-]
-
 
 def shard_dim(placement: Placement) -> int | None:
     """The tensor dim that a shard-like placement (``Shard``, ``_StridedShard``, ``InterleavedShard``, ``FlattenedShard``)

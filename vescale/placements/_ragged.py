@@ -10,8 +10,6 @@ from typing import Self
 from vescale.errors import PlacementError
 from vescale.placements._custom_placement import CustomPlacement
 
-__all__ = ["RaggedShard", "StridedRaggedShard"]
-
 
 class RaggedShard(CustomPlacement):
     """Rank ``i`` of the axis owns a contiguous run of ``local_units[i]`` shares of the flattened tensor.

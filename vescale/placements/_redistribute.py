@@ -6,31 +6,303 @@ With stock placements only, these do what their stock namesakes do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Partial, Placement
 
+from vescale.comm import Pending, all_gather_v, all_reduce, all_to_all_v, axis_group, keeps_result, reduce_scatter_v
 from vescale.compat import (
     AsyncCollectiveTensor,
     as_async_tensor,
+    expanded_as,
     local_of,
     make_dtensor,
     make_spec,
+    partial_reduce,
     spec_of,
     stock,
 )
-from vescale.errors import OtherMeshError
+from vescale.errors import OtherMeshError, RedistributeError
 from vescale.placements._custom_placement import has_custom
 from vescale.placements._dtensor_specs import resolve_gradient
-from vescale.placements._local_redistribution import move_local
+from vescale.placements._exchange_plan import exchange_axes, pack, plan_exchange, unpack, unpack_gathered
 from vescale.placements._normalized_placements import normalize_placements
-from vescale.placements._placement_kinds import without_partials
+from vescale.placements._placement_kinds import is_sharded, ragged_axis, shard_dim, without_partials
+from vescale.placements._ragged import RaggedShard
+from vescale.placements._region import largest_shape
 from vescale.placements._strides import contiguous_stride
 
-__all__ = ["Redistribute", "full_tensor", "redistribute", "redistribute_local"]
+# The steps of a change of placements: which axes are reduced in which order, and what is exchanged afterwards. Pure.
+# Python (``_local_redistribution.py``) and C++ (``_native_moves.py``) run the same steps, with the same collectives:
+# one rank may observe them, and therefore run them in Python, while its peers do not.
+
+Placements = tuple[Placement, ...]
+Kind = Literal["own reduction", "clone", "all-reduce", "reduce-scatter", "exchange"]
+_REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step, from placements to placements.
+
+    Attributes:
+        kind: ``own reduction``: the placement knows how to reduce itself; ``clone``: nothing to reduce, but new memory;
+            ``exchange``: everything but reductions.
+        axis: the mesh axis that is reduced; -1 for an exchange.
+    """
+
+    kind: Kind
+    before: Placements
+    after: Placements
+    axis: int = -1
+
+
+def move_steps(
+    shape: Sequence[int], mesh_shape: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]
+) -> tuple[Step, ...]:
+    """The steps from ``source`` to ``target``; none if they are equal. Not cached: a masked partial holds a tensor."""
+    shape, mesh_shape, source, target = tuple(shape), tuple(mesh_shape), tuple(source), tuple(target)
+    steps: list[Step] = []
+    held = source
+    for axis in _reduction_order(source, target):
+        kind, becomes = _reduction(shape, mesh_shape, held, target, axis)
+        after = (*held[:axis], becomes, *held[axis + 1 :])
+        steps.append(Step(kind, held, after, axis))
+        held = after
+    if held != target:
+        steps.append(Step("exchange", held, target))
+    return tuple(steps)
+
+
+def _reduction_order(source: Placements, target: Placements) -> list[int]:
+    """The Partial axes to reduce: reduce-scatters first, so that the others reduce less, a ragged one last of them."""
+    axes = [a for a, (s, t) in enumerate(zip(source, target)) if s.is_partial() and s != t]
+    return sorted(axes, key=lambda a: (not is_sharded(target[a]), isinstance(target[a], RaggedShard)))
+
+
+def _reduction(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], source: Placements, target: Placements, axis: int
+) -> tuple[Kind, Placement]:
+    """How one Partial axis is reduced, and what the result has there."""
+    partial = source[axis]
+    if type(partial) is not Partial or partial.reduce_op not in _REDUCE_OPS:
+        return "own reduction", Replicate()  # masked or norm partials
+    if mesh_shape[axis] == 1:
+        return "clone", Replicate()
+    scattered = _scattered(shape, mesh_shape, source, target, axis)
+    return ("all-reduce", Replicate()) if scattered is None else ("reduce-scatter", scattered)
+
+
+def _scattered(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], source: Placements, target: Placements, axis: int
+) -> Placement | None:
+    """The placement that a reduce-scatter on a Partial axis can leave there, or None when it must be an all-reduce.
+
+    A rank's part of the result must be within what it holds now: a ragged cut comes last, so it always does; a
+    shard-like one does unless a later axis cuts the same dim. Where the target's own cut does not, a balanced ragged
+    one stands in, and the exchange that follows does the rest.
+    """
+    wanted = target[axis]
+    others = [p for a, p in enumerate(source) if a != axis]
+    if not is_sharded(wanted) or ragged_axis(others) is not None:
+        return None
+    if isinstance(wanted, RaggedShard):
+        wanted_others = [p for a, p in enumerate(target) if a != axis]
+        fits = all(s == t or (s.is_partial() and t.is_replicate()) for s, t in zip(others, wanted_others))
+    else:
+        fits = all(shard_dim(later) != shard_dim(wanted) for later in source[axis + 1 :])
+    if fits:
+        return wanted
+    held = largest_shape(shape, source, mesh_shape)
+    inner = [dim for p in others if (dim := shard_dim(p)) is not None and dim > 0]
+    return RaggedShard().resolve(held, mesh_shape[axis], inner)
+
+
+def check_partials(source: Sequence[Placement], target: Sequence[Placement], dtype: torch.dtype) -> None:
+    """Refuse what has no meaning, before any communication."""
+    for axis, (before, after) in enumerate(zip(source, target)):
+        if before == after:
+            continue
+        for partial in (before, after):
+            if type(partial) is not Partial:
+                continue
+            inexact = partial.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex)
+            if inexact or (partial.reduce_op in ("max", "min") and dtype.is_complex):
+                raise RedistributeError(
+                    f"cannot redistribute {before} to {after} on mesh axis {axis}: {partial.reduce_op} of {dtype} values "
+                    "is not defined; convert the tensor to a floating-point dtype first"
+                )
+        if not after.is_partial():
+            continue
+        if before.is_partial():
+            raise RedistributeError(
+                f"cannot redistribute {before} to {after} on mesh axis {axis}: pending reductions with different "
+                "operations have no common meaning; redistribute to Replicate() first"
+            )
+        if type(after) is not Partial or after.reduce_op not in ("sum", "avg", "max", "min"):
+            raise RedistributeError(
+                f"cannot redistribute {before} to {after} on mesh axis {axis}: no contribution of each rank is defined "
+                "for it; use Partial with sum, avg, max or min"
+            )
+
+
+def exchanged_axes(step: Step, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """The axes over which an exchange communicates."""
+    return tuple(axis for axis in exchange_axes(step.before, step.after) if mesh_shape[axis] > 1)
+
+
+def _becoming_partial(step: Step) -> list[tuple[int, Partial]]:
+    changed = enumerate(zip(step.before, step.after))
+    return [(axis, after) for axis, (before, after) in changed if isinstance(after, Partial) and before != after]
+
+
+def neutral_value(step: Step, dtype: torch.dtype) -> float | int | None:
+    """What an exchange fills the new local tensor with first: the value that does not change the reduction into which
+    sharded data is embedded. None: it writes all elements."""
+    ops = [partial.reduce_op for axis, partial in _becoming_partial(step) if is_sharded(step.before[axis])]
+    if not ops:
+        return None
+    if ops[0] in ("sum", "avg"):
+        return 0
+    if dtype == torch.bool:
+        return int(ops[0] == "min")
+    if dtype.is_floating_point:
+        return float("-inf") if ops[0] == "max" else float("inf")
+    return torch.iinfo(dtype).min if ops[0] == "max" else torch.iinfo(dtype).max
+
+
+def contribution_factors(step: Step, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
+    """What turns values into this rank's contribution to the reductions that become pending; 0 sets everything to zero."""
+    factors = []
+    for axis, partial in _becoming_partial(step):
+        if partial.reduce_op == "avg" and is_sharded(step.before[axis]):
+            factors.append(mesh_shape[axis])
+        if partial.reduce_op == "sum" and not is_sharded(step.before[axis]) and coordinate[axis] != 0:
+            factors.append(0)
+    return tuple(factors)
+
+
+# Redistribution of local tensors: which collective each change of placement runs. =========================
+# ============================================================================================ on an axis what is done
+# ========================= ============================================================================================
+# ``Partial -> sharded`` reduce-scatter: ``(n-1)/n`` of the tensor is sent (all-reduce when another axis stays ragged)
+# ``Partial -> Replicate`` all-reduce ``Partial -> other op`` not defined: ValueError sharded/Replicate -> any one
+# exchange over all axes whose owners change: an all-gather where everyone receives everything, else an all-to-all that
+# moves only the elements that change owner; nothing where no element does ``Replicate -> sharded`` local copy ``any ->
+# Partial`` local: sharded data is embedded in the neutral element, replicated data stays on the first rank of the axis
+# (sum) or on all (avg, max, min) =========================
+# ============================================================================================
+
+
+@keeps_result
+def move_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+) -> Pending:
+    """Bring this rank's ``local`` part of a tensor of global ``shape`` from ``source`` to ``target`` placements.
+
+    Placements are normalized (see :func:`vescale.placements.normalize_placements`). Returns the new local tensor as a
+    :class:`~vescale.comm.Pending`: its last collective may be in flight. The result shares no memory with ``local``,
+    unless the placements are equal. Communication as in the module's table.
+
+    Raises:
+        ValueError: a pending reduction that cannot become the other one, or has no meaning for the dtype; on every
+            rank of the world, before any communication.
+    """
+    source, target = list(source), list(target)
+    if source == target:
+        return Pending(local)
+    check_partials(source, target, local.dtype)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Pending(local)  # ranks outside the mesh hold an empty tensor
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    local = local.resolve_conj().resolve_neg()  # collectives move the memory as it is
+    requester = f"redistribute {_text(source)} -> {_text(target)}"
+    pending = Pending(local)
+    for step in move_steps(shape, tuple(mesh.shape), source, target):
+        run = _exchange if step.kind == "exchange" else _reduce
+        pending = run(step, pending.wait(), mesh, shape, coordinate, requester)
+    return pending
+
+
+def _reduce(
+    step: Step, local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], coordinate: Sequence[int], requester: str
+) -> Pending:
+    """Reduce one Partial axis."""
+    partial: Any = step.before[step.axis]
+    if step.kind == "own reduction":
+        return Pending(partial_reduce(partial, local, mesh, step.axis))
+    if step.kind == "clone":
+        return Pending(local.clone())
+    group = axis_group(mesh, (step.axis,))
+    if step.kind == "all-reduce":
+        return all_reduce(local, partial.reduce_op, group.group, requester=requester)
+    # Each rank holds a contribution to everything that its peers receive, so it sends to each of them.
+    plan = plan_exchange(shape, tuple(mesh.shape), step.before, step.after, coordinate, group.coordinates)
+    send = pack(local, plan.sends, plan.send_span)
+    sizes = [piece.numel for piece in plan.sends]
+    out = local.new_empty(plan.target.local_shape)
+    if plan.keeps_in_place:
+        reduced = reduce_scatter_v(send, sizes, partial.reduce_op, group.group, out=out.view(-1), requester=requester)
+        return reduced.reshaped(out)
+    reduced = reduce_scatter_v(send, sizes, partial.reduce_op, group.group, requester=requester)
+    return Pending(out, [reduced], lambda: unpack(reduced.out, [plan.kept], out))
+
+
+def _exchange(
+    step: Step, local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], coordinate: Sequence[int], requester: str
+) -> Pending:
+    """Everything but reductions; see the module's table."""
+    axes = exchanged_axes(step, tuple(mesh.shape))
+    own = tuple(coordinate)
+    group = axis_group(mesh, axes) if axes else None
+    plan = plan_exchange(shape, tuple(mesh.shape), step.before, step.after, own, group.coordinates if group else (own,))
+    out = local.new_empty(plan.target.local_shape)
+    neutral = neutral_value(step, out.dtype)
+    if neutral is not None:
+        out.fill_(neutral)
+    if group is None or not plan.moves:
+        for box_from, box_to in zip(plan.kept.source, plan.kept.target):
+            box_to.view(out).copy_(box_from.view(local))
+        if neutral is None and not contribution_factors(step, tuple(mesh.shape), own):
+            out = expanded_as(local, out)
+        pending = Pending(out)
+    elif plan.gathers:
+        sizes = [region.numel for region in plan.peer_sources]
+        sender = local.reshape(-1)
+        if plan.receives_in_place:
+            pending = all_gather_v(sender, sizes, group.group, out=out.view(-1), requester=requester)
+        else:
+            gathered = all_gather_v(sender, sizes, group.group, requester=requester)
+            pending = Pending(out, [gathered], lambda: unpack_gathered(gathered.out, plan, out))
+    else:
+        send = pack(local, plan.sends, plan.send_span)
+        send_sizes = [piece.numel for piece in plan.sends]
+        receive_sizes = [piece.numel for piece in plan.receives]
+        if plan.receives_in_place:
+            pending = all_to_all_v(send, send_sizes, receive_sizes, group.group, out=out.view(-1), requester=requester)
+        else:
+            received = all_to_all_v(send, send_sizes, receive_sizes, group.group, requester=requester)
+            pending = Pending(out, [received], lambda: unpack(received.out, plan.receives, out))
+    return Pending(out, [pending], lambda: _contribute(out, contribution_factors(step, tuple(mesh.shape), own)))
+
+
+def _contribute(out: torch.Tensor, factors: Sequence[int]) -> None:
+    for factor in factors:
+        out.mul_(factor) if factor else out.zero_()  # also infinities
+
+
+def _text(placements: Sequence[Placement]) -> str:
+    return "(" + ", ".join(map(str, placements)) + ")"
 
 
 def redistribute(
@@ -45,7 +317,7 @@ def redistribute(
     """Change a DTensor's placements; differentiable, also twice.
 
     Any of Ragged, StridedRagged, Interleaved, Shard, Replicate and Partial (sum, avg, max, min) to any other, except one
-    pending reduction to another. Communication: see ``vescale/placements/_local_redistribution.py``.
+    pending reduction to another. Communication: see ``vescale/placements/_redistribute.py``.
 
     Args:
         placements: one for each mesh axis.

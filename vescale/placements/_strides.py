@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["contiguous_stride", "stride_like"]
-
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor of ``shape``, as PyTorch computes them (a dim of size 0 counts as 1)."""

@@ -3,7 +3,6 @@
 from vescale.plan_search._candidates import Rejected
 from vescale.plan_search._choice import Choice
 from vescale.plan_search._figures import Figures
-from vescale.plan_search._result import Proposal, Search
-from vescale.plan_search._search import search
+from vescale.plan_search._search import Proposal, Search, search
 
 __all__ = ["Choice", "Figures", "Proposal", "Rejected", "Search", "search"]

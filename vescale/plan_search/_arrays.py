@@ -10,8 +10,6 @@ import numpy as np
 
 from vescale.estimation import Block, MemoryTimeline
 
-__all__ = ["BACKWARD", "Arrays", "Unit", "extended", "gradients_of_unit", "later_gradients"]
-
 BACKWARD = ("backward", "recompute")
 
 

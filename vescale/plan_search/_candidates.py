@@ -11,8 +11,6 @@ from vescale.plan_search._sources import PlanSource
 from vescale.plan_search._stages import schedule_of
 from vescale.plans import PlanError
 
-__all__ = ["CHECKPOINTS", "Family", "Rejected", "families"]
-
 CHECKPOINTS = ("none", "selective", "full")
 _CONTEXT_RANKS = 8  # the most that a search looks at
 _CONTEXT_PIECES = 8  # runs of the sequence for each rank, in the plans of the zoo

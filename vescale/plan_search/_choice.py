@@ -10,8 +10,6 @@ from vescale.estimation import zero_plan
 from vescale.plan_search._sources import PlanSource, on_axes, with_batch_on, with_experts_on, without_sends
 from vescale.plans import Plan
 
-__all__ = ["REPLICAS", "Choice", "Model", "plan_of"]
-
 REPLICAS = "dp_replicas"
 
 

@@ -20,8 +20,6 @@ from vescale.plan_search._optimizer_cost import OptimizerCost
 from vescale.plan_search._profile import Profile
 from vescale.plans import MeshAxes
 
-__all__ = ["Figures", "Setting", "communication", "figures_of", "host_of", "scaled_ops", "states_of"]
-
 
 @dataclass(frozen=True)
 class Figures:

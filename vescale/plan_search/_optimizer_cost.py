@@ -11,8 +11,6 @@ from torch import nn
 from vescale.estimation import OpCosts, loss_of, make_batch, make_optimizer, rehearse, timeline_of
 from vescale.plans import MeshAxes, Plan
 
-__all__ = ["OptimizerCost", "optimizer_cost"]
-
 _WIDTH = 512  # of a square matrix: states for each element, not those of a fixed size, are almost all
 
 

@@ -43,8 +43,6 @@ from vescale.plan_search._arrays import (
 )
 from vescale.plans import Plan
 
-__all__ = ["Profile", "profile_of"]
-
 
 @dataclass
 class Profile:

@@ -15,8 +15,6 @@ from vescale.ir import check, coverage, new_plan
 from vescale.placements import shard_dim
 from vescale.plans import LocalEntry, Plan, ShardEntry
 
-__all__ = ["PlanSource", "on_axes", "plan_sources", "with_batch_on", "with_experts_on", "without_sends"]
-
 
 @dataclass(frozen=True)
 class PlanSource:

@@ -27,8 +27,6 @@ from vescale.plan_search._figures import (
 from vescale.plan_search._profile import Profile
 from vescale.plans import MeshAxes, Plan
 
-__all__ = ["schedule_of", "staged_figures"]
-
 _PASSES = {"F": ("forward", "loss"), "B": ("backward", "recompute")}
 
 

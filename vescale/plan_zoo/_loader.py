@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from vescale.plans import MeshAxes, Plan
 
-__all__ = ["About", "about", "load", "names", "path_of"]
-
 _FOLDER = Path(__file__).parent
 _ENTRIES = re.compile(r"^(?:vars|shard|local):", re.MULTILINE)  # a description and a mesh stand before them
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import regex
@@ -14,13 +16,259 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.errors import Coded, HfPlanError, did_you_mean
 from vescale.placements import InterleavedShard, shard_dim
-from vescale.plans._hf_paths import expressions, merged_paths, wildcard
-from vescale.plans._hf_sequence import shard_sequence
-from vescale.plans._hf_styles import STYLES, Style
-from vescale.plans._model_config import config_value
 from vescale.plans._plan_entries import PlanEntries
 
-__all__ = ["BATCHED_INPUTS", "HfImportWarning", "add_hf_entries"]
+# Short path expressions that match exactly a list of concrete module names.
+
+_NUMBER = regex.compile(r"(?<=^|\.)\d+(?=\.|$)")
+
+
+def wildcard(name: str) -> str:
+    """``layers.3.mlp`` to ``layers.*.mlp``: numbers between dots, as Hugging Face's plans write them."""
+    return _NUMBER.sub("*", name)
+
+
+def expressions(chosen: Iterable[str], every: Collection[str]) -> list[str]:
+    """Path expressions that match all of ``chosen`` and nothing else of ``every``, in the order of ``chosen``.
+
+    Layer numbers become ``\\d+``, or an alternative of numbers; siblings of the same layers become ``(a|b)``.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in chosen:
+        groups.setdefault(wildcard(name), []).append(name)
+    alike: dict[str, set[str]] = {}
+    for name in every:
+        alike.setdefault(wildcard(name), set()).add(name)
+    children: dict[str, list[str]] = {}
+    for generic, names in groups.items():
+        for expression in _over_layers(generic, names, alike.get(generic, set()) - set(names)):
+            parent, _, child = expression.rpartition(".")
+            children.setdefault(parent, []).append(child)
+    return [f"{parent}.{_either(names)}" if parent else _either(names) for parent, names in children.items()]
+
+
+def merged_paths(
+    tensors: Mapping[tuple[str, str], Placement], modules: Collection[str]
+) -> Iterator[tuple[str, Placement]]:
+    """(path expression, placement) for ``{(module, parameter or boundary): placement}``, merged where several agree, in the
+    order of ``modules``."""
+    order = {path: number for number, path in enumerate(modules)}
+    own: dict[str, dict[Placement, list[str]]] = {}
+    paths_of: dict[tuple[str, Placement], list[str]] = {}
+    for (path, target), placement in tensors.items():
+        if target.startswith("<"):
+            paths_of.setdefault((target, placement), []).append(path)
+        else:
+            own.setdefault(path, {}).setdefault(placement, []).append(target)
+    states: dict[tuple[str, Placement], list[str]] = {}
+    for path, by_placement in own.items():
+        for placement, targets in by_placement.items():
+            target = targets[0] if len(targets) == 1 else f"({'|'.join(targets)})"
+            states.setdefault((target, placement), []).append(path)
+    lines = []
+    for (target, placement), paths in (*states.items(), *paths_of.items()):
+        for expression in expressions(paths, modules):
+            first = min(order[path] for path in paths if regex.fullmatch(expression, path))
+            lines.append((first, f"{expression}.{target}" if expression else target, placement))
+    for _, pattern, placement in sorted(lines, key=lambda line: line[0]):
+        yield pattern, placement
+
+
+def _over_layers(generic: str, names: Sequence[str], others: Collection[str]) -> list[str]:
+    """One expression that matches the given names, which differ in numbers only, and none of ``others``; the names
+    themselves if no single number distinguishes them from the others."""
+    if not others:
+        return [generic.replace("*", r"\d+")]
+    for position in range(generic.count("*")):
+        numbers = list(dict.fromkeys(_NUMBER.findall(name)[position] for name in names))
+        if not any(_NUMBER.findall(other)[position] in numbers for other in others):
+            before, after = _around(generic, position)
+            return [f"{before}{_either(numbers)}{after}".replace("*", r"\d+")]
+    return list(names)
+
+
+def _around(generic: str, position: int) -> tuple[str, str]:
+    """The text before and after the star at ``position``."""
+    parts = generic.split("*")
+    return "*".join(parts[: position + 1]), "*".join(parts[position + 1 :])
+
+
+def _either(names: Sequence[str]) -> str:
+    """``(q|k|v)_proj`` for ``q_proj``, ``k_proj``, ``v_proj``; one name as it is."""
+    if len(names) == 1:
+        return names[0]
+    reversed_parts = [tuple(reversed(name.split("_"))) for name in names]
+    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*reversed_parts)))
+    shared = min(shared, min(map(len, reversed_parts)) - 1)
+    heads = ["_".join(reversed(parts[shared:])) for parts in reversed_parts]
+    return f"({'|'.join(heads)})" + "".join(f"_{part}" for part in reversed(reversed_parts[0][:shared]))
+
+
+# Sequence parallelism, derived from a tensor-parallel plan: between the parts of a layer the sequence is sharded. If a
+# part of a layer sums its output over ranks, it scatters the sum over the sequence, and it gathers its input; norms and
+# additions between parts run on the shards. Parts are the modules that a layer calls: attention, feed-forward,
+# mixtures. Parts that the plan does not name get the whole sequence, and their output is sharded again.
+
+_SEQUENCE = Shard(1)  # of activations (batch, sequence, features)
+_NORM = regex.compile(r".*norm.*|ln_.*|dropout.*|.*_dropout", regex.IGNORECASE)
+
+
+def shard_sequence(
+    modules: dict[str, nn.Module],
+    inputs: dict[str, Placement],
+    outputs: dict[str, Placement],
+    experts: Collection[str],
+    base: str,
+) -> None:
+    """Change boundaries of a plan, in place.
+
+    Args:
+        modules: of the model, by name.
+        inputs, outputs: boundary placements that the plan has; they are changed.
+        experts: modules that are expert regions.
+        base: name of the model without its head, whose output is whole again.
+    """
+    layers = [path for path in modules if _is_layer(path, modules) and any(o.startswith(f"{path}.") for o in outputs)]
+    for layer in layers:
+        for part in _parts(layer, modules):
+            summed = [o for o in outputs if (o == part or o.startswith(f"{part}.")) and inputs.get(o) == Shard(-1)]
+            mixed = [e for e in experts if e == part or e.startswith(f"{part}.")]
+            if len(summed) == 1 and not mixed:  # one sum ends the part
+                outputs[summed[0]] = _SEQUENCE
+            else:
+                inputs[part] = Replicate()
+                outputs[part] = _SEQUENCE
+                for expert in mixed:  # the part's own boundaries sum, once, and scatter
+                    if expert != part:
+                        inputs.pop(expert, None)
+                        outputs.pop(expert, None)
+    for path, module in modules.items():
+        if isinstance(module, nn.Embedding) and path in outputs and layers and not path.startswith(f"{layers[0]}."):
+            outputs[path] = _SEQUENCE
+    if layers:
+        outputs[base] = Replicate()
+        for head in [path for path in inputs if base and not path.startswith(f"{base}.")]:
+            if inputs[head] == Replicate():
+                del inputs[head]  # what the head adds to the gradient is scattered at the base's output
+
+
+def _is_layer(path: str, modules: dict[str, nn.Module]) -> bool:
+    """An item of a list whose forward runs and that holds several parts."""
+    parent = path.rpartition(".")[0]
+    return (
+        path != ""
+        and isinstance(modules[parent], nn.ModuleList)
+        and not any(isinstance(modules[p], nn.ModuleList) for p in _hf_sequence_around(parent))
+        and len(_parts(path, modules)) > 1
+    )
+
+
+def _hf_sequence_around(path: str) -> list[str]:
+    found = []
+    while path:
+        path = path.rpartition(".")[0]
+        found.append(path)
+    return found
+
+
+def _parts(layer: str, modules: dict[str, nn.Module]) -> list[str]:
+    """Children of a layer that mix tokens or features: not its norms."""
+    return [
+        f"{layer}.{name}"
+        for name, child in modules[layer].named_children()
+        if not _NORM.fullmatch(name) and any(p.ndim > 1 for p in child.parameters())
+    ]
+
+
+# The tensor- and expert-parallel styles of Hugging Face transformers, as placements. Transformers' styles pass local
+# tensors from module to module and correct gradients by hand. Ours are DTensors, so that placements suffice, and styles
+# that only correct gradients have no entries.
+
+
+@dataclass(frozen=True)
+class Style:
+    """A style, on one mesh axis.
+
+    Attributes:
+        cut: the dim of the module's own parameters that is sharded, counted from the back; None: they stay whole.
+        front: count ``cut`` from the front instead (the dim of experts).
+        vectors: whether parameters of one dim are sharded, too (biases along an output dim).
+        pieces: the number of packed pieces in the dim (gate and up), each of which is sharded.
+        inputs, outputs: the placements of the module's inputs and outputs; None: as they arrive.
+        experts: the module runs as an expert region; its output is summed.
+        whole_experts: if a module inside of an expert region has this style, the region's experts stay whole.
+    """
+
+    cut: int | None = None
+    front: bool = False
+    vectors: bool = False
+    pieces: int = 1
+    inputs: Placement | None = None
+    outputs: Placement | None = None
+    experts: bool = False
+    whole_experts: bool = False
+
+    def placement(self, num_dims: int) -> Placement | None:
+        """The placement of a parameter with this number of dims; None: whole."""
+        if self.cut is None or num_dims == 0:
+            return None
+        if self.front:
+            return Shard(self.cut)
+        if num_dims == 1:
+            if not self.vectors:
+                return None
+            return Shard(0) if self.pieces == 1 else InterleavedShard(0, self.pieces)
+        dim = num_dims + self.cut
+        return Shard(dim) if self.pieces == 1 else InterleavedShard(dim, self.pieces)
+
+
+_COLUMNS = Style(cut=-2, vectors=True, inputs=Replicate())
+_GATHERED_COLUMNS = Style(cut=-2, vectors=True, inputs=Replicate(), outputs=Replicate())
+_ROWS = Style(cut=-1, inputs=Shard(-1), outputs=Replicate())
+_NOTHING = Style()
+
+STYLES: dict[str, Style] = {
+    "colwise": _COLUMNS,
+    "colwise_gather_output": _GATHERED_COLUMNS,
+    "colwise_rep": _GATHERED_COLUMNS,
+    "rowwise": _ROWS,
+    # These two get a whole input, which is sharded here.
+    "rowwise_split_input": _ROWS,
+    "rowwise_rep": _ROWS,
+    "packed_colwise": Style(cut=-2, vectors=True, pieces=2, inputs=Replicate()),
+    "packed_rowwise": Style(cut=-1, pieces=2),
+    "embedding_rowwise": Style(cut=-2, outputs=Replicate()),
+    "embedding_colwise": Style(cut=-1, outputs=Replicate()),
+    "sequence_parallel": Style(inputs=Shard(1)),
+    "all_reduce": Style(outputs=Replicate()),
+    "moe_tp_experts": Style(inputs=Replicate(), outputs=Replicate(), experts=True),
+    # It divides the contribution of a replicated expert to a sum over ranks.
+    "moe_identity_expert": Style(whole_experts=True),
+    "grouped_gemm": Style(cut=0, front=True, vectors=True),
+    "ep_dispatch_experts": Style(inputs=Replicate(), outputs=Replicate(), experts=True),
+    # DTensor itself knows that these gradients are Partial, and what is local.
+    "replicate": _NOTHING,
+    "replicated_with_grad_allreduce": _NOTHING,
+    "mla_kv_a_proj": _NOTHING,
+    "local_params": _NOTHING,
+}
+
+
+# Reading a model's configuration.
+
+
+def config_value(config: Any, name: str, layer: int | None = None) -> Any:
+    """An attribute of a configuration; None if it has none, or another one for each layer and ``layer`` is None.
+
+    Configurations of transformers whose layers differ (Gemma 4) raise RuntimeError for such an attribute of the whole, and
+    have one configuration for each layer.
+    """
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        layers = getattr(config, "per_layer_config", None)
+        return None if layer is None or layers is None else getattr(layers[layer], name, None)
+
 
 # Inputs of Hugging Face models whose first dim is the batch. Those that are indexed or broadcast (position_ids,
 # attention_mask) are not among them: replicated, they need no communication.
@@ -243,7 +491,7 @@ class _Draft:
                     self.inputs.setdefault(path, Replicate())
 
     def shard_sequence(self, base: str) -> None:
-        """See :mod:`vescale.plans._hf_sequence`."""
+        """See :mod:`vescale.plans._hf_import`."""
         shard_sequence(self.modules, self.inputs, self.outputs, [*self.experts, *self.expert_parts], base)
 
     # To entries

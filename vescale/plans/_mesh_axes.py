@@ -9,8 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.errors import MeshAxesError, did_you_mean, kind_of
 
-__all__ = ["MeshAxes", "axis_sizes"]
-
 
 @dataclass(frozen=True)
 class MeshAxes:

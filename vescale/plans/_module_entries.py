@@ -8,12 +8,15 @@ from typing import Any, Self
 import torch
 
 from vescale.errors import ModuleEntryError, Source, calling_line
-from vescale.plans._checkpoint_policy import CheckpointPolicy, checkpoint_budget, checkpoint_policy
-from vescale.plans._entries import CheckpointEntry, PrecisionEntry
+from vescale.plans._entries import (
+    CheckpointEntry,
+    CheckpointPolicy,
+    PrecisionEntry,
+    checkpoint_budget,
+    checkpoint_policy,
+    float_dtype_of,
+)
 from vescale.plans._plan_entries import PlanEntries
-from vescale.plans._unit_policies import float_dtype_of
-
-__all__ = ["ModuleEntries"]
 
 
 class ModuleEntries(PlanEntries):

@@ -20,12 +20,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from vescale.errors import ParallelPlanError, PlanError, did_you_mean
 from vescale.placements import RaggedShard
-from vescale.plans._hf_import import BATCHED_INPUTS
-from vescale.plans._hf_paths import expressions
-from vescale.plans._phase import INIT, RUN
+from vescale.plans._entries import INIT, RUN
+from vescale.plans._hf_import import BATCHED_INPUTS, expressions
 from vescale.plans._plan_entries import PlanEntries
-
-__all__ = ["add_parallel_plan"]
 
 _Patterns = Mapping[str, Any]
 

@@ -12,8 +12,6 @@ from vescale.errors import PipelineEntryError, PlanError, Source, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 
-__all__ = ["PIPELINE_SCHEDULES", "PipelineEntry", "pipeline_entry", "with_pipeline"]
-
 # The names of torch.distributed.pipelining, and short forms of theirs.
 PIPELINE_SCHEDULES = (
     "GPipe",

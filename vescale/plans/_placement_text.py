@@ -27,8 +27,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.errors import PlacementTextError
 from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard
 
-__all__ = ["parse_placement", "placement_text", "shown_text"]
-
 _FORM = regex.compile(r"\s*(?P<name>[A-Za-z]+)\s*(?:\((?P<arguments>[^{}]*)\))?\s*", regex.V1)
 _TOKEN = regex.compile(r"\s*(?:(?P<int>-?\d{1,18}(?!\d))|(?P<word>[A-Za-z_]+)|(?P<mark>[(),=]))")
 _REDUCE_OPS = ("sum", "avg", "max", "min")

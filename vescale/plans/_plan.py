@@ -21,8 +21,6 @@ from vescale.plans._pipeline_entry import pipeline_entry
 from vescale.plans._yaml_reader import read_plan
 from vescale.plans._yaml_writer import plan_text
 
-__all__ = ["Plan", "VescalePlan"]
-
 
 class Plan(ModuleEntries):
     """An ordered list of entries over the axes of a mesh; it knows no model.

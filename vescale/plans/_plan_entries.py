@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.errors import EntryError, Source, calling_line, did_you_mean
 from vescale.plans._entries import (
+    ALL,
     ATTENTION_METHODS,
     AnnotateEntry,
     AttentionEntry,
@@ -20,17 +21,17 @@ from vescale.plans._entries import (
     Entry,
     FactoryEntry,
     LocalEntry,
+    Phase,
     RedistributeEntry,
     ShardEntry,
     UnitEntry,
+    mp_policy_of,
+    parse_phase,
+    pins_memory,
 )
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
-from vescale.plans._phase import ALL, Phase, parse_phase
 from vescale.plans._pipeline_entry import PipelineEntry
-from vescale.plans._unit_policies import mp_policy_of, pins_memory
-
-__all__ = ["PlanEntries"]
 
 # One placement for the axis named by mesh=, one for each axis named there, or {axis: placement}.
 PlacementSpec = Placement | Sequence[Placement] | Mapping[str, Placement]

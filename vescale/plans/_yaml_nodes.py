@@ -18,8 +18,6 @@ import yaml
 
 from vescale.errors import PlanError, Source, YamlSyntaxError
 
-__all__ = ["Document", "Place", "YamlLimits", "load_yaml"]
-
 MAX_BYTES = 500_000  # of a plan and all that it includes
 MAX_DEPTH = 20
 MAX_NODES = 10_000

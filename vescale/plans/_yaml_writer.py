@@ -12,6 +12,7 @@ import yaml
 
 from vescale.errors import YamlPlanError
 from vescale.plans._entries import (
+    ALL,
     AnnotateEntry,
     AttentionEntry,
     AxisPlacements,
@@ -22,14 +23,13 @@ from vescale.plans._entries import (
     RedistributeEntry,
     ShardEntry,
     UnitEntry,
+    dtype_name,
+    mp_options,
+    phase_text,
 )
-from vescale.plans._phase import ALL, phase_text
 from vescale.plans._pipeline_entry import PipelineEntry
 from vescale.plans._placement_text import placement_text
 from vescale.plans._plan_entries import PlanEntries
-from vescale.plans._unit_policies import dtype_name, mp_options
-
-__all__ = ["plan_text"]
 
 _PLAIN = regex.compile(r"[A-Za-z0-9_<($.\\][A-Za-z0-9_.\\<>()|${}:+*?]*(?<!:)")
 # The repeated layers of a model at the beginning of a path.

@@ -5,13 +5,11 @@ same seed (``torch.manual_seed``); their generators then stay equal. :func:`defe
 same for a model's initialization, without ever holding the whole model. Ops, rules and limits are in docs/rng.md.
 """
 
-from vescale.rng._counted_draws import counting_draws
 from vescale.rng._data_order import SampleSeeds, ShardedBatchSampler
 from vescale.rng._deferred_tensor import DeferredTensor, DeferredValueError, is_deferred
-from vescale.rng._enable import deferred_init, disable, enable, is_enabled
+from vescale.rng._dtensor_fill import Draw, MicrobatchRows, counting_draws, drawing_rows, draws_rows
+from vescale.rng._enable import deferred_init, disable, enable, is_enabled, rand, randint, randn
 from vescale.rng._engine import default_generator, fill_spans, skip_outputs
-from vescale.rng._indexed_bits import indexed_bits
-from vescale.rng._initializers import rand, randint, randn
 from vescale.rng._local_random_ops import drawing_part_of
 from vescale.rng._materialize import (
     PlacementFn,
@@ -22,8 +20,8 @@ from vescale.rng._materialize import (
     materialize_part,
     materialize_tensor,
 )
-from vescale.rng._microbatch_rows import Draw, MicrobatchRows, drawing_rows, draws_rows
 from vescale.rng._op_handlers import handlers
+from vescale.rng._stream_spans import indexed_bits
 
 __all__ = [
     "DeferredTensor",

@@ -15,8 +15,6 @@ from vescale.rng._self_checks import rule_holds
 from vescale.rng._span_copies import copy_out, fill_from_whole, gathered, laid_out_as
 from vescale.rng._stream_spans import spans
 
-__all__ = ["GAP_ELEMENTS", "SCRATCH_ELEMENTS", "fill_region"]
-
 # The longest span that is copied from scratch memory: a span costs 30 us in Python, and longer ones do not fit the caches.
 SCRATCH_ELEMENTS = 1 << 18
 # Gaps of at most this many elements are generated and dropped: a skip costs about 20 us, an element 4 to 40 ns.

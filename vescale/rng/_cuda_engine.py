@@ -35,8 +35,6 @@ from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
 from vescale.rng._span_copies import copy_out, fill_from_whole, laid_out_as
 from vescale.rng._stream_spans import Span, spans
 
-__all__ = ["Device", "device_at", "fill_region", "find_rule", "generate", "read_state", "write_state"]
-
 # Gaps of at most this many elements are generated and dropped; spans of at most this many are copied from scratch memory.
 GAP_ELEMENTS = 1 << 22
 SCRATCH_CHUNKS = 8

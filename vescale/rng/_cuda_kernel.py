@@ -25,19 +25,6 @@ from vescale.rng._philox import ChunkedRule, GridStride, Launch, PhiloxRule, Phi
 from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
 from vescale.rng._stream_spans import Piece, Span
 
-__all__ = [
-    "Kernels",
-    "Kind",
-    "Launcher",
-    "NativeFill",
-    "Plan",
-    "build",
-    "compiled",
-    "plan_of",
-    "source",
-    "transform_of",
-]
-
 _MAX_DIMS = 6
 _DTYPES = {
     torch.float32: 0,

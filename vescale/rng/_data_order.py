@@ -16,8 +16,6 @@ from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
 from vescale.errors import SamplerError
 from vescale.placements import local_region
 
-__all__ = ["SampleSeeds", "ShardedBatchSampler"]
-
 Sample = TypeVar("Sample", covariant=True)
 
 

@@ -20,8 +20,6 @@ from vescale.errors import MaterializeError
 from vescale.rng._random_ops import RandomOp
 from vescale.rng._stream_spans import is_contiguous
 
-__all__ = ["Constant", "Initializer", "Op", "Record", "View", "live_writes", "needed_ops", "next_time"]
-
 aten = torch.ops.aten
 _OVERWRITES = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
 _CLOCK = itertools.count()

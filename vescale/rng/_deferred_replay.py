@@ -23,8 +23,6 @@ from vescale.rng._random_ops import RandomOp
 from vescale.rng._rejection_initializers import fill_part
 from vescale.rng._stream_spans import is_contiguous, stream_order
 
-__all__ = ["part_values", "whole_numel", "whole_values"]
-
 aten = torch.ops.aten
 _EMPTY = {
     aten.empty.memory_format,

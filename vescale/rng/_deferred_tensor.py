@@ -23,8 +23,6 @@ from vescale.rng._engine import advance, default_generator, saved_state
 from vescale.rng._random_ops import RandomOp, inplace_overloads
 from vescale.rng._rejection_initializers import replay_draws
 
-__all__ = ["DeferredTensor", "DeferredValueError", "Recorder", "is_deferred", "record_initializer", "view_of"]
-
 aten = torch.ops.aten
 
 # Constructors may look at values (``[x.item() for x in torch.linspace(...)]``) that take this many elements to compute.

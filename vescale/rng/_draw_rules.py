@@ -16,8 +16,6 @@ import torch
 
 from vescale.rng._mt19937 import Mt19937State
 
-__all__ = ["Cursor", "DrawRule", "NativeFill", "NormalBlocks", "NormalPairs", "WordsPerElement"]
-
 # Drawing at most this many words costs less than reading the generator's state, skipping and writing it back.
 DISCARDED_WORDS = 1 << 14
 

@@ -13,8 +13,6 @@ from vescale.rng._fill_request import Fill
 from vescale.rng._mt19937 import Mt19937State
 from vescale.rng._random_ops import RandomOp
 
-__all__ = ["advance", "default_generator", "fill_region", "fill_spans", "generator_at", "saved_state", "skip_outputs"]
-
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that random ops on a device use by default."""

@@ -13,8 +13,6 @@ from vescale.placements import Region
 from vescale.rng._random_ops import RandomOp
 from vescale.rng._stream_spans import is_contiguous, stream_order
 
-__all__ = ["Fill"]
-
 
 @dataclass(frozen=True)
 class Fill:

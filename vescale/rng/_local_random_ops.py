@@ -16,8 +16,6 @@ from vescale.errors import UnsupportedRandomOpError
 from vescale.placements import contiguous_stride, local_region
 from vescale.rng._op_handlers import handlers
 
-__all__ = ["drawing_part_of"]
-
 
 class drawing_part_of(TorchDispatchMode):
     """Inside this context, random ops on plain tensors draw this rank's part of a tensor of global ``shape`` on a mesh.

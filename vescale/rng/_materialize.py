@@ -24,16 +24,6 @@ from vescale.rng._deferred_tensor import DeferredTensor, view_of
 from vescale.rng._dtensor_fill import part_of_whole
 from vescale.rng._random_ops import RandomOp
 
-__all__ = [
-    "PlacementFn",
-    "check_recorded_alike",
-    "fingerprint",
-    "has_deferred",
-    "materialize",
-    "materialize_part",
-    "materialize_tensor",
-]
-
 # (qualified name, deferred tensor) -> one placement per mesh axis, or None: a plain tensor, whole on every rank.
 PlacementFn = Callable[[str, torch.Tensor], Sequence[Placement] | None]
 Module = TypeVar("Module", bound=nn.Module)

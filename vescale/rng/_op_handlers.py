@@ -16,13 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale.comm import requested_by
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of, stock_dispatch, tell_draw, tell_read
 from vescale.compat.cuda_kernels import fused_dropout
-from vescale.compat.random_ops import (
-    Handler,
-    correct_inplace_view,
-    has_composite_kernel,
-    is_symbolic,
-    seeded_ops,
-)
+from vescale.compat.random_ops import Handler, correct_inplace_view, has_composite_kernel, is_symbolic, seeded_ops
 from vescale.errors import RandomOpError, UnsupportedRandomOpError
 from vescale.placements import move_local
 from vescale.rng._dtensor_fill import (
@@ -35,11 +29,64 @@ from vescale.rng._dtensor_fill import (
     region_of,
     whole_of,
 )
-from vescale.rng._multinomial import multinomial
 from vescale.rng._random_ops import DROPOUT_MASK, RandomOp, inplace_overloads
 from vescale.rng._stream_spans import is_contiguous, stream_order
 
-__all__ = ["handlers"]
+# ``torch.multinomial`` on DTensors: each rank samples its own rows.
+
+
+def multinomial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """``multinomial(self, num_samples, replacement=False, *, generator=None)``; the result is sharded over rows like
+    ``self``.
+
+    Communication: an all-gather along axes that shard the categories; with replacement, of all of ``self``.
+    """
+    weights, num_samples = args[0], args[1]
+    if not weights.is_floating_point():
+        raise RandomOpError(
+            f"multinomial on a DTensor of {weights.dtype}; expected floating point weights: convert them"
+        )
+    replacement = args[2] if len(args) > 2 else kwargs.get("replacement", False)
+    generator = kwargs.get("generator")
+    spec = spec_of(weights)
+    last = weights.ndim - 1
+    rows = [p if getattr(p, "dim", last) != last and not p.is_partial() else Replicate() for p in spec.placements]
+    if outside_mesh(spec) or all(p.is_replicate() for p in rows) or (replacement and num_samples > 1):
+        return _replayed(op, weights, num_samples, replacement, generator)
+    weights = weights.redistribute(spec.mesh, rows)
+    region = region_of(spec_of(weights), "multinomial")
+    assert region is not None
+    local = local_of(weights)
+    # As on one device: category / exponential noise, the largest wins.
+    if not bool(((local >= 0) & (local < torch.inf)).all()) or not bool((local.sum(-1) > 0).all()):
+        raise RandomOpError(
+            f"multinomial on a DTensor of shape {tuple(weights.shape)}: this rank's rows hold a negative, infinite or "
+            "NaN weight, or a row without a positive one; expected finite weights >= 0: clean them first"
+        )
+    noise = empty_like(weights)
+    fill(noise, RandomOp("exponential_", (1.0,)), generator)
+    scores = torch.div(local, local_of(noise))
+    if num_samples == 1:
+        picked = scores.argmax(-1, keepdim=True)
+    else:
+        picked = scores.topk(num_samples, -1).indices
+    shape = (*weights.shape[:-1], num_samples)
+    strides = (num_samples, 1)[-len(shape) :]
+    return make_dtensor(picked, make_spec(spec.mesh, rows, shape, strides, torch.int64))
+
+
+def _replayed(op: Any, weights: DTensor, num_samples: int, replacement: bool, generator: Any) -> DTensor:
+    """Sample all rows on every rank."""
+    spec = spec_of(weights)
+    if outside_mesh(spec):
+        # The number of draws does not depend on the weights: any valid weights do.
+        whole = torch.ones(tuple(spec.shape), dtype=weights.dtype, device=spec.mesh.device_type)
+    else:
+        whole = whole_of(weights)
+    picked = op(whole, num_samples, replacement, generator=generator)
+    placements = (Replicate(),) * spec.mesh.ndim
+    return make_dtensor(picked, make_spec(spec.mesh, placements, picked.shape, picked.stride(), picked.dtype))
+
 
 aten = torch.ops.aten
 _Args = tuple[Any, ...]
@@ -188,7 +235,7 @@ def _normal_out_of_place(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     return result.mul_(std).add_(mean)
 
 
-def _replayed(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+def _op_handlers_replayed(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     """Run the op whole on every rank (communication: all-gather of sharded arguments) and keep this rank's part."""
     first = next(value for value in args if isinstance(value, DTensor))
     spec = spec_of(first)
@@ -222,7 +269,7 @@ def _rrelu_with_noise(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     source, noise = given["self"], given["noise"]
     source_region, noise_region = region_of(spec_of(source), str(op)), region_of(spec_of(noise), str(op))
     if source_region is None or noise_region is None:
-        return _replayed(op, args, kwargs)  # raises
+        return _op_handlers_replayed(op, args, kwargs)  # raises
     whole, whole_noise = whole_of(source).clone(), whole_of(noise).clone()
     rest = {key: value for key, value in given.items() if key not in ("self", "noise")}
     out = aten.rrelu_with_noise.default(whole, whole_noise, **rest)
@@ -348,7 +395,7 @@ def handlers() -> Mapping[Any, Handler]:
             if "generator" in overload and not overload.endswith("out"):
                 table[getattr(packet, overload)] = table[packet.default]
     for packet in (aten.poisson, aten.binomial, aten._standard_gamma, aten._sample_dirichlet):
-        table[packet.default] = _replayed
+        table[packet.default] = _op_handlers_replayed
     attention = (
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",

@@ -15,19 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "Address",
-    "GridStride",
-    "Launch",
-    "PhiloxRule",
-    "PhiloxState",
-    "Quads",
-    "Vectors",
-    "fits_one_launch",
-    "leaves",
-    "philox",
-]
-
 Index = npt.NDArray[np.int64]
 Address = tuple[Index, Index, Index]  # subsequence, block (after the offset), lane
 

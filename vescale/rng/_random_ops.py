@@ -14,8 +14,6 @@ from vescale.errors import ArgumentTypeError
 from vescale.rng._draw_rules import DrawRule, NormalBlocks, NormalPairs, WordsPerElement
 from vescale.rng._mt19937 import Mt19937State
 
-__all__ = ["DROPOUT_MASK", "RandomOp", "half_normal_tail_follows_last_block", "inplace_overloads", "words_drawn"]
-
 DROPOUT_MASK = "native_dropout's mask"
 _HALVES = (torch.bfloat16, torch.float16)
 

@@ -15,8 +15,6 @@ from vescale.rng._draw_rules import Cursor, DrawRule, NormalPairs
 from vescale.rng._mt19937 import Mt19937State
 from vescale.rng._random_ops import RandomOp
 
-__all__ = ["rule_holds"]
-
 _NUM_ELEMENTS = 100  # not a multiple of 16, so that normal_ remakes its last elements
 _STRETCHES = ((0, 5), (37, 83), (80, 97), (97, 100))
 

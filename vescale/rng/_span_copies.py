@@ -9,8 +9,6 @@ import torch
 from vescale.rng._fill_request import Fill
 from vescale.rng._stream_spans import Span, spans
 
-__all__ = ["copy_out", "fill_from_whole", "gathered", "laid_out_as"]
-
 
 def copy_out(span: Span, generated: torch.Tensor, local: torch.Tensor) -> None:
     """Copy the span's pieces from the generated elements of the span to ``local``."""

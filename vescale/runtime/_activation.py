@@ -16,9 +16,7 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans import AttentionMethod, PlanError
-from vescale.runtime._runtime import Runtime
-
-__all__ = ["THREAD", "Activation", "Frame", "activations", "current_activation"]
+from vescale.runtime._runtime import Runtime, timelines
 
 
 @dataclass
@@ -29,7 +27,7 @@ class Frame:
         args, kwargs: of its forward.
         compiler: the compiler that was about to compile it; see ``suspend_compiling``.
         results: (path, data pointer) of each DTensor that a submodule returned.
-        converted: its conversions of inputs of submodules (:mod:`vescale.runtime._shared_conversion`).
+        converted: its conversions of inputs of submodules (:mod:`vescale.runtime._placing`).
         where: the module, as the timeline names it.
         placed: inputs that the plan has brought elsewhere (:mod:`vescale.runtime._write_back`); None: there are none.
     """
@@ -104,3 +102,55 @@ def activations() -> list[Activation]:
 def current_activation() -> Activation | None:
     stack = THREAD.stack
     return stack[-1] if stack else None
+
+
+# Attribution: the model and the module whose op a thread is running, in forward and in backward.
+
+
+@dataclass(frozen=True, slots=True)
+class RunningModule:
+    """The model and the module that an op belongs to.
+
+    Attributes:
+        path: of the module; "" for the model itself.
+        phase: ``forward`` or ``backward``.
+        frame: of the module, in forward.
+    """
+
+    runtime: Runtime
+    path: str
+    phase: str
+    frame: Frame | None
+
+
+def locate() -> RunningModule | None:
+    """The module whose op this thread is running; None outside of every parallelized model."""
+    activation = current_activation()
+    if activation is not None:
+        frame = activation.frames[-1]
+        return RunningModule(activation.runtime, frame.path, "forward", frame)
+    return locate_node()
+
+
+def locate_node() -> RunningModule | None:
+    """The module whose forward made the autograd node that this thread runs; None outside of backwards, and for others."""
+    for timeline in timelines():
+        where = timeline.of_current_node()
+        runtime = where.runtime if where is not None else None
+        if runtime is not None:
+            return RunningModule(runtime, where.path, "backward", None)
+    return None
+
+
+def module_of_node(node: Any) -> str | None:
+    """The path of the module of any parallelized model whose forward made an autograd node; None: no such module did."""
+    found = (timeline.of_node(node) for timeline in timelines())
+    return next((where.path for where in found if where is not None and where.runtime is not None), None)
+
+
+def is_recomputed(paths: Sequence[str], node: Any) -> bool:
+    """Whether an autograd node was made inside of the modules at ``paths``."""
+    if not paths:
+        return False
+    path = module_of_node(node)
+    return path is not None and any(path == one or path.startswith(f"{one}.") for one in paths)

@@ -31,8 +31,6 @@ from vescale.runtime._runtime import Runtime
 from vescale.runtime._saving import add_save_pretrained
 from vescale.runtime._tensor_placement import place_tensor
 
-__all__ = ["AdapterWatch", "adapter_parts", "add_merging", "is_adapted"]
-
 # Whose parameter, and its name; what is shown in its place.
 _Shown = tuple[nn.Module, str, nn.Parameter]
 

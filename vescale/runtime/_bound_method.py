@@ -11,8 +11,6 @@ from torch import nn
 from vescale.compat import note
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["BoundMethod"]
-
 
 class BoundMethod:
     """An attribute of a module that takes the place of a method of its class. It is copied with the module, and then belongs

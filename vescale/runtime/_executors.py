@@ -21,8 +21,6 @@ from vescale.ir import (
     Wrap,
 )
 
-__all__ = ["Executor", "executor_of"]
-
 
 class Executor(enum.Enum):
     """A part of the runtime; the value is what it executes."""

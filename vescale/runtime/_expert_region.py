@@ -28,9 +28,11 @@ the caller's tensors get the new values.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,21 +40,195 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import axis_group
-from vescale.compat import map_tensors, no_torch_function, tensors_in, versions, without_modes
+from vescale.comm import AxisGroup, all_gather_v, all_to_all_v, axis_group, requested_by
+from vescale.compat import map_tensors, no_torch_function, note, tensors_in, versions, without_modes
 from vescale.errors import ExpertRegionError
 from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import local_region, shard_dim
 from vescale.plans import PlanError
-from vescale.runtime._expert_counts import counted, find_counts
 from vescale.runtime._generator_states import GeneratorStates
 from vescale.runtime._input_checks import draws_of_this_rank
 from vescale.runtime._local_region import local_state, write_back_local
 from vescale.runtime._runtime import Runtime
-from vescale.runtime._token_exchange import TokenExchange
 
-__all__ = ["ExpertRegion"]
+# Which attributes of a module of experts hold the number of its experts. On a rank with some of the experts, ``for e in
+# range(self.num_experts)`` has to run over these, and ``/ self.width`` stays as it is, also where both are 4. No name
+# tells them apart; what the module computes does.
+
+
+def find_counts(
+    module: nn.Module, path: str, number: int, count: int, stacked: Collection[str], run: Callable[[int], torch.Tensor]
+) -> tuple[str, ...]:
+    """The attributes of the module that have to be ``count``, for it to compute with ``count`` experts what it computes with
+    these among all ``number``.
+
+    The module is tried on weights that tell experts apart: with all experts, then with ``count`` of them and each choice of
+    the attributes that hold ``number``, few first. It has to run on local tensors; random numbers and buffers are the
+    caller's to restore. Communication: none.
+
+    Args:
+        stacked: parameters and buffers that have one entry an expert in dim 0.
+        run: runs the module on one row for each of the first experts, so many as it gets.
+
+    Raises:
+        ExpertRegionError: no choice does.
+    """
+    candidates = [name for name, value in vars(module).items() if type(value) is int and value == number]
+    if not candidates or count == number:
+        return ()
+
+    def found(num_experts: int, names: Sequence[str]) -> torch.Tensor:
+        def entered(name: str, x: torch.Tensor) -> torch.Tensor:
+            return _distinct(x, number)[:num_experts] if name in stacked else x
+
+        with local_state(module, entered), counted(module, names, count):
+            return run(count)
+
+    wanted, cause = found(number, ()), None
+    for size in range(len(candidates) + 1):
+        for names in itertools.combinations(candidates, size):
+            try:
+                here = found(count, names)
+            except Exception as error:  # of a wrong choice, as an index behind the last expert
+                cause = error
+                continue
+            if here.shape == wanted.shape and torch.allclose(
+                here.float(), wanted.float(), rtol=1e-2, atol=1e-6, equal_nan=True
+            ):
+                return names
+    raise ExpertRegionError(
+        f"the experts {path!r} compute other results with {count} of their {number} experts, whether attributes that are "
+        f"{number} ({', '.join(candidates)}) count these or not. Take the number of experts from a weight "
+        "(self.weight.shape[0]) in the module's forward"
+    ) from cause
+
+
+def _distinct(x: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """A tensor like ``x`` for so many experts, each with a value of its own, small enough for sums over features."""
+    values = torch.arange(1, num_experts + 1, device=x.device, dtype=torch.float32) / (
+        num_experts * max(x.shape[-1], 1)
+    )
+    return values.view(-1, *[1] * (x.ndim - 1)).expand(num_experts, *x.shape[1:]).to(x.dtype).contiguous()
+
+
+@contextmanager
+def counted(module: nn.Module, names: Sequence[str], count: int) -> Iterator[None]:
+    """Inside, these attributes are ``count``."""
+    before = {name: getattr(module, name) for name in names}
+    note("runtime._expert_region:instance", module)
+    for name in names:
+        setattr(module, name, count)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+# Rows of tokens to the ranks that have their experts, and back: an uneven all-to-all each way, with gradients. A token
+# goes once to every rank that has one of its experts, and to no other; what a rank's experts make of it comes back as
+# one row. There is no capacity: whatever is routed is moved, and nothing else. =============
+# =================================================== ===================================================== function
+# forward gradient ============= ===================================================
+# ===================================================== ``plan`` an all-gather of how many rows each rank sends to each
+# other: ``n`` integers a rank ``dispatch`` rows of several tensors in one all-to-all those of floating-point ones, in
+# one all-to-all back ``combine`` one all-to-all back one all-to-all =============
+# =================================================== ===================================================== Every rank
+# of the group calls each of them, also with no row to send or to receive.
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """Which rows this rank sends to the others, and how many it receives from them.
+
+    Attributes:
+        group: the ranks.
+        rows: which of this rank's rows go out, those for the first rank first; a row may occur once for each rank.
+        send: how many rows go to each rank.
+        receive: how many rows come from each.
+        requester: for the ledger.
+    """
+
+    group: AxisGroup
+    rows: torch.Tensor
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    requester: str
+
+    @classmethod
+    def plan(cls, goes: torch.Tensor, group: AxisGroup, requester: str) -> TokenExchange:
+        """``goes``, of shape (ranks, rows): whether a row goes to a rank."""
+        counts = goes.sum(dim=1, dtype=torch.int32)
+        with requested_by(f"{requester}: counts"):
+            every = all_gather_v(counts, [group.size] * group.size, group.group).wait().view(group.size, group.size)
+        # One wait for the device: what follows needs sizes.
+        send, receive = torch.stack((counts, every[:, group.index])).tolist()
+        return cls(group, goes.nonzero(as_tuple=True)[1], tuple(send), tuple(receive), requester)
+
+    def dispatch(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The rows of each tensor (rows, columns) that come here, in the order of the ranks."""
+        return self._exchanged("dispatch", self.send, self.receive, *(part[self.rows] for part in parts))
+
+    def combine(self, part: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The sum, for each of this rank's ``num_rows`` rows, of what came back for it; zero for a row that went nowhere."""
+        (back,) = self._exchanged("combine", self.receive, self.send, part)
+        return back.new_zeros(num_rows, back.shape[-1]).index_add(0, self.rows, back)
+
+    def _exchanged(
+        self, what: str, send: tuple[int, ...], receive: tuple[int, ...], *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        found: tuple[torch.Tensor, ...] = _Exchange.apply(
+            self.group, send, receive, f"{self.requester}: {what}", *parts
+        )
+        return found
+
+
+class _Exchange(torch.autograd.Function):
+    """Consecutive rows of each part to the ranks; its gradient is the exchange the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: AxisGroup,
+        send: tuple[int, ...],
+        receive: tuple[int, ...],
+        requester: str,
+        *parts: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.send, ctx.receive, ctx.requester = group, send, receive, requester
+        found = _moved(parts, send, receive, group, requester)
+        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        needed = [n for n, needs in enumerate(ctx.needs_input_grad[4:]) if needs]
+        found: list[torch.Tensor | None] = [None] * len(grads)
+        requester = f"{ctx.requester}: gradient"
+        for n, part in zip(
+            needed, _Exchange.apply(ctx.group, ctx.receive, ctx.send, requester, *(grads[n] for n in needed))
+        ):
+            found[n] = part
+        return None, None, None, None, *found
+
+
+def _moved(
+    parts: Sequence[torch.Tensor], send: Sequence[int], receive: Sequence[int], group: AxisGroup, requester: str
+) -> tuple[torch.Tensor, ...]:
+    """All parts in one message: the bytes of their rows side by side."""
+    pieces = [part.contiguous().view(torch.uint8) for part in parts]
+    packed = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
+    width = packed.shape[1]
+    with requested_by(requester):
+        flat = all_to_all_v(
+            packed.view(-1), [n * width for n in send], [n * width for n in receive], group.group
+        ).wait()
+    rows = flat.view(sum(receive), width)
+    widths = [part.shape[1] * part.element_size() for part in parts]
+    return tuple(
+        piece.contiguous().view(part.dtype) for part, piece in zip(parts, rows.split(widths, dim=1), strict=True)
+    )
 
 
 class _Routing(NamedTuple):
@@ -68,11 +244,11 @@ class ExpertRegion:
 
     The forward is the model's own, with any implementation (a loop, grouped or batched matmuls). On an axis of experts it is
     called with the routed pairs of this rank's experts, one expert each, with ids counted from this rank's first expert and
-    attributes that hold the number of experts set to the local one (:mod:`vescale.runtime._expert_counts`).
+    attributes that hold the number of experts set to the local one (:mod:`vescale.runtime._expert_region`).
 
     Communication, over all axes of experts together: with ``mask`` an all-gather of the tokens, if they are sharded; with
     ``all_to_all`` one exchange of tokens and one of results, the same for their gradients, and an all-gather of the numbers
-    of rows (:class:`vescale.runtime._token_exchange.TokenExchange`).
+    of rows (:class:`vescale.runtime._expert_region.TokenExchange`).
 
     Raises:
         PlanError: at the first call, if experts are sharded and the forward does not take tokens, ids and weights; on every

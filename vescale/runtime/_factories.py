@@ -12,8 +12,6 @@ from vescale.ops import wrap_global
 from vescale.runtime._activation import Activation
 from vescale.runtime._input_checks import note_made
 
-__all__ = ["FACTORIES", "METHOD_FACTORIES", "place_made"]
-
 # Functions that make a tensor from numbers. Random ones draw the same on every rank: generators are in the same state.
 _NAMES = """
     arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye full hamming_window

@@ -17,8 +17,6 @@ from vescale.fsdp import mark_unfilled, places_on_meta
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["meet_foreign_tools", "refuse_export", "refuse_tracing", "refuse_wrapped"]
-
 _REDUCED = "it distributes its parameters, and reduces their gradients, by its plan"
 _INSTEAD = {
     "DistributedDataParallel": f"{_REDUCED}: call the model as it is, shard the batch over an axis by the plan's <in> "

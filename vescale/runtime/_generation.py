@@ -25,8 +25,6 @@ from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["add_generate", "is_generating", "whole_output"]
-
 
 def add_generate(runtime: Runtime, module: nn.Module) -> bool:
     """Give a module whose class has a ``generate`` (Hugging Face's) one of its own. False: it has none."""

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["GeneratorStates"]
-
 
 class GeneratorStates:
     """The states of the default generators: of the CPU, and of the current device of another type.

@@ -24,8 +24,6 @@ from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._plan_units import accumulating, managed_parameters, states_in
 from vescale.runtime._precision import reduce_dtypes
 
-__all__ = ["GradientHooks", "full_name"]
-
 
 class GradientHooks:
     """Gives each parameter that requires a gradient to the model's reducer, once.

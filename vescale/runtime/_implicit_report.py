@@ -17,8 +17,7 @@ from vescale.checks import step_checks
 from vescale.compat import local_of, tensors_in
 from vescale.placements import RaggedShard
 from vescale.plans import MeshAxes
-from vescale.runtime._activation import current_activation
-from vescale.runtime._attribution import RunningModule, locate
+from vescale.runtime._activation import RunningModule, current_activation, locate
 from vescale.runtime._implicit_site import (
     ImplicitCommunicationError,
     ImplicitCommunicationWarning,
@@ -28,8 +27,6 @@ from vescale.runtime._implicit_site import (
     one_placement_text,
     sent_bytes,
 )
-
-__all__ = ["RuntimeObserver"]
 
 # The ops by which a model's own attention uses keys and values, or a window of a cache of them.
 _OF_KEYS = ("aten.mm.", "aten.bmm.", "aten.baddbmm.", "aten.slice.")

@@ -14,15 +14,6 @@ from vescale.comm import bytes_text
 from vescale.errors import Coded
 from vescale.plans import MeshAxes, placement_text
 
-__all__ = [
-    "ImplicitCommunicationError",
-    "ImplicitCommunicationWarning",
-    "ImplicitSite",
-    "calling_line",
-    "communicates",
-    "sent_bytes",
-]
-
 _PACKAGE = str(Path(__file__).parent.parent)
 
 

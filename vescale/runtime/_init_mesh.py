@@ -14,8 +14,6 @@ from vescale.comm import Consensus, ConsensusError, compare_descriptions
 from vescale.errors import MeshAxesError, MeshSizeError, RestartedStoreError, kind_of
 from vescale.plans import MeshAxes, PlanMismatchError, axis_sizes
 
-__all__ = ["init_mesh"]
-
 
 def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> DeviceMesh:
     """A mesh of all ranks of the job, outermost axis first; the process group is initialized if it is not.

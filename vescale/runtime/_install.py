@@ -49,8 +49,6 @@ from vescale.runtime._runtime import Runtime
 from vescale.runtime._saving import add_save_pretrained
 from vescale.runtime._tensor_placement import TensorSlots, load_plain, place_tensor
 
-__all__ = ["finish_gradients", "gradient_reducer", "implicit_communication", "install", "no_sync", "run_eagerly"]
-
 
 def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool = False) -> Runtime:
     """Carry out a lowered program; nothing of the plan is consulted afterwards. Next, call :func:`run_eagerly` or install

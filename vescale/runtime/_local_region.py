@@ -20,8 +20,6 @@ from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import shard_dim, without_partials
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["LocalRegion", "local_state", "write_back_local"]
-
 
 class LocalRegion:
     """Runs a module's forward on local tensors: its inputs, its parameters, and everything inside.

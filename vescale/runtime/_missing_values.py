@@ -16,8 +16,6 @@ from vescale.errors import Coded, MissingValuesError
 from vescale.fsdp import check_filled
 from vescale.rng import is_deferred
 
-__all__ = ["MissingValues", "MissingValuesWarning"]
-
 _SHOWN = 4
 _ADVICE = (
     "build the model inside of vescale.deferred_init(), which records how each rank computes its part; or fill it after "

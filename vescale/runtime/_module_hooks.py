@@ -18,8 +18,7 @@ from vescale.compat import in_dual_level, in_transform, map_tensors, no_torch_fu
 from vescale.errors import EntryError, NotParallelizedError, UnusedEntryWarning
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert, refuse_transforms, with_cut_gradient
-from vescale.runtime._activation import THREAD
-from vescale.runtime._attribution import module_of_node
+from vescale.runtime._activation import THREAD, module_of_node
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._foreign_tools import refuse_tracing
 from vescale.runtime._generation import add_generate, is_generating, whole_output
@@ -30,8 +29,6 @@ from vescale.runtime._precision import Casts
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._stray_parameters import check_strays
 from vescale.runtime._write_back import Placed
-
-__all__ = ["add_hooks"]
 
 
 def add_hooks(runtime: Runtime, module: nn.Module, path: str, instructions: Sequence[Instruction]) -> None:

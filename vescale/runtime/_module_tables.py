@@ -8,8 +8,6 @@ from torch import nn
 
 from vescale.compat import note
 
-__all__ = ["ModuleTables"]
-
 
 class ModuleTables:
     """Classes and attributes of a model's modules, and what is in their tables: parameters, buffers, modules, hooks.

@@ -16,8 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vescale.compat import local_of, make_dtensor, spec_of
 from vescale.runtime._saved_account import storage_of
 
-__all__ = ["OffloadedForward", "observe_offloaded"]
-
 _OBSERVERS: list[Callable[[torch.UntypedStorage], None]] = []
 
 _MIN_BYTES = 1024

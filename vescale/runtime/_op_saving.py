@@ -15,8 +15,6 @@ from vescale.compat import TorchDispatchMode, detached_below_autograd, tensors_i
 from vescale.plans import CheckpointPolicy, split_selector
 from vescale.runtime._generator_states import GeneratorStates
 
-__all__ = ["PRODUCTS", "SavingRule", "is_heavy", "op_name", "saving_contexts"]
-
 PRODUCTS = frozenset(
     [
         "aten.mm",

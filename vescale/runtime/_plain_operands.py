@@ -38,8 +38,6 @@ from vescale.ops import bring, convert, enter_local, is_listed, running_module
 from vescale.placements import contiguous_stride, shard_dim
 from vescale.runtime._input_checks import check_read, note_plain_value
 
-__all__ = ["run_mixed"]
-
 _REFUSAL = "got mixed torch.Tensor and DTensor"  # PyTorch's
 _ASKED = threading.local()  # whether PyTorch is being asked what it says
 

@@ -32,8 +32,6 @@ from vescale.placements import RaggedShard, contiguous_stride, local_region, sha
 from vescale.rng import is_deferred
 from vescale.runtime._tensor_placement import TensorSlots, place_tensor
 
-__all__ = ["Units", "kept_gathered", "managed_parameters", "reduce_units", "unit_groups"]
-
 
 class Units:
     """The units of a program, from before the model has its values until their hooks are installed.

@@ -11,8 +11,6 @@ from torch import nn
 from vescale.compat import map_tensors
 from vescale.ir import Instruction, Precision
 
-__all__ = ["Casts", "reduce_dtypes"]
-
 
 class Casts:
     """What the instructions of one module say of dtypes. Autograd casts gradients back.

@@ -18,8 +18,6 @@ from vescale.ir import Program
 from vescale.plans import Phase, Plan, PlanMismatchError, phase_text, placement_text
 from vescale.rng import fingerprint, is_deferred
 
-__all__ = ["preflight"]
-
 # Sections of the description of a rank, and the edit for ranks that differ in one.
 _EDITS = {
     "versions": "install the same versions on every host",

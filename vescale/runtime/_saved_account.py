@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import held_tensors, local_of, tensors_in, weak_node
 
-__all__ = ["Held", "SavedAccount", "storage_of"]
-
 _MAX_SIGNATURES = 32
 
 

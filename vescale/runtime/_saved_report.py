@@ -9,10 +9,8 @@ from torch import nn
 
 from vescale.errors import NoGraphError, NotParallelizedError
 from vescale.ir import Checkpoint
-from vescale.runtime._attribution import module_of_node
+from vescale.runtime._activation import module_of_node
 from vescale.runtime._runtime import Runtime
-
-__all__ = ["SavedReport", "report"]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from vescale.errors import RankFailedError, SavePretrainedError
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["add_save_pretrained", "whole_state_dict"]
-
 # How long ranks wait for the one that writes.
 _WRITING = timedelta(days=1)
 

@@ -18,8 +18,6 @@ from vescale.ops import wrap_global
 from vescale.placements import shard_dim
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["shard_batch"]
-
 Batch = TypeVar("Batch")
 _DATA_AXES = frozenset(["batch", "data", "ddp", "dp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "replicate", "shard"])
 

@@ -15,8 +15,6 @@ from vescale.errors import StrayParameterError
 from vescale.runtime._adapters import adapter_parts, is_adapted
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["StrayWatch", "check_strays"]
-
 
 class StrayWatch:
     """What is called when a module or a parameter is registered in any module of the program; it passes modules on to

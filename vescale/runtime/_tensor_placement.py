@@ -15,8 +15,6 @@ from vescale.compat import make_dtensor, make_spec
 from vescale.errors import ParallelizeError
 from vescale.placements import contiguous_stride, distribute_tensor, local_region, normalize_placements, redistribute
 
-__all__ = ["TensorSlots", "load_plain", "place_tensor"]
-
 
 def place_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], name: str) -> DTensor:
     """A DTensor with ``placements`` of a tensor that is the same on every rank, without communication.

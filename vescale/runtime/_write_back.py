@@ -23,8 +23,6 @@ from vescale.ops import convert, enter_local, num_writes, require_current, settl
 from vescale.plans import PlanError
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["Placed", "outdated", "write_back"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:

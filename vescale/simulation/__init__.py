@@ -1,7 +1,6 @@
 """Runs a training script as some ranks of a job that does not exist: what each does, and where the job would stop."""
 
-from vescale.simulation._findings import Finding
 from vescale.simulation._records import Collective, RankRecord
-from vescale.simulation._simulate import Job, Simulation, simulate, simulate_jobs
+from vescale.simulation._simulate import Finding, Job, Simulation, simulate, simulate_jobs
 
 __all__ = ["Collective", "Finding", "Job", "RankRecord", "Simulation", "simulate", "simulate_jobs"]

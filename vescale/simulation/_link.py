@@ -12,8 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["KeyNeverComes", "Link", "SharedStore", "seconds_without_processor"]
-
 
 def seconds_without_processor(process: int | str = "self") -> float:
     """How long a process was ready to run while others did, which is no time of its own; 0 where the system does not say."""

@@ -33,8 +33,6 @@ from vescale.simulation._script_memory import ScriptMemory
 from vescale.simulation._shared_values import SimulatedTensors
 from vescale.simulation._tracer import Tracer
 
-__all__ = ["run_rank"]
-
 
 class _OutOfTime(BaseException):
     pass

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["COMPARISON", "NEW_GROUP", "Collective", "Ending", "RankRecord", "ranks_text"]
-
 # Where ranks meet, and move nothing: to make a group, and to compare a plan, a program or other descriptions.
 NEW_GROUP, COMPARISON = "new_group", "comparison"
 

@@ -17,8 +17,6 @@ from vescale.compat import in_backward
 from vescale.estimation import Instant, MemoryLog, Rehearsal, classify, timeline_of
 from vescale.runtime import current_activation, locate
 
-__all__ = ["ScriptMemory"]
-
 _ROUNDING = 512  # of blocks of PyTorch's allocator for CUDA
 _FIRST_STEPS = 3  # in which optimizers make their states
 

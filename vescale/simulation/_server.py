@@ -22,8 +22,6 @@ from typing import Any
 
 from vescale.simulation._link import seconds_without_processor
 
-__all__ = ["main"]
-
 _GRACE_SECONDS = 5.0
 
 

@@ -17,8 +17,6 @@ from vescale.estimation import MemoryLog, Routing, UnfilledTensors
 from vescale.simulation._link import Link
 from vescale.simulation._tracer import Call, Tracer
 
-__all__ = ["SimulatedTensors"]
-
 _MOST_BYTES, _MOST_FLOATS = 1 << 20, 1024  # of integers; of floating-point numbers
 _FUNCTIONAL = ("_c10d_functional", "c10d_functional")
 _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

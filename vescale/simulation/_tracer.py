@@ -16,8 +16,6 @@ from vescale.compat.simulated_ranks import reduction_name
 from vescale.debug import CommTrace, running_place
 from vescale.simulation._records import COMPARISON, NEW_GROUP, Collective
 
-__all__ = ["Call", "Tracer"]
-
 _SIZED = (
     "allreduce_",
     "broadcast_",

@@ -16,20 +16,6 @@ from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS
 from vescale.static._step_records import Call
 from vescale.static._tensor_type import TensorType, merged_types, types_of
 
-__all__ = [
-    "Action",
-    "Checked",
-    "Eager",
-    "Problem",
-    "ReadSizes",
-    "TakeSizes",
-    "action_of",
-    "checked_action",
-    "is_plain",
-    "merged_action",
-    "name_of",
-]
-
 
 @dataclass(frozen=True)
 class ReadSizes:

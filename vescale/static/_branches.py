@@ -13,8 +13,6 @@ from vescale.static._decisions import Decision, decisions_of, first_instruction
 from vescale.static._patch import Patch
 from vescale.static._source import FunctionSource, code_objects
 
-__all__ = ["both_ways", "untaken_branches", "untaken_of"]
-
 
 def untaken_branches(call: FunctionCall, source: FunctionSource, ran: Collection[CodeType]) -> Patch:
     """Refusals at all branches that the recorded forward did not take, and in functions that it has defined and not called.

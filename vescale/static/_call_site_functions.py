@@ -16,8 +16,6 @@ from vescale.static._local_functions import LocalFunction
 from vescale.static._size_functions import SIZE_READERS
 from vescale.static._tensor_type import TensorType, UnrecordedError
 
-__all__ = ["EagerCall", "map_in_order", "read_sizes", "take_sizes"]
-
 Callee = Callable[..., Any]
 
 

@@ -26,8 +26,6 @@ from vescale.static._exchanged_code import is_exchanged
 from vescale.static._selection_points import selection_points
 from vescale.static._source import code_objects, source_of
 
-__all__ = ["CallTree", "FunctionCall", "Site", "is_of_torch", "is_recorded", "makes_context_of_another"]
-
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -16,8 +16,6 @@ from vescale.static._local_run import LocalRun, run_on_locals
 from vescale.static._observed_ops import ObservedOps, random_state, set_random_state
 from vescale.static._tensor_type import TensorType, UnrecordedError
 
-__all__ = ["checked_call"]
-
 _MAX_KNOWN = 1024
 
 

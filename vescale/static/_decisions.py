@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from vescale.static._source import FunctionSource
 
-__all__ = ["Decision", "decision_points", "decisions_of", "first_instruction"]
-
 Place = tuple[int, int]  # of an instruction: the number of a code object of the function, and the offset
 
 

@@ -15,8 +15,6 @@ from vescale.ir import Wrap
 from vescale.ops import wrap_global
 from vescale.runtime import Frame
 
-__all__ = ["EarlyInputs", "Entered"]
-
 _MAX_ENTRIES = 64
 
 Cut = tuple[DeviceMesh, tuple[Placement, ...]]  # of an input; None in its place: it stays

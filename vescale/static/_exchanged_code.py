@@ -10,8 +10,6 @@ from typing import Any
 
 from vescale.compat import note
 
-__all__ = ["ExchangedFunction", "code_of", "is_exchanged"]
-
 
 @dataclass(frozen=True)
 class ExchangedFunction:

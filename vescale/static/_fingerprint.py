@@ -19,8 +19,6 @@ from vescale.compat import CALL_OVERRIDE
 from vescale.fsdp import ManagedParameter
 from vescale.static._source import code_objects
 
-__all__ = ["code_digest", "globals_digest", "state_digest"]
-
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size)
 _FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _MAX_DEPTH = 6

@@ -20,8 +20,6 @@ from vescale.static._given_arguments import is_fraction
 from vescale.static._source import FunctionSource, code_objects
 from vescale.static._step_records import Call
 
-__all__ = ["CallArguments", "is_computed"]
-
 # Whether these do for the parts of a dim what they do for the whole depends on sizes, whatever the other arguments are.
 _BY_SIZE = frozenset((
     torch.Tensor.narrow, torch.narrow, torch.Tensor.split, torch.split, torch.Tensor.chunk, torch.chunk,

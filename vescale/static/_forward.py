@@ -5,29 +5,40 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
+import os
+import sys
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from vescale.compat import (
     CALL_OVERRIDE,
     GLOBAL_HOOKS,
+    containers,
     hides_tensors,
     is_native,
     native_static,
     no_torch_function,
     note,
+    spec_of,
+    tensors_in,
 )
 from vescale.errors import StaticRecordError, kind_of
 from vescale.ir import Precision
 from vescale.runtime import Activation, Runtime, current_activation, switch_on, write_back
-from vescale.static._call_kind import quick_shape, shape_of
+from vescale.static import _hidden_tensors
+from vescale.static._call_tree import is_recorded, makes_context_of_another
 from vescale.static._early_inputs import EarlyInputs, Entered
-from vescale.static._first_step import only_recorded_functions
+from vescale.static._fingerprint import code_digest, globals_digest
 from vescale.static._guards import Guards
 from vescale.static._held_values import HeldValues
 from vescale.static._observed_ops import (
@@ -37,12 +48,10 @@ from vescale.static._observed_ops import (
     set_host_random_state,
     set_random_state,
 )
-from vescale.static._other_programs import OtherPrograms
-from vescale.static._pauses import PAUSED, Pauses
 from vescale.static._program import StaticProgram
 from vescale.static._record import Recorder
 from vescale.static._record_loading import load_step
-from vescale.static._record_values import RecordedStep
+from vescale.static._record_values import RecordedFunction, RecordedStep
 from vescale.static._recorded import recorded
 from vescale.static._repeated_layers import RepeatedLayers
 from vescale.static._selections import Selections
@@ -51,7 +60,201 @@ from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
 from vescale.static._written_tensors import WrittenTensors
 
-__all__ = ["StaticForward"]
+# What distinguishes calls of a model that are recorded separately.
+
+
+def quick_shape(value: Any, specs: list[Any]) -> Any:
+    """What decides about :func:`shape_of`; DTensors by the addresses of their specs, which are added to ``specs``."""
+    kind = type(value)
+    if kind is DTensor:
+        spec = spec_of(value)
+        specs.append(spec)
+        return id(spec), value.requires_grad
+    if kind is tuple or kind is list:
+        return kind, *[quick_shape(item, specs) for item in value]
+    return shape_of(value)
+
+
+def shape_of(value: Any) -> Any:
+    """Structure of an argument, without sizes other than 0 and 1."""
+    if isinstance(value, DTensor):
+        small = tuple(size if size < 2 else -1 for size in value.shape)
+        return "DTensor", tuple(value.placements), value.dtype, value.device.type, value.requires_grad, small
+    if isinstance(value, torch.Tensor):
+        return "Tensor", value.dtype, value.device.type, value.requires_grad, value.ndim
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(shape_of, value))
+    if isinstance(value, dict):
+        return type(value), tuple((key, shape_of(item)) for key, item in value.items())
+    if isinstance(value, bool | int | float | str | bytes | type(None)):
+        return type(value), value
+    return type(value), tuple(map(shape_of, tensors_in(value)))
+
+
+# The first static step of a record that was read: the Python functions that run are compared with the recorded ones.
+
+_FORWARD = os.path.join(os.path.dirname(__file__), "_forward.py")  # where the forward began
+_LOOKS_UP_TENSORS = (containers.__file__, _hidden_tensors.__file__)
+
+
+def _is_of_the_runtime(frame: FrameType | None, fitting: Collection[int]) -> bool:
+    """Whether a function runs because a module is being loaded, which happens once in a process, or because tensors are
+    looked up in the model's containers. ``fitting``: ids of the code of the model's functions, which call neither."""
+    inside_model = False
+    while frame is not None and (file := frame.f_code.co_filename) != _FORWARD:
+        if file.startswith("<frozen importlib") or (not inside_model and file in _LOOKS_UP_TENSORS):
+            return True
+        inside_model |= id(frame.f_code) in fitting
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def only_recorded_functions(
+    functions: Iterable[RecordedFunction], originals: Mapping[CodeType, CodeType]
+) -> Iterator[None]:
+    """Inside, a function of the model's that is none of ``functions``, or finds other things in its globals, raises
+    StaticRecordError in place of running.
+
+    Args:
+        originals: the code of functions that were changed, by that which runs.
+    """
+    known = {(function.code, function.found) for function in functions}
+    fitting: set[int] = set()  # ids of code that runs, and is kept alive by its function
+    problems: list[str] = []
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if id(code) in fitting or not is_recorded(code.co_filename) or makes_context_of_another(frame):
+            return
+        original = originals.get(code, code)
+        if (code_digest(original), globals_digest(original, frame.f_globals)) in known:
+            fitting.add(id(code))
+            return
+        if _is_of_the_runtime(frame.f_back, fitting):
+            return
+        problems.append(f"{original.co_qualname} ({original.co_filename}:{original.co_firstlineno}) was not recorded")
+        raise StaticRecordError(problems[0])
+
+    before, collects = sys.gettrace(), gc.isenabled()
+    note("static._forward:process", "sys.settrace", "gc")
+    gc.disable()  # callbacks of the garbage collector are no functions of the model
+    sys.settrace(called)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        if collects:
+            gc.enable()
+        if problems:  # also where the model has caught it
+            raise StaticRecordError(problems[0])
+
+
+# ``OtherPrograms``: programs of a model that are not in use.
+
+_MAX_OTHERS = 3  # of each kind of call
+_MAX_MISSES = 4  # unrecorded steps in succession, after which a program is replaced
+
+
+class OtherPrograms:
+    """Programs that were replaced: their guards did not hold, or several steps in succession took unrecorded branches.
+
+    Args:
+        programs: those in use, by the kind of call. One for which no other is left is removed: the next step of its kind is
+            recorded.
+    """
+
+    def __init__(self, programs: dict[str, StaticProgram]) -> None:
+        self._programs = programs
+        self._others: dict[str, list[StaticProgram]] = {}
+
+    def exchanged(self, key: str, program: StaticProgram) -> StaticProgram | None:
+        """Replace ``program``, whose guards do not hold. Returns a program whose guards hold, or None if there is none: the
+        next step is then recorded. If training and evaluation alternate, each is recorded once."""
+        others = self._others.setdefault(key, [])
+        others[:] = [other for other in others if not other.guards.have_replaced()]
+        fitting = next((other for other in others if not other.guards.broken()), None)
+        return self._exchange(key, program, fitting, is_kept=not program.guards.have_replaced())
+
+    def note_miss(self, key: str, program: StaticProgram, may_record: bool) -> None:
+        """Count a step that took a branch which ``program`` has not recorded. After several in succession, another program
+        is tried. When all have failed, and ``may_record`` is set, the next step is recorded."""
+        others = self._others.setdefault(key, [])
+        if not program.misses:  # it has succeeded since, so that the others are tried again
+            for other in others:
+                other.misses = 0
+        program.misses += 1
+        if program.misses < _MAX_MISSES or self._programs.get(key) is not program:
+            return
+        fitting = next((other for other in others if not other.misses and not other.guards.broken()), None)
+        if fitting is not None or may_record:
+            self._exchange(key, program, fitting, is_kept=True)
+        if fitting is not None:
+            fitting.misses = _MAX_MISSES - 1  # if it fails, the next one is tried at once
+
+    def _exchange(
+        self, key: str, program: StaticProgram, fitting: StaticProgram | None, is_kept: bool
+    ) -> StaticProgram | None:
+        others = self._others[key]
+        del self._programs[key]
+        if fitting is not None:
+            others.remove(fitting)
+            self._programs[key] = fitting
+        if is_kept:
+            others.append(program)
+        del others[:-_MAX_OTHERS]
+        return fitting
+
+
+# ``Pauses``: while most steps take ways that were not recorded, they run in eager mode at once.
+
+PAUSED = "most of the last steps took branches, or gave functions arguments, that were not recorded"
+
+_NUM_TRIES = 16
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024  # steps
+
+
+class Pauses:
+    """Of each kind of call: if more than two thirds of the last 16 tries had to be repeated in eager mode, the next 16 steps
+    are not tried. If that goes on afterwards, the pause is twice as long each time, up to 1024 steps."""
+
+    def __init__(self) -> None:
+        self._tries: dict[str, deque[bool]] = {}  # whether each failed, since one has
+        self._lengths: dict[str, int] = {}  # of the next pause
+        self._left: dict[str, int] = {}
+
+    def is_on(self, key: str) -> bool:
+        return key in self._left
+
+    def skips(self, key: str) -> bool:
+        """Whether the step that begins is one of a pause."""
+        left = self._left.get(key)
+        if left is None:
+            return False
+        if left > 1:
+            self._left[key] = left - 1
+        else:
+            del self._left[key]
+        return True
+
+    def note(self, key: str, failed: bool) -> None:
+        """After a try."""
+        tries = self._tries.get(key)
+        if tries is None:
+            if not failed:
+                return
+            tries = self._tries[key] = deque(maxlen=_NUM_TRIES)
+        tries.append(failed)
+        if len(tries) < _NUM_TRIES:
+            return
+        if not any(tries):
+            del self._tries[key]
+            self._lengths.pop(key, None)
+        elif 3 * sum(tries) > 2 * _NUM_TRIES:
+            length = self._left[key] = self._lengths.get(key, _FIRST_PAUSE)
+            self._lengths[key] = min(2 * length, _LONGEST_PAUSE)
+            tries.clear()
+
 
 _UNCHECKED = contextlib.nullcontext()
 _MAX_PROGRAMS = 8

@@ -12,8 +12,6 @@ from torch.overrides import get_ignored_functions, get_overridable_functions, re
 
 from vescale.errors import StaticRecordError
 
-__all__ = ["function_name", "function_named"]
-
 
 @functools.cache
 def _functions() -> dict[str, Any]:

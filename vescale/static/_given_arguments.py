@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["held_in", "is_fraction", "num_values"]
-
 _MISSING = object()
 
 

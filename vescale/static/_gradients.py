@@ -13,8 +13,6 @@ from vescale.static._record import Recorder
 from vescale.static._state import is_inside
 from vescale.static._step_records import Placements, TensorRecord, Value
 
-__all__ = ["is_whole", "local_gradient", "settle_gradients", "without_single_ranks"]
-
 # Functions whose backward moves elements, and adds none.
 _MOVERS = frozenset(
     ("cat", "chunk", "clone", "concat", "concatenate", "contiguous", "flatten", "movedim", "permute", "reshape")

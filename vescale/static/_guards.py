@@ -12,8 +12,6 @@ from vescale.compat import GLOBAL_HOOKS, HOOKS_OF_MODULES, native_static
 from vescale.fsdp import ManagedParameter
 from vescale.static._held_values import HeldValues, is_same_list, is_value, name_of_holder, read_attribute
 
-__all__ = ["Guards"]
-
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 

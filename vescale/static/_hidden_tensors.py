@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Slot", "hidden_slots"]
-
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, nn.Module)
 
 

@@ -15,8 +15,6 @@ from vescale.static._forward import StaticForward
 from vescale.static._record_loading import check_program, program_of
 from vescale.static._recorded_program import RecordedProgram
 
-__all__ = ["StaticMode", "static_forward"]
-
 
 class StaticMode:
     """What ``parallelize(mode="static")`` does.

@@ -12,8 +12,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import local_of
 from vescale.static._missing_gradients import shown_local
 
-__all__ = ["LocalParameter"]
-
 
 class LocalParameter:
     """Shows the local tensor of a parameter as an attribute of its modules, in front of the parameter.

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import bytes_of, in_transform, local_of, map_tensors, no_torch_function, without_transforms
 from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS, VALUES_ARE_UNDEFINED
 
-__all__ = ["LocalRun", "run_on_locals"]
-
 
 class LocalRun(enum.Enum):
     """What a torch function returns for the local tensors."""

@@ -13,8 +13,6 @@ from vescale.compat import local_of, make_dtensor, spec_of
 from vescale.errors import StaticGradientError
 from vescale.ops import enter_local
 
-__all__ = ["shown_local", "without_gradient"]
-
 # By the parameter and its ``grad``, as long as somebody shows them.
 _SHOWN: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
 

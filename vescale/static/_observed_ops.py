@@ -12,16 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from vescale.compat import TorchDispatchMode, local_of, runs_on_locals, spec_of, tensors_in
 
-__all__ = [
-    "ObservedOps",
-    "WithObservedOps",
-    "has_drawn",
-    "host_random_state",
-    "random_state",
-    "set_host_random_state",
-    "set_random_state",
-]
-
 
 class WithObservedOps(TorchFunctionMode):
     """Runs torch functions as a :class:`Recorder` does: by PyTorch's path for each op."""

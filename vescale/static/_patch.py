@@ -12,19 +12,6 @@ from typing import Any
 
 from vescale.static._source import FunctionSource, compile_function
 
-__all__ = [
-    "MARK",
-    "REFUSE",
-    "SLICE",
-    "Patch",
-    "callee_of",
-    "can_be_site",
-    "make_function",
-    "mark_of",
-    "patched_code",
-    "site_name",
-]
-
 
 @dataclass(frozen=True)
 class Patch:

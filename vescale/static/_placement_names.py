@@ -10,8 +10,6 @@ from vescale.compat import StridedShard
 from vescale.errors import PlacementTextError, StaticRecordError
 from vescale.plans import parse_placement, placement_text
 
-__all__ = ["placement_name", "placement_named"]
-
 _STRIDED = re.compile(r"Strided\((-?\d{1,3}), (\d{1,9})\)")
 
 

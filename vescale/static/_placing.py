@@ -17,9 +17,6 @@ from vescale.static._call_site_functions import map_in_order
 from vescale.static._step_records import Boundary
 from vescale.static._tensor_type import TensorType, UnrecordedError, merged_types, types_of
 
-__all__ = ["LocalPlacing", "PlacedTensor", "placed_tensors"]
-
-
 _PLAIN = frozenset((type(None), bool, int, float, str))  # an entry for all inputs passes them on
 
 

@@ -6,40 +6,214 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import CALL_OVERRIDE, no_torch_function
+from vescale.compat import (
+    CALL_OVERRIDE,
+    call_module,
+    compiled_call,
+    compiled_like,
+    no_torch_function,
+    run_compiled,
+    with_torch_function,
+)
 from vescale.fsdp import ManagedParameter, state_of
 from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Checked, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import FunctionPlan, ModulePlan
 from vescale.static._call_site_functions import EagerCall, map_in_order, read_sizes, take_sizes
 from vescale.static._checked_calls import checked_call
-from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._early_inputs import Entered
 from vescale.static._exchanged_code import code_of
 from vescale.static._guards import Guards
+from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_functions import local_function
 from vescale.static._local_parameter import LocalParameter
-from vescale.static._module_calls import on_dtensors, refused
-from vescale.static._outputs import handed_out
+from vescale.static._missing_gradients import without_gradient
 from vescale.static._patch import MARK, REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
 from vescale.static._recorded import Recorded
 from vescale.static._shown_entries import ShownEntries
 from vescale.static._source import code_objects
 from vescale.static._state import checkpoint_of, is_inside, own_forward
-from vescale.static._swap import Swap
-from vescale.static._tensor_type import UnrecordedError
+from vescale.static._tensor_type import TensorType, UnrecordedError
 from vescale.static._units import ModelUnits, UnitForward
 from vescale.static._unreached import GuardedFunctions, UnreachedFunctions
 
-__all__ = ["StaticProgram"]
+# ``torch.compile`` of models in static mode: forwards of modules are compiled, what moves tensors between them is not.
+
+
+class Compiling:
+    """What compilers see of the functions of a static forward.
+
+    Args:
+        is_on: whether a compiler is there; else all functions stay as they are.
+    """
+
+    def __init__(self, is_on: bool) -> None:
+        self.is_on = is_on
+        self._compiler: Any = None  # of the whole model, while it runs
+
+    def run(self, compiler: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``function(*args, **kwargs)``, compiled by what ``suspend_compiling`` returned."""
+        if compiler is None or not self.is_on:
+            return function(*args, **kwargs)
+        self._compiler = compiler
+        try:
+            return run_compiled(compiler, function, args, kwargs)
+        finally:
+            self._compiler = None
+
+    def aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """It is not compiled, nor is what it calls, except :meth:`inside`."""
+        if not self.is_on:
+            return function
+        called: Any = function
+        return torch.compiler.disable(called if isinstance(function, types.FunctionType) else called.__call__)
+
+    def inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """It is compiled, though it is called by what is not."""
+        if not self.is_on:
+            return function
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._compiler is None:
+                return function(*args, **kwargs)
+            return run_compiled(self._compiler, function, args, kwargs)
+
+        return run
+
+    def as_the_module(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward`` is compiled if the user has compiled the module, in the same way."""
+        compiled = compiled_call(module) if self.is_on else None
+        return forward if compiled is None else compiled_like(compiled, forward)
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether the user has compiled a module of the model (``module.compile()``), or the model."""
+    return any(compiled_call(module) is not None for module in model.modules())
+
+
+# What runs in a static forward where the model calls a module that has no static forward.
+
+
+def on_dtensors(
+    module: nn.Module,
+    path: str,
+    inputs: Sequence[TensorType],
+    outputs: Sequence[TensorType],
+    as_in_eager_mode: Callable[[], AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    """The module's call as in eager mode, between local tensors.
+
+    Args:
+        as_in_eager_mode: what the call runs in.
+    """
+    to_global = [functools.partial(kind.to_global, op=path) for kind in inputs]
+    to_local = [kind.to_local for kind in outputs]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_in_order((args, kwargs), to_global)
+        with as_in_eager_mode(), with_torch_function():
+            result = call_module(module, args, kwargs)
+        return map_in_order(result, to_local)
+
+    return call
+
+
+def refused(reason: str) -> Callable[..., Any]:
+    """The call of a module whose call was not recorded."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise UnrecordedError(reason)
+
+    return call
+
+
+# Outputs of a model in static mode, as DTensors.
+
+
+def handed_out(result: Any, outputs: Sequence[TensorType], hidden: Sequence[TensorType]) -> Any:
+    """What a forward has returned, with DTensors of these types; ``hidden``: of tensors in its objects."""
+    if type(result) is torch.Tensor and len(outputs) == 1 and not hidden:
+        return _hand_out(outputs[0], result)
+    slots = hidden_slots(result)
+    if len(slots) != len(hidden):
+        raise UnrecordedError("objects in the output hold other tensors than recorded")
+    for slot, kind in zip(slots, hidden, strict=True):
+        slot.set(kind.to_global(slot.get(), "output"))
+    return map_in_order(result, [functools.partial(_hand_out, kind) for kind in outputs])
+
+
+def _hand_out(kind: TensorType, local: torch.Tensor) -> torch.Tensor:
+    """An output as a DTensor."""
+    x = kind.to_global(local, "output")
+    if kind.grad is None and x.requires_grad and isinstance(x, DTensor):
+        x = without_gradient(x, "an output")
+    return x
+
+
+# ``Swap``: which changed function runs where the model calls one.
+
+
+class Swap:
+    """Looks up the patched function that is called at a place, where the recorded step called those with ``plans``.
+    ``originals``: the code of functions that were changed, by that which runs."""
+
+    def __init__(
+        self,
+        plans: Mapping[types.CodeType, FunctionPlan | None],
+        make: Callable[[Any, FunctionPlan], Any],
+        guarded: GuardedFunctions,
+        originals: Mapping[types.CodeType, types.CodeType],
+    ) -> None:
+        self.plans, self.make, self.guarded, self.originals = plans, make, guarded, originals
+        self.has_sites = _have_sites(plans)
+        self.is_guarded = False  # the functions that something else calls here
+        self.made: dict[types.FunctionType, Any] = {}
+
+    def __call__(self, called: Any) -> Any:
+        function, own = called, None
+        if type(called) is functools.partial and type(called.func) in (types.FunctionType, types.MethodType):
+            return functools.partial(self(called.func), *called.args, **called.keywords)
+        if type(called) is types.MethodType and type(called.__func__) is types.FunctionType:
+            function, own = called.__func__, called.__self__
+        elif type(called) is not types.FunctionType:
+            if isinstance(called, nn.Module):  # one that the function has made for itself
+                function, own = type(called).forward, called
+            else:
+                function, own = type(called).__call__, called
+            if code_of(function) not in self.plans and not self.has_sites:
+                if not self.is_guarded and isinstance(self.plans, dict):  # those of a file are not known in advance
+                    missing = self.guarded.add(self.plans, called)
+                    if missing:
+                        raise UnrecordedError(f"the function at {missing[0]} cannot be found")
+                    if any(plan is not None and plan.actions for plan in self.plans.values()):
+                        raise UnrecordedError(f"{called} calls functions of which the arguments cannot be checked")
+                self.is_guarded = True
+                return called  # getattr, or a class, which calls the recorded function in turn
+        made = self.made.get(function)
+        if made is None:
+            code = code_of(function)
+            if code is not None:  # a changed function has defined this one
+                code = self.originals.get(code, code)
+            if code is None or code not in self.plans:
+                raise UnrecordedError(f"{function} is another function than was recorded")
+            plan = self.plans[code]
+            made = self.made[function] = function if plan is None else self.make(function, plan)
+        return made if own is None else types.MethodType(made, own)
+
+
+def _have_sites(plans: Mapping[types.CodeType, FunctionPlan | None]) -> bool:
+    known: bool | None = getattr(plans, "has_sites", None)  # of functions that are looked up when they are called
+    return any(plan is not None and plan.has_sites for plan in plans.values()) if known is None else known
+
 
 _OTHER_PATH = "branches and loops ran in another order than in the recorded step"
 _Place = tuple[dict[str, Any], str]  # a module's attributes, and the name of one

@@ -33,8 +33,6 @@ from vescale.static._record_values import (
 from vescale.static._recorded_program import RecordedProgram
 from vescale.static._tensor_type import TensorType
 
-__all__ = ["program"]
-
 _ORDER = {"redistribute": 0, "check": 1}  # in which a record has sites; others follow
 
 

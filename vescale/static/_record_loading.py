@@ -36,8 +36,6 @@ from vescale.static._state import own_forward
 from vescale.static._tensor_type import TensorType
 from vescale.static._units import ModelUnits
 
-__all__ = ["VERSIONS", "check_program", "load_step", "program_of", "read_record"]
-
 VERSIONS = (
     ("vescale", __version__),
     ("torch", str(torch.__version__)),

@@ -13,19 +13,6 @@ from vescale.errors import StaticRecordError
 from vescale.plans import MeshAxes
 from vescale.static._function_names import function_named
 
-__all__ = [
-    "Placements",
-    "RecordedBoundary",
-    "RecordedFunction",
-    "RecordedModule",
-    "RecordedPatch",
-    "RecordedSite",
-    "RecordedStep",
-    "RecordedType",
-    "Site",
-    "expect",
-]
-
 Placements = tuple[Placement, ...]
 
 

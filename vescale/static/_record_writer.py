@@ -22,8 +22,6 @@ from vescale.static._record_values import (
     RecordedType,
 )
 
-__all__ = ["FORMAT", "THE_MODEL", "content_digest", "record_text"]
-
 FORMAT = 1
 THE_MODEL = "<model>"  # in place of its path, which is empty
 

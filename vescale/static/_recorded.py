@@ -17,8 +17,6 @@ from vescale.static._step_records import Placements
 from vescale.static._tensor_type import TensorType, types_of
 from vescale.static._unreached import UnreachedFunctions
 
-__all__ = ["BoundaryName", "Recorded", "recorded"]
-
 BoundaryName = tuple[str, str]  # path of an instruction, and the rest of its text
 
 _Types = tuple[TensorType, ...]

@@ -9,8 +9,6 @@ from torch import nn
 
 from vescale.static._install import static_forward
 
-__all__ = ["EagerFunction", "Fallback", "StaticReport", "report"]
-
 _PLACED = re.compile(r"(\S.*?\.\w+|<[^>]*>):(\d+):? (.*)", re.DOTALL)
 
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from vescale.static._decisions import first_instruction
 from vescale.static._source import FunctionSource
 
-__all__ = ["parents_of", "selection_points"]
-
 _DISPLAYS = (ast.List, ast.Tuple, ast.ListComp)
 
 

@@ -11,8 +11,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import local_of, native_static
 from vescale.static._missing_gradients import shown_local
 
-__all__ = ["ShownEntries"]
-
 
 class ShownEntries:
     """Entries of modules' ``__dict__``, set during a forward. Those of parameters and buffers are their local tensors, which

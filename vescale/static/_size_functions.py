@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SIZE_READERS", "SIZE_TAKERS", "VALUES_ARE_UNDEFINED"]
-
 # Functions that read sizes of a tensor: the model sees global ones.
 SIZE_READERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.shape.__get__: lambda sizes: sizes,  # type: ignore[attr-defined]

@@ -14,8 +14,6 @@ from vescale.compat import CALL_OVERRIDE, HOOKS_OF_MODULES, tensors_in
 from vescale.fsdp import state_of
 from vescale.runtime import CheckpointedForward, ExpertRegion, LocalRegion
 
-__all__ = ["ModuleStates", "checkpoint_of", "is_inside", "own_forward", "problems_of_modules", "regions_of"]
-
 _OURS = frozenset(("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES))
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _CONTAINERS = (list, dict, set)

@@ -13,8 +13,6 @@ from vescale.runtime import Placing, Stages
 from vescale.static._call_tree import Site
 from vescale.static._local_run import LocalRun
 
-__all__ = ["Boundary", "Call", "ModuleCall", "Placements", "TensorRecord", "Value"]
-
 Placements = tuple[Placement, ...]
 
 

@@ -18,8 +18,6 @@ from vescale.ops import convert, cut, enter_local, leave_local
 from vescale.static._gradients import local_gradient
 from vescale.static._step_records import TensorRecord
 
-__all__ = ["TensorType", "UnrecordedError", "merged_types", "types_of"]
-
 
 class UnrecordedError(BaseException):
     """A static forward met what was not recorded; the step is repeated in eager mode. The model's own handlers of exceptions

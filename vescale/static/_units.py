@@ -16,8 +16,6 @@ from torch import nn
 from vescale.fsdp import ManagedParameter, ModuleState, state_of
 from vescale.static._local_parameter import LocalParameter
 
-__all__ = ["ModelUnits", "UnitForward"]
-
 _AT_REST = " (sharded)"
 
 

@@ -23,8 +23,6 @@ from vescale.static._patch import REFUSE, Patch, patched_code
 from vescale.static._source import FunctionSource, source_of
 from vescale.static._tensor_type import UnrecordedError
 
-__all__ = ["GuardedFunctions", "UnreachedFunctions", "functions_with"]
-
 _TORCH = torch.__file__.rpartition("__init__")[0]
 _HARMLESS = (ast.Constant, ast.Name, ast.expr_context, ast.Return, ast.Pass, ast.Break, ast.Continue, ast.Assign)
 

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import local_of, no_torch_function, tensors_in, versions
 from vescale.errors import StaticStepError
 
-__all__ = ["WrittenTensors"]
-
 # Elements of all tensors that a program writes to, up to which each step keeps what they hold.
 _MAX_KEPT = 1 << 16
 

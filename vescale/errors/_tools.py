@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from vescale.errors._coded import Coded
-from vescale.errors._plan_error import PlanError
+from vescale.errors._plans import PlanError
 
-__all__ = [
-    "DeviceTableError",
-    "EstimateArgumentError",
-    "EstimateError",
-    "SearchError",
-    "SimulationError",
-    "WhatIfError",
-]
+# Errors of estimates.
 
 
 class DeviceTableError(Coded, ValueError):
@@ -49,3 +42,24 @@ class SearchError(Coded, ValueError):
     """A search cannot be made with this number of devices, batch or model."""
 
     code = "VS1507"
+
+
+# Errors of `vescale.debug`.
+
+
+class DebugOptionError(Coded, ValueError, RuntimeError):
+    """A tool of `vescale.debug` has an argument that cannot be used, or is on already."""
+
+    code = "VS1403"
+
+
+class ModelFlopsError(Coded, ValueError):
+    """The operations for a token do not follow from the model's parameters."""
+
+    code = "VS1405"
+
+
+class VerifyError(Coded, ValueError, TypeError):
+    """`verify` cannot train the model on meshes with what it was given."""
+
+    code = "VS1406"

@@ -1,0 +1,289 @@
+"""One order of candidates in PyTorch's searches for placements.
+
+PyTorch keeps candidates in sets. The hash of a ``Partial`` is that of a string, which differs between processes (unless
+PYTHONHASHSEED is set), and with it the order: where two candidates cost the same, ranks chose different ones, and called
+different collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, _decompositions
+from torch.distributed.tensor import _redistribute as tensor_redistribute
+from torch.distributed.tensor._ops import _math_ops, single_dim_strategy
+from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
+
+from vescale.compat.dtensor import expanded_as, local_of, make_dtensor, spec_of
+from vescale.compat.dtensor_methods import DTensorHooks
+from vescale.compat.native_dispatch import native_passes
+from vescale.compat.patching import Changes
+from vescale.errors import DTensorStorageError, SavedPartWarning
+
+__all__ = [
+    "pass_methods",
+    "reduce_all_where_none_is_named",
+    "refuse_storages",
+    "search_in_one_order",
+    "wrap_copying",
+    "wrap_redistribute_local",
+]
+
+
+# One order of candidates in PyTorch's searches for placements. PyTorch keeps candidates in sets. The hash of a
+# ``Partial`` is that of a string, which differs between processes (unless PYTHONHASHSEED is set), and with it the
+# order: where two candidates cost the same, ranks chose different ones, and called different collectives.
+
+
+def search_in_one_order(changes: Changes, _: Any) -> None:
+    """Candidates that are replicated come first, then shards by dim, then pending sums."""
+    strategy: Any = _decompositions.DecompShardingStrategy
+    candidates: Any = strategy._get_candidate_placements
+    neighbors: Any = single_dim_strategy._get_neighbor_placements
+
+    @functools.wraps(candidates)
+    def get_candidate_placements(op_schema: Any) -> Any:
+        return sorted(candidates(op_schema), key=_rank_of_all)
+
+    @functools.wraps(neighbors)
+    def get_neighbor_placements(shards: Any, partials: Any, *others: Any) -> Any:
+        return neighbors(sorted(shards, key=_rank), sorted(partials, key=_rank), *others)
+
+    changes.attribute(strategy, "_get_candidate_placements", staticmethod(get_candidate_placements))
+    changes.function(neighbors, get_neighbor_placements)
+
+
+def _rank(placement: Placement | None) -> tuple[bool, bool, str]:
+    return (
+        (False, False, "")
+        if placement is None
+        else (placement.is_partial(), not placement.is_replicate(), str(placement))
+    )
+
+
+def _rank_of_all(placements: Iterable[Placement | None]) -> list[tuple[bool, bool, str]]:
+    return [_rank(placement) for placement in placements]
+
+
+# The dims that PyTorch's sharding rules take a reduction for: an empty list of dims stands for all of them.
+
+
+def reduce_all_where_none_is_named(changes: Changes, _: Any) -> None:
+    """``x.amax()``, whose ``dim`` is ``()``, and ``x.sum(dim=[])`` reduce every dim. PyTorch's rules take them for
+    reductions of none, and the result of each rank's part, for the result."""
+    original = _math_ops._infer_reduction_dims
+
+    @functools.wraps(original)
+    def infer_reduction_dims(dims: Any, ndim: int) -> list[int] | None:
+        is_empty = isinstance(dims, list | tuple) and not dims
+        return list(range(ndim)) if is_empty else original(dims, ndim)
+
+    changes.function(original, infer_reduction_dims)
+
+
+# Methods and attributes of DTensors without the model's function mode, where it passes them through
+# (``csrc/function_passes.h``).
+
+# Set by other patches, which would be taken back in another order.
+_OTHERS = frozenset({"data"})
+_BASE = torch._C.TensorBase
+
+
+class _Seen(TorchFunctionMode):
+    """Remembers the function, and does not call it."""
+
+    function: Any = None
+
+    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.function = func
+        return 0
+
+
+def pass_methods(changes: Changes, _: Any) -> None:
+    """Put descriptors in DTensor in front of the methods and attributes of PyTorch's C++ class. Without the C++ dispatcher,
+    the mode is called for all of them."""
+    passes = native_passes()
+    if passes is None:
+        return
+    pass_method, pass_attribute = passes
+    for name in sorted({*vars(_BASE), *vars(torch.Tensor)} - {*vars(DTensor), *_OTHERS}):
+        found = inspect.getattr_static(torch.Tensor, name)
+        if isinstance(found, types.GetSetDescriptorType) and not name.startswith("_"):
+            changes.attribute(DTensor, name, pass_attribute(found, found.__get__))
+        elif isinstance(found, types.MethodDescriptorType) or name == "__getitem__":
+            function = _operator(name, found) if name.startswith("_") else found
+            if function is not None:
+                changes.attribute(DTensor, name, pass_method(torch.Tensor, found, function))
+
+
+def _operator(name: str, method: Any) -> Any:
+    """The function that a mode sees where an operator runs (``mul`` of ``x * y``); None for methods that are no operators,
+    and for those of the right operand: Python asks a subclass for its own first, and ``plain / x`` would be another op."""
+    if not name.startswith("__") or name.startswith("__r"):
+        return None
+    x = torch.zeros(1)
+    for args in ((x,), (x, x)):
+        with _Seen() as seen:
+            try:
+                method(*args)
+            except TypeError:  # another number of operands
+                continue
+        if seen.function is not None:
+            return seen.function
+    return None
+
+
+# ``redistribute_local_tensor``, which PyTorch moves the operands of ops and the values of DTensors with.
+
+_IS_PARTIAL = operator.methodcaller("is_partial")
+
+
+def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
+    original, is_stock = tensor_redistribute.redistribute_local_tensor, hooks.custom_types.isdisjoint
+
+    @functools.wraps(original)
+    def redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec: Any, **options: Any) -> Any:
+        source, target = current_spec.placements, target_spec.placements
+        if is_stock(map(type, source)) and is_stock(map(type, target)):
+            if True in map(_IS_PARTIAL, target) and (reduced := _reduced_where_ops_differ(current_spec, target_spec)):
+                local_tensor = original(local_tensor, current_spec, reduced)
+                return original(local_tensor, reduced, target_spec, **options)
+            try:
+                found = original(local_tensor, current_spec, target_spec, **options)
+                if 0 not in local_tensor.stride() or not _only_copies(source, target):
+                    return found
+                return expanded_as(local_tensor, found)
+            except RuntimeError:
+                # PyTorch does not turn a shard into a summand, which adding one to a pending gradient asks for: the
+                # gradients of two microbatches may be placed differently.
+                if not _becomes_summand(source, target):
+                    raise
+        return hooks.redistribute_local(
+            local_tensor, current_spec, target_spec, async_op=options.get("async_op", False)
+        )
+
+    changes.function(original, redistribute_local_tensor)
+
+
+def _only_copies(source: Any, target: Any) -> bool:
+    return all(before == after or (before.is_replicate() and after.is_shard()) for before, after in zip(source, target))
+
+
+def _becomes_summand(source: Any, target: Any) -> bool:
+    return any(before.is_shard() and after.is_partial() for before, after in zip(source, target))
+
+
+def _reduced_where_ops_differ(source: Any, target: Any) -> Any:
+    """The spec between a pending mean and a pending sum, which PyTorch does not turn into each other (``torch.cat`` of a
+    loss of each kind); None: there is no such axis."""
+    differ = [
+        before.is_partial() and after.is_partial() and before != after
+        for before, after in zip(source.placements, target.placements)
+    ]
+    if not any(differ):
+        return None
+    placements = tuple(Replicate() if differs else p for differs, p in zip(differ, source.placements))
+    return type(source)(source.mesh, placements, tensor_meta=source.tensor_meta)
+
+
+# Copies, pickles and storages of DTensors.
+
+
+def wrap_copying(changes: Changes, _: Any) -> None:
+    """``Tensor.__deepcopy__`` and ``Tensor.__reduce_ex__`` (``torch/_tensor.py``, 2.13) recognize a tensor without memory of
+    its own by its address 0. A DTensor's is its local tensor's offset: if it is not 0, they fail ("invalid python storage").
+    """
+    deepcopy, reduce = DTensor.__deepcopy__, DTensor.__reduce_ex__
+
+    @functools.wraps(deepcopy)
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        if id(self) in memo or not self.is_leaf or not _is_inside(self):
+            return deepcopy(self, memo)
+        aligned = _aligned(self)
+        aligned.grad = self.grad
+        copied = memo[id(self)] = deepcopy(aligned, memo)
+        del memo[id(aligned)]  # which another object may get
+        return copied
+
+    @functools.wraps(reduce)
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        if protocol == _OF_TORCH_SAVE:
+            _warn_of_part(self)
+        return reduce(_aligned(self) if _is_inside(self) else self, protocol)
+
+    for method in (__deepcopy__, __reduce_ex__):
+        changes.attribute(DTensor, method.__name__, method)
+
+
+def refuse_storages(changes: Changes, _: Any) -> None:
+    def is_shared(self: Any) -> bool:
+        return local_of(self).is_shared()
+
+    def refusing(advice: str) -> Callable[..., NoReturn]:
+        def refused(self: Any) -> NoReturn:
+            raise DTensorStorageError(
+                f"storage() of a DTensor of shape {tuple(self.shape)} placed as {tuple(self.placements)}: it has no memory "
+                f"of its own, and to_local() is this rank's part. {advice}"
+            )
+
+        return refused
+
+    changes.attribute(DTensor, "is_shared", is_shared)
+    for name, advice in _NO_MEMORY.items():
+        changes.attribute(DTensor, name, refusing(advice))
+
+
+_NO_MEMORY = {
+    "storage": "To write a file (safetensors), give it whole tensors, x.full_tensor() on all ranks, or save with "
+    "vescale.checkpoint.save, and export (`vescale ckpt export`)",
+    # Of share_memory(), where the process would crash, and of FullyShardedDataParallel, which frees what it has flattened.
+    "_typed_storage": "Its memory can neither be shared between processes nor freed: call share_memory_() of x.to_local(); "
+    "and leave FullyShardedDataParallel out, for the parameters are distributed already",
+}
+_OF_TORCH_SAVE = 2
+"""torch.save's protocol; copies, queues and process groups pickle with newer ones."""
+_WARNED: list[bool] = []
+
+
+def _warn_of_part(x: Any) -> None:
+    """Of the first DTensor in this process of which other ranks have parts, too."""
+    spec = spec_of(x)
+    cut = [a for a, p in enumerate(spec.placements) if not p.is_replicate() and spec.mesh.size(a) > 1]
+    if _WARNED or not cut or local_of(x).is_meta:
+        return
+    _WARNED.append(True)
+    warnings.warn(
+        SavedPartWarning(
+            f"torch.save writes this rank's part {tuple(local_of(x).shape)} of a DTensor of shape {tuple(x.shape)} placed "
+            f"as {spec.placements}, not the whole tensor: the file can be loaded on this rank of an equal mesh only. Save "
+            "the model on all ranks with vescale.checkpoint.save (any mesh loads it), or the whole values: `state = {name: "
+            'x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in model.state_dict().items()}` on all ranks, '
+            "then torch.save(state, ...) on one"
+        ),
+        stacklevel=3,
+    )
+
+
+def _is_inside(x: Any) -> bool:
+    local = local_of(x)
+    return type(x) is DTensor and type(local) is torch.Tensor and local.storage_offset() > 0 and not local.is_meta
+
+
+def _aligned(x: Any) -> DTensor:
+    """``x`` over the same memory, seen as a storage of its own, for ``copy.copy`` shares it."""
+    local = local_of(x).detach()
+    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride())) if local.numel() else -1
+    begin, itemsize = local.storage_offset(), local.itemsize
+    storage = local.untyped_storage()[begin * itemsize : (begin + last + 1) * itemsize]
+    local = local.new_empty(0).set_(storage, 0, local.shape, local.stride())
+    twin = make_dtensor(local, spec_of(x), requires_grad=x.requires_grad)
+    twin.__dict__.update(x.__dict__)
+    return twin

@@ -1,0 +1,173 @@
+"""Errors of `fully_shard`."""
+
+from __future__ import annotations
+
+from vescale.errors._coded import Coded
+
+# Errors of `fully_shard`.
+
+
+class FullyShardError(Coded, ValueError):
+    """`fully_shard` was given modules or arguments that it cannot shard: an empty list, a module twice, tied parameters in
+    two groups, a placement that does not fit."""
+
+    code = "VS0603"
+
+
+class UnsupportedParameterError(Coded, NotImplementedError):
+    """A parameter is of a kind that `fully_shard` cannot gather, or has no shape yet."""
+
+    code = "VS0604"
+
+
+class GatherHookError(Coded, ValueError, RuntimeError):
+    """`fsdp_pre_all_gather` or `fsdp_post_all_gather` of a tensor subclass returned something else than expected, or than
+    before."""
+
+    code = "VS0605"
+
+
+class ReplacedInGroupError(Coded, ValueError):
+    """A parameter of a sharded group was removed, replaced or tied after `fully_shard`."""
+
+    code = "VS0606"
+
+
+class GroupMemoryError(Coded, RuntimeError):
+    """The parameters of a group are on the meta device or on another device when the group is first used."""
+
+    code = "VS0607"
+
+
+class RootModuleError(Coded, RuntimeError):
+    """Modules of one model ran in an order in which their root is not known, or a root's method was called on an inner
+    module."""
+
+    code = "VS0608"
+
+
+class FSDPSettingError(Coded, ValueError):
+    """A setting of an `FSDPModule` has a value that cannot be used."""
+
+    code = "VS0609"
+
+
+class UnsupportedSettingError(Coded, NotImplementedError):
+    """A setting of FSDP2 that this engine does not have."""
+
+    code = "VS0610"
+
+
+class WrittenParameterError(Coded, RuntimeError):
+    """A parameter was written to while it was gathered, where the write cannot be kept."""
+
+    code = "VS0611"
+
+
+# Errors of gradients and their reduction.
+
+
+class GradientReducerError(Coded, ValueError):
+    """A `GradientReducer` or the data-parallel axes of a mesh cannot be used as given."""
+
+    code = "VS0703"
+
+
+class CommHookError(Coded, ValueError, RuntimeError):
+    """A communication hook returned a tensor of another shape, or was registered during a backward."""
+
+    code = "VS0704"
+
+
+class SparseGradientError(Coded, NotImplementedError):
+    """A sparse gradient reached `fully_shard`, which reduces dense ones."""
+
+    code = "VS0706"
+
+
+class GradientError(Coded, ValueError, RuntimeError):
+    """A gradient cannot be reduced: it is sparse, came twice in one backward, was changed meanwhile, or would lose its
+    imaginary part."""
+
+    code = "VS0705"
+
+
+class ConcurrentBackwardError(Coded, RuntimeError):
+    """Two threads run backwards of one model at the same time, and its gradients are reduced."""
+
+    code = "VS0707"
+
+
+# Errors of flat buffers and their layouts.
+
+
+class LayoutError(Coded, ValueError):
+    """The numbers of a `Layout` contradict each other."""
+
+    code = "VS0502"
+
+
+class LayoutTextError(Coded, ValueError):
+    """A text is no layout or shape list, or one of another version."""
+
+    code = "VS0503"
+
+
+class GranularityError(Coded, ValueError):
+    """A block size does not fit a tensor, or a pattern matches no parameter."""
+
+    code = "VS0504"
+
+
+class LayoutPlanningError(Coded, ValueError):
+    """`plan_layout` or `suggest_num_shards` was given numbers that cannot be planned."""
+
+    code = "VS0505"
+
+
+class DBufferError(Coded, ValueError):
+    """An operation on a `DBuffer` does not fit its placements, axes or layout."""
+
+    code = "VS0506"
+
+
+class BufferMemoryError(Coded, RuntimeError):
+    """The memory of a buffer was used before it was allocated, or reserved after."""
+
+    code = "VS0507"
+
+
+class UnknownTensorError(Coded, KeyError):
+    """A group of tensors or the shipped shape lists have nothing of that name."""
+
+    code = "VS0508"
+
+
+# Errors of groups, buckets and comparisons between ranks.
+
+
+class BucketBytesError(Coded, ValueError):
+    """`bucket_bytes` is no size of a bucket."""
+
+    code = "VS1303"
+
+
+class NotInMeshError(Coded, ValueError):
+    """A rank asked for its group on a mesh that it is not part of."""
+
+    code = "VS1304"
+
+
+# Errors of scripts around a model.
+
+
+class AdoptionError(Coded, ValueError):
+    """`parallelize(..., optimizer=)` was given an optimizer that cannot be adopted."""
+
+    code = "VS0304"
+
+
+class ParameterHookError(Coded, ValueError):
+    """A parameter that is going to be replaced has gradient hooks, which would never run."""
+
+    code = "VS0306"
