@@ -49,14 +49,17 @@ torch: Tensor._backward_hooks; Tensor._base; Tensor._cdata; Tensor._is_zerotenso
     Tensor.register_post_accumulate_grad_hook(hook); UntypedStorage._cdata; _assert_async; _foreach_copy_;
     _foreach_mul_; _foreach_norm; _fused_sdp_choice; _jit_internal; _meta_registrations; _ops; _tensor;
     ops._c10d_functional; ops.aten._adaptive_avg_pool2d_backward.default;
-    ops.aten._amp_foreach_non_finite_check_and_unscale_.default; ops.aten._convolution; ops.aten._ctc_loss; ops.aten._foreach_lerp_;
+    ops.aten._amp_foreach_non_finite_check_and_unscale_.default; ops.aten._convolution; ops.aten._ctc_loss;
+    ops.aten._foreach_lerp_;
     ops.aten._foreach_max.default; ops.aten._foreach_norm.Scalar; ops.aten._foreach_powsum.Scalar;
     ops.aten._fused_dropout.default; ops.aten._has_same_storage_numel.default; ops.aten._is_all_true.default;
     ops.aten._is_any_true.default; ops.aten._local_scalar_dense.default; ops.aten._log_softmax.default;
     ops.aten._log_softmax_backward_data.default; ops.aten._sample_dirichlet; ops.aten._softmax.default;
     ops.aten._softmax_backward_data.default; ops.aten._standard_gamma; ops.aten._to_copy.default;
-    ops.aten._unique2; ops.aten._unsafe_index; ops.aten._unsafe_view.default; ops.c10d._allgather_base_; ops.c10d._reduce_scatter_base_
-torch._C: Argument.alias_info; Argument.default_value; Argument.has_default_value; Argument.is_out; Argument.kwarg_only; Argument.name;
+    ops.aten._unique2; ops.aten._unsafe_index; ops.aten._unsafe_view.default; ops.c10d._allgather_base_;
+    ops.c10d._reduce_scatter_base_
+torch._C: Argument.alias_info; Argument.default_value; Argument.has_default_value; Argument.is_out; Argument.kwarg_only;
+    Argument.name;
     Argument.type; DisableTorchFunction; DisableTorchFunctionSubclass; DispatchKey.ADInplaceOrView;
     DispatchKey.CompositeImplicitAutograd; FunctionSchema._is_view_op; FunctionSchema.arguments;
     FunctionSchema.is_mutable; FunctionSchema.name; FunctionSchema.overload_name; FunctionSchema.returns; TensorBase;
