@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from vescale.cli import main
-from vescale.cli._demo import loss_chart
+from vescale.cli._demo_chart import loss_chart
 from vescale.debug import ProcessFailed, messages
 
 pytestmark = pytest.mark.waits

@@ -8,12 +8,12 @@ import sys
 import torch
 from torch import nn
 
-from vescale.cli._inputs import WithoutFills
+from vescale.cli._without_fills import WithoutFills
 from vescale.ir import packed_dims
 
 LATE = """
 import sys
-from vescale.cli._inputs import late_scipy
+from vescale.cli._late_import import late_scipy
 with late_scipy():
     from scipy.optimize import linear_sum_assignment
 assert "scipy.optimize" not in sys.modules

@@ -163,7 +163,7 @@ def test_transforms(mesh: DeviceMesh) -> None:
                 num_results += 1
                 assert all(map(torch.equal, found, expected)), number
             else:
-                assert found is expected, number
+                assert issubclass(found, expected), number
     assert num_results > 2
 
 

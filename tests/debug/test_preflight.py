@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from tests.ranks import RankPools
 from vescale import Plan, PlanMismatchError, parallelize
 from vescale.comm import Consensus, LateRanksWarning, record_comms
-from vescale.comm import _consensus as comm_consensus
+from vescale.comm import _rank_comparison as comm_consensus
 from vescale.fsdp import fully_shard
 
 pytestmark = pytest.mark.waits

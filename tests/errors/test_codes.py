@@ -25,7 +25,7 @@ PLAIN = {
     "__init__.py:__getattr__": "Python's protocol of modules",
     "buffer/__init__.py:__getattr__": "Python's protocol of modules",
     "checkpoint/__init__.py:__getattr__": "Python's protocol of modules",
-    "cli/_inputs.py:__getattr__": "Python's protocol of modules",
+    "cli/_late_import.py:__getattr__": "Python's protocol of modules",
     "debug/__init__.py:__getattr__": "Python's protocol of modules",
     "placements/_custom_placement.py:__setattr__": "Python's protocol of frozen values",
     "buffer/_layout.py:_check_index": "Python's protocol of sequences",

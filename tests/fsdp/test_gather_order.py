@@ -24,7 +24,7 @@ from vescale.comm import Board, record_comms
 from vescale.comm._long_waits import look
 from vescale.fsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from vescale.gradients import OrderMismatchError
-from vescale.gradients import _replica_errors as replica_errors
+from vescale.gradients import _collective_order as replica_errors
 from vescale.plans import PlanMismatchError
 
 pytestmark = pytest.mark.waits

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard
 from tests.examples import NIGHTLY
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole
+from vescale import parallelize
 from vescale.placements import distribute_tensor
 from vescale.plans import Plan
-from vescale.runtime import parallelize
 
 Tensor = torch.Tensor
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole
+from vescale import parallelize
 from vescale.placements import RaggedShard, distribute_tensor
 from vescale.plans import Plan
-from vescale.runtime import parallelize
 
 Tensor = torch.Tensor
 

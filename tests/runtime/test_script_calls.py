@@ -18,10 +18,13 @@ from tests.ranks import RankPools, error_of, run_cases
 from tests.runtime.compare import pair
 from tests.runtime.test_code_in_backward import columns, rows, zero
 from tests.whole import whole
-from vescale import static  # noqa: F401  (a mode of parallelize)
+from vescale import (
+    parallelize,
+    static,  # noqa: F401  (a mode of parallelize)
+)
 from vescale.fsdp import fully_shard
 from vescale.plans import Plan
-from vescale.runtime import init_mesh, parallelize
+from vescale.runtime import init_mesh
 
 Tensor = torch.Tensor
 WEIGHTS = torch.linspace(1, 2, 6, dtype=torch.float64)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.checkpoint._error_text import as_text, from_text
 from vescale.checkpoint._local_blocks import LocalBlocks
-from vescale.checkpoint._step_folder import scratch
+from vescale.checkpoint._scratch import scratch
 from vescale.comm import Consensus, requested_by
 from vescale.compat import bytes_of, is_alone
 from vescale.errors import CheckpointError

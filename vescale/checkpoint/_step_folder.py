@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import errno
 import json
-import mmap
 import os
 import re
 import stat
@@ -19,8 +18,6 @@ import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from vescale.checkpoint import _disk
 from vescale.checkpoint._manifest_text import ManifestError, merge_parts, parse, serialize
@@ -272,14 +269,3 @@ def _write(path: str, data: bytes) -> None:
         _disk.sync(descriptor)
     finally:
         _disk.close(descriptor)
-
-
-# Memory for bytes on their way that goes back to the system as soon as nobody has it.
-
-
-def scratch(nbytes: int) -> torch.Tensor:
-    """``nbytes`` bytes in the host's memory, not initialized to anything in particular.
-
-    The allocator of C may keep what is freed, once for each thread and size, so that a bound on memory would not hold.
-    """
-    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from vescale.buffer import Effort, GranularityTable, ModelShapes, Rows, Unit, plan_layout
 from vescale.cli._optimizer_rule import OptimizerRule
 
+__all__ = ["Advice", "Size", "Study", "study"]
+
 TWO_BUFFERS_FROM = 0.01  # padding of one buffer from which two are tried
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+__all__ = ["Collective", "Job", "make_model", "tokens_of_topics", "train_mesh", "train_one_device"]
+
 
 @dataclass(frozen=True)
 class Job:

@@ -19,6 +19,8 @@ from vescale.cli._console import print_json
 from vescale.cli._inputs import add_json
 from vescale.errors import torch_promise
 
+__all__ = ["add_arguments", "run"]
+
 _PACKAGES = ("torch", "numpy", "pyyaml", "jsonschema", "regex", "rich", "transformers", "tokenizers", "safetensors")
 _WIDTH = 80  # columns
 _NUM_EXAMPLES = 3  # of the changes of a group

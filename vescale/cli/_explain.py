@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+from vescale.cli._buckets_table import buckets_table
+from vescale.cli._checkpoint_table import checkpoint_rows, print_checkpoints
 from vescale.cli._console import bytes_text, new_console, new_table, print_json, working
 from vescale.cli._host_profile import print_profile
 from vescale.cli._inputs import (
@@ -23,6 +24,7 @@ from vescale.cli._inputs import (
 )
 from vescale.cli._pipeline_section import pipeline_as_dict, print_pipeline, write_page
 from vescale.cli._static_sites import print_sites, sites_as_dicts
+from vescale.cli._uneven_table import uneven_rows, uneven_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,114 +34,7 @@ if TYPE_CHECKING:
     from vescale.plans import Plan
     from vescale.static import RecordedProgram
 
-
-# The table of gradient buckets that ``vescale explain`` prints.
-
-
-def buckets_table(prediction: Prediction) -> Any:
-    """Each bucket's axes, bytes and cost by the ring model, beside a reduction axis by axis."""
-    table = new_table(
-        "bucket",
-        "gradients",
-        "axes",
-        "op",
-        "size",
-        "bytes",
-        "axis by axis",
-        "predicted",
-        right=("bucket", "gradients", "size", "bytes", "axis by axis", "predicted"),
-    )
-    for number, bucket in enumerate(prediction.buckets):
-        table.add_row(
-            str(number),
-            str(len(bucket.names)),
-            ",".join(bucket.axes),
-            " + ".join(op for op, _, _ in bucket.collectives),
-            bytes_text(bucket.num_bytes),
-            bytes_text(bucket.cost.num_bytes),
-            bytes_text(bucket.per_axis_bytes),
-            f"{bucket.cost.seconds * 1e3:.2f} ms",
-        )
-    return table
-
-
-# The modules whose forward is computed again in backward, as ``vescale explain`` shows them.
-
-
-def checkpoint_rows(program: Program) -> list[dict[str, Any]]:
-    """A row for each module, repeated layers merged: what it saves, whether collectives in it run again, its budget."""
-    from vescale.ir import Checkpoint, merge_repeats
-
-    found = ((i.path, i.op) for i in program if isinstance(i.op, Checkpoint))
-    return [
-        {
-            "module": path,
-            "policy": op.policy.text(),
-            "communication": _communication(op.policy.kind, op.policy.recompute_communication),
-            "budget_gib": op.budget_gib,
-            "modules": count,
-        }
-        for path, op, count in merge_repeats(found)
-    ]
-
-
-def _communication(kind: str, again: bool) -> str:
-    return "as without" if kind == "offload" else "again" if again else "results saved"
-
-
-def print_checkpoints(console: Console, program: Program) -> None:
-    from vescale.cli._console import new_table
-
-    rows = checkpoint_rows(program)
-    if not rows:
-        console.print("none: each forward saves what its backward needs")
-        return
-    table = new_table("module", "saved for backward", "communication", "budget", "modules", right=("budget", "modules"))
-    for row in rows:
-        saved = {"full": "inputs", "offload": "everything, on the host"}.get(row["policy"], f"inputs, {row['policy']}")
-        budget = "" if row["budget_gib"] is None else f"{row['budget_gib']:g} GiB"
-        table.add_row(row["module"], saved, row["communication"], budget, str(row["modules"]))
-    console.print(table)
-    if any(row["budget_gib"] is not None for row in rows):
-        console.print(
-            "modules with a budget save more where it allows that: decided after the first step, vescale.report(model)"
-        )
-
-
-# The table of ``vescale explain`` of dims that ranks hold in parts of unequal size.
-
-
-class UnevenRow(NamedTuple):
-    """A parameter, buffer or input; ``sizes`` by rank of ``axis``; ``number`` of repeated layers that have it alike."""
-
-    name: str
-    dim: int
-    axis: str
-    sizes: tuple[int, ...]
-    number: int
-
-
-def uneven_rows(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> list[UnevenRow]:
-    """Of ``inputs``, whole tensors by name, then of the model's parameters and buffers."""
-    from vescale.ir import merge_repeats, uneven_cuts, uneven_inputs
-
-    found = [UnevenRow(cut.name, cut.dim, cut.axis, cut.sizes, 1) for cut in uneven_inputs(program, model, inputs)]
-    rows = ((cut.name, (cut.dim, cut.axis, cut.sizes)) for cut in uneven_cuts(program, model))
-    return found + [UnevenRow(name, dim, axis, sizes, count) for name, (dim, axis, sizes), count in merge_repeats(rows)]
-
-
-def uneven_table(rows: Sequence[UnevenRow]) -> Any:
-    table = new_table("cut unevenly", "dim", "over", "sizes by rank", "number", right=("dim", "number"))
-    for row in rows:
-        table.add_row(row.name, str(row.dim), row.axis, _runs(row.sizes), str(row.number))
-    return table
-
-
-def _runs(sizes: Sequence[int]) -> str:
-    """``3, 3, 3, 1`` as ``3 x 3, 1``: how many ranks, and what each of them holds."""
-    groups = [(size, len(list(group))) for size, group in itertools.groupby(sizes)]
-    return ", ".join(f"{count} x {size:,}" if count > 1 else f"{size:,}" for size, count in groups)
-
+__all__ = ["add_arguments", "run"]
 
 _PHASES = {"forward": "fwd", "backward": "bwd"}
 _SECTIONS = ("plan", "ir", "hooks", "units", "checkpoints", "memory", "collectives", "pipeline")

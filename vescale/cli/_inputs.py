@@ -9,17 +9,12 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch.overrides import TorchFunctionMode
 
 from vescale.cli._console import working
 from vescale.cli._hf_config import CONFIG_HELP, config_file
+from vescale.cli._late_import import late_scipy
 from vescale.cli._main import UsageError
 from vescale.errors import kind_of
 
@@ -28,39 +23,18 @@ if TYPE_CHECKING:
 
     from vescale.plans import MeshAxes, Plan
 
-
-# ``late_scipy``: transformers imports an assignment solver for losses of a few models, which no command runs.
-
-_NAME = "scipy.optimize"
-
-
-@contextmanager
-def late_scipy() -> Iterator[None]:
-    """What imports functions of ``scipy.optimize`` inside gets functions that import it (half a second) when they are
-    called. Afterwards, and where it has been imported before, imports are as ever."""
-    if _NAME in sys.modules:
-        yield
-        return
-    stand_in = sys.modules[_NAME] = _StandIn(_NAME)
-    try:
-        yield
-    finally:
-        if sys.modules.get(_NAME) is stand_in:
-            del sys.modules[_NAME]
-
-
-class _StandIn(ModuleType):
-    def __getattr__(self, function: str) -> Callable[..., Any]:
-        if function.startswith("__"):
-            raise AttributeError(function)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            from scipy import optimize
-
-            return getattr(optimize, function)(*args, **kwargs)
-
-        return call
-
+__all__ = [
+    "MODEL_HELP",
+    "PLAN_HELP",
+    "add_inputs",
+    "add_json",
+    "add_mesh",
+    "given_inputs",
+    "inputs_of",
+    "load_model",
+    "load_plan",
+    "parse_mesh",
+]
 
 PLAN_HELP = "a YAML file, or the name of a plan of the zoo (see `vescale zoo`)"
 MODEL_HELP = f"{CONFIG_HELP}; or pkg.module:factory (or file.py:factory), a module class or a function"
@@ -134,7 +108,7 @@ def load_model(text: str, device: str = "meta") -> nn.Module:
     with working(f"building {text}"):
         import torch
 
-        from vescale.cli._inputs import WithoutFills
+        from vescale.cli._without_fills import WithoutFills
 
         with torch.device(device), WithoutFills():
             file = config_file(text)
@@ -291,22 +265,3 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return value
-
-
-# ``WithoutFills``: initializers do nothing to tensors without memory.
-
-_FILLS = frozenset(getattr(torch.Tensor, name) for name in ("uniform_", "normal_", "fill_", "zero_"))
-
-
-class WithoutFills(TorchFunctionMode):
-    """Inside, fills of tensors on the meta device, and functions of ``torch.nn.init``, return them as they are: PyTorch
-    takes random ones apart in Python, a millisecond each."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _FILLS or getattr(func, "__module__", None) == "torch.nn.init":
-            filled = args[0] if args else (kwargs or {}).get("tensor")
-            if isinstance(filled, torch.Tensor) and filled.is_meta:
-                return filled
-        return func(*args, **(kwargs or {}))

@@ -13,6 +13,8 @@ from vescale.cli._main import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
+__all__ = ["ModelFactory", "add_arguments", "run"]
+
 
 @dataclass(frozen=True)
 class ModelFactory:

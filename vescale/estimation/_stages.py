@@ -39,7 +39,8 @@ def one_rank_plan(plan: Plan, num_stages: int) -> Plan:
 
 
 def _explicit(entry: Any, paths: tuple[Path, ...]) -> Any:
-    return replace(entry, split_before=paths, balance=None, stages_per_rank=None, memory_gib=None)
+    # Rows are tried with other ranks, which there are none of here.
+    return replace(entry, split_before=paths, balance=None, stages_per_rank=None, memory_gib=None, rows="microbatch")
 
 
 def _with_entry(plan: Plan, axes: MeshAxes, pipeline: Any) -> Plan:

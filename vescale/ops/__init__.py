@@ -27,42 +27,6 @@ from vescale.ops import (
     to_python,
     views,
 )
-from vescale.ops import (
-    concatenation as stack,
-)
-from vescale.ops import (
-    elementwise as comparisons,
-)
-from vescale.ops import (
-    elementwise as elementwise_losses,
-)
-from vescale.ops import (
-    elementwise as foreach,
-)
-from vescale.ops import (
-    indexing as gathering,
-)
-from vescale.ops import (
-    indexing as masked_assignment,
-)
-from vescale.ops import (
-    losses as cross_entropy,
-)
-from vescale.ops import (
-    norms as vector_norms,
-)
-from vescale.ops import (
-    pooling as resizing,
-)
-from vescale.ops import (
-    reductions as argmax,
-)
-from vescale.ops import (
-    reductions as cumulative,
-)
-from vescale.ops import (
-    slicing as splitting,
-)
 from vescale.ops._boundary_copies import (
     LIVE_COPIES,
     following_writes,
@@ -113,12 +77,12 @@ from vescale.ops._registry import (
     register_family,
 )
 from vescale.ops._ring_attention import Meeting, RingSchedule, Runs, meetings
+from vescale.ops._sparse import is_sparse, multiply_sparse
 from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.attention import ROWS, AttentionWork
 from vescale.ops.elementwise import is_elementwise, is_foreach, is_listed
 from vescale.ops.losses import cross_entropy_of_rows, has_whole_rows, without_dim
 from vescale.ops.norms import normalizes_locally
-from vescale.ops.sparse import is_sparse, multiply_sparse
 
 __all__ = [
     "FAMILY_FILES",
@@ -191,37 +155,25 @@ __all__ = [
 
 # The files of op families. Each registers its ops in the registry when it is imported.
 FAMILY_FILES = (
-    argmax,
     attention,
     batch_norm,
-    comparisons,
     concatenation,
     convolution,
-    cross_entropy,
-    cumulative,
     elementwise,
-    elementwise_losses,
     embedding,
     factories,
-    foreach,
-    gathering,
     indexing,
     interleaved,
     losses,
-    masked_assignment,
     norms,
     pooling,
     pseudo_inverses,
     random,
     recurrent,
     reductions,
-    resizing,
     slicing,
-    splitting,
-    stack,
     statistics,
     tangents,
     to_python,
-    vector_norms,
     views,
 )

@@ -307,7 +307,7 @@ th { border-bottom: 1px solid #8888 } td:first-child, th:first-child { text-alig
 svg text { fill: currentColor } svg .in { fill: #111 } svg rect { stroke: #fff8 }
 .legend span { display: inline-block; padding: .1rem .5rem; margin: 0 .5rem .3rem 0; color: #111 }
 """
-_SCHEDULE_PAGE_KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+_ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
 def schedule_page(
@@ -325,7 +325,7 @@ def schedule_page(
     used = {action.kind for actions in schedule.actions for action in actions}
     legend = "".join(
         f'<span style="background:{_color(0, kind, 1)}">{kind} {name}, {DURATIONS[kind]}</span>'
-        for kind, name in _SCHEDULE_PAGE_KINDS.items()
+        for kind, name in _ACTION_NAMES.items()
         if kind in used
     )
     facts = (
@@ -355,7 +355,7 @@ def _drawing(schedule: Schedule) -> str:
         for action, start in zip(actions, starts):
             left, long = _LEFT + start * _WIDTH, DURATIONS[action.kind] * _WIDTH
             color = _color(action.stage, action.kind, schedule.num_stages)
-            what = f"{_KINDS[action.kind]} of stage {action.stage}, micro-batch {action.microbatch}, at {start}"
+            what = f"{_ACTION_NAMES[action.kind]} of stage {action.stage}, micro-batch {action.microbatch}, at {start}"
             parts.append(
                 f'<g><title>{what}</title><rect x="{left}" y="{top}" width="{long}" height="{_HEIGHT - 2}" fill="{color}"/>'
                 f'<text class="in" x="{left + long / 2}" y="{top + 16}" text-anchor="middle">{action}</text></g>'

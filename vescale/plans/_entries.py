@@ -181,7 +181,7 @@ def parse_phase(text: str) -> Phase:
     try:
         return _PHASE_NAMES[text.lower()]
     except KeyError:
-        raise PhaseError(f"phase {text!r} is not one of {', '.join(_NAMES)}") from None
+        raise PhaseError(f"phase {text!r} is not one of {', '.join(_PHASE_NAMES)}") from None
 
 
 def phase_text(phase: Phase) -> str:
@@ -344,7 +344,7 @@ Entry = (
 # Mixed precision and offload of units: PyTorch's objects, and their form in a plan.
 
 _DEFAULT = MixedPrecisionPolicy()
-_UNIT_POLICIES_OPTIONS = tuple(field.name for field in fields(MixedPrecisionPolicy))
+_PRECISION_OPTIONS = tuple(field.name for field in fields(MixedPrecisionPolicy))
 
 
 def mp_policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
@@ -353,9 +353,9 @@ def mp_policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> Mixe
     Raises ValueError with the correct form.
     """
     if isinstance(given, Mapping):
-        unknown = sorted(set(given) - set(_UNIT_POLICIES_OPTIONS))
+        unknown = sorted(set(given) - set(_PRECISION_OPTIONS))
         if unknown:
-            raise UnitPolicyError(f"mp_policy has no {unknown[0]!r}; use {', '.join(_OPTIONS)}")
+            raise UnitPolicyError(f"mp_policy has no {unknown[0]!r}; use {', '.join(_PRECISION_OPTIONS)}")
         given = MixedPrecisionPolicy(**{name: _value(name, value) for name, value in given.items()})
     if given is not None and not isinstance(given, MixedPrecisionPolicy):
         raise UnitPolicyError(f"mp_policy={given!r}; use a MixedPrecisionPolicy, or a dict of its arguments")
@@ -386,7 +386,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def mp_options(policy: MixedPrecisionPolicy | None) -> dict[str, str | bool]:
     """The options that differ from the default policy, dtypes by name, as :func:`mp_policy_of` reads them."""
     found: dict[str, str | bool] = {}
-    for name in _UNIT_POLICIES_OPTIONS if policy is not None else ():
+    for name in _PRECISION_OPTIONS if policy is not None else ():
         value = getattr(policy, name)
         if value != getattr(_DEFAULT, name):
             found[name] = dtype_name(value) if isinstance(value, torch.dtype) else value
