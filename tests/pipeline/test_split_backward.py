@@ -20,7 +20,7 @@ from tests.runtime.llama import make_llama
 from tests.runtime.zero import sharded_at_rest
 from vescale import parallelize, plan_zoo
 from vescale.comm import record_comms
-from vescale.ir import lower
+from vescale.pipeline import StagedProgram
 from vescale.pipeline._stage import ModelStage, SplitBackward
 from vescale.plans import Plan
 
@@ -170,7 +170,7 @@ def arrivals_case(policy: str | None) -> tuple[Counter[str], Counter[str]]:
 def test_weights_wait_for_the_second_half(ranks: RankPools, policy: str | None) -> None:
     """What the schedule has as whole backwards (the end of ZBV) is in neither half."""
     plan = Plan({"pp": 2}).pipeline(split_before=[f"blocks.{n}" for n in (1, 2, 3)], schedule="ZBV", microbatches=4)
-    staged = lower(plan, make_net()).pipeline
+    staged = StagedProgram.of(plan, make_net())
     for rank, (second, others) in enumerate(ranks.run(arrivals_case, policy, world_size=2)):
         halved = Counter(a.stage for a in staged.schedule.actions[rank] if a.kind == "W")
         assert sum(halved.values()) >= 4
@@ -202,7 +202,7 @@ def four_a_rank_case() -> tuple[dict[str, float], dict[int, dict[str, int]], Cou
     model.step(**batches[0])
     with record_comms() as ledger:
         model.step(**batches[0])
-    return found, lower(plan(sizes), make_deep()).pipeline.counts(batches[0]), Counter(r.op for r in ledger.records)
+    return found, StagedProgram.of(plan(sizes), make_deep()).counts(batches[0]), Counter(r.op for r in ledger.records)
 
 
 @pytest.mark.slow

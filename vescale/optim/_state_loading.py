@@ -32,7 +32,12 @@ class ExactStates(Optimizer):
     """An optimizer whose states are loaded as :meth:`loaded_state` says, instead of cast to the parameter's dtype.
 
     Hooks of ``load_state_dict`` run as in torch's: pre-hooks before, and post-hooks after the states are there.
+
+    Attributes:
+        knows_stages: whether a step on the parameters of a pipeline's stage is that of one device, whatever it couples.
     """
+
+    knows_stages = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, with states as :meth:`loaded_state` returns them; parameters without a saved state keep theirs.

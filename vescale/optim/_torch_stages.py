@@ -38,7 +38,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _SEEN.add(optimizer)
     if not any(shares_of([p for group in optimizer.param_groups for p in group["params"]])):
         return
-    if _is_coupled(optimizer):
+    if not getattr(optimizer, "knows_stages", False) and _is_coupled(optimizer):
         name = type(optimizer).__name__
         raise PipelineCallError(
             f"pipeline: {name} computes its step of a parameter from all parameters, and this rank has those of its stages "

@@ -536,11 +536,12 @@ class _Recorder(TorchDispatchMode):
     def _replay(self, wanted: Sequence[Any]) -> Callable[[Mapping[str, Any]], list[Any]]:
         """What computes these from another batch of the same shapes; what is not made from the batch stays as it is."""
         recipes = self._recipes_of([v for v in wanted if isinstance(v, torch.Tensor)])
+        inputs = self._names  # and not the recorder, which has all values of the trace
 
         def compute(batch: Mapping[str, Any]) -> list[Any]:
             done: dict[int, Any] = {}
             # Reads are of what the forward takes, and get no more.
-            taken = [{name: batch[name] for name in names if name in batch} for names in self._names]
+            taken = [{name: batch[name] for name in names if name in batch} for names in inputs]
             given = [leaf for values in taken for leaf in tree_flatten(values)[0]]
 
             def value(x: Any) -> Any:
