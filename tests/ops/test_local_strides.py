@@ -79,5 +79,5 @@ def all_cases(seeds: list[tuple[int]]) -> int:
 
 
 def test_drawn_chains_of_views(ranks: RankPools) -> None:
-    seeds = [(seed,) for seed in range(60 if NIGHTLY else 5)]
+    seeds = [(seed,) for seed in range(60 if NIGHTLY else 2)]
     assert ranks.run(all_cases, seeds, world_size=2) == [len(seeds)] * 2

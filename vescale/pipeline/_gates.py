@@ -29,6 +29,10 @@ class Run(Protocol):
     def is_outside(self) -> bool:
         """Whether no gated module runs."""
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether it is no forward of a step: nobody stops in it."""
+
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place of the module's call, hooks and all; ``proceed(*args, **kwargs)`` is that call."""
 

@@ -95,6 +95,10 @@ class StageRun:
     def is_outside(self) -> bool:
         return not self.depth
 
+    @property
+    def is_trial(self) -> bool:
+        return self.runner.trial is not None
+
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.depth:
             return proceed(*args, **kwargs)

@@ -323,6 +323,10 @@ class _Recorder(TorchDispatchMode):
     def is_outside(self) -> bool:
         return self.inside is None
 
+    @property
+    def is_trial(self) -> bool:
+        return True
+
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inside is not None:  # a module of a gated one
             return proceed(*args, **kwargs)

@@ -127,7 +127,8 @@ def _run(record: RankRecord, config: dict[str, Any], link: Link) -> None:
 
 
 def _ask_stages(link: Link) -> None:
-    """A pipeline's stage learns what it receives from the rank of the stage before, which must be simulated as well."""
+    """A pipeline's stage learns what it receives from the rank of the stage before, which must be simulated as well. What
+    it receives has no values, so that no rows are tried."""
     original = Runner.header
 
     def header(runner: Runner, stage: int) -> Any:
@@ -135,6 +136,7 @@ def _ask_stages(link: Link) -> None:
         return original(runner, stage)
 
     Runner.header = header  # type: ignore[method-assign, assignment]
+    Runner._try_rows = lambda *_: None  # type: ignore[method-assign]
 
 
 def _ending(error: BaseException, seconds: float) -> Ending:
