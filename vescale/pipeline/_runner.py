@@ -122,6 +122,8 @@ class Ties:
 class Runner:
     """Runs steps. ``model`` is parallelized over ``mesh``, the mesh of one stage's ranks; ``group`` connects the stages."""
 
+    tries_rows = True  # False where stages receive no values
+
     def __init__(
         self,
         model: nn.Module,
@@ -353,7 +355,7 @@ class Runner:
         check_loss(pair[1].output, self.entry)
         known = Signature(*pair, self._new_headers(), self.entry)
         known.compare(found)
-        if self.entry.microbatches > 1 and self.entry.rows == "batch":
+        if self.tries_rows and self.entry.microbatches > 1 and self.entry.rows == "batch":
             self._try_rows(batch, parts[0], pair)
         found[:] = [known, *found[: MOST_BRANCHES - 1]]
         return known

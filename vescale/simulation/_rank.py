@@ -136,7 +136,7 @@ def _ask_stages(link: Link) -> None:
         return original(runner, stage)
 
     Runner.header = header  # type: ignore[method-assign, assignment]
-    Runner._try_rows = lambda *_: None  # type: ignore[method-assign]
+    Runner.tries_rows = False
 
 
 def _ending(error: BaseException, seconds: float) -> Ending:
