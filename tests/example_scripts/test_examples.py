@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader
 
@@ -174,7 +175,8 @@ def test_vision(ranks: RankPools) -> None:
 
 
 def trained_with_trainer(argv: list[str], port: int) -> list[float]:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=os.environ["RANK"])
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())  # the example takes them out of the environment
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
     return load("hf_trainer").main(argv)
 
 
