@@ -100,7 +100,9 @@ def compare(kind: str, program: str) -> None:
 
 
 @pytest.mark.parametrize("program", ["optimizer in backward", "clip", "accumulated"])
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.helper("dispatch")] * (kind == "static")) for kind in SIZES]
+)
 def test_gradients_are_complete_in_hooks(ranks: RankPools, kind: str, program: str) -> None:
     size = 4 if len(SIZES[kind]) == 2 else 2
     ranks.run(compare, kind, program, world_size=size)
