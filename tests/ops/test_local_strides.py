@@ -40,9 +40,14 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.permute(2, 1, 0, 3).clone().permute(2, 1, 0, 3),
 ]
 
+# PyTorch 2.14 takes the result of a group norm for contiguous, whatever its operand is (docs/internals/upstream.md): views
+# of it are chosen by strides that no rank has.
+_ON_META = torch.empty(2, 8, 4, 4, device="meta", memory_format=torch.channels_last)
+_KEEPS_FORMAT = torch.native_group_norm(_ON_META, None, None, 2, 8, 16, 4, 1e-5)[0].stride() == _ON_META.stride()
+
 ENDS: list[Callable[[Tensor], Tensor]] = [
     lambda x: F.group_norm(x, 2),
-    lambda x: F.group_norm(x, 4).flatten(1),
+    lambda x: F.group_norm(x if _KEEPS_FORMAT else x.contiguous(), 4).flatten(1),
     lambda x: F.max_pool2d(x, 2),
     lambda x: F.interpolate(x, scale_factor=2.0),
     lambda x: F.pixel_shuffle(x, 2),
@@ -79,5 +84,5 @@ def all_cases(seeds: list[tuple[int]]) -> int:
 
 
 def test_drawn_chains_of_views(ranks: RankPools) -> None:
-    seeds = [(seed,) for seed in range(60 if NIGHTLY else 2)]
+    seeds = [(seed,) for seed in range(60 if NIGHTLY else 3)]
     assert ranks.run(all_cases, seeds, world_size=2) == [len(seeds)] * 2
