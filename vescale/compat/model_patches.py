@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
 from torch.autograd.function import BackwardCFunction
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -170,12 +170,15 @@ def _reading_locals(
     def to_local(self: Any, *, grad_placements: Any = None) -> Any:
         require(self)
         for placement in self._spec.placements:
-            if isinstance(placement, Partial):
+            if type(placement) not in _VALUES and isinstance(placement, Partial):
                 listener.hands_out_summand(self)
                 break
         return method(self) if grad_placements is None else method(self, grad_placements=grad_placements)
 
     return to_local
+
+
+_VALUES = frozenset((Shard, Replicate))  # looked up faster than a class is compared
 
 
 def _telling_of_locals(method: Callable[..., Any], listener: Any) -> Callable[..., Any]:
