@@ -187,3 +187,51 @@ assert y.placements == x.placements and y.to_local().tolist() == [3.0, 3.0], y
 def test_a_program_that_imports_a_placement_alone() -> None:
     done = run_fresh(ONLY_PLACEMENTS)
     assert done.returncode == 0, done.stderr
+
+
+aten = torch.ops.aten
+# Ops with a number that changes nothing about placements, so that decisions for one number would do for another.
+WITH_NUMBERS: dict[Any, Callable[[torch.Tensor, float], Any]] = {
+    aten.add.Tensor: lambda x, n: torch.add(x, x, alpha=n),
+    aten.add_.Tensor: lambda x, n: x.add_(x, alpha=n),
+    aten.sub.Tensor: lambda x, n: torch.sub(x, x, alpha=n),
+    aten.mul.Tensor: lambda x, n: x * n,
+    aten.mul_.Tensor: lambda x, n: x.mul_(n),
+    aten.pow.Tensor_Scalar: lambda x, n: x**n,
+    aten.addcmul.default: lambda x, n: torch.addcmul(x, x, x, value=n),
+    aten.addcmul_.default: lambda x, n: x.addcmul_(x, x, value=n),
+    aten.addcdiv.default: lambda x, n: torch.addcdiv(x, x, x, value=n),
+    aten.lerp.Scalar: lambda x, n: torch.lerp(x, x, n),
+    aten.fill_.Scalar: lambda x, n: x.fill_(n),
+    aten.clamp.default: lambda x, n: torch.clamp(x, max=n),
+    aten.clamp_.default: lambda x, n: x.clamp_(min=n),
+    aten.leaky_relu.default: lambda x, n: torch.nn.functional.leaky_relu(x, n),
+    aten.hardtanh.default: lambda x, n: torch.nn.functional.hardtanh(x, -n, n),
+    aten._foreach_add.Scalar: lambda x, n: torch._foreach_add([x, x], n),
+    aten._foreach_mul_.Scalar: lambda x, n: torch._foreach_mul_([x], n),
+    aten._foreach_addcmul_.Scalar: lambda x, n: torch._foreach_addcmul_([x], [x], [x], value=n),
+    aten._foreach_add_.List: lambda x, n: torch._foreach_add_([x], [x.clone()], alpha=n),
+}
+
+
+def on_rank_numbers() -> None:
+    """A rule may read a number that no rule of PyTorch's or of ours reads: no decision for another number is taken."""
+    found: dict[Any, list[Any]] = {op: [] for op in WITH_NUMBERS}
+
+    def reading(call: Any) -> Decision | None:
+        given = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, float)]
+        found[call.op].append(given[-1])
+        return None
+
+    for op, run in WITH_NUMBERS.items():
+        x = place(data(), RAGGED)
+        run(x, 5.0)  # decided before there is a rule
+        register_rule(op, reading)
+        for number in (2.0, 3.0, 2.0, 4.0):
+            run(x, number)
+    wrong = {str(op): numbers for op, numbers in found.items() if set(numbers) != {2.0, 3.0, 4.0}}
+    assert not wrong, wrong
+
+
+def test_rules_that_read_numbers(ranks: RankPools) -> None:
+    ranks.run(on_rank_numbers, world_size=2)

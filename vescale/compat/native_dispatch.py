@@ -37,6 +37,7 @@ from vescale.compat.autograd import current_backward
 from vescale.compat.closed_forms import communicates_operands, form_key, known_form, remember_form
 from vescale.compat.dispatch import handlers_of_dtensor, keeps_operands, specs_on_replicas
 from vescale.compat.ledger import note
+from vescale.compat.mixed_calls import install_mixed_calls
 from vescale.compat.model_hooks import model_hooks
 from vescale.compat.native_decisions import (
     STOCK_PLACEMENTS,
@@ -46,7 +47,7 @@ from vescale.compat.native_decisions import (
     results_of,
 )
 from vescale.compat.out_arguments import is_into_empty
-from vescale.compat.patching import Changes
+from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import forget_sizes
 
 __all__ = [
@@ -207,16 +208,18 @@ def write_through_python(changes: Changes, live_copies: Any) -> None:
 
 def answer_mixed_calls(changes: Changes, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Ask ``answer(op, args, kwargs)`` for calls with plain tensors among DTensors, which PyTorch would refuse; its
-    NotImplemented leaves them to PyTorch. Nothing without the C++ dispatcher."""
+    NotImplemented leaves them to PyTorch. Without the C++ dispatcher, :mod:`vescale.compat.mixed_calls` asks."""
     module = _loaded()
-    if module is not None:
+    if module is None:
+        install_mixed_calls(changes, answer)
+        return
 
-        def asked(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            op = _op(name, overload)
-            return NotImplemented if op in handlers_of_dtensor() else answer(op, args, kwargs)
+    def asked(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        op = _op(name, overload)
+        return NotImplemented if op in handlers_of_dtensor() else answer(op, args, kwargs)
 
-        module.answer_mixed_calls(asked)
-        changes.on_undo(functools.partial(module.answer_mixed_calls, None))
+    module.answer_mixed_calls(asked)
+    changes.on_undo(functools.partial(module.answer_mixed_calls, None))
 
 
 def counts_local_writes() -> bool:
@@ -388,8 +391,8 @@ def _static_arguments(name: str, overload: str) -> tuple[bool, ...]:
     op = _op(name, overload)
     propagator = DTensor._op_dispatcher.sharding_propagator
     info = propagator.op_to_schema_info.get(op) or propagator.op_to_schema_info_for_single_dim_strategy.get(op)
-    models = model_hooks()
-    if models is not None and op in models.handlers:
+    models, placements = model_hooks(), HOOKS.get("placements")
+    if (models is not None and op in models.handlers) or (placements is not None and placements.has_user_rules(op)):
         return (True,) * len(op._schema.arguments)
     first = len(op._schema.arguments) if info is None else info.static_argnum
     names = () if info is None else info.static_kwargkey or ()

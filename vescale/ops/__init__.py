@@ -29,6 +29,7 @@ from vescale.ops import (
 )
 from vescale.ops._boundary_copies import (
     LIVE_COPIES,
+    begin_anew,
     following_writes,
     note_local,
     num_writes,
@@ -104,6 +105,7 @@ __all__ = [
     "Runs",
     "When",
     "attend_to_prefixes",
+    "begin_anew",
     "bring",
     "bring_with_gradient",
     "convert",

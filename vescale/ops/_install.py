@@ -35,6 +35,7 @@ from vescale.compat import (
     rank_in_mesh,
     replace_parts,
     spec_of,
+    takes_only_tensors,
     tell_move,
     with_aliasing,
 )
@@ -42,6 +43,7 @@ from vescale.errors import Coded, OpPlacementError
 from vescale.ops._call import OpCall, placements_text, substitute, with_placements
 from vescale.ops._decide import cached, cached_sharding, decide, output_specs
 from vescale.ops._decision import Decision
+from vescale.ops._registry import has_user_rules
 from vescale.ops._regrouped_dims import is_cut_unevenly
 from vescale.ops._sizes import sizes_of
 from vescale.ops._view_copies import remember_copy
@@ -287,18 +289,30 @@ def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
         result = decompose(op, args, kwargs)
         if result is not NotImplemented:
             return result
-    return cached_sharding(call, decision) or execute(call, decision, args, kwargs)
+    # PyTorch's key may leave numbers out, which only rules of users read.
+    is_cached = not has_user_rules(op) or (takes_only_tensors(op) and not _has_numbers_for_tensors(call))
+    return (is_cached and cached_sharding(call, decision)) or execute(call, decision, args, kwargs)
+
+
+def _has_numbers_for_tensors(call: OpCall) -> bool:
+    """Whether a number stands where the op takes a tensor (``x * 2``): no key has its value."""
+    return any(
+        isinstance(value, float | int | complex) and isinstance(argument.type, torch.TensorType)
+        for argument, value in zip(call.op._schema.arguments, call.args)
+    )
 
 
 def keeps_operands(op: Any, schema: Any) -> OutputSharding | None:
     """The decision to run an op on the local tensors as they are, or None. Runs nothing; the caller's key holds the op, the
-    specs of the operands and all other arguments.
+    specs of the operands and, where rules may read them, all other arguments.
 
     Raises what :func:`run_op` raises when it decides.
     """
     call = OpCall(op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
     decision: Decision = cached(decide, call)
-    return None if decision.fallback else cached_sharding(call, decision)
+    if decision.fallback or (has_user_rules(op) and _has_numbers_for_tensors(call)):
+        return None
+    return cached_sharding(call, decision)
 
 
 def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
@@ -436,5 +450,5 @@ def install() -> None:
 
     Raises UnsupportedTorchError when this torch lacks something that the hooks build on; nothing is changed then.
     """
-    install_part("placements", dtensor_hooks(run_op, keeps_operands, set_item, sizes_of))
+    install_part("placements", dtensor_hooks(run_op, keeps_operands, set_item, sizes_of, has_user_rules))
     begin_world()

@@ -155,6 +155,12 @@ def register_user_rule(op: Any, rule: Callable[..., Any]) -> None:
         _ENTRIES = {**_ENTRIES, op: replace(known, user_rules=(rule, *known.user_rules))}
 
 
+def has_user_rules(op: Any) -> bool:
+    """Whether a decision for the ATen overload may depend on anything in the call: users' rules read what they like."""
+    entry = _ENTRIES.get(op)
+    return entry is not None and bool(entry.user_rules)
+
+
 def entries() -> Mapping[Any, OpEntry]:
     """Everything registered so far, in order of registration; it cannot be written to, and stays as it is."""
     return MappingProxyType(_ENTRIES)

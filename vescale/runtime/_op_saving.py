@@ -12,6 +12,7 @@ import torch
 
 from vescale.comm import KeptResults, KeptTensors
 from vescale.compat import TorchDispatchMode, detached_below_autograd, tensors_in, tree_map, written_tensors
+from vescale.ops import begin_anew
 from vescale.plans import CheckpointPolicy, split_selector
 from vescale.runtime._generator_states import GeneratorStates
 
@@ -110,6 +111,8 @@ class _Saved:
         self.states = states
 
     def result(self) -> Any:
+        for tensor in self.tensors.tensors:
+            begin_anew(tensor)
         return tree_map(_alias, self._result)
 
 

@@ -1,0 +1,83 @@
+"""Calls that PyTorch's C++ refuses before it asks anybody, without the C++ dispatcher: plain tensors among DTensors, and
+views in inference mode of DTensors that were made outside of it.
+
+A dispatch mode meets them below autograd, where the C++ dispatcher would: in backwards, whose ops no function calls, and in
+functions that have one of these among their operands. PyTorch calls ``DTensor.__torch_function__`` for each function that
+gets a DTensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vescale.compat.dispatch import handlers_of_dtensor
+from vescale.compat.op_info import is_view
+from vescale.compat.patching import Changes
+
+__all__ = ["install_mixed_calls"]
+
+_without_overrides = torch._C.DisableTorchFunctionSubclass
+Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Ops(TorchDispatchMode):
+    """Asks ``answer`` for the ops of one function or backward."""
+
+    leaves_meta_alone = True
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if not any(type(x) is DTensor for x in tensors):
+            return op(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and is_view(op) and not tensors[0].is_inference():
+            with torch.inference_mode(False), torch.no_grad():  # the view shares the versions of what it views
+                return op(*args, **kwargs)
+        if op not in handlers_of_dtensor() and any(type(x) is not DTensor for x in tensors):
+            found = self.answer(op, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        return op(*args, **kwargs)
+
+
+def install_mixed_calls(changes: Changes, answer: Answer) -> None:
+    """Ask ``answer(op, args, kwargs)`` for calls with plain tensors among DTensors; its NotImplemented leaves them to
+    PyTorch."""
+
+    def torch_function(
+        cls: type[DTensor], function: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with _without_overrides():
+            if not _is_refused(args, kwargs):
+                return function(*args, **kwargs)
+            with _Ops(answer):
+                return function(*args, **kwargs)
+
+    backward = torch.autograd._engine_run_backward
+
+    @functools.wraps(backward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Ops(answer):
+            return backward(*args, **kwargs)
+
+    changes.attribute(DTensor, "__torch_function__", classmethod(torch_function))
+    changes.attribute(torch.autograd, "_engine_run_backward", run)
+
+
+def _is_refused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if torch.is_inference_mode_enabled() and not all(x.is_inference() for x in tensors):
+        return True
+    return any(type(x) is DTensor for x in tensors) and any(type(x) is not DTensor for x in tensors)
