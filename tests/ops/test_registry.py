@@ -37,11 +37,9 @@ def test_fields_are_added_once() -> None:
 
     op = aten.trace.default
     assert op not in entries()
-    register(op, rule=rule, communicates=["all_reduce"])
-    register(op, handler=rule, backward="custom", communicates=["all_gather_v"])
-    expected = OpEntry(
-        rule=rule, handler=rule, backward="custom", communicates=frozenset({"all_reduce", "all_gather_v"})
-    )
+    register(op, rule=rule)
+    register(op, handler=rule, backward="custom")
+    expected = OpEntry(rule=rule, handler=rule, backward="custom")
     assert entries()[op] == expected
     with pytest.raises(
         ValueError, match=r"aten\.trace\.default has rule registered already; each op belongs to one file"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -66,14 +66,10 @@ class OpEntry:
             DTensors' specs and of arguments that are no tensors. C++ remembers its answers. None: ``when`` says it.
         is_local: ``(*args, **kwargs) -> bool``; whether ``function`` is the torch function of the local tensors, in forward
             and backward, for such operands. None: it is not.
-        flow: ``Flow -> Placement | None``; the placement of the result on one mesh axis, as far as it follows from the
-            placements of the operands alone. ``explain`` predicts with it.
         sizes: ``(args, kwargs, layout_of) -> key | None``; what of the sizes and other arguments PyTorch's rule for the op
             reads, see :mod:`vescale.ops._sizes`. Calls with equal keys are decided once.
         backward: how the gradient is computed: ``"autograd"`` (the graph of the ops that run in place of the op) or
             ``"custom"`` (an autograd function with communication of its own).
-        communicates: kinds of collectives that the op may start (``"all_reduce"``, ...), forward and backward, besides
-            those that move its operands to other placements.
     """
 
     rule: Callable[..., Any] | None = None
@@ -86,10 +82,8 @@ class OpEntry:
     when: When = When.ALWAYS
     changes: Callable[..., bool] | None = None
     is_local: Callable[..., bool] | None = None
-    flow: Callable[..., Any] | None = None
     sizes: Callable[..., Any] | None = None
     backward: str = "autograd"
-    communicates: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ _FAMILIES: dict[str, OpFamily] = {}
 _LOCK = threading.Lock()  # of writers
 
 
-def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> None:
+def register(op: Any, **fields: Any) -> None:
     """Add ``fields`` of :class:`OpEntry` to what is registered for ``op``.
 
     Raises ValueError for a field that is registered already: two families would each believe that theirs runs.
@@ -120,7 +114,7 @@ def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> Non
             raise RuleError(
                 f"{op} has {', '.join(taken)} registered already; each op belongs to one file of vescale.ops"
             )
-        _ENTRIES = {**_ENTRIES, op: replace(known, communicates=known.communicates | frozenset(communicates), **fields)}
+        _ENTRIES = {**_ENTRIES, op: replace(known, **fields)}
 
 
 def register_aten(names: str, **fields: Any) -> None:
@@ -191,12 +185,10 @@ def handles(
     *ops: Any,
     applies: Callable[[Any, Any], bool] | None = None,
     takes_plain: bool = False,
-    communicates: Iterable[str] = (),
 ) -> Callable[[Handler], Handler]:
     """Register a function ``(op, args, kwargs) -> result`` as the handler of ATen overloads; see :class:`OpEntry`.
 
-    It runs without torch function modes: what it calls is not the model's code. ``communicates`` leaves out what moves
-    operands to other placements (:func:`vescale.ops.bring`), which is implicit communication.
+    It runs without torch function modes: what it calls is not the model's code.
     """
 
     def decorate(function: Handler) -> Handler:
@@ -205,7 +197,7 @@ def handles(
                 return function(op, args, kwargs)
 
         for op in ops:
-            register(op, handler=handler, applies=applies, takes_plain=takes_plain, communicates=communicates)
+            register(op, handler=handler, applies=applies, takes_plain=takes_plain)
         return function
 
     return decorate
@@ -217,7 +209,6 @@ def replaces(
     changes: Callable[..., bool] | None = None,
     is_local: Callable[..., bool] | None = None,
     backward: str = "autograd",
-    communicates: Iterable[str] = (),
 ) -> Callable[[Function], Function]:
     """Register a function ``(context, function, args, kwargs) -> result`` to run in place of torch functions inside of a
     parallelized model's forward; see :class:`OpEntry`. ``when`` or ``changes``: the calls in which it does something else
@@ -232,7 +223,6 @@ def replaces(
                 changes=changes,
                 is_local=is_local,
                 backward=backward,
-                communicates=communicates,
             )
         return function
 

@@ -302,7 +302,6 @@ def _is_local(*args: Any, **kwargs: Any) -> bool:
     F.scaled_dot_product_attention,
     is_local=_is_local,
     backward="custom",
-    communicates=("all_gather", "all_reduce", "all_to_all", "reduce_scatter"),
 )
 def _attention(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Scaled dot product attention; see the module's table. Shapes as in torch: ``(..., heads, length, head size)``.

@@ -42,7 +42,7 @@ _SIGNATURE, _INSTANCE_SIGNATURE = inspect.signature(F.batch_norm), inspect.signa
 _RUNNING = ("running_mean", "running_var")
 
 
-@replaces(F.batch_norm, backward="custom", communicates=("all_gather", "all_reduce"))
+@replaces(F.batch_norm, backward="custom")
 def _batch_norm(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.batch_norm`` of a DTensor of shape ``(N, C, ...)``."""
     call = _SIGNATURE.bind(*args, **kwargs)
@@ -78,7 +78,7 @@ def _batch_norm(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: di
         return leave_local(result, x.device_mesh, layout.input, x.shape, _OP)
 
 
-@replaces(F.instance_norm, communicates=("all_reduce",))
+@replaces(F.instance_norm)
 def _instance_norm(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.instance_norm`` of a DTensor. Its running statistics are means over all rows of the batch; PyTorch writes them to
     a copy, which DTensor redistributes, so that they would get lost."""

@@ -132,7 +132,7 @@ def _are_stock(op: Any, schema: Any) -> bool:
     return not any(has_custom(spec.placements) for spec in schema.args_schema)
 
 
-@handles(torch.ops.aten.equal.default, applies=_are_stock, communicates=("all_gather_v",))
+@handles(torch.ops.aten.equal.default, applies=_are_stock)
 def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Of placements that stock DTensor knows, by the ranks of the operands' mesh. Stock DTensor asks all ranks of the
     default process group, also those that run another stage of a pipeline, or are in no mesh of the model, and never answer.
@@ -159,7 +159,7 @@ def item_rule(call: OpCall) -> Decision:
     return Decision(((Replicate(),) * call.mesh.ndim,), None)
 
 
-register_aten("equal allclose", rule=compare_rule, communicates=("all_gather_v",))
+register_aten("equal allclose", rule=compare_rule)
 register_aten("_local_scalar_dense", rule=item_rule)
 
 
@@ -304,5 +304,4 @@ _SIGNATURES = {
     _aten.binary_cross_entropy_with_logits.default: _Signature(4, 4),
 }
 for _op, _signature in _SIGNATURES.items():
-    _kinds = () if _signature.backward else ("all_reduce",)
-    handles(_op, applies=is_spread, takes_plain=True, communicates=_kinds)(functools.partial(_run, _signature))
+    handles(_op, applies=is_spread, takes_plain=True)(functools.partial(_run, _signature))

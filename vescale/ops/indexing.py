@@ -159,7 +159,7 @@ def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return _looks_up_parts(given["input"], given["dim"], given["index"])
 
 
-@replaces(torch.gather, torch.Tensor.gather, changes=_changes, communicates=("all_reduce",))
+@replaces(torch.gather, torch.Tensor.gather, changes=_changes)
 def _gather(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank looks up what it holds and takes zeros for the rest; one all-reduce of the result, and none in backward.
 

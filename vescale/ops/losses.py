@@ -83,7 +83,7 @@ def _like(x: DTensor, local: torch.Tensor, dtype: torch.dtype) -> DTensor:
     return make_dtensor(local.contiguous(), spec)
 
 
-@handles(_aten._log_softmax.default, applies=_classes_are_sharded, communicates=("all_reduce",))
+@handles(_aten._log_softmax.default, applies=_classes_are_sharded)
 def _log_softmax(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim, half_to_float = args
     x = _with_rows(x, op)
@@ -103,7 +103,7 @@ def _log_softmax(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _like(x, (shifted - total.log()).to(local.dtype), local.dtype)
 
 
-@handles(_aten._log_softmax_backward_data.default, applies=_classes_are_sharded, communicates=("all_reduce",))
+@handles(_aten._log_softmax_backward_data.default, applies=_classes_are_sharded)
 def _log_softmax_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, output, dim, input_dtype = args
     dim %= max(output.ndim, 1)
@@ -209,7 +209,6 @@ def _scalar(mesh: DeviceMesh, value: torch.Tensor) -> DTensor:
     _aten.nll_loss2d_forward.default,
     applies=is_spread,
     takes_plain=True,
-    communicates=("all_reduce",),
 )
 def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
     scores, target, weight, reduction, ignore_index = args
@@ -375,7 +374,7 @@ def _is_smoothed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return bool(_SIGNATURE.bind(*args, **kwargs).arguments.get("label_smoothing", 0.0))
 
 
-@replaces(F.cross_entropy, changes=_is_smoothed, communicates=("all_reduce",))
+@replaces(F.cross_entropy, changes=_is_smoothed)
 def cross_entropy(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Without smoothing, and where targets are probabilities, this is torch's own composite."""
     call = _SIGNATURE.bind(*args, **kwargs)

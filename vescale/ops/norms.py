@@ -44,9 +44,7 @@ _SIGNATURES = {
 }
 
 
-@replaces(
-    F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, when=When.NOT_REPLICATE, communicates=("all_reduce",)
-)
+@replaces(F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, when=When.NOT_REPLICATE)
 def _normalization(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``layer_norm`` and ``rms_norm``.
 
@@ -165,7 +163,6 @@ def _reduces_a_shard(op: Any, schema: Any) -> bool:
     _aten.norm.ScalarOpt_dim_dtype,
     _aten.norm.ScalarOpt_dtype,
     applies=_reduces_a_shard,
-    communicates=("all_reduce",),
 )
 def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Reduce a norm over a sharded dim at once, inside a model and outside of it on a mesh of one: other ops (``sum``, also
@@ -319,9 +316,8 @@ def _powers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op(values if isinstance(x, list | tuple) else values[0], *args[1:], **kwargs)
 
 
-register_aten("linalg_vector_norm norm linalg__powsum", rule=norm_rule, communicates=("all_reduce", "all_gather_v"))
+register_aten("linalg_vector_norm norm linalg__powsum", rule=norm_rule)
 register_aten(
     "_foreach_norm _foreach_powsum _foreach_max",
     rule=foreach_norm_rule,
-    communicates=("all_reduce", "all_gather_v"),
 )

@@ -295,7 +295,7 @@ def _extremum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op(whole(args[0], str(op)), *args[1:], **kwargs)
 
 
-register_aten(" ".join(_KERNELS), rule=reduction_rule, communicates=("all_reduce", "all_gather_v"))
+register_aten(" ".join(_KERNELS), rule=reduction_rule)
 register_aten("logsumexp", rule=row_reduction)
 
 
@@ -354,7 +354,7 @@ def _of_all_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op(whole(args[0], str(op)), *args[1:], **kwargs)
 
 
-register_aten("argmax argmin", rule=argmax_rule, communicates=("all_gather_v",))
+register_aten("argmax argmin", rule=argmax_rule)
 
 
 # Sums and products of all elements up to each one.

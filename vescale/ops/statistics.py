@@ -46,18 +46,18 @@ _OFFSETS = _overloads("add sub __add__ __radd__ __sub__ __rsub__") + [torch.subt
 _ADDITIONS = [getattr(torch.Tensor, name) for name in ("add_", "sub_", "__iadd__", "__isub__")]
 
 
-@replaces(*_ADDITIONS, when=When.PARTIAL, communicates=("all_reduce",))
+@replaces(*_ADDITIONS, when=When.PARTIAL)
 def _addition(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole = isinstance(args[0], DTensor) and all(placement.is_replicate() for placement in args[0].placements)
     return func(args[0], *(_reduced(x, func) if whole else x for x in args[1:]), **kwargs)
 
 
-@replaces(*_NONLINEAR, when=When.PARTIAL, communicates=("all_reduce",))
+@replaces(*_NONLINEAR, when=When.PARTIAL)
 def _nonlinear(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*(_reduced(x, func) for x in args), **kwargs)
 
 
-@replaces(*_PRODUCTS, when=When.PARTIAL, communicates=("all_reduce",))
+@replaces(*_PRODUCTS, when=When.PARTIAL)
 def _product(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if sum(_is_pending(x) for x in args) > 1:
         # What is written to stays what it is: a product is linear in the one factor that is left.
@@ -66,7 +66,7 @@ def _product(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[
     return func(*args, **kwargs)
 
 
-@replaces(*_OFFSETS, when=When.PARTIAL, communicates=("all_reduce",))
+@replaces(*_OFFSETS, when=When.PARTIAL)
 def _offset(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A number is added once, not by every rank. Zero, which Python's ``sum()`` begins with, keeps a statistic Partial."""
     if len(args) == 2 and not kwargs:
@@ -122,7 +122,7 @@ def _reduced_dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, .
     return tuple(sorted({dim % x.ndim for dim in dims}))
 
 
-@replaces(*_QUOTIENTS, when=When.PARTIAL, communicates=("all_reduce",))
+@replaces(*_QUOTIENTS, when=When.PARTIAL)
 def _quotient(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args[:1], *(_reduced(x, func) for x in args[1:]), **kwargs)
 
@@ -164,7 +164,6 @@ def _has_larger_source(schema: Any) -> bool:
     torch.ops.aten.scatter_add.default,
     torch.ops.aten.scatter_add_.default,
     applies=lambda op, schema: _adds_up_shards(op, schema) or _has_larger_source(schema),
-    communicates=("all_reduce",),
 )
 def _scatter_add(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Counts of sharded tokens, ``counts.scatter_add(0, expert of each token, number)``: each rank adds up its tokens."""

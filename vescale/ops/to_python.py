@@ -12,7 +12,7 @@ from vescale.ops._conversion import bring
 from vescale.ops._registry import replaces
 
 
-@replaces(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, communicates=("all_gather", "all_reduce"))
+@replaces(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 def _to_python(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with no_torch_function():
         tell_read(args[0], f"{func.__name__}()", for_python=True)
