@@ -74,12 +74,14 @@ def version_holder(x: torch.Tensor) -> torch.Tensor:
     return holder
 
 
-def permit_writes(view: torch.Tensor) -> None:
-    """Let in-place ops write to a view that an autograd function has made, as to other views.
+def permit_writes(view: torch.Tensor, source: torch.Tensor) -> None:
+    """Let in-place ops write to a view that an autograd function has made of ``source`` where they may write to that.
 
     After such a write, gradients pass the view unchanged: the function's backward belongs to the values before.
     """
-    torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.DEFAULT)
+    autograd = torch._C._autograd
+    meta = autograd._get_creation_meta(source) if source._is_view() else autograd.CreationMeta.DEFAULT
+    autograd._set_creation_meta(view, meta)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

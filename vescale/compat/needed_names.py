@@ -45,8 +45,8 @@ PIPELINES = "pipelines (schedules of torch.distributed.pipelining)"
 
 REQUIRED_NAMES = """
 torch: Tensor._backward_hooks; Tensor._base; Tensor._cdata; Tensor._is_zerotensor; Tensor._make_subclass;
-    Tensor._make_wrapper_subclass; Tensor._post_accumulate_grad_hooks; Tensor._typed_storage; Tensor._version;
-    Tensor.register_post_accumulate_grad_hook(hook); UntypedStorage._cdata; _assert_async; _foreach_copy_;
+    Tensor._is_view; Tensor._make_wrapper_subclass; Tensor._post_accumulate_grad_hooks; Tensor._typed_storage;
+    Tensor._version; Tensor.register_post_accumulate_grad_hook(hook); UntypedStorage._cdata; _assert_async; _foreach_copy_;
     _foreach_mul_; _foreach_norm; _fused_sdp_choice; _jit_internal; _meta_registrations; _ops; _tensor;
     ops._c10d_functional; ops.aten._adaptive_avg_pool2d_backward.default;
     ops.aten._amp_foreach_non_finite_check_and_unscale_.default; ops.aten._convolution; ops.aten._ctc_loss;
@@ -71,7 +71,8 @@ torch._C: Argument.alias_info; Argument.default_value; Argument.has_default_valu
     _dynamo.eval_frame.set_eval_frame; _functorch.get_unwrapped; _functorch.is_functorch_wrapped_tensor;
     _functorch.peek_interpreter_stack; _len_torch_dispatch_stack; _len_torch_function_stack; _storage_Use_Count;
     _jit_get_all_schemas; _will_engine_execute_node
-torch._C._autograd: CreationMeta.DEFAULT; _get_sequence_nr; _set_creation_meta; _unsafe_set_version_counter
+torch._C._autograd: CreationMeta.DEFAULT; _get_creation_meta; _get_sequence_nr; _set_creation_meta;
+    _unsafe_set_version_counter
 torch._C._distributed_c10d: Backend.Options._timeout; Backend.mem_allocator; _register_work
 torch._guards: detect_fake_mode(inputs)
 torch._ops: OpOverload._overloadname; OpOverload._schema; OpOverload.decompose; OpOverload.namespace;

@@ -41,6 +41,7 @@ from vescale.compat import (
     native_conversions,
     no_torch_function,
     permit_writes,
+    set_local,
     spec_of,
     tell_moved_operand,
     without_transforms,
@@ -202,7 +203,8 @@ def convert(
             if not x.requires_grad or not torch.is_grad_enabled():
                 return x
             passed: DTensor = apply_outside(_Pass, x, stages, requester, where=requester)
-            permit_writes(passed)
+            set_local(passed, local_of(x))  # and not an alias of it, as autograd makes
+            permit_writes(passed, x)
             return passed
         made: DTensor = apply_outside(_Convert, x, complete, stages, requester, where=requester)
     if outdated is not None:
