@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -75,8 +76,7 @@ def _trunc_normal_(
     else:
         local = local_of(tensor).detach()
         fill_part(original, arguments, local, region, strides, generator, lambda flag: _anywhere(flag, spec))
-    count_write(tensor)
-    tell_write(tensor)
+    _count_write(tensor)
     return tensor
 
 
@@ -131,8 +131,16 @@ def _whole_on_every_rank(
         initialize(whole)
         if region is not None:
             local_of(tensor).detach().copy_(part_of_whole(whole, region))
-    tell_write(tensor)
+    _count_write(tensor)
     return tensor
+
+
+def _count_write(tensor: DTensor) -> None:
+    """No op on the DTensor has been called: autograd and views of it learn of the write here."""
+    if not tensor.is_inference():
+        increment_version(tensor)
+    count_write(tensor)
+    tell_write(tensor)
 
 
 INITIALIZERS: dict[str, Callable[..., Any]] = {
