@@ -332,16 +332,18 @@ def _decided(
         return result
     if not has_local_shapes(op_call, op_info.schema, sharding):
         return sharding if (found := listener.no_strategy(op_call, args, kwargs)) is NotImplemented else found
-    if getattr(sharding, "needs_redistribute", False):
+    follows_sizes = not getattr(sharding, "needs_redistribute", False)  # or gives the ranks others
+    if not follows_sizes:
         if may_keep and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
             return kept
         if (kept := listener.moves_nothing(op_call, op_info.schema, sharding)) is not None:
             return kept
-        if not sharding.use_val_from_redistribute_schema:
+        follows_sizes = sharding.use_val_from_redistribute_schema
+        if not follows_sizes:
             kept = listener.view_of_uneven_shards(args, kwargs, op_info.schema)
             if kept is not None:
                 return kept
-    elif (kept := listener.misjudged_view(args, kwargs, op_info.schema, sharding)) is not None:
+    if follows_sizes and (kept := listener.misjudged_view(args, kwargs, op_info.schema, sharding)) is not None:
         if kept is NotImplemented:
             kept = listener.no_strategy(op_call, args, kwargs)
         return sharding if kept is NotImplemented else kept

@@ -154,9 +154,9 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
     write_through_python(changes, copies)
     require = native_require_current() or listener.requires_current
-    changes.attribute(DTensor, "to_local", _reading_locals(DTensor.to_local, require, listener))
     if native_require_current() is None:
         changes.attribute(DTensor, "to_local", _telling_of_locals(DTensor.to_local, listener))
+    changes.attribute(DTensor, "to_local", _reading_locals(DTensor.to_local, require, listener))
     changes.attribute(DTensor, "full_tensor", _telling_of_reads(DTensor.full_tensor, require, listener))
     changes.attribute(DTensor, "redistribute", _telling_of_moves(DTensor.redistribute, require, listener))
 

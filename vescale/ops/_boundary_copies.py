@@ -25,15 +25,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import (
-    counts_local_writes,
-    detached_below_autograd,
-    local_of,
-    native_require_current,
-    no_torch_function,
-    set_local,
-    version_holder,
-)
+from vescale.compat import counts_local_writes, local_of, native_require_current, no_torch_function, version_holder
 
 # By number, what exists: writes are only followed while there is anything, copies that are viewed, sides of boundaries, or
 # operands of plain ops.
@@ -172,19 +164,21 @@ class _Group:
     def count_write(self, written: Sequence[_Side]) -> None:
         """For autograd: a write to one of the tensors is a write to all."""
         for side in list(self.sides):
-            for counter in () if side in written else side.counters:
-                increment_version(counter)
+            for reference in () if side in written else side.tensors:
+                tensor = reference()
+                if tensor is not None and not tensor.is_inference():
+                    increment_version(tensor)
 
 
 @dataclass(eq=False)
 class _Side:
-    """``edition``: which values the tensor holds; -1: values that one device does not have. ``counters``: have the versions
-    of the DTensors, also of kept views that outlive them, without their memory; ``num_writes``: to them."""
+    """``edition``: which values the tensor holds; -1: values that one device does not have. ``tensors``: those that autograd
+    knows; ``num_writes``: to them."""
 
     group: _Group
     outdated: Callable[[], None]
     edition: int = field(default=0)
-    counters: list[DTensor] = field(default_factory=list)
+    tensors: list[weakref.ref[DTensor]] = field(default_factory=list)
     num_writes: int = 0
 
 
@@ -199,18 +193,9 @@ def pass_boundary(source: DTensor, copy: DTensor, outdated: Callable[[], None] |
     side = getattr(before, _SIDE, None)
     if side is None:
         side = _add(before, _Side(_Group(), outdated))
-    side.counters += _counters(source)
-    _add(behind, _Side(side.group, outdated, side.edition, _counters(copy)))
+    side.tensors.append(weakref.ref(source))
+    _add(behind, _Side(side.group, outdated, side.edition, [weakref.ref(copy)]))
     return copy
-
-
-def _counters(x: DTensor) -> list[DTensor]:
-    if x.is_inference():
-        return []
-    with no_torch_function():
-        counter = detached_below_autograd(x)
-        set_local(counter, local_of(x).new_empty(0))
-    return [counter]
 
 
 def _add(storage: torch.UntypedStorage, side: _Side) -> _Side:
