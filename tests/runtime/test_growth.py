@@ -109,6 +109,7 @@ def test_steps(model: nn.Module, kind: str) -> None:
     assert_flat(step, NUM_STEPS, 40, 1.0005)
 
 
+@pytest.mark.helper("dispatch")  # without it, PyTorch's own cache keeps a decision for each size
 def test_sequence_lengths(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of sizes fill up and are emptied; what holds for all sizes stays. Without dropout, which remembers up to 1,024
     sizes: more than are drawn here."""
