@@ -1,9 +1,9 @@
 """Calls that PyTorch's C++ refuses before it asks anybody, without the C++ dispatcher: plain tensors among DTensors, and
 views in inference mode of DTensors that were made outside of it.
 
-A dispatch mode meets them below autograd, where the C++ dispatcher would: in backwards, whose ops no function calls, and in
-functions that have one of these among their operands. PyTorch calls ``DTensor.__torch_function__`` for each function that
-gets a DTensor.
+A dispatch mode meets them below autograd, where the C++ dispatcher would: in backwards, whose ops no function calls, in
+functions that have one of these among their operands, and in PyTorch's functions in Python, which make tensors of their own.
+PyTorch calls ``DTensor.__torch_function__`` for each function that gets a DTensor.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ class _Ops(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if not any(type(x) is DTensor for x in tensors):
+        found = [x for x in tensors if type(x) is DTensor]
+        if not found:
             return op(*args, **kwargs)
+        for x in found:
+            _take_strides_of_whole(x)
         if torch.is_inference_mode_enabled() and is_view(op) and not tensors[0].is_inference():
             with torch.inference_mode(False), torch.no_grad():  # the view shares the versions of what it views
                 return op(*args, **kwargs)
         if op not in handlers_of_dtensor() and any(type(x) is not DTensor for x in tensors):
-            found = self.answer(op, args, kwargs)
-            if found is not NotImplemented:
-                return found
+            answer = self.answer(op, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
         return op(*args, **kwargs)
 
 
@@ -60,8 +63,13 @@ def install_mixed_calls(changes: Changes, answer: Answer) -> None:
     ) -> Any:
         kwargs = kwargs or {}
         with _without_overrides():
-            if not _is_refused(args, kwargs):
-                return function(*args, **kwargs)
+            if getattr(function, "__module__", None) not in _IN_PYTHON and not _is_refused(args, kwargs):
+                try:
+                    return function(*args, **kwargs)
+                except RuntimeError as error:
+                    # Composites in C++ make tensors, too. They have only computed before: those that write begin with it.
+                    if _REFUSAL not in str(error) or getattr(function, "__name__", "_").endswith("_"):
+                        raise
             with _Ops(answer):
                 return function(*args, **kwargs)
 
@@ -74,6 +82,23 @@ def install_mixed_calls(changes: Changes, answer: Answer) -> None:
 
     changes.attribute(DTensor, "__torch_function__", classmethod(torch_function))
     changes.attribute(torch.autograd, "_engine_run_backward", run)
+
+
+_REFUSAL = "got mixed torch.Tensor and DTensor"  # PyTorch's
+_IN_PYTHON = (torch.nn.functional.__name__, torch.functional.__name__)
+
+
+def _take_strides_of_whole(x: DTensor) -> None:
+    """Dims of size 1 may have any stride, and kernels tell memory formats by strides: they get those of the whole tensor, by
+    which PyTorch has decided."""
+    local = x._local_tensor
+    if local.layout is not torch.strided or type(local) is not torch.Tensor or 1 not in local.shape:
+        return
+    whole = x._spec.stride
+    if len(whole) == local.ndim:
+        strides = [w if n == 1 and w > 0 else s for n, s, w in zip(local.shape, local.stride(), whole)]
+        if strides != list(local.stride()):
+            x._local_tensor = local.as_strided(local.shape, strides)
 
 
 def _is_refused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
