@@ -1,9 +1,9 @@
 """Calls that PyTorch's C++ refuses before it asks anybody, without the C++ dispatcher: plain tensors among DTensors, and
 views in inference mode of DTensors that were made outside of it.
 
-A dispatch mode meets them below autograd, where the C++ dispatcher would: in backwards, whose ops no function calls, in
-functions that have one of these among their operands, and in PyTorch's functions in Python, which make tensors of their own.
-PyTorch calls ``DTensor.__torch_function__`` for each function that gets a DTensor.
+A dispatch mode meets them below autograd, where the C++ dispatcher would: in backwards of DTensors, whose ops no function
+calls, in functions that have one of these among their operands, and in PyTorch's functions in Python, which make tensors of
+their own. PyTorch calls ``DTensor.__torch_function__`` for each function that gets a DTensor.
 """
 
 from __future__ import annotations
@@ -76,9 +76,11 @@ def install_mixed_calls(changes: Changes, answer: Answer) -> None:
     backward = torch.autograd._engine_run_backward
 
     @functools.wraps(backward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(losses: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(x, DTensor) for x in losses):
+            return backward(losses, *args, **kwargs)
         with _Ops(answer):
-            return backward(*args, **kwargs)
+            return backward(losses, *args, **kwargs)
 
     changes.attribute(DTensor, "__torch_function__", classmethod(torch_function))
     changes.attribute(torch.autograd, "_engine_run_backward", run)
