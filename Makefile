@@ -56,8 +56,7 @@ REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml setup.py $(wildcard vescale/csrc/*.cpp vescale/csrc/*.h)
 	$(BIN)/python -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . & build=$$!; \
-	$(BIN)/pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt && \
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps peft accelerate lightning pytorch-lightning lightning-utilities torchmetrics; \
+	$(BIN)/pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt; \
 	others=$$?; wait $$build && exit $$others
 	touch $@
 

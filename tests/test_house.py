@@ -494,3 +494,13 @@ def test_the_scan_finds_writes(tmp_path: Path, line: str) -> None:
     file = tmp_path / "file.py"
     file.write_text(f"import torch\nfrom torch.distributed.tensor import DTensor\n{line}\n")
     assert writes_to_torch(file)
+
+
+def test_what_git_tracks_is_small_and_no_cache() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / name for name in tracked.stdout.split("\0") if name]
+    large = [path for path in files if path.is_file() and path.stat().st_size > 1_000_000]
+    assert not large, "not above 1 MB"
+    assert not [path for path in files if any("_cache" in part for part in path.relative_to(ROOT).parts[:-1])]
