@@ -70,7 +70,9 @@ def test_commands_are_targets_of_the_makefile() -> None:
 
 
 OTHERS = [yaml.safe_load(FILE.with_name(name).read_text()) for name in ("publish.yml", "site.yml")]
-RUNS = [step for workflow in (CI, *OTHERS) for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+RUNS = [
+    step for workflow in (CI, *OTHERS) for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+]
 
 
 def test_releases_are_of_the_version_and_of_no_placeholder() -> None:
