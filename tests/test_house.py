@@ -134,7 +134,7 @@ STANDARD_USES = {
     "vescale/rng/_random_ops.py": {"words"},
     "vescale/rng/_philox.py": {"words", "lane", "lanes"},  # positions in a block of Philox
     "vescale/rng/_cuda_kernel.py": {"words", "lanes"},
-    "docs/rng.md": {"words"},
+    "docs/internals/rng.md": {"words"},
     "vescale/cli/_env.py": {"words"},  # of textwrap
     "vescale/cli/_zoo.py": {"words"},
     "vescale/plans/_yaml_writer.py": {"words"},

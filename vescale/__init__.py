@@ -5,7 +5,7 @@ The public names are imported on first use: ``import vescale`` loads nothing hea
 
 import importlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vescale._model_parts import MODEL_PARTS, PLACEMENT_PARTS
 from vescale._version import __version__
@@ -58,7 +58,6 @@ _PUBLIC: dict[str, str] = {
     "register_fsdp_forward_method": "vescale.fsdp",
     "share_comm_ctx": "vescale.fsdp",
     "Program": "vescale.ir",
-    "VescalePlan": "vescale.plans",
     "lower": "vescale.ir",
     "new_plan": "vescale.ir",
     "plan_zoo": "vescale.plan_zoo",
@@ -67,13 +66,93 @@ _PUBLIC: dict[str, str] = {
 __all__ = ["__version__", *_PUBLIC]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        module = importlib.import_module(_PUBLIC[name])
-        value = module if module.__name__ == f"vescale.{name}" else getattr(module, name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'vescale' has no attribute {name!r}")
+if TYPE_CHECKING:  # the same names, for type checkers and editors
+    from vescale import (
+        checkpoint as checkpoint,
+        debug as debug,
+        optim as optim,
+        plan_zoo as plan_zoo,
+        rng as rng,
+        static as static,
+    )
+    from vescale._parallelize import (
+        parallelize as parallelize,
+    )
+    from vescale.buffer import (
+        DBuffer as DBuffer,
+        Layout as Layout,
+        plan_layout as plan_layout,
+        suggest_num_shards as suggest_num_shards,
+    )
+    from vescale.checks import (
+        InputMismatchError as InputMismatchError,
+        ReplacedParameterError as ReplacedParameterError,
+        StepMismatchError as StepMismatchError,
+        unchecked as unchecked,
+    )
+    from vescale.debug import (
+        breakpoint as breakpoint,
+    )
+    from vescale.estimation import (
+        estimate as estimate,
+    )
+    from vescale.fsdp import (
+        FSDPModule as FSDPModule,
+        UnshardHandle as UnshardHandle,
+        fully_shard as fully_shard,
+        register_fsdp_forward_method as register_fsdp_forward_method,
+        share_comm_ctx as share_comm_ctx,
+    )
+    from vescale.gradients import (
+        GradientReducer as GradientReducer,
+    )
+    from vescale.ir import (
+        Program as Program,
+        lower as lower,
+        new_plan as new_plan,
+    )
+    from vescale.placements import (
+        InterleavedShard as InterleavedShard,
+        RaggedShard as RaggedShard,
+        StridedRaggedShard as StridedRaggedShard,
+    )
+    from vescale.plan_search import (
+        search as search,
+    )
+    from vescale.plans import (
+        ALL as ALL,
+        BWD as BWD,
+        FWD as FWD,
+        INIT as INIT,
+        Phase as Phase,
+        Plan as Plan,
+        PlanError as PlanError,
+        PlanMismatchError as PlanMismatchError,
+        RUN as RUN,
+    )
+    from vescale.rng import (
+        ShardedBatchSampler as ShardedBatchSampler,
+        deferred_init as deferred_init,
+        materialize as materialize,
+    )
+    from vescale.runtime import (
+        ImplicitCommunicationError as ImplicitCommunicationError,
+        ImplicitCommunicationWarning as ImplicitCommunicationWarning,
+        implicit_communication as implicit_communication,
+        init_mesh as init_mesh,
+        no_sync as no_sync,
+        report as report,
+        shard_batch as shard_batch,
+    )
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            module = importlib.import_module(_PUBLIC[name])
+            value = module if module.__name__ == f"vescale.{name}" else getattr(module, name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module 'vescale' has no attribute {name!r}")
 
 
 def _install_ops() -> None:

@@ -101,7 +101,7 @@ def test_helpers_of_another_torch(found: Any, package: Path) -> None:
     why = f"{their_names}: built for torch 2.1.0 and {version}; {THIS}"
     edit = f"Build them with a C++ compiler: {rebuild_command(package)}"
     assert warning.startswith(f"MissingHelpersWarning: {len(all_names)} of {len(all_names)} C++ helpers are missing")
-    for part in ("an op takes 3 to 5 times the host time", why, edit, "VESCALE_NO_NATIVE=1", "[VS1707]"):
+    for part in ("an op takes 3 to 5 times the host time", why, edit, "VESCALE_NO_NATIVE=1", "[VS1104]"):
         assert part in warning, part
     assert result["static"].startswith("StaticHelpersError: mode='static' needs the C++ helpers; ")
     for part in (why, edit, "leave out mode=", "[VS1104]"):

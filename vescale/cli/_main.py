@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 class UsageError(Coded, Exception):
     """Bad arguments or bad input: printed without a traceback, exit code 2."""
 
-    code = "VS1801"
+    code = "VS0001"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -225,6 +225,3 @@ class Plan(ModuleEntries):
     def to_yaml(self) -> str:
         """The plan as YAML text; ``Plan.from_yaml(plan.to_yaml()) == plan``."""
         return plan_text(self)
-
-
-VescalePlan = Plan
