@@ -171,9 +171,15 @@ def module_name(path: Path) -> str:
 
 
 def imported_files(path: Path, files: Collection[str]) -> set[str]:
-    """Of `from a import b` the file is a.b if there is one, else a."""
+    """Of `from a import b` the file is a.b if there is one, else a. The table of public names, which type checkers read, is
+    no import of the package itself."""
     found = set()
-    for node in nodes(path.read_text()):
+    known = nodes(path.read_text())
+    if path == PACKAGE / "__init__.py":
+        typed = [node for node in known if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        table = {inner for node in typed for part in node.body for inner in ast.walk(part)}
+        known = tuple(node for node in known if node not in table)
+    for node in known:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -299,7 +299,7 @@ def test_commands_in_pages_have_these_arguments() -> None:
             except (SystemExit, argparse.ArgumentError) as error:
                 raise AssertionError(f"{page.name}: {call}: {error}") from None
             called.add(name)
-    assert called >= {"ckpt", "search", "plan", "lint", "explain", "verify", "estimate", "advise", "diff", "simulate"}
+    assert called >= {"ckpt", "search", "plan", "lint", "explain", "verify", "estimate", "diff", "simulate"}
 
 
 def test_links_between_pages_lead_somewhere() -> None:
@@ -374,7 +374,10 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "index.html").exists()
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     assert urls["Source"] in (tmp_path / "site" / "plans" / "index.html").read_text()
-    searched = {entry["location"].split("/")[0] for entry in json.loads((tmp_path / "site/search/search_index.json").read_text())["docs"]}
+    searched = {
+        entry["location"].split("/")[0]
+        for entry in json.loads((tmp_path / "site/search/search_index.json").read_text())["docs"]
+    }
     assert "plans" in searched and "api" in searched and "internals" not in searched
     shutil.rmtree(tmp_path / "site")
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 __all__ = ["PAGES", "TOPICS", "described", "members", "on_files", "page", "parameters", "public"]
 
-# Pages of the reference, by topic: file, title, and what programs import, in the order of the page. Other names in ``__all__``
+# Pages of the reference, by topic: file, title, and what programs import, in their order. Other names in ``__all__``
 # are for vescale's own packages, and change without notice.
 TOPICS: dict[str, tuple[str, list[str]]] = {
     "plans": (
@@ -97,7 +97,7 @@ TOPICS: dict[str, tuple[str, list[str]]] = {
         [
             "vescale: estimate search",
             "vescale.estimation: Estimate Device Efficiency Comparison RankMemory StepTime calibrate device_names",
-            "vescale.estimation: zero_table extrapolate page sliders_of EstimateWarning",
+            "vescale.estimation: zero_table page EstimateWarning",
             "vescale.plan_search: Search Proposal Choice Figures Rejected",
         ],
     ),
@@ -107,7 +107,7 @@ TOPICS: dict[str, tuple[str, list[str]]] = {
             "vescale: RaggedShard StridedRaggedShard InterleavedShard",
             "vescale.placements: FlattenedShard distribute_tensor from_local to_local full_tensor redistribute",
             "vescale.placements: normalize_placements",
-            "vescale: DBuffer Layout plan_layout suggest_num_shards",
+            "vescale: DBuffer Layout plan_layout",
             "vescale.buffer: TensorGroup PendingBuffer GranularityTable Rows Tile Elements FFN_WEIGHTS",
             "vescale.buffer: BufferMismatchError",
         ],

@@ -67,7 +67,6 @@ OURS = {
     *(
         "_backward",
         "_bytes",
-        "_c10d",
         "_keeps_memory",
         "_memory_of",
         "_name",

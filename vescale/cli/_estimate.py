@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0: it fits; 1: it does not, or the plan does not fit the model."""
     with working("loading torch"):
-        from vescale.estimation import estimate, page, sliders_of, what_if, zero_table
+        from vescale.estimation import estimate, page, what_if, zero_table
         from vescale.plans import PlanError
 
     if args.calibrate:
@@ -103,9 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         try:
             with open(args.html, "w", encoding="utf-8") as file:
-                with working("running other choices for the page"):
-                    sliders = sliders_of(found)
-                file.write(page(found, f"{args.plan} for {args.model}", sliders))
+                file.write(page(found, f"{args.plan} for {args.model}"))
         except OSError as error:
             raise UsageError(f"--html {args.html}: {error.strerror}") from None
     if args.json:

@@ -67,7 +67,7 @@ from vescale.errors._installation import (
     UntestedTorchWarning,
     torch_promise,
 )
-from vescale.errors._kinds import KINDS, Kind
+from vescale.errors._kinds import KINDS
 from vescale.errors._models import (
     BoundaryError,
     ExampleInputsError,

@@ -120,7 +120,7 @@ class GranularityError(Coded, ValueError):
 
 
 class LayoutPlanningError(Coded, ValueError):
-    """`plan_layout` or `suggest_num_shards` was given numbers that cannot be planned."""
+    """`plan_layout` was given numbers that cannot be planned."""
 
     code = "VS0502"
 

@@ -104,7 +104,7 @@ def padding_note(program: Program, model: nn.Module, padding: int, parameters: i
     worst = max(buckets, key=lambda one: one.padding_elements * one.dtype.itemsize, default=None)
     found = _with_rows(worst, model) if worst is not None else None
     if worst is None or found is None:
-        return f"{begin}: use fewer ranks, or shard over a part of them (hybrid sharding); see vescale advise"
+        return f"{begin}: use fewer ranks, or shard over a part of them (hybrid sharding)"
     layout, blocks = found
     axes = ", ".join(f"{axis}: Ragged(block={{}})" for axis in worst.shard)
     edits = "; ".join(f"{_pattern(names)}: {{{axes.format(size)}}}" for size, names in blocks.items())
