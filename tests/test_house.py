@@ -42,6 +42,7 @@ FLOORS = {
     "_parallelize": 6.5,  # the orchestrator: above all that it orders, and below what simulates whole jobs
     "estimation": 7,
     "debug": 7,
+    "integrations": 8,
     "plan_search": 8,
     "simulation": 8,
     "cli": 9,
@@ -260,6 +261,7 @@ _RUNS_DATA |= {"torch.load", "importlib.import_module", "torch.hub.load"}
 ALLOWED_CALLS = {
     ("__init__.py", "importlib.import_module"): "the package's own modules, when they are first used",
     ("buffer/__init__.py", "importlib.import_module"): "the package's own modules, when they are first used",
+    ("integrations/__init__.py", "importlib.import_module"): "the package's own modules, when they are first used",
     ("cli/_env.py", "importlib.import_module"): "the package's own compat",
     ("cli/_main.py", "importlib.import_module"): "the package's own commands",
     ("cli/_inputs.py", "importlib.import_module"): "MODEL, pkg.module:factory, is code that the user asks to run",

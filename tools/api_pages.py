@@ -112,6 +112,10 @@ TOPICS: dict[str, tuple[str, list[str]]] = {
             "vescale.buffer: BufferMismatchError",
         ],
     ),
+    "integrations": (
+        "Other libraries' training loops",
+        ["vescale.integrations: MeshTrainer MeshStrategy hide_ranks stay_on_device"],
+    ),
     "advanced": (
         "Ops, collectives, changes of PyTorch",
         [
@@ -149,7 +153,7 @@ RESULTS = {
     "OptimizerReport",
     "PendingBuffer",
 }
-RESULTS |= {"Choice", "Figures", "Proposal", "Rejected", "Search"}
+RESULTS |= {"MeshTrainer", "Choice", "Figures", "Proposal", "Rejected", "Search"}
 RESULTS |= {"PipelineModule", "Program", "StepRecord", "StepTime", "UnshardHandle", "Verification", "About", "OpCall"}
 # Methods that vescale calls, and programs do not.
 CALLED_INSIDE = {

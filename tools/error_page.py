@@ -28,7 +28,7 @@ class of Python, so that existing handlers catch it. A message that quotes anoth
 def modules() -> Iterator[str]:
     """All modules of vescale that can be imported anywhere."""
     for found in pkgutil.walk_packages(vescale.__path__, "vescale."):
-        if not re.search(r"\.(starter|csrc)\b|__main__|_writer_process", found.name):
+        if not re.search(r"\.(starter|csrc|integrations)\b|__main__|_writer_process", found.name):
             yield found.name
 
 

@@ -24,6 +24,7 @@ PLAIN = {
     "buffer/__init__.py:__getattr__": "Python's protocol of modules",
     "checkpoint/__init__.py:__getattr__": "Python's protocol of modules",
     "debug/__init__.py:__getattr__": "Python's protocol of modules",
+    "integrations/__init__.py:__getattr__": "Python's protocol of modules",
     "placements/_custom_placement.py:__setattr__": "Python's protocol of frozen values",
     "buffer/_layout.py:_check_index": "Python's protocol of sequences",
     "buffer/_layout.py:shard_slices": "Python's protocol of sequences",
