@@ -26,7 +26,8 @@ class MeshStrategy(ModelParallelStrategy):
         super(ModelParallelStrategy, self).setup_environment()
         self._setup_distributed()
         self._device_mesh = init_mesh(self._axes, device=self.root_device.type)
-        self.lightning_module._device_mesh = self._device_mesh
+        module: Any = self.lightning_module
+        module._device_mesh = self._device_mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -26,8 +26,9 @@ class MeshTrainer(Trainer):
         Args:
             output_dir: a folder; by default that of the arguments.
         """
-        folder = output_dir or self.args.output_dir
-        export_hf(self.model, folder)
+        model: Any = self.model
+        folder = str(output_dir or self.args.output_dir)
+        export_hf(model, folder)
         if self.processing_class is not None and (not dist.is_initialized() or dist.get_rank() == 0):
             self.processing_class.save_pretrained(folder)
 
@@ -41,7 +42,7 @@ class MeshTrainer(Trainer):
             self.args.save_total_limit = limit
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+        state: dict[str, Any] = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
         save(Path(output_dir) / "training", model=self.model, **state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -49,8 +50,10 @@ class MeshTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            state = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+            state: dict[str, Any] = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
             load(Path(checkpoint) / "training", model=self.model, **state)
 
     def _load_best_model(self) -> None:
-        load_hf(self.model, self.state.best_model_checkpoint)
+        model: Any = self.model
+        best: Any = self.state.best_model_checkpoint
+        load_hf(model, best)

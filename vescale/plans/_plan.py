@@ -104,9 +104,9 @@ class Plan(ModuleEntries):
             )
         self.shard(path, RaggedShard(), phase=INIT, axis=axis, source=source)
         self.shard(path, Replicate(), phase=RUN, axis=axis, source=source)
-        keep = {} if stage == 3 else {"reshard_after_forward": False}
+        forward, backward = None if stage == 3 else False, False if stage == 1 else None
         for unit in paths:
-            self.unit(unit, **keep, reshard_after_backward=False if stage == 1 else None, source=source)
+            self.unit(unit, reshard_after_forward=forward, reshard_after_backward=backward, source=source)
         return self
 
     def pipeline(
