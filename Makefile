@@ -28,9 +28,9 @@ test-all: $(VENV)/.ready
 mutate: $(VENV)/.ready
 	$(BIN)/python tools/mutate.py $(ARGS)
 
-# Sizes and files through ARGS, for example ARGS="--steps 100 --mesh dp=1,tp=4 --out /tmp/demo".
+# Pretraining of a small Llama on four local ranks; options through ARGS, for example ARGS="--mesh dp=1,tp=4 --steps 100".
 demo: $(VENV)/.ready
-	$(BIN)/vescale demo $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 examples/pretrain.py --mesh dp=2,tp=2 --out out/demo $(ARGS)
 
 # The site, in site/; a link or page that is missing is an error. `make docs ARGS=serve` shows it while it is written.
 docs: $(VENV)/.ready
@@ -56,8 +56,7 @@ REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml setup.py $(wildcard vescale/csrc/*.cpp vescale/csrc/*.h)
 	$(BIN)/python -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . & build=$$!; \
-	$(BIN)/pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt && \
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps peft accelerate lightning pytorch-lightning lightning-utilities torchmetrics; \
+	$(BIN)/pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt; \
 	others=$$?; wait $$build && exit $$others
 	touch $@
 

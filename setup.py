@@ -11,6 +11,7 @@ for that version alone, which their file names contain: helpers for several vers
 import os
 import re
 import runpy
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,20 @@ def extension(name: str, options: dict[str, Any]) -> Helper:
     return found
 
 
+def description() -> str:
+    """README.md for readers of the index, where links to files of the repository would lead nowhere."""
+    source = tomllib.loads(Path("pyproject.toml").read_text())["project"]["urls"]["Source"]
+    text = Path("README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\((?!https?://|#)", f"]({source}/blob/main/", text)
+
+
 with_torch = torch_options()
 options = {name: with_torch if name in NAMES["USING_TORCH"] else {} for name in NAMES["helper_names"]()}
 # Several are compiled at a time, those that take longest first.
 ORDER = sorted(options, key=lambda name: (name not in NAMES["USING_TORCH"], name))
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     ext_modules=[extension(name, found) for name in ORDER if (found := options[name]) is not None],
     cmdclass={"build_ext": BuildHelpers},
     options={"build_ext": {"parallel": min(4, os.cpu_count() or 1)}},

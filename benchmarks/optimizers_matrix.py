@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from vescale.buffer import shape_list
+from tests.model_shapes import shape_list
 from vescale.comm import record_comms
 from vescale.optim import Muon
 from vescale.optim._matrix_blocks import matrix_grid

@@ -1,6 +1,6 @@
 """Memory, padding, bytes and load of large jobs by ``vescale.estimate``; padding of block-wise buffers by the planner.
 
-    python -m benchmarks.scale_study              # some minutes; two tables as Markdown, for docs/scale.md
+    python -m benchmarks.scale_study              # some minutes; two tables as Markdown, for docs/internals/scale.md
     python -m benchmarks.scale_study --ranks 1024
 
 Nothing runs on ranks or devices. Seconds are processor time of the estimate, on this machine.

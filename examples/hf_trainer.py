@@ -4,73 +4,22 @@
     torchrun --nproc-per-node 4 examples/hf_trainer.py --mesh dp=2,tp=2 --out out/trainer
 
 Two steps make every rank do what one device does: Trainer is not told of the other ranks, and the model's outputs are
-whole, by the entry ``<out>: R``. What is left for MeshTrainer is to save and load with every rank's help. It fits all
-trainers that are made of Trainer: ``class MeshDPOTrainer(MeshTrainer, DPOTrainer)``.
+whole, by the entry ``<out>: R``. MeshTrainer saves and loads with every rank's help. It fits all trainers that are made of
+Trainer: ``class MeshDPOTrainer(MeshTrainer, DPOTrainer)``.
 """
 
 import argparse
-import os
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import vescale
-from vescale.checkpoint import export_hf, load_hf
-
-
-def hide_ranks() -> None:
-    """After ``init_mesh``, and before arguments of a trainer are made: Trainer and Accelerate find one process."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-
-
-def stay_on_device(arguments: TrainingArguments, mesh: DeviceMesh, index: int) -> None:
-    """Arguments of one process take the first accelerator; this rank goes on with its own, of this index."""
-    if mesh.device_type != "cpu":
-        torch.accelerator.set_device_index(index)
-        vars(arguments).update(_setup_devices=torch.device(mesh.device_type, index), _n_gpu=1)
-
-
-class MeshTrainer(Trainer):
-    """Trainer for a model of ``vescale.parallelize``, which saves with every rank's help. Batch sizes are those of the whole
-    job."""
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder = output_dir or self.args.output_dir
-        export_hf(self.model, folder)  # as from_pretrained loads it
-        if self.processing_class is not None and dist.get_rank() == 0:
-            self.processing_class.save_pretrained(folder)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        limit = self.args.save_total_limit
-        try:
-            if dist.get_rank() > 0:  # one rank removes old ones
-                self.args.save_total_limit = None
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
-        vescale.checkpoint.save(Path(output_dir) / "training", model=self.model, **state)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing yet: the model comes with the optimizer."""
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            state = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
-            vescale.checkpoint.load(Path(checkpoint) / "training", model=self.model, **state)
-
-    def _load_best_model(self) -> None:
-        load_hf(self.model, self.state.best_model_checkpoint)
+from vescale.integrations import MeshTrainer, hide_ranks, stay_on_device
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

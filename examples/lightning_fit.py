@@ -1,4 +1,4 @@
-"""PyTorch Lightning on a mesh, by an adapter of half a page: a strategy with a mesh of any axes.
+"""PyTorch Lightning on a mesh, by a strategy with a mesh of any axes.
 
     python examples/lightning_fit.py
     torchrun --nproc-per-node 4 examples/lightning_fit.py --mesh dp=2,tp=2
@@ -13,30 +13,12 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import vescale
-
-
-class MeshStrategy(ModelParallelStrategy):
-    """Axes as for ``vescale.init_mesh``; ``configure_model()`` finds the mesh as ``self.device_mesh``."""
-
-    def __init__(self, axes: str) -> None:
-        super().__init__()
-        self._axes = axes
-
-    def setup_environment(self) -> None:
-        super(ModelParallelStrategy, self).setup_environment()
-        self._setup_distributed()
-        self._device_mesh = vescale.init_mesh(self._axes, device=self.root_device.type)
-        self.lightning_module._device_mesh = self._device_mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}  # the same rows on every rank
+from vescale.integrations import MeshStrategy
 
 
 class Classifier(lightning.LightningModule):
@@ -55,8 +37,7 @@ class Classifier(lightning.LightningModule):
         self.plan.shard("0.(weight|bias)", Shard(0), mesh="tp")
         self.plan.shard("3.weight", Shard(1), mesh="tp")
         self.plan.shard("<out>", Replicate(), mesh=("dp", "tp"))  # the script gets plain tensors
-        self.plan.shard("(0|3).*", vescale.RaggedShard(), mesh="dp", phase=vescale.INIT)  # ZeRO-3
-        self.plan.shard("(0|3).*", Replicate(), mesh="dp", phase=vescale.RUN)
+        self.plan.zero(3, axis="dp", path="(0|3).*")
         vescale.parallelize(self.net, self.plan, strict=True)
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:

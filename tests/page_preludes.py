@@ -13,9 +13,9 @@ __all__ = ["ALONE", "BY_TESTS", "ELSEWHERE", "PRELUDES", "RANKS", "SETUPS", "WHO
 
 
 # Pages that are scripts, without a prelude.
-WHOLE = ["all", "choose", "coming-from", "how-to", "index", "questions"]
+WHOLE = ["all", "choose", "coming-from", "from-torchtitan", "how-to", "index", "questions"]
 # page -> the test that runs it
-ELSEWHERE = {"placements": "tests/placements/test_docs.py"}
+ELSEWHERE = {"placements": "tests/placements/test_docs.py", "internals/upstream": "tests/compat/test_upstream.py"}
 
 _COMMON = """
 import torch
@@ -82,7 +82,7 @@ dataset = torch.arange(128).view(64, 2) % 8
 plan = Plan(mesh)
 model = Embedded()
 """,
-    "dispatch": _TRAINED
+    "internals/dispatch": _TRAINED
     + """
 def train_step():
     model(x).sum().backward()
@@ -109,7 +109,7 @@ batches = [x]
 def evaluate(model):
     model(x)
 """,
-    "planner": _COMMON
+    "internals/planner": _COMMON
     + """
 layer = nn.ModuleDict({"mlp": nn.ModuleDict({"up_proj": nn.Linear(256, 512, bias=False)})})
 """,
@@ -257,7 +257,7 @@ for name, value in weights.items():
 assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
 """,
     ),
-    ("dbuffer", 0): Alone(
+    ("internals/dbuffer", 0): Alone(
         2,
         _COMMON
         + """
@@ -276,7 +276,7 @@ for name, p in block.named_parameters():
 assert pieces.norm().item() == 1.5 * 12  # of 144 elements
 """,
     ),
-    ("dbuffer", 1): Alone(
+    ("internals/dbuffer", 1): Alone(
         4,
         _COMMON
         + """

@@ -69,7 +69,27 @@ def test_commands_are_targets_of_the_makefile() -> None:
     assert used <= targets
 
 
-@pytest.mark.parametrize("step", [step for _, step in STEPS if "run" in step], ids=lambda step: step["run"][:30])
+OTHERS = [yaml.safe_load(FILE.with_name(name).read_text()) for name in ("publish.yml", "site.yml")]
+RUNS = [
+    step for workflow in (CI, *OTHERS) for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+]
+
+
+def test_releases_are_of_the_version_and_of_no_placeholder() -> None:
+    publish, site = OTHERS
+    assert publish[True] == {"push": {"tags": ["v*"]}} and site[True]["push"] == {"branches": ["main"]}
+    check = publish["jobs"]["build"]["steps"][2]["run"]
+    version = re.search(r"\$\((sed .*)\)\"", check)
+    assert version is not None
+    found = subprocess.run(["bash", "-c", version[1]], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", found.stdout)
+    assert "! grep -n OWNER pyproject.toml" in check
+    for name in ("bug", "request", "config"):
+        form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text())
+        assert name == "config" or {"name", "description", "body"} <= set(form)
+
+
+@pytest.mark.parametrize("step", RUNS, ids=lambda step: step["run"][:30])
 def test_commands_are_shell(step: dict[str, Any]) -> None:
     expressions = re.findall(r"\$\{\{(.*?)\}\}", step["run"])
     assert all(KNOWN.search(expression) for expression in expressions)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,7 +32,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     without_builds = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "vescale", folder / "vescale", ignore=without_builds)
-    for name in ("pyproject.toml", "setup.py", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
@@ -55,6 +58,37 @@ def run(packages: Path, program: str, folder: Path, **variables: str) -> subproc
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+def check_wheel(folder: Path) -> None:
+    """Its size, its licence, and what an index shows of it."""
+    (wheel,) = (folder / "wheels").glob("*.whl")
+    assert wheel.stat().st_size < 1.8e6
+    (information,) = (folder / "packages").glob("*.dist-info")
+    assert (information / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    found = email.message_from_string((information / "METADATA").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert found["Name"] == project["name"] == "vescale-plan" and found["License-Expression"] == "Apache-2.0"
+    assert found["Author"] and found["Keywords"] and found["License-File"] == "LICENSE"
+    assert dict(line.split(", ") for line in found.get_all("Project-URL", [])) == project["urls"]
+    assert set(found.get_all("Provides-Extra", [])) == set(project["optional-dependencies"])
+    assert "Typing :: Typed" in found.get_all("Classifier", [])
+    text = str(found.get_payload())
+    assert text.startswith("# vescale") and found["Description-Content-Type"] == "text/markdown"
+    relative = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith(("http", "#"))]
+    assert not relative, "links that lead nowhere on an index"
+
+
+def test_extras_install_what_the_examples_import() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    listed = {re.split(r"[>=]", line)[0] for name in ("hf", "diffusers", "examples") for line in extras[name]}
+    imported = set()
+    for path in (ROOT / "examples").rglob("*.py"):
+        imported |= set(re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
+    others = imported - set(sys.stdlib_module_names) - {"torch", "vescale", "before", "after"}
+    assert others >= {"transformers", "peft", "lightning", "sklearn"}
+    others.add("accelerate")  # by transformers.Trainer
+    assert {name.replace("sklearn", "scikit-learn") for name in others} <= listed | {"numpy"}
+
+
 def test_an_editable_install_is_found_from_any_folder(clone: Path, tmp_path: Path) -> None:
     """A clone's folder, seen from the folder above, is no package named vescale."""
     packages = install(clone, "editable", tmp_path)
@@ -67,6 +101,7 @@ def test_an_editable_install_is_found_from_any_folder(clone: Path, tmp_path: Pat
 def test_a_wheel_runs_the_first_script(clone: Path, tmp_path: Path) -> None:
     """Above the clone, by a user without a home, whose files are for nobody else, in another locale and time zone."""
     packages = install(clone, "wheel", tmp_path)
+    check_wheel(tmp_path)
     text = (ROOT / "README.md").read_text()
     script = text[text.index("```python\n") + len("```python\n") :].partition("```")[0]
     unusual = {"HOME": str(tmp_path / "no home"), "TZ": "Pacific/Chatham", "LC_ALL": "C"}

@@ -1,4 +1,4 @@
-"""The API reference: a Markdown page for each package of vescale, from signatures and docstrings.
+"""The API reference: a Markdown page for each topic, from signatures and docstrings.
 
 A hook of mkdocs (``hooks`` in mkdocs.yml), which adds the pages to the site. ``python tools/api_pages.py DIR`` writes them
 as files.
@@ -14,154 +14,132 @@ import itertools
 import re
 import sys
 import textwrap
-import types
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-import vescale
+__all__ = ["PAGES", "TOPICS", "described", "members", "on_files", "page", "parameters", "public"]
 
-__all__ = ["PAGES", "described", "members", "on_files", "page", "parameters", "public"]
-
-# package -> names that programs use, in the order of the page. The other names in ``__all__`` are for vescale's own
-# packages, and change without notice.
-PAGES: dict[str, list[str]] = {
-    "vescale": [name for name in vescale._PUBLIC if name.islower() or name not in {"ALL", "BWD", "FWD", "INIT", "RUN"}],
-    "vescale.plans": [
-        "MissingMeshError",
-        "HfImportWarning",
-        "ATTENTION_METHODS",
-        "PIPELINE_SCHEDULES",
-        "placement_text",
-        "parse_placement",
-    ],
-    "vescale.plan_zoo": ["names", "load", "about", "About", "path_of"],
-    "vescale.ir": ["check", "coverage", "predict", "example_inputs", "Finding", "LoweringError"],
-    "vescale.runtime": ["gradient_reducer", "finish_gradients", "preflight", "MissingValuesWarning"],
-    "vescale.static": [
-        "report",
-        "StaticReport",
-        "Fallback",
-        "program",
-        "RecordedProgram",
-        "RecordedStep",
-        "RecordedModule",
-        "RecordedBoundary",
-        "Site",
-        "RecordedSite",
-        "RecordedType",
-    ],
-    "vescale.pipeline": [
-        "make_schedule",
-        "measure_costs",
-        "schedule_page",
-        "partition",
-        "Cut",
-        "PipelineModule",
-        "StagedProgram",
-    ],
-    "vescale.fsdp": ["report", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "ResidencyError"],
-    "vescale.checkpoint": [
-        "Checkpointer",
-        "save",
-        "load",
-        "load_hf",
-        "export_hf",
-        "verify",
-        "open_stored",
-        "read_tensors",
-        "Stored",
-        "CheckpointError",
-        "CheckpointWarning",
-    ],
-    "vescale.optim": [
-        "clip_grad_norm_",
-        "clip_grads_with_norm_",
-        "get_total_norm",
-        "AdamW8bit",
-        "adamw8bit_layout",
-        "EMA",
-        "Muon",
-        "muon_groups",
-        "muon_layout",
-        "Shampoo",
-        "SOAP",
-        "report",
-        "OptimizerReport",
-        "ParameterReport",
-    ],
-    "vescale.rng": [
-        "enable",
-        "disable",
-        "is_enabled",
-        "rand",
-        "randn",
-        "randint",
-        "SampleSeeds",
-        "materialize_tensor",
-        "is_deferred",
-        "DeferredValueError",
-    ],
-    "vescale.placements": [
-        "distribute_tensor",
-        "from_local",
-        "to_local",
-        "full_tensor",
-        "redistribute",
-        "normalize_placements",
-        "FlattenedShard",
-    ],
-    "vescale.buffer": [
-        "TensorGroup",
-        "PendingBuffer",
-        "GranularityTable",
-        "Rows",
-        "Tile",
-        "Elements",
-        "FFN_WEIGHTS",
-        "BufferMismatchError",
-    ],
-    "vescale.estimation": [
-        "Estimate",
-        "Device",
-        "Efficiency",
-        "Comparison",
-        "RankMemory",
-        "StepTime",
-        "calibrate",
-        "device_names",
-        "zero_table",
-        "extrapolate",
-        "page",
-        "sliders_of",
-        "EstimateWarning",
-    ],
-    "vescale.plan_search": ["Search", "Proposal", "Choice", "Figures", "Rejected"],
-    "vescale.debug": [
-        "monitor",
-        "Monitor",
-        "StepRecord",
-        "flops_per_token",
-        "comm_trace",
-        "CommTrace",
-        "assert_comms",
-        "CommBudgetError",
-        "verify",
-        "Verification",
-        "hang_report",
-        "on_exception",
-        "dispatch_stats",
-        "HostProfile",
-        "profile_host",
-        "compare_estimate",
-    ],
-    "vescale.ops": ["register_rule", "Decision", "OpCall", "strict_placements"]
-    + ["PlacementFallbackError", "PlacementFallbackWarning", "entries", "families"],
-    "vescale.comm": ["record_comms", "Ledger", "CommRecord", "join_axes"],
-    "vescale.compat": ["install", "uninstall", "patch_states", "self_check", "UnsupportedTorchError"],
+# Pages of the reference, by topic: file, title, and what programs import, in their order. Other names in ``__all__``
+# are for vescale's own packages, and change without notice.
+TOPICS: dict[str, tuple[str, list[str]]] = {
+    "plans": (
+        "Plans and parallelize",
+        [
+            "vescale: parallelize Plan Phase init_mesh no_sync report lower Program new_plan shard_batch unchecked",
+            "vescale: implicit_communication deferred_init materialize PlanError PlanMismatchError",
+            "vescale: ImplicitCommunicationError ImplicitCommunicationWarning InputMismatchError StepMismatchError",
+            "vescale: ReplacedParameterError",
+            "vescale.plan_zoo: names load about About path_of",
+            "vescale.plans: ATTENTION_METHODS PIPELINE_SCHEDULES placement_text parse_placement MissingMeshError",
+            "vescale.plans: HfImportWarning",
+            "vescale.ir: check coverage predict example_inputs Finding LoweringError",
+            "vescale.runtime: preflight MissingValuesWarning",
+        ],
+    ),
+    "fsdp": (
+        "FSDP",
+        [
+            "vescale: fully_shard FSDPModule UnshardHandle register_fsdp_forward_method share_comm_ctx",
+            "vescale.fsdp: MixedPrecisionPolicy CPUOffloadPolicy OffloadPolicy report ResidencyError",
+        ],
+    ),
+    "optimizers": (
+        "Optimizers and gradients",
+        [
+            "vescale.optim: clip_grad_norm_ clip_grads_with_norm_ get_total_norm AdamW8bit adamw8bit_layout EMA Muon",
+            "vescale.optim: muon_groups muon_layout Shampoo SOAP report OptimizerReport ParameterReport",
+            "vescale: GradientReducer",
+            "vescale.runtime: gradient_reducer finish_gradients",
+        ],
+    ),
+    "checkpoints": (
+        "Checkpoints",
+        [
+            "vescale.checkpoint: Checkpointer save load load_hf export_hf verify open_stored read_tensors Stored",
+            "vescale.checkpoint: CheckpointError CheckpointWarning",
+        ],
+    ),
+    "data": (
+        "Data and random numbers",
+        [
+            "vescale: ShardedBatchSampler",
+            "vescale.rng: SampleSeeds enable disable is_enabled rand randn randint materialize_tensor is_deferred",
+            "vescale.rng: DeferredValueError",
+        ],
+    ),
+    "pipelines": (
+        "Pipelines",
+        ["vescale.pipeline: PipelineModule make_schedule measure_costs schedule_page partition Cut StagedProgram"],
+    ),
+    "static": (
+        "Static mode",
+        [
+            "vescale.static: report StaticReport Fallback program RecordedProgram RecordedStep RecordedModule",
+            "vescale.static: RecordedBoundary Site RecordedSite RecordedType",
+        ],
+    ),
+    "debugging": (
+        "Debugging",
+        [
+            "vescale.debug: monitor Monitor StepRecord flops_per_token comm_trace CommTrace assert_comms CommBudgetError",
+            "vescale.debug: verify Verification hang_report on_exception dispatch_stats HostProfile profile_host",
+            "vescale.debug: compare_estimate",
+            "vescale: breakpoint",
+        ],
+    ),
+    "estimate": (
+        "Estimate and search",
+        [
+            "vescale: estimate search",
+            "vescale.estimation: Estimate Device Efficiency Comparison RankMemory StepTime calibrate device_names",
+            "vescale.estimation: zero_table page EstimateWarning",
+            "vescale.plan_search: Search Proposal Choice Figures Rejected",
+        ],
+    ),
+    "placements": (
+        "Placements and buffers",
+        [
+            "vescale: RaggedShard StridedRaggedShard InterleavedShard",
+            "vescale.placements: FlattenedShard distribute_tensor from_local to_local full_tensor redistribute",
+            "vescale.placements: normalize_placements",
+            "vescale: DBuffer Layout plan_layout",
+            "vescale.buffer: TensorGroup PendingBuffer GranularityTable Rows Tile Elements FFN_WEIGHTS",
+            "vescale.buffer: BufferMismatchError",
+        ],
+    ),
+    "integrations": (
+        "Other libraries' training loops",
+        ["vescale.integrations: MeshTrainer MeshStrategy hide_ranks stay_on_device"],
+    ),
+    "advanced": (
+        "Ops, collectives, changes of PyTorch",
+        [
+            "vescale.ops: register_rule Decision OpCall strict_placements PlacementFallbackError",
+            "vescale.ops: PlacementFallbackWarning entries families",
+            "vescale.comm: record_comms Ledger CommRecord join_axes",
+            "vescale.compat: install uninstall patch_states self_check UnsupportedTorchError",
+        ],
+    ),
 }
+
+
+def listed(topic: str) -> Iterator[tuple[str, str]]:
+    """(package, name) on one page, in its order."""
+    for line in TOPICS[topic][1]:
+        package, _, names = line.partition(": ")
+        yield from ((package, name) for name in names.split())
+
+
+# package -> names that have a place in the reference. ``vescale.checkpoint`` and others are pages of their own.
+PAGES: dict[str, list[str]] = {}
+for _topic in TOPICS:
+    for _package, _name in listed(_topic):
+        PAGES.setdefault(_package, []).append(_name)
 
 # Classes whose objects programs are given, and do not make.
 RESULTS = {
@@ -175,7 +153,7 @@ RESULTS = {
     "OptimizerReport",
     "PendingBuffer",
 }
-RESULTS |= {"Choice", "Figures", "Proposal", "Rejected", "Search"}
+RESULTS |= {"MeshTrainer", "Choice", "Figures", "Proposal", "Rejected", "Search"}
 RESULTS |= {"PipelineModule", "Program", "StepRecord", "StepTime", "UnshardHandle", "Verification", "About", "OpCall"}
 # Methods that vescale calls, and programs do not.
 CALLED_INSIDE = {
@@ -198,12 +176,9 @@ _ITEM = re.compile(r"^ {4}(\*{0,2}`{0,2}[\w. ,*`]+?`{0,2})(?: \([^)]*\))?: +(\S.
 
 def public() -> Iterator[tuple[str, str, Any]]:
     """(package, name, object) of everything that has a place in the reference."""
-    for package, names in PAGES.items():
-        module = importlib.import_module(package)
-        for name in names:
-            value = getattr(module, name)
-            if not isinstance(value, types.ModuleType):
-                yield package, name, value
+    for topic in TOPICS:
+        for package, name in listed(topic):
+            yield package, name, getattr(importlib.import_module(package), name)
 
 
 def members(cls: type) -> Iterator[tuple[str, Callable[..., Any] | property]]:
@@ -389,20 +364,39 @@ def _entry(name: str, value: Any, level: int, owner: type | None = None) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def page(package: str) -> str:
-    """The reference of one package."""
-    parts = [f"# {package}", markdown(_doc(importlib.import_module(package)))]
-    parts += [_entry(name, value, 2) for where, name, value in public() if where == package]
+def page(topic: str) -> str:
+    """The reference of one topic; headings say from where names are imported, if not from vescale."""
+    parts = [f"# {TOPICS[topic][0]}"]
+    last = ""
+    for package, name in listed(topic):
+        if package != last:
+            parts += [f"Import from `{package}`:"]
+            last = package
+        parts.append(_entry(name, getattr(importlib.import_module(package), name), 2))
     return "\n\n".join(parts) + "\n"
+
+
+def on_config(config: Any) -> Any:
+    """mkdocs asks for its settings: the addresses that pyproject.toml has."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    config["repo_url"], config["site_url"] = urls["Source"], urls["Documentation"]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
     """mkdocs asks for the pages of the site."""
     from mkdocs.structure.files import File
 
-    for package in PAGES:
-        files.append(File.generated(config, f"api/{package}.md", content=page(package)))
+    for topic in TOPICS:
+        files.append(File.generated(config, f"api/{topic}.md", content=page(topic)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """mkdocs has read a page: those for contributors are not searched."""
+    if page.file.src_uri.startswith("internals/"):
+        page.meta["search"] = {"exclude": True}
+    return markdown
 
 
 if __name__ == "__main__":
@@ -410,5 +404,5 @@ if __name__ == "__main__":
         sys.exit("usage: python tools/api_pages.py FOLDER")
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for package in PAGES:
-        (folder / f"{package}.md").write_text(page(package))
+    for topic in TOPICS:
+        (folder / f"{topic}.md").write_text(page(topic))

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import transformers
 
-from vescale.buffer import ModelShapes, Unit, group_units
+from tests.model_shapes import ModelShapes, Unit, group_units
 
-FOLDER = Path(__file__).parent.parent / "vescale" / "buffer" / "shapes"
+FOLDER = Path(__file__).parent.parent / "tests" / "model_shapes"
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": (

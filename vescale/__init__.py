@@ -5,7 +5,7 @@ The public names are imported on first use: ``import vescale`` loads nothing hea
 
 import importlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vescale._model_parts import MODEL_PARTS, PLACEMENT_PARTS
 from vescale._version import __version__
@@ -29,7 +29,6 @@ _PUBLIC: dict[str, str] = {
     "plan_layout": "vescale.buffer",
     "rng": "vescale.rng",
     "static": "vescale.static",
-    "suggest_num_shards": "vescale.buffer",
     "GradientReducer": "vescale.gradients",
     "parallelize": "vescale._parallelize",
     "implicit_communication": "vescale.runtime",
@@ -58,7 +57,6 @@ _PUBLIC: dict[str, str] = {
     "register_fsdp_forward_method": "vescale.fsdp",
     "share_comm_ctx": "vescale.fsdp",
     "Program": "vescale.ir",
-    "VescalePlan": "vescale.plans",
     "lower": "vescale.ir",
     "new_plan": "vescale.ir",
     "plan_zoo": "vescale.plan_zoo",
@@ -67,13 +65,160 @@ _PUBLIC: dict[str, str] = {
 __all__ = ["__version__", *_PUBLIC]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        module = importlib.import_module(_PUBLIC[name])
-        value = module if module.__name__ == f"vescale.{name}" else getattr(module, name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'vescale' has no attribute {name!r}")
+if TYPE_CHECKING:  # the same names, for type checkers and editors
+    from vescale import (
+        checkpoint as checkpoint,
+    )
+    from vescale import (
+        debug as debug,
+    )
+    from vescale import (
+        optim as optim,
+    )
+    from vescale import (
+        plan_zoo as plan_zoo,
+    )
+    from vescale import (
+        rng as rng,
+    )
+    from vescale import (
+        static as static,
+    )
+    from vescale._parallelize import (
+        parallelize as parallelize,
+    )
+    from vescale.buffer import (
+        DBuffer as DBuffer,
+    )
+    from vescale.buffer import (
+        Layout as Layout,
+    )
+    from vescale.buffer import (
+        plan_layout as plan_layout,
+    )
+    from vescale.checks import (
+        InputMismatchError as InputMismatchError,
+    )
+    from vescale.checks import (
+        ReplacedParameterError as ReplacedParameterError,
+    )
+    from vescale.checks import (
+        StepMismatchError as StepMismatchError,
+    )
+    from vescale.checks import (
+        unchecked as unchecked,
+    )
+    from vescale.debug import (
+        breakpoint as breakpoint,
+    )
+    from vescale.estimation import (
+        estimate as estimate,
+    )
+    from vescale.fsdp import (
+        FSDPModule as FSDPModule,
+    )
+    from vescale.fsdp import (
+        UnshardHandle as UnshardHandle,
+    )
+    from vescale.fsdp import (
+        fully_shard as fully_shard,
+    )
+    from vescale.fsdp import (
+        register_fsdp_forward_method as register_fsdp_forward_method,
+    )
+    from vescale.fsdp import (
+        share_comm_ctx as share_comm_ctx,
+    )
+    from vescale.gradients import (
+        GradientReducer as GradientReducer,
+    )
+    from vescale.ir import (
+        Program as Program,
+    )
+    from vescale.ir import (
+        lower as lower,
+    )
+    from vescale.ir import (
+        new_plan as new_plan,
+    )
+    from vescale.placements import (
+        InterleavedShard as InterleavedShard,
+    )
+    from vescale.placements import (
+        RaggedShard as RaggedShard,
+    )
+    from vescale.placements import (
+        StridedRaggedShard as StridedRaggedShard,
+    )
+    from vescale.plan_search import (
+        search as search,
+    )
+    from vescale.plans import (
+        ALL as ALL,
+    )
+    from vescale.plans import (
+        BWD as BWD,
+    )
+    from vescale.plans import (
+        FWD as FWD,
+    )
+    from vescale.plans import (
+        INIT as INIT,
+    )
+    from vescale.plans import (
+        RUN as RUN,
+    )
+    from vescale.plans import (
+        Phase as Phase,
+    )
+    from vescale.plans import (
+        Plan as Plan,
+    )
+    from vescale.plans import (
+        PlanError as PlanError,
+    )
+    from vescale.plans import (
+        PlanMismatchError as PlanMismatchError,
+    )
+    from vescale.rng import (
+        ShardedBatchSampler as ShardedBatchSampler,
+    )
+    from vescale.rng import (
+        deferred_init as deferred_init,
+    )
+    from vescale.rng import (
+        materialize as materialize,
+    )
+    from vescale.runtime import (
+        ImplicitCommunicationError as ImplicitCommunicationError,
+    )
+    from vescale.runtime import (
+        ImplicitCommunicationWarning as ImplicitCommunicationWarning,
+    )
+    from vescale.runtime import (
+        implicit_communication as implicit_communication,
+    )
+    from vescale.runtime import (
+        init_mesh as init_mesh,
+    )
+    from vescale.runtime import (
+        no_sync as no_sync,
+    )
+    from vescale.runtime import (
+        report as report,
+    )
+    from vescale.runtime import (
+        shard_batch as shard_batch,
+    )
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            module = importlib.import_module(_PUBLIC[name])
+            value = module if module.__name__ == f"vescale.{name}" else getattr(module, name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module 'vescale' has no attribute {name!r}")
 
 
 def _install_ops() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,51 +27,52 @@ def parallelize(
     *,
     mesh: DeviceMesh | None = None,
     strict: bool = False,
-    mode: str = "eager",
+    mode: Literal["eager", "static"] = "eager",
     record: RecordedProgram | str | os.PathLike[str] | None = None,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
 ) -> M:
-    """Make ``model`` compute, on every rank of the mesh together, what it computes on one device; in place.
+    """Changes ``model`` in place, so that all ranks of a mesh together compute what one device would compute.
 
     ===========  ===========================================================================================
     of the       after ``parallelize``
     ===========  ===========================================================================================
-    parameters   ``nn.Parameter`` of a DTensor as the plan places it; names, ties, ``requires_grad`` as before
-    inputs       plain tensors are the global ones, the same on every rank (``given="local"``: each rank's
-                 part), and are placed by the plan, Replicate without an entry; DTensors are taken as they are
-    outputs      DTensors; a plain global tensor where an ``<out>`` entry of the model makes it Replicate on all axes
-    gradients    complete when ``backward()`` returns, placed as their parameters
+    parameters   ``nn.Parameter`` of a DTensor with the plan's placements; names, ties and ``requires_grad`` are unchanged
+    inputs       ordinary tensors are taken as global, the same on every rank (with ``given="local"``, as each rank's
+                 part), and get the plan's placements, or Replicate without an entry; DTensors are used as they are
+    outputs      DTensors; ordinary global tensors if an ``<out>`` entry of the model makes them Replicate on all axes
+    gradients    complete when ``backward()`` returns, with the placements of their parameters
     ===========  ===========================================================================================
 
-    With a pipeline each rank keeps the parameters of its stages, and the model is a
+    With a pipeline, each rank keeps the parameters of its stages, and the model is a
     :class:`~vescale.pipeline.PipelineModule`, which has ``.step(**batch)``.
 
-    Build the optimizer afterwards, or give one that was built before as ``optimizer``. Anything else that still holds the
-    parameters of before, and steps, clips or averages them, gets a :class:`ReplacedParameterError`. The model must be the
-    same on every rank (the same seed); that is checked.
+    Create the optimizer afterwards, or pass an existing one as ``optimizer``. Anything else that holds the replaced
+    parameters, and steps, clips or averages them, gets a :class:`ReplacedParameterError`. Ranks compare their models and
+    plans once, through the rendezvous store; no collective is run.
 
     Args:
-        model: on one device, built under ``deferred_init`` (each rank then computes only its part of the values), or on
-            the meta device (its parameters become meta DTensors, to be filled before the first forward; a
-            MissingValuesWarning names them); not parallelized before.
-        plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
-        mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
-        strict: raise at the first communication that no plan entry requests, instead of counting it.
-        mode: ``"static"`` runs the model on local tensors after one recorded step (:mod:`vescale.static`).
-        record: for ``mode="static"``: a :class:`vescale.static.RecordedProgram`, or the path of its YAML file; its steps
-            run without being recorded.
-        optimizer: one that was made of the model's parameters before, or several: their groups get the new parameters in
-            place, so that schedulers made on them go on. States of a parameter's shape are cut as the parameter is.
+        model: an ordinary model on one device; a model built under ``deferred_init``, of which each rank computes only its
+            own part; or a model on the meta device, whose parameters need values before the first forward (a
+            MissingValuesWarning names them). Every rank builds it with the same seed.
+        plan: of placements on a mesh, or on axis names and sizes (from a YAML file).
+        mesh: the DeviceMesh, if the plan has only names and sizes; by default it is made from them.
+        strict: raise an error at the first communication that no entry of the plan asks for, instead of a warning.
+        mode: ``"eager"``, or ``"static"`` to run the model on local tensors after one recorded step
+            (:mod:`vescale.static`).
+        record: with ``mode="static"``, a :class:`vescale.static.RecordedProgram` or the path of its YAML file, whose steps
+            are not recorded again.
+        optimizer: an optimizer of the model's parameters, or several. Their parameter groups get the new parameters in
+            place, so that schedulers keep working. States with the shape of a parameter are sharded like it.
 
     Returns the model.
 
     Raises:
-        PlanMismatchError: ranks that bring another plan, program, model, seed or torch, or that do not come: what differs,
-            and on which ranks. The same on every rank, before any collective (ranks compare through the store).
-        PlanError: everything that ``lower`` finds, when every rank finds it; a model parallelized before.
-        ValueError: an optimizer that holds none of the parameters, or whose states have other shapes than they.
+        PlanMismatchError: ranks have different plans, programs, models, seeds or versions, or do not arrive; on every rank,
+            with what differs on which ranks.
+        PlanError: the plan does not fit the model, with all findings of ``lower``; or the model is parallelized already.
+        ValueError: an optimizer has none of the parameters, or states of other shapes.
 
-    Whatever is raised, the model is as it was before the call.
+    After an error, the model is as it was before the call.
     """
     static = _static_mode(mode, record)
     optimizers = listed_optimizers(optimizer, "parallelize")

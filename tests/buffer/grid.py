@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from vescale.buffer import FFN_WEIGHTS, GranularityTable, Rows, shape_list
+from tests.model_shapes import shape_list
+from vescale.buffer import FFN_WEIGHTS, GranularityTable, Rows
 
 ALIGNMENT = 8  # 16 bytes of bfloat16
 ROWS = (1, 16, 128)

@@ -1,4 +1,4 @@
-"""The shipped shape lists, units, and suggestions of group sizes."""
+"""The shape lists of real models, and units."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ import math
 
 import pytest
 
-from vescale.buffer import (
-    ModelShapes,
-    group_units,
-    plan_layout,
-    shape_list,
-    shape_list_names,
-    suggest_num_shards,
-)
+from tests.model_shapes import group_units, shape_list, shape_list_names
 
 # total parameters and layers of the models, as published
 MODELS = {
@@ -33,8 +26,6 @@ MODELS = {
 
 def test_all_lists_are_known() -> None:
     assert set(shape_list_names()) == set(MODELS)
-    with pytest.raises(KeyError, match=r"no shape list 'gpt-oss'; there are deepseek-v3, .*gpt-oss-120b"):
-        shape_list("gpt-oss")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -43,7 +34,6 @@ def test_lists_are_the_models(name: str) -> None:
     total = sum(unit.count * sum(math.prod(shape) for _, shape in unit.parameters) for unit in model.units)
     assert total == pytest.approx(MODELS[name][0], rel=2e-3)
     assert sum(unit.count for unit in model.units if unit.path != "(root)") == MODELS[name][1]
-    assert ModelShapes.from_json(model.to_json()) == model
 
 
 def test_lists_are_what_transformers_builds() -> None:
@@ -81,30 +71,3 @@ def test_units_are_the_repeated_blocks() -> None:
         ("layers.0", 2, ["a", "experts.0.w"]),
         ("layers.2", 1, ["a"]),
     ]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "vescale.shapes"}', '{"format": 3, "units": []}'])
-def test_texts_that_are_no_shape_list(text: str) -> None:
-    with pytest.raises(ValueError, match="not a shape list"):
-        ModelShapes.from_json(text)
-
-
-def test_suggestions() -> None:
-    gate_up, down = 128 * 2880 * 5760, 128 * 2880 * 2880
-    call = ((gate_up, down), (128 * 5760, 128 * 2880))
-    found = suggest_num_shards(*call, (64, 256, 720, 896, 1024, 256), 8)
-    assert [s.padding_ratio for s in found] == sorted(s.padding_ratio for s in found)
-    assert sorted(s.num_shards for s in found) == [64, 256, 720, 896, 1024]
-    for s in found:
-        layout = plan_layout(*call, s.num_shards, 8)
-        assert s.padding_ratio == layout.padding_ratio
-        assert s.inherent_ratio == pytest.approx(s.padding_ratio)
-        assert s.num_buffers == 1
-    assert {s.num_shards for s in found if s.largest_within} == {1024, 896, 720}
-    two = suggest_num_shards(*call, (1024,), 8, max_buffers=2)[0]
-    assert two.num_buffers == 2
-    assert two.padding_ratio < max(s.padding_ratio for s in found)
-    with pytest.raises(ValueError, match="candidates is empty"):
-        suggest_num_shards(*call, (), 8)
-    with pytest.raises(ValueError, match=r"candidates\[1\] is 0"):
-        suggest_num_shards(*call, (8, 0), 8)

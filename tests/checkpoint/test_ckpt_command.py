@@ -330,8 +330,8 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_documented_schemas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What ``--json`` prints is what docs/checkpoint-hf.md says."""
-    text = (Path(__file__).parents[2] / "docs" / "checkpoint-hf.md").read_text()
+    """What ``--json`` prints is what docs/internals/checkpoint-hf.md says."""
+    text = (Path(__file__).parents[2] / "docs" / "internals" / "checkpoint-hf.md").read_text()
     schemas = json.loads(text.split("```json\n")[1].split("```")[0])
     path = save_torch(tmp_path)
     runs = {

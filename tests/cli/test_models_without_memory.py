@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import torch
 from torch import nn
 
 from vescale.cli._without_fills import WithoutFills
 from vescale.ir import packed_dims
-
-LATE = """
-import sys
-from vescale.cli._late_import import late_scipy
-with late_scipy():
-    from scipy.optimize import linear_sum_assignment
-assert "scipy.optimize" not in sys.modules
-assert list(linear_sum_assignment([[2, 1], [1, 2]])[1]) == [1, 0]
-import scipy.optimize
-assert scipy.optimize.linear_sum_assignment is not linear_sum_assignment
-with late_scipy():
-    from scipy.optimize import linear_sum_assignment
-assert linear_sum_assignment is scipy.optimize.linear_sum_assignment
-"""
-
-
-def test_scipy_is_imported_when_it_is_called() -> None:
-    subprocess.run([sys.executable, "-c", LATE], check=True)
 
 
 def test_only_tensors_without_memory_are_left_as_they_are() -> None:

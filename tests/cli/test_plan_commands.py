@@ -299,7 +299,9 @@ def test_zoo(run: Run) -> None:
 
 
 def test_env(run: Run) -> None:
-    code, out, _ = run("env")
+    short = run("env")[1]
+    assert len(short.splitlines()) <= 40 and "\n  all " in short and f" in {len(PATCHES)} groups\n" in short
+    code, out, _ = run("env", "--patches")
     assert code == 0 and "\npackages\n  torch " in out and max(map(len, out.splitlines())) <= 80
     words = " ".join(out.split())
     data = json.loads(run("env", "--json")[1])

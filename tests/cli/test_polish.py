@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import subprocess
 import sys
 import time
@@ -136,13 +135,3 @@ def test_the_axis_that_a_plan_wants(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "give the missing axis one rank, as dp=1,tp=2" in capsys.readouterr().out
     assert main(["lint", "llama", "--model", f"{tmp_path}/a_net.py:Net", "--mesh", "ddp=2,tp=2"]) == 1
     assert "rename the axis in one of the two; did you mean 'ddp'?" in capsys.readouterr().out
-
-
-def test_the_page_of_advise_scrolls_inside_of_a_narrow_screen(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    assert main(["advise", "gpt-oss-120b", "--ranks", "8,16", "--html", str(page)]) in (0, 1)
-    text = page.read_text()
-    assert "@media (max-width: 600px)" in text and 'content="width=device-width"' in text
-    for wide in re.findall(r"<table>|<svg ", text):
-        assert f"<div class='scroll'>{wide}" in text
-    assert text.count("<div class='scroll'>") == len(re.findall(r"<table>|<svg ", text))

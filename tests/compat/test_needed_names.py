@@ -36,8 +36,9 @@ OF_OTHERS = {
     "transformers, diffusers and PEFT": {
         *("_class_name", "_is_hf_initialized", "_keys_to_ignore_on_load_missing", "_pre_injection_hook"),
         *("_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_prepare_cache_for_generation"),
-        "_weight_conversions",
+        *("_weight_conversions", "_n_gpu", "_setup_devices"),
     },
+    "Lightning": {"_setup_distributed"},
 }
 # Names of torch that the installed one need not have, and why.
 NOT_NEEDED = {
@@ -67,7 +68,6 @@ OURS = {
     *(
         "_backward",
         "_bytes",
-        "_c10d",
         "_keeps_memory",
         "_memory_of",
         "_name",

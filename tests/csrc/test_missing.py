@@ -60,7 +60,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy without libraries, whose path needs quotes; ``setup.py`` makes it a clone."""
     root = tmp_path_factory.mktemp("a user's clone")
     shutil.copytree(ROOT / "vescale", root / "vescale", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, root / name)
     return root
 
@@ -101,7 +101,7 @@ def test_helpers_of_another_torch(found: Any, package: Path) -> None:
     why = f"{their_names}: built for torch 2.1.0 and {version}; {THIS}"
     edit = f"Build them with a C++ compiler: {rebuild_command(package)}"
     assert warning.startswith(f"MissingHelpersWarning: {len(all_names)} of {len(all_names)} C++ helpers are missing")
-    for part in ("an op takes 3 to 5 times the host time", why, edit, "VESCALE_NO_NATIVE=1", "[VS1707]"):
+    for part in ("an op takes 3 to 5 times the host time", why, edit, "VESCALE_NO_NATIVE=1", "[VS1104]"):
         assert part in warning, part
     assert result["static"].startswith("StaticHelpersError: mode='static' needs the C++ helpers; ")
     for part in (why, edit, "leave out mode=", "[VS1104]"):
@@ -181,9 +181,9 @@ def test_the_command_builds_what_is_missing(package: Path, tmp_path: Path) -> No
 )
 def test_the_command_after_an_install(direct_url: Any, source: str, tmp_path: Path) -> None:
     """The package without its sources: what pip installed it from is built again, against this torch."""
-    info = tmp_path / "vescale-0.1.0.dist-info"
+    info = tmp_path / "vescale_plan-0.1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vescale\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vescale-plan\nVersion: 0.1.0\n")
     if direct_url is not None:
         (info / "direct_url.json").write_text(json.dumps(direct_url))
     command = rebuild_command(tmp_path)

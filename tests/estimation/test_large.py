@@ -76,6 +76,6 @@ def test_ten_thousand_ranks() -> None:
 
 
 def test_a_row_of_the_scale_study() -> None:
-    """Of `docs/scale.md`, whose table is the benchmark's."""
+    """Of `docs/internals/scale.md`, whose table is the benchmark's."""
     cells = scale_study.row("Llama-3-405B, HSDP over 64 (x tp 8)", 1024)
     assert cells[1:3] == ("1,024", "45.4") and cells[6] == "2.6"

@@ -188,7 +188,8 @@ def test_transformers_trainer(ranks: RankPools, tmp_path: Path) -> None:
 
     script = (
         "import sys, torch; sys.path.insert(0, sys.argv[1]); import hf_trainer as e\n"
-        "e.MeshTrainer = e.Trainer; e.vescale.parallelize = lambda model, plan, strict: model\n"
+        "import transformers; e.MeshTrainer = transformers.Trainer\n"
+        "e.vescale.parallelize = lambda model, plan, strict: model\n"
         "print('losses', e.main(sys.argv[2:]))"
     )
     stock = tmp_path / "stock"

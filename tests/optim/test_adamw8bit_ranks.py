@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.optim.small_llama import small_llama
 from tests.optim.test_adamw8bit import assert_same, gradient
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
@@ -380,13 +381,11 @@ def test_cut_blocks_are_refused_on_all_ranks(ranks: RankPools) -> None:
     ranks.run(same_error_everywhere, world_size=3)
 
 
-def demo_losses(steps: int) -> None:
-    """The demo's Llama on one device and with a unit for each layer, trained on the same tokens."""
-    from vescale.cli._demo_job import Job, make_model
-
+def llama_losses(steps: int) -> None:
+    """A small Llama on one device and with a unit for each layer, trained on the same tokens."""
+    vocab_size = 1024
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    job = Job(axes=(("dp", 2),), num_steps=steps)
-    one, model = make_model(job), make_model(job)
+    one, model = small_llama(vocab_size), small_llama(vocab_size)
     plan = Plan(mesh)
     plan.shard("<in:input_ids>", Shard(0), mesh="dp")
     plan.shard("<in:labels>", Shard(0), mesh="dp")
@@ -396,8 +395,8 @@ def demo_losses(steps: int) -> None:
     # With eps=1e-8 a last bit of a gradient that moves a code to zero shows (docs/optimizers.md).
     optimizers = [AdamW8bit(m.parameters(), lr=3e-5, eps=1e-6) for m in (one, model)]
     for step in range(steps):
-        starts = torch.randint(job.vocab_size, (4, 1), generator=torch.Generator().manual_seed(step))
-        ids = (starts + 3 * torch.arange(32)) % job.vocab_size
+        starts = torch.randint(vocab_size, (4, 1), generator=torch.Generator().manual_seed(step))
+        ids = (starts + 3 * torch.arange(32)) % vocab_size
         losses = []
         for m, optimizer in zip((one, model), optimizers):
             optimizer.zero_grad()
@@ -409,5 +408,5 @@ def demo_losses(steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_losses_of_the_demo_model(ranks: RankPools) -> None:
-    ranks.run(demo_losses, 200, world_size=2)
+def test_losses_of_a_llama(ranks: RankPools) -> None:
+    ranks.run(llama_losses, 200, world_size=2)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.model_shapes import shape_list
 from tests.placements import oracle
-from vescale.buffer import shape_list
 from vescale.optim._matrix_blocks import matrix_grid, tile_grid
 from vescale.optim._muon import newton_schulz_cost
 from vescale.optim._ownership import MeshRanks, PlacedMatrix, assign_owners

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.optim.meshes import assert_equal, on_mesh
+from tests.optim.small_llama import small_llama
 from tests.plan_zoo.models import MODELS
 from tests.ranks import RankPools
 from vescale import Plan, parallelize, plan_zoo
-from vescale.cli._demo_job import Job, make_model
 from vescale.optim import SOAP, AdamW8bit, Muon, Shampoo, muon_groups
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN
@@ -102,14 +102,15 @@ def in_dtype(model: Any, dtype: torch.dtype) -> Any:
 
 
 def llama(num_steps: int, algorithm: str, dtype: torch.dtype) -> tuple[list[float], list[float]]:
-    """(losses on one device, on a mesh): the demo's small Llama with the zoo's ZeRO-3 plan over two axes."""
-    job = Job(axes=(), num_steps=num_steps, plan="llama_zero3", vocab_size=256)
+    """(losses on one device, on a mesh): a small Llama with the zoo's ZeRO-3 plan over two axes."""
     kind, options = LOSSES[algorithm]
     losses: tuple[list[float], list[float]] = ([], [])
     for found, on_mesh_ in zip(losses, (False, True)):
-        model = in_dtype(make_model(job), dtype)
+        model = in_dtype(small_llama(256), dtype)
         if on_mesh_:
-            parallelize(model, plan_zoo.load(job.plan, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))))
+            parallelize(
+                model, plan_zoo.load("llama_zero3", init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+            )
         optimizer = kind(groups_for(model, algorithm.partition(",")[0]), **options)
         generator = torch.Generator().manual_seed(0)
         for _ in range(num_steps):

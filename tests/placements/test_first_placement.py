@@ -83,7 +83,7 @@ assert x.grad.shape == x.shape
 def test_a_function_that_was_looked_up_before(program: str) -> None:
     """PyTorch's own function calls nothing that could answer for it. The error tells the edit; what follows works."""
     done = run_fresh(WORLD + program)
-    assert "VS0404" in done.stderr and "from vescale import RaggedShard" in done.stderr, done.stderr
+    assert "VS0401" in done.stderr and "from vescale import RaggedShard" in done.stderr, done.stderr
 
 
 def test_what_an_import_changes() -> None:

@@ -218,7 +218,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 1, **sizes}))
     assert main(["zoo", "import", f"hf:{file}", "--mesh", "dp=2,tp=2", "--sequence-parallel"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("# LlamaForCausalLM: ") and "of the parameters are cut" in text and "1 heads" in text
+    assert text.startswith("# LlamaForCausalLM: ") and "of the parameters are sharded" in text and "1 heads" in text
     plan = Plan.from_yaml(text)
     assert shards(plan)[r"model.layers.\d+.mlp.down_proj.<out>"] == {"tp": Shard(1)}
     assert main(["zoo", "import", f"hf:{file}", "--json"]) == 0

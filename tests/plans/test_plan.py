@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -66,11 +66,11 @@ def test_entries_know_their_line() -> None:
         (lambda p: p.shard("w", Shard(0)), "which of the axes dp, tp"),
         (lambda p: p.shard("w", [Shard(0)], mesh=("dp", "tp")), "1 placements for the 2 axes"),
         (lambda p: p.shard("w", "S(0)", mesh="tp"), "not a placement"),
-        (lambda p: p.shard("w", {"tp": Shard(0)}, mesh="tp"), "leave mesh out"),
+        (lambda p: p.shard("w", {"tp": Shard(0)}, mesh="tp"), "leave axis out"),
         (lambda p: p.shard("w", {}), "name at least one axis"),
         (
             lambda p: p.shard("w", Shard(0), mesh=()),
-            r"mesh=\(\) is not the name of an axis; give mesh='dp', or several",
+            r"axis=\(\) is not the name of an axis; give axis='dp', or several",
         ),
         (lambda p: p.shard("w", [Shard(0), Shard(0)], mesh=("tp", "tp")), "repeat"),
         (lambda p: p.shard("", Shard(0), mesh="tp"), "path is empty"),
@@ -187,3 +187,41 @@ def test_local_inputs() -> None:
     )
     with pytest.raises(PlanError, match="no entry places an input of the model"):
         Plan({"dp": 2}).shard("layer.<in:input>", Shard(0)).local_inputs()
+
+
+def test_axes_and_lists_of_placements_are_written_as_users_do() -> None:
+    """``axis=`` and ``mesh=`` are one argument; a list has a placement for each axis of the mesh."""
+    mesh = {"dp": 2, "tp": 2}
+    one = Plan(mesh, inputs="local").shard("<in:x>", Shard(0), axis="dp").shard("w", [Replicate(), Shard(1)])
+    one.shard("a.<in:x>", Shard(0), axis="dp").attention("b", "ring", axis="tp").annotate(
+        "c.grad", Partial(), axis="dp"
+    )
+    two = Plan(mesh).shard("<in:x>", Shard(0), mesh="dp", given="local")
+    two.shard("w", {"dp": Replicate(), "tp": Shard(1)}).shard("a.<in:x>", Shard(0), mesh="dp")
+    two.attention("b", "ring", mesh="tp").annotate("c.grad", Partial(), mesh="dp")
+    assert one == two
+    assert Plan({"pp": 2}).pipeline(split_before=["a"], axis="pp") == Plan({"pp": 2}).pipeline(split_before=["a"])
+    with pytest.raises(PlanError, match="means the same; give one"):
+        one.shard("w", Shard(0), mesh="dp", axis="dp")
+    with pytest.raises(PlanError, match="1 placements for the 2 axes"):
+        one.shard("w", [Shard(0)])
+    with pytest.raises(PlanError, match="inputs='mine'"):
+        Plan(mesh, inputs="mine")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_writes_the_entries_of_a_stage(stage: Literal[1, 2, 3]) -> None:
+    mesh = {"fsdp": 2, "ep": 2}
+    short = Plan(mesh).zero(stage, axis=("fsdp", "ep"), path="layers.*", units=[r"layers\.\d+", ""])
+    long = Plan(mesh).shard("layers.*", RaggedShard(), mesh=("fsdp", "ep"), phase=INIT)
+    long.shard("layers.*", Replicate(), mesh=("fsdp", "ep"), phase=RUN)
+    for path in (r"layers\.\d+", ""):
+        keep = {3: None, 2: False, 1: False}[stage]
+        long.unit(path, reshard_after_forward=keep, reshard_after_backward=False if stage == 1 else None)
+    assert short == long
+
+
+def test_stages_that_zero_cannot_write() -> None:
+    for stage, text in ((2, "name the model's blocks, as units="), (4, "use 1, 2 or 3")):
+        with pytest.raises(PlanError, match=text):
+            Plan({"dp": 2}).zero(stage)  # type: ignore[arg-type]

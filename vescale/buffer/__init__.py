@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vescale.buffer._granularity import FFN_WEIGHTS, Elements, GranularityTable, Rows, Tile
 from vescale.buffer._layout import Layout, LocalUnits, ShardSlice
-from vescale.buffer._model_shapes import ModelShapes, Unit, group_units, shape_list, shape_list_names
 from vescale.buffer._planner import BufferPlan, Effort, plan_layout
-from vescale.buffer._suggest_num_shards import ShardSuggestion, suggest_num_shards
 
 if TYPE_CHECKING:
     from vescale.buffer._agreement import BufferMismatchError, check_same_buffers
@@ -40,22 +38,15 @@ __all__ = [
     "GranularityTable",
     "Layout",
     "LocalUnits",
-    "ModelShapes",
     "PendingBuffer",
     "Rows",
     "ShardSlice",
-    "ShardSuggestion",
     "TensorGroup",
     "Tile",
-    "Unit",
     "alignment_in_elements",
     "check_same_buffers",
-    "group_units",
     "observe_allocations",
     "plan_layout",
-    "shape_list",
-    "shape_list_names",
-    "suggest_num_shards",
 ]
 
 

@@ -15,7 +15,7 @@ from vescale.errors import Coded
 class BufferMismatchError(Coded, ValueError):
     """Ranks of one process group have planned different buffers."""
 
-    code = "VS0501"
+    code = "VS0201"
 
 
 def check_same_buffers(

@@ -22,7 +22,7 @@ _SHOWN = 5
 class ManifestError(Coded, ValueError):
     """A manifest is damaged, or ranks hold what cannot be one checkpoint."""
 
-    code = "VS0901"
+    code = "VS0904"
 
 
 def serialize(manifest: Mapping[str, Any]) -> bytes:

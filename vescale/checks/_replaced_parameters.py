@@ -86,7 +86,7 @@ _VALUES = frozenset(["__array__", "item", "numpy", "tolist"])
 class ReplacedParameterError(Coded, RuntimeError):
     """A parameter is used that ``parallelize`` or ``fully_shard`` has replaced; ``name``: of the parameter."""
 
-    code = "VS0303"
+    code = "VS0223"
 
     def __init__(self, problem: str, name: str) -> None:
         super().__init__(problem)

@@ -170,7 +170,7 @@ class PutDescriptions:
 class RepeatedPartsWarning(Coded, UserWarning):
     """Ranks that give different parts of a batch (`given="local"`) gave the same values in all of the first forwards."""
 
-    code = "VS0305"
+    code = "VS0302"
 
 
 class RepeatedParts:

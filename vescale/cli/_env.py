@@ -23,10 +23,14 @@ __all__ = ["add_arguments", "run"]
 
 _PACKAGES = ("torch", "numpy", "pyyaml", "jsonschema", "regex", "rich", "transformers", "tokenizers", "safetensors")
 _WIDTH = 80  # columns
+_ALIKE = ("features", "helpers")  # one line if all are in the same state
+_LISTS = ("patches", "other changes")
 _NUM_EXAMPLES = 3  # of the changes of a group
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "also list each feature and helper, and what is changed in PyTorch, and why"
+    parser.add_argument("--patches", action="store_true", help=text)
     add_json(parser)
 
 
@@ -37,7 +41,11 @@ def run(args: argparse.Namespace) -> int:
         print_json(data)
     else:
         for section, values in data.items():
+            if section in _LISTS and not args.patches:
+                continue
             print(section)
+            if section in _ALIKE and len(values) > 1 and len(alike := set(values.values())) == 1 and not args.patches:
+                values = {f"all {len(values)}": alike.pop()}
             for name, value in values.items():
                 print("\n".join(_row(name, _shown(value))))
     needed = [name for name in _PACKAGES[:6] if data["packages"][name] is None]
@@ -125,7 +133,10 @@ def _changes() -> dict[str, dict[str, Any]]:
         key: {"owner": f"vescale.{key.partition(':')[0]}", "kind": key.partition(":")[2], **row._asdict()}
         for key, row in compat.OTHER_CHANGES.items()
     }
-    counts: dict[str, Any] = {"patches": f"{num_changes} in {len(groups)} groups", "other": f"{len(others)} kinds"}
+    counts: dict[str, Any] = {
+        "patches": f"{num_changes} in {len(groups)} groups",
+        "other": f"{len(others)} kinds",
+    }
     if problem:
         counts["problem"] = problem
     return {"changes": counts, "patches": groups, "other changes": others}

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0: it fits; 1: it does not, or the plan does not fit the model."""
     with working("loading torch"):
-        from vescale.estimation import estimate, page, sliders_of, what_if, zero_table
+        from vescale.estimation import estimate, page, what_if, zero_table
         from vescale.plans import PlanError
 
     if args.calibrate:
@@ -103,9 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         try:
             with open(args.html, "w", encoding="utf-8") as file:
-                with working("running other choices for the page"):
-                    sliders = sliders_of(found)
-                file.write(page(found, f"{args.plan} for {args.model}", sliders))
+                file.write(page(found, f"{args.plan} for {args.model}"))
         except OSError as error:
             raise UsageError(f"--html {args.html}: {error.strerror}") from None
     if args.json:
@@ -206,18 +204,18 @@ def _print_ranks(console: Console, found: Estimate) -> None:
 
 def _print_time(console: Console, found: Estimate) -> None:
     terms = found.time.terms()
-    table = new_table("\nseconds of a step", "seconds", "relative error", right=("seconds", "relative error"))
+    table = new_table("\ntime of a step", "ms", "relative error", right=("ms", "relative error"))
     for name in ("compute", "memory", "exposed", "bubble", "host"):
-        table.add_row(name, f"{terms[name]['seconds']:.4g}", f"{terms[name]['relative_error']:.0%}")
+        table.add_row(name, f"{1e3 * terms[name]['seconds']:.4g}", f"{terms[name]['relative_error']:.0%}")
     for name, term in terms["collectives"].items():
         table.add_row(
-            f"  {name}, {bytes_text(term['bytes'])}", f"{term['seconds']:.4g}", f"{term['relative_error']:.0%}"
+            f"  {name}, {bytes_text(term['bytes'])}", f"{1e3 * term['seconds']:.4g}", f"{term['relative_error']:.0%}"
         )
-    table.add_row("step", f"{found.step_seconds:.4g}", "")
+    table.add_row("step", f"{1e3 * found.step_seconds:.4g}", "")
     console.print(table)
     time = found.time
     console.print(
-        f"{time.mfu:.1%} of the device's peak, {time.tokens_per_second:,.0f} tokens a second of the whole batch"
+        f"MFU {time.mfu:.1%} (of the device's peak), {time.tokens_per_second:,.0f} tokens/s of the whole batch"
     )
 
 
@@ -225,15 +223,13 @@ def _print_rows(console: Console, title: str, key: str, rows: tuple[dict[str, An
     if not rows:
         return
     names = ("peak_bytes", "parameters", "gradients", "optimizer", "unsharded", "activations")
-    table = new_table(
-        f"\n{title}", *(n.removesuffix("_bytes") for n in names), "seconds", "", right=(*names, "seconds")
-    )
+    table = new_table(f"\n{title}", *(n.removesuffix("_bytes") for n in names), "ms", "", right=(*names, "ms"))
     for row in rows:
         if "error" in row:
             table.add_row(row[key], *[""] * len(names), "", row["error"])
         else:
             fits = "fits" if row["fits"] else "does not fit"
-            table.add_row(row[key], *(bytes_text(row[n]) for n in names), f"{row['step_seconds']:.4g}", fits)
+            table.add_row(row[key], *(bytes_text(row[n]) for n in names), f"{1e3 * row['step_seconds']:.4g}", fits)
     console.print(table)
 
 

@@ -253,15 +253,16 @@ def _memory(program: Program, model: nn.Module) -> dict[str, int]:
 def _print_memory(console: Console, program: Program, model: nn.Module, inputs: dict[str, Any]) -> None:
     memory = _memory(program, model)
     console.print(
-        f"{bytes_text(memory['model_bytes'])} in all, {bytes_text(memory['first_rank_bytes'])} on the first rank at rest"
+        f"{bytes_text(memory['model_bytes'])} in all, {bytes_text(memory['first_rank_bytes'])} on the first rank between "
+        "steps"
     )
     rows = uneven_rows(program, model, inputs)
     if rows:
         console.print(uneven_table(rows))
     if memory["gathered_bytes"]:
         console.print(
-            f"{bytes_text(memory['gathered_bytes'])} more while it computes: the gathered parameters of the units that stay "
-            "whole, and of the largest of the others (and of one more, where gathering overlaps)"
+            f"{bytes_text(memory['gathered_bytes'])} more during a step: gathered parameters of the units that stay whole, "
+            "and of the largest other unit (of the two largest, if gathers overlap with computation)"
         )
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import working
 from vescale.cli._hf_config import CONFIG_HELP, config_file
-from vescale.cli._late_import import late_scipy
 from vescale.cli._main import UsageError
 from vescale.errors import kind_of
 
@@ -152,29 +151,28 @@ def _of_transformers(file: Path, data: dict[str, Any]) -> nn.Module:
         import transformers
     except ImportError:
         raise UsageError(
-            f"--model {file}: a configuration of transformers needs transformers; install vescale[hf]"
+            f"--model {file}: a configuration of transformers needs transformers; pip install transformers"
         ) from None
-    with late_scipy():
-        auto = transformers.models.auto
-        kinds = auto.configuration_auto.CONFIG_MAPPING_NAMES
-        if data["model_type"] not in kinds:
-            close = difflib.get_close_matches(str(data["model_type"]), kinds, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise UsageError(
-                f"--model {file}: transformers {transformers.__version__} has no model_type {data['model_type']!r}{hint}"
-            )
-        settings = {key: value for key, value in data.items() if key not in ("auto_map", "quantization_config")}
-        try:
-            config = transformers.AutoConfig.for_model(**settings)
-            names = config.architectures or []
-            known: Any = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-            if known is not None:
-                return known(config)
-            is_causal = type(config) in auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-            return (transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel).from_config(config)
-        except Exception as error:  # whatever a constructor raises on sizes that do not go together
-            reason = f"{type(error).__name__}: {error}"
-            raise UsageError(f"--model {file}: transformers cannot build this model: {reason}") from error
+    auto = transformers.models.auto
+    kinds = auto.configuration_auto.CONFIG_MAPPING_NAMES
+    if data["model_type"] not in kinds:
+        close = difflib.get_close_matches(str(data["model_type"]), kinds, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UsageError(
+            f"--model {file}: transformers {transformers.__version__} has no model_type {data['model_type']!r}{hint}"
+        )
+    settings = {key: value for key, value in data.items() if key not in ("auto_map", "quantization_config")}
+    try:
+        config = transformers.AutoConfig.for_model(**settings)
+        names = config.architectures or []
+        known: Any = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+        if known is not None:
+            return known(config)
+        is_causal = type(config) in auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+        return (transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel).from_config(config)
+    except Exception as error:  # whatever a constructor raises on sizes that do not go together
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--model {file}: transformers cannot build this model: {reason}") from error
 
 
 def _from_factory(text: str) -> nn.Module:

@@ -19,10 +19,8 @@ __all__ = ["COMMANDS", "UsageError", "main", "run_and_exit"]
 # sub-command -> (module with ``add_arguments(parser)`` and ``run(args) -> exit code``, one line of help).
 # Modules are imported only when their command is called, so that ``vescale --help`` stays instant.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "advise": ("vescale.cli.advise", "padding of the communication buffers for every group size, and the best sizes"),
     "attach": ("vescale.cli._attach", "Connect to the prompt of a job that has stopped without a terminal."),
     "ckpt": ("vescale.cli._ckpt", "List, show, verify, compare, convert and export checkpoints of any format."),
-    "demo": ("vescale.cli._demo", "Train a Llama on a mesh of local processes and on one device, side by side."),
     "new": ("vescale.cli._new", "Write a starter project that runs at once: script, plan, configuration."),
     "plan": ("vescale.cli._plan", "Write a first plan for a model: `vescale plan new MODEL --mesh dp=2,tp=2`."),
     "lint": ("vescale.cli._lint", "Check a plan against a model, without starting ranks."),
@@ -46,7 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 class UsageError(Coded, Exception):
     """Bad arguments or bad input: printed without a traceback, exit code 2."""
 
-    code = "VS1801"
+    code = "VS0001"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # Commands that start no process: they may end without tearing down torch, which takes a third of a second.
-_ENDS_AT_ONCE = ("advise", "diff", "env", "estimate", "explain", "lint", "new", "plan", "search", "zoo")
+_ENDS_AT_ONCE = ("diff", "env", "estimate", "explain", "lint", "new", "plan", "search", "zoo")
 
 
 def run_and_exit() -> NoReturn:

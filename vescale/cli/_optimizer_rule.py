@@ -1,5 +1,4 @@
-"""``--optimizer``: the rule of block-wise optimizers, that no boundary between ranks may cut a block, for ``lint`` and
-``advise``."""
+"""``--optimizer``: the rule of block-wise optimizers, that no boundary between ranks may cut a block, for ``lint``."""
 
 from __future__ import annotations
 

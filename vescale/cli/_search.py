@@ -47,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exact", type=int, default=3, metavar="N", help="how many are estimated one by one (default: 3)"
     )
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=0.08,
+        metavar="SHARE",
+        help="of a plan's memory that is added for fragmentation (default: 0.08)",
+    )
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many are printed (default: 10)")
     parser.add_argument("--rejected", action="store_true", help="also print every choice that was rejected, and why")
     parser.add_argument("--output", metavar="FILE", help="write the fastest plan, as YAML")
@@ -72,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
             precision=args.precision,
             load=args.load,
             exact=args.exact,
+            margin=args.margin,
             progress=_say,
         )
     except (ValueError, TypeError) as error:
@@ -87,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found.to_json())
     else:
-        _print(new_console(), found, args.top, args.rejected)
+        _print(new_console(fits=True), found, args.top, args.rejected)
     return 0 if found.fits else 1
 
 
@@ -100,21 +108,22 @@ def _say(text: str) -> None:
 
 def _print(console: Console, found: Search, top: int, with_rejected: bool) -> None:
     console.print(
-        f"{len(found.proposals)} plans fit {found.devices} x {found.device.name}, {len(found.rejected)} do not or are not "
-        f"the best of their kind ({found.seconds:.1f} s)"
+        f"{len(found.proposals)} plans fit on {found.devices} x {found.device.name}; {len(found.rejected)} were rejected "
+        f"({found.seconds:.1f} s)"
     )
     for sentence in found.advice():
         console.print(sentence)
     if found.proposals:
-        numbers = ("step s", "compute", "memory", "exposed", "bubble", "GiB")
-        table = new_table("", "plan", *numbers, "source", "figures", right=("", *numbers))
+        numbers = ("step ms", "compute", "memory", "exposed", "bubble", "host", "GiB")
+        table = new_table("", "plan", *numbers, "figures", right=("", *numbers), wrapped=("plan",))
         for number, one in enumerate(found.proposals[:top], 1):
-            terms = (one.figures.terms[name] for name in ("compute", "memory", "exposed", "bubble"))
-            seconds = (f"{value:.4g}" for value in (one.figures.step_seconds, *terms))
+            terms = (one.figures.terms[name] for name in ("compute", "memory", "exposed", "bubble", "host"))
+            seconds = (f"{1e3 * value:.4g}" for value in (one.figures.step_seconds, *terms))
             needed = f"{one.figures.needed_bytes / 2**30:.1f}"
-            figures = "estimated" if one.figures.is_exact else "closed form"
-            table.add_row(str(number), str(one.choice), *seconds, needed, one.choice.source.name, figures)
+            figures = "estimated" if one.figures.is_exact else "formula"
+            table.add_row(str(number), str(one.choice), *seconds, needed, figures)
         console.print(table)
+        console.print(f"entries of the first: {found.proposals[0].choice.source.name}")
     if with_rejected:
         _print_rejected(console, found)
         return
@@ -124,7 +133,7 @@ def _print(console: Console, found: Search, top: int, with_rejected: bool) -> No
         by_rule.setdefault(rejected.rule, Counter())[reason] += 1
     if by_rule:
         console.print("\nrejected (--rejected prints each)")
-    table = new_table("number", "rule", "reason", right=("number",))
+    table = new_table("number", "rule", "reason", right=("number",), wrapped=("reason",))
     for rule, reasons in by_rule.items():
         for reason, count in reasons.most_common(_SHOWN):
             table.add_row(str(count), rule, reason)
@@ -135,7 +144,17 @@ def _print(console: Console, found: Search, top: int, with_rejected: bool) -> No
 
 
 def _print_rejected(console: Console, found: Search) -> None:
-    table = new_table("\nrejected", "ZeRO", "checkpointing", "stages", "needs", "rule", "reason", right=("needs",))
+    table = new_table(
+        "\nrejected",
+        "ZeRO",
+        "checkpointing",
+        "stages",
+        "needs",
+        "rule",
+        "reason",
+        right=("needs",),
+        wrapped=("reason",),
+    )
     for one in found.rejected:
         mesh = ",".join(f"{axis}={size}" for axis, size in one.what["mesh"].items())
         stages = one.what.get("pipeline") or {}

@@ -22,7 +22,7 @@ _PRELOAD = ("torch", "torch.distributed.tensor")
 class ProcessFailed(Coded, RuntimeError):
     """A local process raised an exception or died."""
 
-    code = "VS1402"
+    code = "VS0212"
 
 
 def messages(

@@ -53,7 +53,7 @@ _LIVENESS_SECONDS = 0.25
 class RankGoneError(Coded, RuntimeError):
     """The process of another rank has ended; ``rank``: which one."""
 
-    code = "VS1302"
+    code = "VS0212"
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"the process of rank {rank} has ended")

@@ -92,7 +92,7 @@ def _key(rank: int) -> str:
 class ConsensusError(Coded, RuntimeError):
     """Other ranks did not come to a round in time; ``ranks``: which ones."""
 
-    code = "VS1301"
+    code = "VS0212"
 
     def __init__(self, problem: str, ranks: Sequence[int]) -> None:
         super().__init__(problem)
@@ -102,7 +102,7 @@ class ConsensusError(Coded, RuntimeError):
 class LateRanksWarning(Coded, UserWarning):
     """Some ranks have come to a round and wait for others."""
 
-    code = "VS1305"
+    code = "VS0212"
 
 
 # After this time, ranks that have not come are named in a warning.

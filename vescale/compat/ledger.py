@@ -45,7 +45,6 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "checks._replaced_parameters:class": ("parameters that left a model", "using them raises", "when they are back"),
     "checks._replaced_parameters:instance": ("parameters that left a model", _OWN, "when they are back"),
     "cli._inputs:process": ("sys.modules", "the user's file is a module", _END),
-    "cli._late_import:process": ("sys.modules", "torch is imported when it is used", "when it is imported"),
     "cli._main:process": ("garbage collection", "the command ends before it is worth it", _END),
     "comm._local_ranks:process": ("SIGINT, threads of torch, in processes for ranks", "the parent handles Ctrl-C", _END),
     "compat.attention_kernels:torch": (

@@ -33,7 +33,7 @@ def rebuild_command(root: Path = FOLDER.parent.parent) -> str:
 
 def _origin(root: Path) -> str:
     """What pip installed the package from, as pip takes it. Wheels have no sources: a placeholder for them."""
-    for distribution in importlib.metadata.distributions(name="vescale", path=[str(root)]):
+    for distribution in importlib.metadata.distributions(name="vescale-plan", path=[str(root)]):
         found: dict[str, Any] = json.loads(distribution.read_text("direct_url.json") or "{}")
         if "vcs_info" in found:
             return f"{found['vcs_info']['vcs']}+{found['url']}@{found['vcs_info']['commit_id']}"

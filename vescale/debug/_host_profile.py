@@ -106,7 +106,7 @@ def _each(seconds: float, calls: int) -> str:
 
 def dispatch_stats(*, reset: bool = False) -> DispatchStats:
     """How ops on DTensors were dispatched in this process since the last reset, by op: hits of the C++ dispatcher, misses,
-    and calls that took PyTorch's path, by reason. See docs/dispatch.md for the reasons.
+    and calls that took PyTorch's path, by reason. See docs/internals/dispatch.md for the reasons.
 
     Args:
         reset: begin to count anew after this call.

@@ -1,4 +1,4 @@
-"""The errors of vescale: each class has a stable code, which its message ends with and docs/errors.md explains."""
+"""The errors of vescale: each kind of mistake has a stable code, which messages end with and docs/errors.md explains."""
 
 from vescale.errors._checkpoints import (
     CheckpointError,
@@ -67,6 +67,7 @@ from vescale.errors._installation import (
     UntestedTorchWarning,
     torch_promise,
 )
+from vescale.errors._kinds import KINDS
 from vescale.errors._models import (
     BoundaryError,
     ExampleInputsError,
@@ -171,6 +172,7 @@ from vescale.errors._tools import (
 
 __all__ = [
     "CODES",
+    "KINDS",
     "LIMITED_TORCH",
     "SUPPORTED_TORCH",
     "TORCH_RANGE",

@@ -16,19 +16,19 @@ class CheckpointError(Coded, RuntimeError):
 class CheckpointWarning(Coded, UserWarning):
     """A checkpoint was passed by, or something of it is not as the user may think."""
 
-    code = "VS0919"
+    code = "VS0900"
 
 
 class CheckpointOptionError(Coded, ValueError):
     """An argument of `Checkpointer` or of a save has a value that cannot be used."""
 
-    code = "VS0902"
+    code = "VS0001"
 
 
 class NoSuchStepError(CheckpointError):
     """A folder has no such step, or no complete one."""
 
-    code = "VS0903"
+    code = "VS0900"
 
 
 class DamagedFileError(CheckpointError):
@@ -40,19 +40,19 @@ class DamagedFileError(CheckpointError):
 class UnsafePickleError(CheckpointError):
     """A pickle names something that a checkpoint may not hold. Nothing of it was run."""
 
-    code = "VS0905"
+    code = "VS0904"
 
 
 class UnknownFormatError(CheckpointError):
     """A path is no checkpoint in a format that can be read."""
 
-    code = "VS0906"
+    code = "VS0904"
 
 
 class SafetensorsFolderError(CheckpointError):
     """A folder of safetensors lacks a file, or its index does not fit its files."""
 
-    code = "VS0907"
+    code = "VS0904"
 
 
 class ContentMismatchError(CheckpointError):
@@ -64,31 +64,31 @@ class ContentMismatchError(CheckpointError):
 class UnsavableTensorError(CheckpointError):
     """A tensor has no values that a checkpoint can hold: it is on the meta device, a pending sum, sparse, or a subclass."""
 
-    code = "VS0909"
+    code = "VS0914"
 
 
 class HfLoadError(CheckpointError):
     """`load_hf` cannot fill the model from this folder."""
 
-    code = "VS0910"
+    code = "VS0908"
 
 
 class HfConversionError(CheckpointError):
     """The conversion between the names of transformers' files and the model's parameters failed."""
 
-    code = "VS0911"
+    code = "VS0908"
 
 
 class HfExportError(CheckpointError):
     """A model cannot be written as safetensors."""
 
-    code = "VS0912"
+    code = "VS0914"
 
 
 class UnsavableValueError(CheckpointError):
     """A value beside model and optimizer is neither a tensor nor plain data."""
 
-    code = "VS0913"
+    code = "VS0914"
 
 
 class SaveFailedError(CheckpointError):
@@ -100,22 +100,22 @@ class SaveFailedError(CheckpointError):
 class FolderInUseError(CheckpointError):
     """Another job saves to the same folder."""
 
-    code = "VS0915"
+    code = "VS0914"
 
 
 class OptimizerNamesError(CheckpointError):
     """The states of an optimizer cannot be named after the model's parameters."""
 
-    code = "VS0916"
+    code = "VS0908"
 
 
 class ConvertError(CheckpointError):
     """`vescale ckpt convert` cannot write its target."""
 
-    code = "VS0917"
+    code = "VS0900"
 
 
 class UnknownDtypeError(CheckpointError):
     """A checkpoint names a dtype that the installed torch does not know."""
 
-    code = "VS0918"
+    code = "VS0904"

@@ -1,4 +1,4 @@
-"""``Coded``: the stable code of an error or warning, at the end of its message."""
+"""``Coded``: the stable code of an error's or warning's kind, at the end of its message."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-CODES: dict[str, type[Coded]] = {}
-"""Code -> class, of all classes that have been imported."""
+from vescale.errors._kinds import KINDS
 
-_CODE = re.compile(r"VS\d{4}")
+CODES: dict[str, list[type[Coded]]] = {}
+"""Code -> the classes of this kind that have been imported."""
+
 _CODE_AT_END = re.compile(r"\[VS\d{4}\]$")
 
 
@@ -21,7 +22,7 @@ class Coded:
     """A base of exceptions and warnings whose text ends with ``[code]``.
 
     Attributes:
-        code: ``VS`` and four digits, which no other class has; docs/errors.md has a section for it.
+        code: ``VS`` and four digits, of the kind of the mistake (``KINDS``); docs/errors.md has a section for it.
 
     A message that quotes another error keeps that error's code if it stands at the end: it says more.
     """
@@ -33,11 +34,8 @@ class Coded:
         code = cls.__dict__.get("code")
         if code is None:
             return
-        assert _CODE.fullmatch(code), f"{cls.__name__}.code is {code!r}"
-        other = CODES.setdefault(code, cls)
-        assert other is cls or other.__qualname__ == cls.__qualname__, (
-            f"{cls.__name__} and {other.__name__} have {code}"
-        )
+        assert code in KINDS, f"{cls.__name__}.code is {code!r}"
+        CODES.setdefault(code, []).append(cls)
 
     def __str__(self) -> str:
         own: Any = self

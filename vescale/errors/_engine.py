@@ -17,51 +17,51 @@ class FullyShardError(Coded, ValueError):
 class UnsupportedParameterError(Coded, NotImplementedError):
     """A parameter is of a kind that `fully_shard` cannot gather, or has no shape yet."""
 
-    code = "VS0604"
+    code = "VS0603"
 
 
 class GatherHookError(Coded, ValueError, RuntimeError):
     """`fsdp_pre_all_gather` or `fsdp_post_all_gather` of a tensor subclass returned something else than expected, or than
     before."""
 
-    code = "VS0605"
+    code = "VS0603"
 
 
 class ReplacedInGroupError(Coded, ValueError):
     """A parameter of a sharded group was removed, replaced or tied after `fully_shard`."""
 
-    code = "VS0606"
+    code = "VS0603"
 
 
 class GroupMemoryError(Coded, RuntimeError):
     """The parameters of a group are on the meta device or on another device when the group is first used."""
 
-    code = "VS0607"
+    code = "VS0603"
 
 
 class RootModuleError(Coded, RuntimeError):
     """Modules of one model ran in an order in which their root is not known, or a root's method was called on an inner
     module."""
 
-    code = "VS0608"
+    code = "VS0603"
 
 
 class FSDPSettingError(Coded, ValueError):
     """A setting of an `FSDPModule` has a value that cannot be used."""
 
-    code = "VS0609"
+    code = "VS0603"
 
 
 class UnsupportedSettingError(Coded, NotImplementedError):
     """A setting of FSDP2 that this engine does not have."""
 
-    code = "VS0610"
+    code = "VS0603"
 
 
 class WrittenParameterError(Coded, RuntimeError):
     """A parameter was written to while it was gathered, where the write cannot be kept."""
 
-    code = "VS0611"
+    code = "VS0603"
 
 
 # Errors of gradients and their reduction.
@@ -76,26 +76,26 @@ class GradientReducerError(Coded, ValueError):
 class CommHookError(Coded, ValueError, RuntimeError):
     """A communication hook returned a tensor of another shape, or was registered during a backward."""
 
-    code = "VS0704"
+    code = "VS0703"
 
 
 class SparseGradientError(Coded, NotImplementedError):
     """A sparse gradient reached `fully_shard`, which reduces dense ones."""
 
-    code = "VS0706"
+    code = "VS0703"
 
 
 class GradientError(Coded, ValueError, RuntimeError):
     """A gradient cannot be reduced: it is sparse, came twice in one backward, was changed meanwhile, or would lose its
     imaginary part."""
 
-    code = "VS0705"
+    code = "VS0703"
 
 
 class ConcurrentBackwardError(Coded, RuntimeError):
     """Two threads run backwards of one model at the same time, and its gradients are reduced."""
 
-    code = "VS0707"
+    code = "VS0703"
 
 
 # Errors of flat buffers and their layouts.
@@ -110,37 +110,37 @@ class LayoutError(Coded, ValueError):
 class LayoutTextError(Coded, ValueError):
     """A text is no layout or shape list, or one of another version."""
 
-    code = "VS0503"
+    code = "VS0502"
 
 
 class GranularityError(Coded, ValueError):
     """A block size does not fit a tensor, or a pattern matches no parameter."""
 
-    code = "VS0504"
+    code = "VS0502"
 
 
 class LayoutPlanningError(Coded, ValueError):
-    """`plan_layout` or `suggest_num_shards` was given numbers that cannot be planned."""
+    """`plan_layout` was given numbers that cannot be planned."""
 
-    code = "VS0505"
+    code = "VS0502"
 
 
 class DBufferError(Coded, ValueError):
     """An operation on a `DBuffer` does not fit its placements, axes or layout."""
 
-    code = "VS0506"
+    code = "VS0502"
 
 
 class BufferMemoryError(Coded, RuntimeError):
     """The memory of a buffer was used before it was allocated, or reserved after."""
 
-    code = "VS0507"
+    code = "VS0502"
 
 
 class UnknownTensorError(Coded, KeyError):
     """A group of tensors or the shipped shape lists have nothing of that name."""
 
-    code = "VS0508"
+    code = "VS0502"
 
 
 # Errors of groups, buckets and comparisons between ranks.
@@ -149,13 +149,13 @@ class UnknownTensorError(Coded, KeyError):
 class BucketBytesError(Coded, ValueError):
     """`bucket_bytes` is no size of a bucket."""
 
-    code = "VS1303"
+    code = "VS0001"
 
 
 class NotInMeshError(Coded, ValueError):
     """A rank asked for its group on a mesh that it is not part of."""
 
-    code = "VS1304"
+    code = "VS0212"
 
 
 # Errors of scripts around a model.
@@ -164,10 +164,10 @@ class NotInMeshError(Coded, ValueError):
 class AdoptionError(Coded, ValueError):
     """`parallelize(..., optimizer=)` was given an optimizer that cannot be adopted."""
 
-    code = "VS0304"
+    code = "VS0204"
 
 
 class ParameterHookError(Coded, ValueError):
     """A parameter that is going to be replaced has gradient hooks, which would never run."""
 
-    code = "VS0306"
+    code = "VS0223"

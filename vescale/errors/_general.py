@@ -14,10 +14,10 @@ class ArgumentTypeError(Coded, TypeError):
 class EnvironmentVariableError(Coded, ValueError):
     """An environment variable of vescale has a value that cannot be used."""
 
-    code = "VS0002"
+    code = "VS0001"
 
 
 class MissingPackageError(Coded, ImportError):
     """A function needs a package that is not installed."""
 
-    code = "VS0003"
+    code = "VS0001"

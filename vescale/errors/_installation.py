@@ -10,31 +10,31 @@ from vescale.errors._coded import Coded
 class CudaError(Coded, RuntimeError):
     """The CUDA driver or compiler refused a kernel."""
 
-    code = "VS1702"
+    code = "VS1701"
 
 
 class PrivateAttributeError(Coded, AttributeError, NotImplementedError):
     """A script uses a private attribute of FSDP2 that this engine does not have."""
 
-    code = "VS1703"
+    code = "VS0209"
 
 
 class JoinedMeshError(Coded, ValueError):
     """Meshes cannot be joined into one, or name no axis."""
 
-    code = "VS1704"
+    code = "VS0401"
 
 
 class SetDataError(Coded, ValueError):
     """`parameter.data` of a DTensor was set to data of another shape."""
 
-    code = "VS1705"
+    code = "VS1604"
 
 
 class MissingHelpersWarning(Coded, UserWarning):
     """C++ helpers are missing, or were built for another torch: their Python fallbacks take more host time."""
 
-    code = "VS1707"
+    code = "VS1104"
 
 
 # The versions of torch that vescale is made for, and the error on others.
@@ -57,7 +57,7 @@ class UnsupportedTorchError(Coded, ImportError):
 class UntestedTorchWarning(Coded, UserWarning):
     """VESCALE_ALLOW_TORCH=1 lets vescale run on a torch that it is not made for."""
 
-    code = "VS1706"
+    code = "VS1701"
 
 
 def torch_promise(version: str) -> str:

@@ -16,13 +16,13 @@ class ParallelizeError(PlanError):
 class NotParallelizedError(Coded, KeyError):
     """A function was given a model that has not been parallelized."""
 
-    code = "VS0205"
+    code = "VS0204"
 
 
 class MeshSizeError(Coded, ValueError):
     """The sizes of a mesh do not multiply to the number of ranks of the job."""
 
-    code = "VS0206"
+    code = "VS0204"
 
 
 class MissingValuesError(PlanError):
@@ -40,13 +40,13 @@ class ForeignToolError(PlanError):
 class NotPicklableError(Coded, TypeError):
     """A parallelized model was pickled, as `torch.save(model)` does."""
 
-    code = "VS0210"
+    code = "VS0209"
 
 
 class SavePretrainedError(PlanError):
     """`save_pretrained` of a parallelized model cannot write what it was asked for."""
 
-    code = "VS0211"
+    code = "VS0209"
 
 
 class RankFailedError(Coded, RuntimeError):
@@ -58,49 +58,49 @@ class RankFailedError(Coded, RuntimeError):
 class ShardBatchError(PlanError):
     """`shard_batch` cannot tell which axes of the mesh cut the batch."""
 
-    code = "VS0213"
+    code = "VS0204"
 
 
 class ExpertRegionError(PlanError):
     """A region of experts gets other arguments than tokens, expert ids and weights."""
 
-    code = "VS0214"
+    code = "VS0200"
 
 
 class BoundaryError(PlanError):
     """A tensor at a module's boundary does not have the shape, placement or memory that the plan's entry needs."""
 
-    code = "VS0215"
+    code = "VS0200"
 
 
 class UnitSubclassError(Coded, NotImplementedError):
     """A unit of a plan holds a parameter that is a tensor subclass."""
 
-    code = "VS0216"
+    code = "VS0200"
 
 
 class NoGraphError(Coded, RuntimeError):
     """`report` found no graph of a forward."""
 
-    code = "VS0217"
+    code = "VS0204"
 
 
 class ExampleInputsError(PlanError):
     """The inputs of a model's forward cannot be guessed."""
 
-    code = "VS0218"
+    code = "VS0130"
 
 
 class NewPlanError(PlanError):
     """`new_plan` cannot write a plan for this model and mesh."""
 
-    code = "VS0219"
+    code = "VS0130"
 
 
 class ProgramTextError(Coded, ValueError):
     """A text is not a program that `Program.to_json()` has written, or one of another version."""
 
-    code = "VS0220"
+    code = "VS0120"
 
 
 class StrayParameterError(PlanError):
@@ -112,21 +112,21 @@ class StrayParameterError(PlanError):
 class UnusedEntryWarning(Coded, UserWarning):
     """An entry of a plan for an item of an output names none that the module returns."""
 
-    code = "VS0226"
+    code = "VS0100"
 
 
 class TransformError(Coded, NotImplementedError):
     """A transform of `torch.func`, or forward-mode differentiation, reaches what has no rule for it: the boundaries of a
     parallelized model, or a module that `fully_shard` gathers."""
 
-    code = "VS0225"
+    code = "VS0209"
 
 
 class RestartedStoreError(Coded, RuntimeError):
     """torchrun has restarted the ranks with the store of the attempt before, in which they would wait for processes that
     are gone."""
 
-    code = "VS0224"
+    code = "VS0212"
 
 
 class RecomputationError(Coded, RuntimeError):
@@ -139,7 +139,7 @@ class RecomputationError(Coded, RuntimeError):
 class SlowPathError(PlanError):
     """A path takes too long to match the names of the model."""
 
-    code = "VS0221"
+    code = "VS0101"
 
 
 # Errors of static mode.
@@ -154,13 +154,13 @@ class StaticGradientError(Coded, RuntimeError):
 class StaticRecordError(PlanError):
     """A record of static mode cannot be written or read, or does not fit the model, the plan, the mesh or PyTorch."""
 
-    code = "VS1102"
+    code = "VS1101"
 
 
 class StaticStepError(Coded, RuntimeError):
     """A step in static mode met what was not recorded after it had written to a large tensor, or to a parameter."""
 
-    code = "VS1103"
+    code = "VS1101"
 
 
 class StaticHelpersError(PlanError):
@@ -181,26 +181,26 @@ class PipelineCutError(PlanError):
 class PipelineBatchError(PlanError):
     """A batch cannot be cut into micro-batches."""
 
-    code = "VS1002"
+    code = "VS1006"
 
 
 class PipelineLossError(PlanError):
     """The loss of a pipeline is not found, or how micro-batches add up is not known."""
 
-    code = "VS1003"
+    code = "VS1001"
 
 
 class ScheduleError(PlanError):
     """A schedule does not fit the number of stages, ranks or micro-batches, or would wait forever."""
 
-    code = "VS1004"
+    code = "VS1001"
 
 
 class PipelineTraceError(PlanError):
     """The forward of the model cannot be run in stages: modules run in another order than they are defined, or values jump
     over a stage."""
 
-    code = "VS1005"
+    code = "VS1001"
 
 
 class PipelineCallError(Coded, RuntimeError):
@@ -212,7 +212,7 @@ class PipelineCallError(Coded, RuntimeError):
 class PipelineWarning(Coded, UserWarning):
     """A forward computes something of the rows of its batch together, which in a pipeline are those of a micro-batch."""
 
-    code = "VS1007"
+    code = "VS1008"
 
 
 class PipelineRowsError(PlanError):

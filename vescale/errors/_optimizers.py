@@ -14,7 +14,7 @@ class OptimizerOptionError(Coded, ValueError):
 class MatrixBlocksError(Coded, ValueError):
     """`blocks=` or a pattern of `muon_groups` does not fit the parameter."""
 
-    code = "VS0803"
+    code = "VS0804"
 
 
 class CutBlockError(Coded, ValueError):
@@ -26,34 +26,34 @@ class CutBlockError(Coded, ValueError):
 class OptimizerStateError(Coded, ValueError):
     """A loaded optimizer state was saved by another optimizer, or with other options."""
 
-    code = "VS0805"
+    code = "VS0802"
 
 
 class OptimizerParameterError(Coded, ValueError, RuntimeError):
     """A parameter is of a kind that the optimizer does not update: not a real float, without values, or on another mesh."""
 
-    code = "VS0806"
+    code = "VS0802"
 
 
 class MissingGradientError(Coded, ValueError, RuntimeError):
     """A gradient is missing on some ranks, sparse, or placed otherwise than its parameter."""
 
-    code = "VS0807"
+    code = "VS0802"
 
 
 class TotalNormError(Coded, ValueError, RuntimeError):
     """The total norm of gradients is not finite, or cannot be computed of what was given."""
 
-    code = "VS0808"
+    code = "VS0802"
 
 
 class EMAError(Coded, ValueError, RuntimeError):
     """An `EMA` does not fit its model any more, or its averages are swapped in."""
 
-    code = "VS0809"
+    code = "VS0802"
 
 
 class OptimizerReportError(Coded, NotImplementedError):
     """`report` cannot plan the states of an optimizer that has not stepped yet."""
 
-    code = "VS0810"
+    code = "VS0802"

@@ -26,7 +26,7 @@ class PlanError(Coded, ValueError):
 class MissingMeshError(PlanError):
     """A plan file without sizes of its axes was read without a mesh."""
 
-    code = "VS0123"
+    code = "VS0120"
 
 
 class PlanMismatchError(PlanError):
@@ -51,49 +51,49 @@ class PathError(Coded, ValueError):
 class PhaseError(Coded, ValueError):
     """A phase has a name that does not exist."""
 
-    code = "VS0102"
+    code = "VS0100"
 
 
 class PlacementTextError(Coded, ValueError):
     """A text is no placement, or a placement cannot be written as text."""
 
-    code = "VS0103"
+    code = "VS0401"
 
 
 class MeshAxesError(Coded, ValueError):
     """The axes of a mesh cannot be used: no names, a repeated name, a size below 1, or text that is not `axis=size`."""
 
-    code = "VS0104"
+    code = "VS0100"
 
 
 class CheckpointPolicyError(Coded, ValueError):
     """The policy of a `checkpoint` entry cannot be read."""
 
-    code = "VS0105"
+    code = "VS0100"
 
 
 class UnitPolicyError(Coded, ValueError):
     """The mixed precision or offload policy of a unit cannot be read."""
 
-    code = "VS0106"
+    code = "VS0100"
 
 
 class EntryError(PlanError):
     """An entry of a plan contradicts itself or the mesh: an unknown axis, no placement, arguments that exclude others."""
 
-    code = "VS0110"
+    code = "VS0100"
 
 
 class ModuleEntryError(PlanError):
     """A `precision` or `checkpoint` entry has a value that cannot be used."""
 
-    code = "VS0111"
+    code = "VS0100"
 
 
 class PipelineEntryError(PlanError):
     """The `pipeline` entry has an argument that cannot be used."""
 
-    code = "VS0112"
+    code = "VS0100"
 
 
 class YamlSyntaxError(PlanError):
@@ -105,13 +105,13 @@ class YamlSyntaxError(PlanError):
 class YamlPlanError(PlanError):
     """A YAML plan has a section, key or value that plans do not have."""
 
-    code = "VS0121"
+    code = "VS0120"
 
 
 class IncludeError(PlanError):
     """A file that a plan includes cannot be read, is outside of the plan's folder, or includes itself."""
 
-    code = "VS0122"
+    code = "VS0120"
 
 
 class HfPlanError(PlanError):
@@ -123,10 +123,10 @@ class HfPlanError(PlanError):
 class ParallelPlanError(PlanError):
     """The model's own `get_parallel_plan()` cannot be read for this mesh."""
 
-    code = "VS0131"
+    code = "VS0130"
 
 
 class UnknownZooPlanError(PlanError):
     """The plan zoo has no plan of that name."""
 
-    code = "VS0132"
+    code = "VS0130"

@@ -17,7 +17,7 @@ class UnsupportedOpError(Coded, NotImplementedError):
     """An op is not implemented for the placements of its operands: options that need the rows of other ranks, heads cut in
     several runs."""
 
-    code = "VS1606"
+    code = "VS1604"
 
 
 class OpPlacementError(Coded, RuntimeError):
@@ -43,13 +43,13 @@ class IndexBoundsError(Coded, IndexError):
     """Indices are out of bounds: tokens that an embedding has no row for, positions for ``gather``, classes for
     ``one_hot``."""
 
-    code = "VS1608"
+    code = "VS1605"
 
 
 class PendingSumWarning(Coded, UserWarning):
     """`to_local()` of a pending sum (`Partial`) of a parallelized model gave this rank's summand, which is not the value."""
 
-    code = "VS1609"
+    code = "VS0407"
 
 
 # Errors of placements and of conversions between them.
@@ -66,39 +66,39 @@ class RedistributeError(Coded, ValueError):
     """A redistribution has no meaning: pending reductions of different operations, or of values for which the operation is
     not defined."""
 
-    code = "VS0402"
+    code = "VS0401"
 
 
 class OtherMeshError(Coded, NotImplementedError):
     """A DTensor was to be redistributed to another mesh."""
 
-    code = "VS0403"
+    code = "VS0401"
 
 
 class DistributeError(Coded, ValueError):
     """`distribute_tensor` was given a DTensor of other placements, or a placement that has no source; or a program holds
     PyTorch's function from before vescale's placements were loaded."""
 
-    code = "VS0404"
+    code = "VS0401"
 
 
 class FromLocalError(Coded, ValueError):
     """`from_local` cannot build a DTensor of the parts: ranks give different dtypes or placements, or the parts do not
     tell the global shape."""
 
-    code = "VS0405"
+    code = "VS0401"
 
 
 class ShardedStateError(Coded, ValueError):
     """A state dict of torch.distributed.checkpoint does not fit the DTensor that it is loaded into."""
 
-    code = "VS0406"
+    code = "VS0407"
 
 
 class DTensorStorageError(Coded, RuntimeError):
     """Foreign code asked for the memory of a DTensor, which has none of its own."""
 
-    code = "VS0408"
+    code = "VS0209"
 
 
 class SavedPartWarning(Coded, UserWarning):
@@ -113,7 +113,7 @@ class SavedPartWarning(Coded, UserWarning):
 class UnsupportedRandomOpError(Coded, NotImplementedError):
     """A random op is unknown, or has no implementation for the tensor or device."""
 
-    code = "VS1206"
+    code = "VS1202"
 
 
 class RandomOpError(Coded, RuntimeError):
@@ -126,22 +126,22 @@ class RandomOpError(Coded, RuntimeError):
 class UnsupportedDeferredError(Coded, NotImplementedError):
     """An op or hook cannot be recorded inside of `deferred_init()`."""
 
-    code = "VS1207"
+    code = "VS1201"
 
 
 class MaterializeError(Coded, ValueError, RuntimeError):
     """Deferred tensors cannot be given values as asked for."""
 
-    code = "VS1203"
+    code = "VS1201"
 
 
 class SamplerError(Coded, ValueError):
     """A `ShardedBatchSampler` cannot deal out batches as asked for, or has the state of another one."""
 
-    code = "VS1204"
+    code = "VS1202"
 
 
 class GeneratorError(Coded, ValueError):
     """A generator or its state is not of the kind that can be continued."""
 
-    code = "VS1205"
+    code = "VS1202"

@@ -11,7 +11,7 @@ from vescale.errors._plans import PlanError
 class DeviceTableError(Coded, ValueError):
     """A table of a device is unknown or not complete."""
 
-    code = "VS1501"
+    code = "VS1502"
 
 
 class EstimateError(PlanError):
@@ -23,25 +23,25 @@ class EstimateError(PlanError):
 class SimulationError(Coded, ValueError, RuntimeError):
     """A script cannot be simulated as asked for: there is no such file or rank, or the simulation itself ended."""
 
-    code = "VS1505"
+    code = "VS1502"
 
 
 class EstimateArgumentError(Coded, ValueError):
     """An argument of an estimate has a value that cannot be used."""
 
-    code = "VS1506"
+    code = "VS0001"
 
 
 class WhatIfError(Coded, ValueError):
     """A change of `--what-if` cannot be read."""
 
-    code = "VS1503"
+    code = "VS1502"
 
 
 class SearchError(Coded, ValueError):
     """A search cannot be made with this number of devices, batch or model."""
 
-    code = "VS1507"
+    code = "VS1502"
 
 
 # Errors of `vescale.debug`.
@@ -50,16 +50,16 @@ class SearchError(Coded, ValueError):
 class DebugOptionError(Coded, ValueError, RuntimeError):
     """A tool of `vescale.debug` has an argument that cannot be used, or is on already."""
 
-    code = "VS1403"
+    code = "VS0001"
 
 
 class ModelFlopsError(Coded, ValueError):
     """The operations for a token do not follow from the model's parameters."""
 
-    code = "VS1405"
+    code = "VS1502"
 
 
 class VerifyError(Coded, ValueError, TypeError):
     """`verify` cannot train the model on meshes with what it was given."""
 
-    code = "VS1406"
+    code = "VS1502"

@@ -6,8 +6,7 @@ from vescale.estimation._compare import Comparison, EstimateWarning, compare
 from vescale.estimation._depth import first_and_last_of
 from vescale.estimation._devices import HOST_KINDS, Curve, Device, Efficiency, device_names, device_of
 from vescale.estimation._estimate import Estimate, attention_of_gpu, estimate, routing_of
-from vescale.estimation._extrapolate import Extrapolation, ScaledTerm, extrapolate
-from vescale.estimation._html import page, sliders_of
+from vescale.estimation._html import page
 from vescale.estimation._implicit import forward_reports
 from vescale.estimation._memory_log import Block, Instant, MemoryLog
 from vescale.estimation._memory_timeline import CATEGORIES, MemoryTimeline, timeline_of
@@ -51,7 +50,6 @@ __all__ = [
     "Efficiency",
     "Estimate",
     "EstimateWarning",
-    "Extrapolation",
     "Instant",
     "MemoryLog",
     "MemoryTimeline",
@@ -61,7 +59,6 @@ __all__ = [
     "Rehearsal",
     "Repeats",
     "Routing",
-    "ScaledTerm",
     "StepTime",
     "UnfilledTensors",
     "attention_of_gpu",
@@ -74,7 +71,6 @@ __all__ = [
     "device_names",
     "device_of",
     "estimate",
-    "extrapolate",
     "first_and_last_of",
     "forward_reports",
     "host_seconds",
@@ -93,7 +89,6 @@ __all__ = [
     "repeats_of",
     "routing_of",
     "skeleton_of",
-    "sliders_of",
     "step_of_stages",
     "timeline_of",
     "unit_paths",

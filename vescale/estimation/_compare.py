@@ -41,7 +41,7 @@ class _Estimate(Protocol):
 class EstimateWarning(Coded, UserWarning):
     """An estimate differs from a measurement, or the batch has an input that the model does not read."""
 
-    code = "VS1504"
+    code = "VS1502"
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def padding_note(program: Program, model: nn.Module, padding: int, parameters: i
     worst = max(buckets, key=lambda one: one.padding_elements * one.dtype.itemsize, default=None)
     found = _with_rows(worst, model) if worst is not None else None
     if worst is None or found is None:
-        return f"{begin}: use fewer ranks, or shard over a part of them (hybrid sharding); see vescale advise"
+        return f"{begin}: use fewer ranks, or shard over a part of them (hybrid sharding)"
     layout, blocks = found
     axes = ", ".join(f"{axis}: Ragged(block={{}})" for axis in worst.shard)
     edits = "; ".join(f"{_pattern(names)}: {{{axes.format(size)}}}" for size, names in blocks.items())
@@ -413,7 +413,7 @@ def estimate(
     if entry is not None:
         time = _with_bubble(times, passes, staged.schedule)
     numbers = f"rank {ran[0]} was" if len(ran) == 1 else f"ranks {' and '.join(map(str, ran))} were"
-    notes.insert(0, f"{numbers} run for {steps} steps without numbers, with the engine's own code")
+    notes.insert(0, f"{numbers} simulated for {steps} steps: the code that trains ran on tensors without values")
     if on_host:
         notes.append(
             f"{on_host / 2**30:.2f} GiB a rank are offloaded, in the host's memory, at most; the seconds of copies to and "

@@ -17,7 +17,7 @@ Rows = Sequence[tuple[str, str]]
 class ShardingMismatchError(PlanMismatchError, BufferMismatchError):
     """Ranks have given different parameters, or options, to ``fully_shard``."""
 
-    code = "VS0601"
+    code = "VS0201"
 
 
 def compare_groups(model: str, parameters: Rows, buffers: Rows, numbers: Rows, along: dist.ProcessGroup) -> None:

@@ -84,7 +84,7 @@ class Event(Enum):
 class ResidencyError(Coded, RuntimeError):
     """An event in a state in which it must not happen."""
 
-    code = "VS0602"
+    code = "VS0603"
 
     def __init__(self, group: str, state: Residency, event: Event) -> None:
         legal = ", ".join(repr(one.value) for (of, one) in TRANSITIONS if of is state)

@@ -27,7 +27,7 @@ from vescale.gradients._reduction import Arrival
 class GradientMismatchError(Coded, RuntimeError):
     """The gradients of the ranks differ, so that their collectives would not match."""
 
-    code = "VS0702"
+    code = "VS0703"
 
 
 @dataclass(frozen=True)

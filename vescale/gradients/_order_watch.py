@@ -30,7 +30,7 @@ class OrderMismatchError(Coded, RuntimeError):
     ``ranks``: those that differ from the majority.
     """
 
-    code = "VS0701"
+    code = "VS0301"
 
     def __init__(self, problem: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(problem)

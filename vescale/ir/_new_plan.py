@@ -59,8 +59,8 @@ class Coverage:
     def __str__(self) -> str:
         largest = ", ".join(f"{name} ({size:,})" for name, size in self.whole[:5])
         return (
-            f"{self.parameters:.1%} of the parameters are cut, {self.activations:.1%} of the modules' activations are placed"
-            + (f"; whole, of the largest: {largest}" if largest else "")
+            f"{self.parameters:.1%} of the parameters are sharded, and {self.activations:.1%} of the modules' outputs have "
+            "entries" + (f"; the largest parameters that stay whole: {largest}" if largest else "")
         )
 
 

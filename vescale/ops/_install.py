@@ -65,7 +65,7 @@ from vescale.placements import (
 class PlacementFallbackWarning(Coded, UserWarning):
     """An op had no rule for a placement, so the whole operand was communicated; correct, but not free."""
 
-    code = "VS1602"
+    code = "VS1601"
 
 
 class PlacementFallbackError(Coded, RuntimeError):

@@ -22,7 +22,7 @@ from vescale.placements import RaggedShard, Region, coordinates, largest_shape, 
 class UnevenBlocksError(Coded, ValueError):
     """No placement describes where the blocks of a tensor are on a mesh, although none is cut."""
 
-    code = "VS0801"
+    code = "VS0804"
 
 
 @dataclass(frozen=True)

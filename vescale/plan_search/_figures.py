@@ -73,7 +73,7 @@ def figures_of(profile: Profile, choice: Choice, rows: int, setting: Setting) ->
     terms = {
         "compute": ops.compute,
         "memory": memory,
-        "exposed": waited + device.exposed(hidden, ops.compute + memory),
+        "exposed": max(0.0, waited + device.exposed(hidden, ops.compute + memory)),
         "bubble": 0.0,
         "host": host_of(profile, choice, setting, ops.num_ops, ops.on_dtensors),
     }

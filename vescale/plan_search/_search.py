@@ -127,6 +127,7 @@ class Search:
         proposals: the plans that fit, the fastest first.
         rejected: everything else that was looked at, with the reason.
         seconds: how long the search took.
+        margin: the share of memory that is kept for fragmentation.
     """
 
     devices: int
@@ -136,6 +137,7 @@ class Search:
     proposals: tuple[Proposal, ...]
     rejected: tuple[Rejected, ...]
     seconds: float
+    margin: float = 0.0
 
     @property
     def best(self) -> Proposal | None:
@@ -163,9 +165,9 @@ class Search:
                 "give a number of devices that divides the rows of the batch, or a batch that more numbers divide"
             ]
         least = min(missing, key=lambda one: one.needed_bytes or 0)
-        needed, memory = least.needed_bytes or 0, self.device.memory_bytes or 0
+        needed, memory = (1 + self.margin) * (least.needed_bytes or 0), self.device.memory_bytes or 0
         found = [
-            f"nothing fits: the smallest choice needs {needed / 2**30:.2f} GiB on a device, "
+            f"nothing fits: the smallest choice needs {needed / 2**30:.2f} GiB on a device{_with(self.margin)}, "
             f"{(needed - memory) / 2**30:.2f} GiB more than {self.device.name} has: {_text(least.what)}"
         ]
         helps = ["more devices", "devices with more memory"]
@@ -217,6 +219,7 @@ def search(
     load: float | list[float] = 1.0,
     loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
     exact: int = 3,
+    margin: float = 0.08,
     progress: Callable[[str], None] | None = None,
 ) -> Search:
     """Meshes and plans for ``model`` on ``devices`` devices that fit their memory, the fastest step first.
@@ -236,7 +239,9 @@ def search(
         precision: a dtype to compute in, for all plans (``bfloat16``); gradients are reduced in float32. None: the model's.
         load: of experts, as for :func:`vescale.estimate`.
         loss: of the model's output and the batch; by default ``output.loss``, or the mean of the first output.
-        exact: how many of the fastest plans are estimated one by one.
+        exact: how many of the fastest plans are estimated one by one, beside the fastest of each kind (the same ``tp``,
+            ``cp`` and ``ep``). Figures of others of a kind are scaled as the estimate differs from their closed form.
+        margin: the share of a plan's memory that is added to it for fragmentation, which estimates do not know.
         progress: called with a line for each part of the work.
 
     Raises:
@@ -248,14 +253,18 @@ def search(
         raise SearchError(f"search: devices is {devices!r}; give a number of at least 1")
     if exact < 0:
         raise SearchError(f"search: exact is {exact}; give 0 or more")
+    if not 0 <= margin < 1:
+        raise SearchError(f"search: margin is {margin}; give a share, as 0.08")
     table = device_of(device)
     with without_collections():  # they take a seventh of a search
-        looked = Looked(model, devices, batch, table, optimizer, precision, load, loss, progress or _no_progress)
+        looked = Looked(
+            model, devices, batch, table, optimizer, precision, load, loss, progress or _no_progress, margin
+        )
         looked.evaluate()
         looked.estimate_first(exact)
     seconds = time.perf_counter() - began
     proposals = tuple(Proposal(c, f, looked.facts, precision) for c, f in looked.ranked())
-    return Search(devices, table, looked.rows, looked.tokens, proposals, tuple(looked.rejected), seconds)
+    return Search(devices, table, looked.rows, looked.tokens, proposals, tuple(looked.rejected), seconds, margin)
 
 
 def _no_progress(text: str) -> None:
@@ -275,8 +284,11 @@ class Looked:
     load: Any = 1.0
     loss: Any = None
     progress: Callable[[str], None] = _no_progress
+    margin: float = 0.0
     found: dict[Choice, Figures] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
+    scales: dict[Any, float] = field(default_factory=dict)
+    """By kind of choice: the seconds of an estimate, relative to those of the closed form."""
 
     def __post_init__(self) -> None:
         self.skeleton = skeleton_of(self.model)
@@ -341,14 +353,12 @@ class Looked:
         self._evaluate_all(first)
         whole = {(choice.tp, choice.ep) for choice in self.found}
         second = [one for one in own if one.cp == 1 and one.source is not self.sources[0]]
-        reason = "with the sequence in parts between the layers the mesh fits, moves as many bytes, and keeps less"
+        reason = "the same mesh with sequence parallelism fits, sends as many bytes, and needs less memory"
         self._reject([one for one in second if (one.tp, one.ep) in whole], reason)
         self._evaluate_all([one for one in second if (one.tp, one.ep) not in whole])
         context = [one for one in own if one.cp > 1]
         if self.found:
-            self._reject(
-                context, "sequences fit without parts in attention, whose exchanges come on top of the same ops"
-            )
+            self._reject(context, "plans without context parallelism fit, and communicate less")
         else:
             self._evaluate_all(context)
 
@@ -435,11 +445,13 @@ class Looked:
         return figures_of(profile, choice, rows, self.setting)
 
     def _fits(self, figures: Figures) -> bool:
-        return self.table.memory_bytes is None or figures.needed_bytes <= self.table.memory_bytes
+        memory = self.table.memory_bytes
+        return memory is None or (1 + self.margin) * figures.needed_bytes <= memory
 
     def _too_large(self, choice: Choice, figures: Figures) -> Rejected:
-        more = (figures.needed_bytes - (self.table.memory_bytes or 0)) / 2**30
-        reason = f"needs {figures.needed_bytes / 2**30:.2f} GiB, {more:.2f} GiB more than the device has"
+        needed = (1 + self.margin) * figures.needed_bytes
+        more = (needed - (self.table.memory_bytes or 0)) / 2**30
+        reason = f"needs {needed / 2**30:.2f} GiB{_with(self.margin)}, {more:.2f} GiB more than the device has"
         return Rejected(choice.describe(), "memory", reason, figures.needed_bytes)
 
     # Estimates
@@ -449,17 +461,25 @@ class Looked:
 
         def order(item: tuple[Choice, Figures]) -> Any:
             choice, figures = item
-            return (round(figures.step_seconds, 6), choice.pp, choice.zero, figures.needed_bytes, str(choice))
+            return (round(figures.step_seconds, 6), figures.needed_bytes, choice.pp, choice.zero, str(choice))
 
-        return sorted(self.found.items(), key=order)
+        return sorted(((choice, self._scaled(choice, figures)) for choice, figures in self.found.items()), key=order)
+
+    def _scaled(self, choice: Choice, figures: Figures) -> Figures:
+        scale = 1.0 if figures.is_exact else self.scales.get(_kind(choice), 1.0)
+        terms = {name: scale * seconds for name, seconds in figures.terms.items()}
+        return replace(figures, terms=terms, step_seconds=scale * figures.step_seconds)
 
     def estimate_first(self, count: int) -> None:
         """The fastest plans, until so many of them stay the fastest with their estimates; and the fastest one without
-        stages."""
+        stages of each kind."""
         tried: set[Choice] = set()
-        while len(tried) < 4 * count:
+        most = 4 * count + len({_kind(choice) for choice in self.found}) if count else 0
+        while len(tried) < most:
             ranked = self.ranked()
+            kinds = {_kind(one[0]): one for one in reversed(ranked) if one[0].pp == 1}
             first = [*ranked[:count], *[one for one in ranked if one[0].pp == 1][:1]]
+            first += [one for kind, one in kinds.items() if kind not in self.scales and one[0] not in tried]
             left = [c for c, f in dict(first).items() if not f.is_exact and c not in tried]
             if not left:
                 return
@@ -473,7 +493,9 @@ class Looked:
                     del self.found[choice]
                     self.rejected.append(found)
                 elif found is not None:
-                    self.found[choice] = found
+                    closed, self.found[choice] = self.found[choice], found
+                    if closed.step_seconds:
+                        self.scales.setdefault(_kind(choice), found.step_seconds / closed.step_seconds)
 
     def _shortened(self, choice: Choice) -> nn.Module:
         """The model with two blocks for each stage: a check of stages traces all of them, and they are equal."""
@@ -502,9 +524,19 @@ class Looked:
             loss=self.loss,
             load=self.load,
         )
-        terms = {name: float(getattr(known.time, name)) for name in ("compute", "memory", "exposed", "bubble", "host")}
+        names = ("compute", "memory", "exposed", "bubble", "host")
+        terms = {name: max(0.0, float(getattr(known.time, name))) for name in names}
         figures = Figures(known.peak_bytes, known.needed_bytes, terms, known.step_seconds, True)
         return figures if self._fits(figures) else self._too_large(choice, figures)
+
+
+def _kind(choice: Choice) -> tuple[Any, ...]:
+    """Choices whose ops are the same, but for stages, ZeRO and checkpointing."""
+    return (choice.tp, choice.cp, choice.ep, choice.source.sequence)
+
+
+def _with(margin: float) -> str:
+    return f" with {margin:.0%} for fragmentation" if margin else ""
 
 
 def _matches(pattern: str, path: str) -> bool:

@@ -36,7 +36,7 @@ from vescale.plans._mesh_axes import MeshAxes, axis_sizes
 from vescale.plans._path import Path, Target
 from vescale.plans._pipeline_entry import PIPELINE_SCHEDULES, PipelineEntry, with_pipeline
 from vescale.plans._placement_text import parse_placement, placement_text
-from vescale.plans._plan import Plan, VescalePlan
+from vescale.plans._plan import Plan
 from vescale.plans._yaml_nodes import Document, YamlLimits, load_yaml
 from vescale.plans._yaml_writer import plan_text
 
@@ -74,7 +74,6 @@ __all__ = [
     "Source",
     "Target",
     "UnitEntry",
-    "VescalePlan",
     "YamlLimits",
     "axis_sizes",
     "checkpoint_budget",

@@ -292,7 +292,7 @@ _KEY_VALUE = regex.compile(r"(k|v|kv|key|value)(_proj|_linear)?")
 class HfImportWarning(Coded, UserWarning):
     """``Plan.from_hf`` left something out that the model's plan names."""
 
-    code = "VS0124"
+    code = "VS0130"
 
 
 def add_hf_entries(

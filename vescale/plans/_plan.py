@@ -9,9 +9,11 @@ from typing import Any, Literal, Self
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 
 from vescale.errors import EntryError, Source, calling_line, did_you_mean
-from vescale.plans._entries import ShardEntry
+from vescale.placements import RaggedShard
+from vescale.plans._entries import INIT, RUN, ShardEntry
 from vescale.plans._hf_import import add_hf_entries
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._module_entries import ModuleEntries
@@ -38,6 +40,9 @@ class Plan(ModuleEntries):
 
     Args:
         mesh: a DeviceMesh with axis names, or ``{axis: size}`` to write, check and lower a plan without devices.
+        inputs: what ordinary tensors are that the model is called with: ``"global"``, the same on every rank, or
+            ``"local"``, this rank's part, as a data loader with a sampler reads it. Holds for the entries of ``<in:name>``
+            that are written afterwards.
 
     Raises:
         PlanError: from every method, with the line of the call.
@@ -64,6 +69,46 @@ class Plan(ModuleEntries):
         ]
         return self
 
+    def zero(
+        self,
+        stage: Literal[1, 2, 3] = 3,
+        *,
+        axis: str | Sequence[str] = "dp",
+        path: str = ".*",
+        units: str | Sequence[str] = (),
+        source: Source | None = None,
+    ) -> Self:
+        """Adds the entries of ZeRO: between steps, parameters, gradients and optimizer states are sharded over ``axis``, and
+        parameters are gathered while they are used. The batch is sharded over the same axis by an entry of its own.
+
+        Args:
+            stage: 3 gathers parameters for the forward and for the backward of each unit; 2 keeps them in between; 1 keeps
+                them and unreduced gradients through all backwards that accumulate.
+            axis: over which axis, or jointly over which axes.
+            path: which parameters; all of them by default.
+            units: the modules that are gathered as one, as ``"layers.\\d+"``. By default the model's repeated blocks, for
+                stage 3 alone: stages 1 and 2 have to name them (``""`` is the model itself).
+            source: where the entries were written; by default the calling line.
+
+        Returns the plan.
+        """
+        source = source or calling_line()
+        if stage not in (1, 2, 3) or isinstance(stage, bool):
+            raise EntryError(f"zero: stage={stage!r}; use 1, 2 or 3", source)
+        paths = (units,) if isinstance(units, str) else tuple(units)
+        if stage < 3 and not paths:
+            raise EntryError(
+                f"zero: stage {stage} keeps the parameters of units, and no unit is named; name the model's blocks, as "
+                "units='layers.\\d+', or units=['layers.\\d+', ''] with the model itself",
+                source,
+            )
+        self.shard(path, RaggedShard(), phase=INIT, axis=axis, source=source)
+        self.shard(path, Replicate(), phase=RUN, axis=axis, source=source)
+        forward, backward = None if stage == 3 else False, False if stage == 1 else None
+        for unit in paths:
+            self.unit(unit, reshard_after_forward=forward, reshard_after_backward=backward, source=source)
+        return self
+
     def pipeline(
         self,
         *,
@@ -71,6 +116,7 @@ class Plan(ModuleEntries):
         stages: Sequence[Sequence[str]] | None = None,
         balance: Literal["cost"] | None = None,
         mesh: str = "pp",
+        axis: str | None = None,
         schedule: str = "1F1B",
         microbatches: int = 8,
         loss: str | Callable[[Any, Mapping[str, Any]], tuple[Any, Any]] = "out.loss",
@@ -87,6 +133,8 @@ class Plan(ModuleEntries):
         Args:
             split_before: modules before whose call a stage begins: ``["model.layers.8", "model.layers.16"]`` makes three.
             stages: for each stage, modules that belong to it; it begins before the first.
+            mesh: the same as ``axis``.
+            axis: the axis of the mesh for the stages (default: ``"pp"``).
             balance: ``"cost"`` cuts the model's repeated blocks so that the slowest stage is as fast as possible.
             schedule: a name of ``torch.distributed.pipelining`` (case does not matter; also ``"ZBV"``), or CSV text.
             microbatches: equal parts of the batch, cut along dim 0.
@@ -113,7 +161,7 @@ class Plan(ModuleEntries):
             split_before=split_before,
             stages=stages,
             balance=balance,
-            mesh=mesh,
+            mesh=mesh if axis is None else axis,
             schedule=schedule,
             microbatches=microbatches,
             loss=loss,
@@ -225,6 +273,3 @@ class Plan(ModuleEntries):
     def to_yaml(self) -> str:
         """The plan as YAML text; ``Plan.from_yaml(plan.to_yaml()) == plan``."""
         return plan_text(self)
-
-
-VescalePlan = Plan

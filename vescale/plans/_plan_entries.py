@@ -33,8 +33,15 @@ from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._pipeline_entry import PipelineEntry
 
-# One placement for the axis named by mesh=, one for each axis named there, or {axis: placement}.
+# One placement for the axis named by axis=, one for each axis named there (or of the mesh), or {axis: placement}.
 PlacementSpec = Placement | Sequence[Placement] | Mapping[str, Placement]
+
+
+def _one_of(mesh: Any, axis: Any, source: Source) -> Any:
+    """``axis=`` and ``mesh=`` are two names of one argument."""
+    if mesh is not None and axis is not None:
+        raise EntryError(f"axis={axis!r} beside mesh={mesh!r}, which means the same; give one of them", source)
+    return mesh if axis is None else axis
 
 
 class PlanEntries:
@@ -43,12 +50,17 @@ class PlanEntries:
     Each method checks the path, axes and placements of an entry and adds it. All raise PlanError with the line of the call.
     """
 
-    def __init__(self, mesh: DeviceMesh | Mapping[str, int] | MeshAxes) -> None:
+    def __init__(
+        self, mesh: DeviceMesh | Mapping[str, int] | MeshAxes, *, inputs: Literal["global", "local"] = "global"
+    ) -> None:
         try:
             self._axes = MeshAxes.of(mesh)
         except ValueError as error:
             raise EntryError(str(error), calling_line()) from None
+        if inputs not in ("global", "local"):
+            raise EntryError(f"inputs={inputs!r}; use 'global' or 'local'", calling_line())
         self._mesh = mesh if isinstance(mesh, DeviceMesh) else None
+        self._inputs = inputs
         self._entries: list[Entry] = []
         self._pipeline: PipelineEntry | None = None
 
@@ -79,24 +91,31 @@ class PlanEntries:
         mesh: str | Sequence[str] | None = None,
         phase: Phase | str = ALL,
         *,
-        given: Literal["global", "local"] = "global",
+        axis: str | Sequence[str] | None = None,
+        given: Literal["global", "local"] | None = None,
         source: Source | None = None,
     ) -> Self:
-        """Place the tensors that ``path`` names; returns the plan, so that calls can be chained.
+        """Adds an entry for the placement of the tensors that ``path`` names, and returns the plan.
 
         Args:
             path: a regular expression for modules, a dot, and a tensor (docs/plans.md, Paths).
-            placement: one placement; or ``{axis: placement}`` without ``mesh``.
-            mesh: the axis, or axes, of the placement; may be left out on a mesh of one axis.
+            placement: one placement for ``axis``; a list with one for each axis of the mesh, as DTensor takes it; or
+                ``{axis: placement}``.
+            mesh: the same as ``axis``.
             phase: when it holds; see :class:`Phase`.
-            given: for inputs of the model, whether plain tensors are global or this rank's part.
-            source: where the entry was written; the calling line when left out.
+            axis: the axis, or axes, of the placement, by name; not needed on a mesh of one axis.
+            given: for inputs of the model, whether ordinary tensors are ``"global"`` or this rank's part (``"local"``); by
+                default as the plan's ``inputs``.
+            source: where the entry was written; by default the calling line.
         """
         source = source or calling_line()
-        parsed = self._path(path, source)
+        parsed, mesh = self._path(path, source), _one_of(mesh, axis, source)
+        is_input = parsed.target is Target.IN and parsed.pattern == ""
+        if given is None:
+            given = self._inputs if is_input else "global"
         if given not in ("global", "local"):
             raise EntryError(f"given={given!r}; use 'global' or 'local'", source)
-        if given == "local" and not (parsed.target is Target.IN and parsed.pattern == ""):
+        if given == "local" and not is_input:
             raise EntryError(
                 f"given='local' on {path!r}: only inputs of the model itself, <in:name>, are the caller's; leave it out",
                 source,
@@ -113,12 +132,13 @@ class PlanEntries:
         grad_src: PlacementSpec | None = None,
         grad_dst: PlacementSpec | None = None,
         mesh: str | Sequence[str] | None = None,
+        axis: str | Sequence[str] | None = None,
         source: Source | None = None,
     ) -> Self:
         """At the boundary ``path`` (``<in>`` or ``<out>``), bring a tensor from ``src`` to ``dst``, and its gradient from
         ``grad_src`` to ``grad_dst``; see :class:`RedistributeEntry`."""
         source = source or calling_line()
-        parsed = self._boundary(path, "redistribute", source)
+        parsed, mesh = self._boundary(path, "redistribute", source), _one_of(mesh, axis, source)
         before, after = self._placements(src, mesh, source), self._placements(dst, mesh, source)
         if [axis for axis, _ in before] != [axis for axis, _ in after]:
             raise EntryError(
@@ -135,10 +155,12 @@ class PlanEntries:
         placement: PlacementSpec,
         mesh: str | Sequence[str] | None = None,
         *,
+        axis: str | Sequence[str] | None = None,
         source: Source | None = None,
     ) -> Self:
         """Declare the ``placement`` that the local tensor ``path`` has already; nothing moves."""
         source = source or calling_line()
+        mesh = _one_of(mesh, axis, source)
         return self._add(AnnotateEntry(self._path(path, source), self._placements(placement, mesh, source), source))
 
     def factory(
@@ -147,11 +169,12 @@ class PlanEntries:
         placement: PlacementSpec,
         mesh: str | Sequence[str] | None = None,
         *,
+        axis: str | Sequence[str] | None = None,
         source: Source | None = None,
     ) -> Self:
         """Give ``placement`` to tensors that are made inside the forward of the modules that ``path`` matches."""
         source = source or calling_line()
-        parsed = self._module(path, "factory", source)
+        parsed, mesh = self._module(path, "factory", source), _one_of(mesh, axis, source)
         return self._add(FactoryEntry(parsed, self._placements(placement, mesh, source), source))
 
     def attention(
@@ -160,6 +183,7 @@ class PlanEntries:
         method: AttentionMethod | Mapping[str, AttentionMethod],
         mesh: str | Sequence[str] | None = None,
         *,
+        axis: str | Sequence[str] | None = None,
         source: Source | None = None,
     ) -> Self:
         """Choose the method of attention in the modules that ``path`` matches, on axes that shard its *sequence* (context
@@ -177,7 +201,7 @@ class PlanEntries:
         ``method`` may be a mapping from axis to method; otherwise it holds for the axes of ``mesh``.
         """
         source = source or calling_line()
-        parsed = self._module(path, "attention", source)
+        parsed, mesh = self._module(path, "attention", source), _one_of(mesh, axis, source)
         given = dict(self._pairs(method, mesh, source))
         for axis, name in given.items():
             if axis not in self._axes:
@@ -353,16 +377,18 @@ class PlanEntries:
         if isinstance(spec, Mapping):
             if mesh is not None:
                 raise EntryError(
-                    f"mesh={mesh!r} beside {dict(spec)!r}, which names its axes itself; leave mesh out", source
+                    f"axis={mesh!r} beside {dict(spec)!r}, which names its axes itself; leave axis out", source
                 )
             if not spec:
                 raise EntryError("no placement is given; name at least one axis", source)
             yield from spec.items()
             return
+        if mesh is None and isinstance(spec, list | tuple):
+            mesh = self._axes.names  # as DTensor takes placements: one for each axis of the mesh
         if mesh is None:
             if len(self._axes.names) != 1:
                 raise EntryError(
-                    f"which of the axes {', '.join(self._axes.names)} is {spec!r} for? pass mesh=, or {{axis: placement}}",
+                    f"which of the axes {', '.join(self._axes.names)} is {spec!r} for? pass axis=, or {{axis: placement}}",
                     source,
                 )
             mesh = self._axes.names[0]
@@ -371,7 +397,7 @@ class PlanEntries:
             return
         if not isinstance(mesh, Sequence) or not mesh or not all(isinstance(axis, str) for axis in mesh):
             raise EntryError(
-                f"mesh={mesh!r} is not the name of an axis; give mesh={self._axes.names[0]!r}, or several", source
+                f"axis={mesh!r} is not the name of an axis; give axis={self._axes.names[0]!r}, or several", source
             )
         placements = [spec] * len(mesh) if isinstance(spec, Placement | str) else list(spec)
         if len(placements) != len(mesh):

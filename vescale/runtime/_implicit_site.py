@@ -27,7 +27,7 @@ class ImplicitCommunicationWarning(Coded, UserWarning):
     """An op needed communication that no plan entry requests; issued once for each entry that would request it, repeated
     layers as one."""
 
-    code = "VS0203"
+    code = "VS0202"
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _ADVICE = (
 class MissingValuesWarning(Coded, UserWarning):
     """A model was given to ``parallelize`` with parameters or buffers that have no values."""
 
-    code = "VS0208"
+    code = "VS0207"
 
 
 class MissingValues:

@@ -1,7 +1,7 @@
 """The mesh of an entry is a number.
 
 error: PlanError|TypeError
-says: mesh=7.5 is not the name of an axis | mesh='tp'
+says: axis=7.5 is not the name of an axis | axis='tp'
 """
 
 from torch.distributed.tensor import Replicate, Shard  # noqa: F401
