@@ -85,6 +85,10 @@ class ClockedStream(SideStream):
         if event is not None:
             self.clocks.merge(self.clocks.current, event)
 
+    def host_waits(self, event: Any) -> None:
+        if event is not None:
+            self.clocks.merge("host", event)
+
 
 @contextlib.contextmanager
 def clocked(model: Any, patch: pytest.MonkeyPatch) -> Iterator[Clocks]:

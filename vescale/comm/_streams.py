@@ -37,6 +37,11 @@ class SideStream:
         """An event after all that this stream has been given; None on the CPU."""
         return self.stream.record_event() if self._module else None
 
+    def host_waits(self, event: Any) -> None:
+        """The caller waits for ``event``."""
+        if self._module and event is not None:
+            event.synchronize()
+
     def compute_done(self) -> Any:
         """An event after all that the current stream has been given; None on the CPU."""
         return self._module.current_stream().record_event() if self._module else None

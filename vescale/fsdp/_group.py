@@ -371,7 +371,7 @@ class ParameterGroup:
         for bucket in self.at_rest.buckets:
             bucket.gradients.abandon()
         self.memory.reshard()
-        self.memory.give_back(())
+        self.memory.give_back(self.memory.comm.gather_stream.compute_done())
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.path!r}, {len(self.parameters)} parameters)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from vescale.fsdp._context import CommContext, RootOrders
 from vescale.fsdp._parameter import ManagedParameter
 from vescale.fsdp._residency import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import ShardedParameters
-from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, ShardedReduction, next_unit_number
+from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, next_unit_number
 
 _WITHOUT_PARAMETERS = (Residency.SHARDED, Residency.KEPT_PIECE)
 _WITH_PARAMETERS = (Residency.GATHERED, Residency.UNSHARDED)
@@ -141,42 +141,59 @@ class GroupMemory:
     # Gather
 
     def unshard(self) -> None:
-        """Start the all-gathers; nothing happens when they are running, or done."""
+        """Start the all-gathers; nothing happens when they are running, or done. After an error nothing is gathered."""
         if self.is_borrowed:
             self.comm.take_back_borrowed()
         if self.residency not in _WITHOUT_PARAMETERS:
             return
+        comm, path = self.comm, self.at_rest.path
         if self.at_rest.is_stale:
             self.at_rest.rebuild(self.forget_buffers)
-        memory, comm, path = self.prepare(), self.comm, self.at_rest.path
+            comm.gather_stream.wait_for_compute()  # which may have copied parameters to their places
+        memory = self.prepare()
         with profiled(f"vescale.fsdp::all_gather ({path})"):
-            is_current = not self._note_versions()
-            if comm.reclaim(memory, is_current=is_current):
-                self._move(Event.GATHER)
-                return
+            self._note_versions()
             if self.residency is Residency.KEPT_PIECE:
                 comm.gather_stream.wait_event(self._event)
             with comm.gather_stream(), torch.no_grad():
-                comm.make_room()
+                comm.make_room(memory)
                 memory.allocate()
-                self.unit.gathers()
-                self._pending = [
-                    b.gathering.start(self.unit, path, self.custom_all_gather) for b in self.at_rest.buckets
-                ]
+                try:
+                    self._start_gathers(path)
+                except BaseException as error:
+                    self._drop_gathers(error)
+                    raise
                 self._move(Event.GATHER)
-                if comm.gather_stream.is_real:
-                    for pending in self._pending:
-                        pending.wait()
-                    self._event = comm.gather_stream.done()
 
-    def _note_versions(self) -> bool:
-        """Whether parameters have been written since the last gather."""
+    def _start_gathers(self, path: str) -> None:
+        stream = self.comm.gather_stream
+        self.unit.gathers()
+        for bucket in self.at_rest.buckets:
+            self._pending.append(bucket.gathering.start(self.unit, path, self.custom_all_gather))
+            if self.at_rest.offloads:
+                self.comm.note_host_read()
+        if stream.is_real:
+            for pending in self._pending:
+                pending.wait()
+            self._event = stream.done()
+
+    def _drop_gathers(self, error: BaseException) -> None:
+        """An ``error`` has ended the start of the all-gathers: wait for those that were started, and free the memory."""
+        assert self.gathered is not None
+        started, self._pending = self._pending, []
+        if not isinstance(error, OrderMismatchError):  # else the ranks that raise do not take part in what follows
+            for pending in started:
+                try:
+                    pending.wait()
+                except Exception as second:
+                    error.add_note(f"An all-gather that was running failed, too: {type(second).__name__}: {second}")
+        self.gathered.free()
+
+    def _note_versions(self) -> None:
+        """Parameters may have been written since the last gather."""
         before, self._versions = self._versions, self._present_versions()
-        if before == self._versions:
-            return False
-        changed = [p for p, old, new in zip(self.at_rest.parameters, before, self._versions) if old != new]
-        self._changed += changed
-        return bool(changed)
+        if before != self._versions:
+            self._changed += [p for p, old, new in zip(self.at_rest.parameters, before, self._versions) if old != new]
 
     def _present_versions(self) -> list[int]:
         return write_counts([p.sharded for p in self.at_rest.parameters])  # type: ignore[misc]  # they are DTensors
@@ -218,6 +235,8 @@ class GroupMemory:
             )
             self._changed = []
         self._marks = self._present_marks()
+        assert self.gathered is not None
+        self.gathered.lend(self.comm.gather_stream.wait_event)
         self._move(Event.USE)
 
     def _arrive(self) -> None:
@@ -293,7 +312,7 @@ class GroupMemory:
                 assert self.gathered is not None
                 for bucket in self.at_rest.buckets:
                     bucket.unreduced.leave_place_of_parameters()
-                self.comm.retire(self.gathered)
+                self.comm.leave(self.gathered)
         elif self.residency is Residency.KEPT_PIECE:
             for bucket in self.at_rest.buckets:
                 bucket.gathering.drop_piece()
@@ -308,12 +327,11 @@ class GroupMemory:
             bucket.unreduced.take_place_of_parameters()
         return any(bucket.unreduced.in_place for bucket in self.at_rest.buckets)
 
-    def give_back(self, reductions: Sequence[ShardedReduction]) -> None:
-        """The gathered memory that reductions read from, when they are done; it was allocated on the gather stream."""
+    def give_back(self, *events: Any) -> None:
+        """The gathered memory that reductions read from; ``events`` are after them."""
         if self.is_borrowed:
             assert self.gathered is not None
-            for reduction in reductions:
-                self.comm.gather_stream.wait_event(reduction.event)
+            self.gathered.give_back(*events)
             self.gathered.free()
             self._move(Event.GIVE_BACK)
 

@@ -120,10 +120,8 @@ class FSDPModule:
 
         With ``async_op`` returns a handle at once; forward waits by itself. One all-gather a bucket.
         """
-        groups = self._state.groups
-        for group in groups:
-            group.unshard()
-        handle = UnshardHandle(groups)
+        self._state.unshard_by_hand()
+        handle = UnshardHandle(self._state.groups)
         if async_op:
             return handle
         handle.wait()

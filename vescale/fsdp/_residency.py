@@ -23,9 +23,8 @@ borrowed     sharded     yes       no     a reduction reads gradients that have 
 registered: the form of the parameters that modules have. Whatever memory is kept, it is the sharded one where the module
 runs neither forward nor backward: iterated, named, hooked, cleared and written to, parameters are those of the optimizer.
 gathered: the buffer of whole parameters is allocated. piece: a copy of an equal part of it is allocated, until it has been
-gathered from. Where a device computes on streams, a buffer that is freed stays allocated until the gather after the next
-one; a gather that comes before finds its contents there, and communicates nothing. Memory of gradients and shards is apart
-from this.
+gathered from. Where a device computes on streams, memory that is freed returns to the allocator with the gather after the
+next one, or this group's own; nothing reads its contents meanwhile. Memory of gradients and shards is apart from this.
 
 ===========  ==========  ===========  ==============================  ==================================================
 state        event       next state   communication                   when

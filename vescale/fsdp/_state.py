@@ -156,6 +156,15 @@ class ModuleState(FSDP2State):
             owner.register_load_state_dict_pre_hook(self.to_rest)
             owner.register_load_state_dict_post_hook(self._parameters_may_be_new)
 
+    def unshard_by_hand(self) -> None:
+        """See :meth:`FSDPModule.unshard`."""
+        if self.tree.is_broken_off:
+            self.tree.states[0].abandon_iteration()
+        if self.tree.forward_root is None and not self.tree.awaits_conclusion:  # else those of the iteration have waited
+            self.tree.order_gathers(is_used=False)
+        for group in self.groups:
+            group.unshard()
+
     def to_rest(self, *_: Any) -> None:
         """The registered parameters are the sharded ones."""
         for group in self.groups:
@@ -256,6 +265,7 @@ class ModuleState(FSDP2State):
             output = self._conclude_incomplete(output)
             self.tree.forward_root = None
             self.comm.make_room(keep=0)
+            self.comm.finish_host_reads()
             if not torch.is_grad_enabled() and not in_backward():
                 self.tree.orders.compare_gathers()  # no backward will
         return self._cast_outputs(output)
@@ -287,12 +297,7 @@ class ModuleState(FSDP2State):
                 group.begin_iteration()
             self.tree.begin_forward(self.modules[0], groups if self.is_root else self.groups)
         self.tree.forward_root = self
-        stream, event = self.comm.gather_stream, self.tree.post_optimizer_event
-        if event is None:
-            stream.wait_for_compute()  # for the optimizer, which may still be writing parameters
-        else:
-            stream.wait_event(event)
-            self.tree.post_optimizer_event = None
+        self.tree.order_gathers()
         if self.device.type != "cpu":
             args, kwargs = (
                 map_tensors(lambda t: t.to(self.device, non_blocking=True), given) for given in (args, kwargs)

@@ -58,6 +58,17 @@ class Tree(Generic[MemberT]):
         self.orders.begin(name)
         self._steps = StepComparison(name, groups if compares_steps else ())
 
+    def order_gathers(self, *, is_used: bool = True) -> None:
+        """Before a program's own gathers, or a forward: gathers wait for the optimizer, which may still write parameters.
+        ``is_used``: the event that :meth:`FSDPModule.set_post_optim_event` was given holds for this once."""
+        stream, event = self.comm.gather_stream, self.post_optimizer_event
+        if event is None:
+            stream.wait_for_compute()
+        else:
+            stream.wait_event(event)
+        if is_used:
+            self.post_optimizer_event = None
+
     def begin_forward(self, module: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         """Before the outermost forward of an iteration, of a module that has ``groups``.
 
@@ -124,6 +135,7 @@ class Tree(Generic[MemberT]):
                     comm.has_accumulated = True
                 comm.prefetches.clear()
                 comm.make_room(keep=0)
+            comm.finish_host_reads()
         self.orders.end_turns()
         self.awaits_conclusion = False
 

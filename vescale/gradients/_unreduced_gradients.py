@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.buffer import DBuffer
+from vescale.buffer import Allocation, DBuffer
 from vescale.compat import HookGate, ParameterRow, TensorRow, is_captured, local_of, set_versions, share_memory
 from vescale.errors import GradientError, SparseGradientError
 from vescale.gradients._arrival_hooks import ArrivalHooks
@@ -86,8 +86,13 @@ class UnreducedGradients:
         self.buffer = apart
         self._targets: dict[int, TensorRow] = {}
 
+    @property
+    def memory(self) -> Allocation:
+        """That is not the parameters'."""
+        return self._apart.allocation
+
     def free(self) -> None:
-        """The memory that is not the parameters'."""
+        """Free :attr:`memory`."""
         if "buffer" in self.__dict__:
             self._apart.free()
 
