@@ -60,6 +60,8 @@ class Lender(Protocol):
 
     def give_back(self, *events: Any) -> None: ...
 
+    has_unknown_work: bool
+
 
 class CommContext:
     """Streams, and memory that they may still be using. Roots that run in turns may share one (``share_comm_ctx``).
@@ -118,6 +120,10 @@ class CommContext:
             memory.give_back(event)
             memory.free()
 
+    def forget(self, memory: Allocation) -> None:
+        """The caller frees a buffer that the computation may have left."""
+        self._left = [(left, event) for left, event in self._left if left is not memory]
+
     def note_host_read(self) -> None:
         """The gather stream has been given a copy from shards on the host."""
         self._host_reads.append(self.gather_stream.done())
@@ -152,8 +158,10 @@ class CommContext:
             self.has_accumulated = False
             group.orders.compare_gathers()
         self._reducing.append((group, reductions))
+        group.has_unknown_work = True
         for reduction in reductions:
             reduction.start()
+        group.has_unknown_work = False
         if self.reduce_stream.is_real:  # all of it can be given to the device now
             self._finish(reductions)
 
@@ -184,7 +192,8 @@ class CommContext:
         for group, reductions in self._reducing:
             for reduction in reductions:
                 reduction.abandon()
-            group.give_back(self.reduce_stream.done())
+            if not group.has_unknown_work:
+                group.give_back(self.reduce_stream.done())
         self._reducing.clear()
         self.finished.clear()
         self.prefetches.clear()

@@ -369,9 +369,15 @@ class ParameterGroup:
         self.forward_places.clear()
         self._backward = _BackwardState()
         for bucket in self.at_rest.buckets:
-            bucket.gradients.abandon()
-        self.memory.reshard()
-        self.memory.give_back(self.memory.comm.gather_stream.compute_done())
+            bucket.gradients.abandon(frees=not self.memory.has_unknown_work)
+        self.memory.abandon()
+
+    def abandon_forward(self) -> None:
+        """After an exception in a forward: go to rest. Gradients that earlier backwards have left, and reductions that run,
+        stay."""
+        self.forward_places.clear()
+        if not self.memory.is_borrowed:
+            self.memory.abandon()
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.path!r}, {len(self.parameters)} parameters)"

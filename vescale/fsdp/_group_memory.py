@@ -39,6 +39,8 @@ class GroupMemory:
         is_held: the caller of unshard() has the unsharded parameters registered, until they are resharded.
         serves_next_forward: what is kept at the end of a forward is for a backward that will free it, and for forwards that
             come before that; else the next iteration gathers anew.
+        has_unknown_work: a collective is being started in this memory; after an interrupt it may run, and nothing may know of
+            it.
         custom_all_gather: see :meth:`FSDPModule.set_custom_all_gather`.
         number: of the group, among those that communicate along the same axes.
     """
@@ -52,6 +54,7 @@ class GroupMemory:
         self.gathered: Allocation | None = None
         self.serves_next_forward = False
         self.is_held = False
+        self.has_unknown_work = False
         self._versions: list[int] = []  # of the sharded parameters, when they were gathered last
         self._changed: list[ManagedParameter] = []  # between the last two gathers
         self._marks: list[tuple[int, int]] = []  # of the unsharded parameters, when they were registered
@@ -164,9 +167,10 @@ class GroupMemory:
                     self._drop_gathers(error)
                     raise
                 self._move(Event.GATHER)
+                self.has_unknown_work = False
 
     def _start_gathers(self, path: str) -> None:
-        stream = self.comm.gather_stream
+        stream, self.has_unknown_work = self.comm.gather_stream, True
         self.unit.gathers()
         for bucket in self.at_rest.buckets:
             self._pending.append(bucket.gathering.start(self.unit, path, self.custom_all_gather))
@@ -181,13 +185,26 @@ class GroupMemory:
         """An ``error`` has ended the start of the all-gathers: wait for those that were started, and free the memory."""
         assert self.gathered is not None
         started, self._pending = self._pending, []
+        self.comm.gather_stream.compute_waits(self.comm.gather_stream.done())
         if not isinstance(error, OrderMismatchError):  # else the ranks that raise do not take part in what follows
             for pending in started:
                 try:
                     pending.wait()
                 except Exception as second:
                     error.add_note(f"An all-gather that was running failed, too: {type(second).__name__}: {second}")
-        self.gathered.free()
+        self._drop_memory()
+
+    def _drop_memory(self) -> None:
+        """Work that nothing knows of may still write to the memory of this group: it goes with the last reference, which
+        that work has, and the next gather allocates other memory. Graphs that have saved parameters fail."""
+        unsharded = [p.unsharded for p in self.at_rest.parameters if p.unsharded is not None]
+        torch.autograd.graph.increment_version([each for t in unsharded for each in (t, _local(t))])
+        for parameter in self.at_rest.parameters:
+            parameter.unsharded = None
+        if self.gathered is not None:
+            self.comm.forget(self.gathered)
+        self.gathered = None
+        self._versions, self._changed, self.has_unknown_work = [], [], False
 
     def _note_versions(self) -> None:
         """Parameters may have been written since the last gather."""
@@ -334,6 +351,31 @@ class GroupMemory:
             self.gathered.give_back(*events)
             self.gathered.free()
             self._move(Event.GIVE_BACK)
+
+    def abandon(self) -> None:
+        """An exception has interrupted this group anywhere, also inside of a transition: wait for what runs, register the
+        sharded parameters, and free the gathered ones. No reduction is running."""
+        pending, self._pending = self._pending, []
+        if self.is_unsharded:
+            self._register_sharded()
+        for parameter in self.at_rest.parameters:
+            parameter.register(parameter.sharded)
+        if not self.comm.gather_stream.is_real:
+            for one in pending:
+                one.wait()
+        self.is_held = False
+        if self.gathered is not None:
+            for bucket in self.at_rest.buckets:
+                bucket.unreduced.leave_place_of_parameters()
+                bucket.gathering.drop_piece()
+            self.comm.forget(self.gathered)
+            self.gathered.lend(self.comm.gather_stream.wait_event)
+            self.gathered.give_back(self.comm.gather_stream.compute_done(), self._event)
+            if self.has_unknown_work:
+                self._drop_memory()
+            else:
+                self.gathered.free()
+        self._move(Event.ABANDON)
 
     def use_backend_memory(self, enable: bool) -> None:
         """Allocate communication buffers from the process group's own memory, where its backend has such."""

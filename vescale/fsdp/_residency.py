@@ -46,6 +46,7 @@ unsharded    keep piece  kept piece   none                            a forward 
 unsharded    borrow      borrowed     none                            a backward has ended
 borrowed     reshard     borrowed     none
 borrowed     give back   sharded      none                            the reduction is done
+any          abandon     sharded      none                            an exception has ended a forward or backward
 ===========  ==========  ===========  ==============================  ==================================================
 
 Any other pair of state and event raises ResidencyError.
@@ -78,6 +79,7 @@ class Event(Enum):
     LEAVE = "leave"
     BORROW = "borrow"
     GIVE_BACK = "give back"
+    ABANDON = "abandon"
 
 
 class ResidencyError(Coded, RuntimeError):
@@ -120,8 +122,9 @@ HOLDINGS = MappingProxyType(
 )
 TRANSITIONS = MappingProxyType(
     {
-        (Residency(state), Event(event)): (Residency(to), "" if communication == "none" else communication)
-        for state, event, to, communication, _ in _rows(1)
+        (state, Event(event)): (Residency(to), "" if communication == "none" else communication)
+        for of, event, to, communication, _ in _rows(1)
+        for state in (Residency if of == "any" else (Residency(of),))
     }
 )
 """(state, event) -> (next state, the collective that is started)."""

@@ -225,6 +225,7 @@ class ModuleState(FSDP2State):
 
     @torch.compiler.disable
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._has_ended = False
         if self.tree.is_broken_off:
             self.tree.states[0].abandon_iteration()
         if self.phase is Phase.BACKWARD:  # activation checkpointing runs this forward anew inside of its backward
@@ -233,7 +234,6 @@ class ModuleState(FSDP2State):
                 group.recompute(is_recorded=is_recorded)
             return self._cast_inputs(args, kwargs)
         begins = self.phase is not Phase.FORWARD
-        self._has_ended = False
         if begins:
             args, kwargs = self._begin_iteration(args, kwargs)
         elif len(self.modules) == 1:
@@ -254,7 +254,11 @@ class ModuleState(FSDP2State):
 
     @torch.compiler.disable
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        output = self._after_forward(output)
         self._has_ended = True
+        return output
+
+    def _after_forward(self, output: Any) -> Any:
         if self.phase is Phase.BACKWARD:
             return self._cast_outputs(output)
         if self._depth:  # the outer call needs the parameters still
@@ -313,7 +317,7 @@ class ModuleState(FSDP2State):
     def after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
         """Parameters are at rest, and the next forward begins anew. Also called when there was no exception: then the
         forward has ended already."""
-        if self._has_ended or self.phase is not Phase.FORWARD:
+        if self._has_ended or self.phase is Phase.BACKWARD:  # what that leaves is abandoned by the next forward
             self._has_ended = False
             return
         if self._depth:
@@ -325,11 +329,10 @@ class ModuleState(FSDP2State):
             self.comm.prefetches.clear()
             for state in self.tree.states:
                 state._forget_forward()
-                for group in state.groups:
-                    group.forward_places.clear()
 
     def _forget_forward(self) -> None:
-        self.to_rest()
+        for group in self.groups:
+            group.abandon_forward()
         self._still_to_run.clear()
         self._call, self._depth, self._running_part = None, 0, None
         if self.phase is Phase.FORWARD:
@@ -362,8 +365,8 @@ class ModuleState(FSDP2State):
 
     @torch.compiler.disable
     def _before_backward(self, *_: Any) -> None:
-        self.phase = Phase.BACKWARD
         self.tree.follow_backward()
+        self.phase = Phase.BACKWARD
         for group in self.groups:
             group.before_backward(prefetch=not self.backward_prefetch)
         for other in self.backward_prefetch:
@@ -382,6 +385,8 @@ class ModuleState(FSDP2State):
         registered parameters are the sharded ones."""
         for group in self.groups:
             group.memory.leave()
+            for parameter in group.parameters:  # also where registering the others was interrupted
+                parameter.register(parameter.sharded)
 
     def use_unwatched(self) -> None:
         """A backward has begun that may need the parameters without notice."""

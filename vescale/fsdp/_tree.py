@@ -105,7 +105,7 @@ class Tree(Generic[MemberT]):
         """
         self._one_backward.enter(lambda: self._name)
         if not self.awaits_conclusion:
-            self.awaits_conclusion = True
+            self.awaits_conclusion = True  # first: what comes after may be interrupted
             self._backward.follow()
             for state in self.states:
                 state.use_unwatched()
@@ -120,6 +120,13 @@ class Tree(Generic[MemberT]):
 
     def conclude(self) -> None:
         """Reductions finish, and on the last backward sharded gradients are complete."""
+        try:
+            self._conclude()
+        except BaseException:
+            self._break_off_backward()
+            raise
+
+    def _conclude(self) -> None:
         comm = self.comm
         self.forward_root = None
         with profiled("vescale.fsdp::end_of_backward"):

@@ -122,12 +122,14 @@ class ShardedGradients:
                 sharded.grad = None
         self._stand_ins.clear()
 
-    def abandon(self) -> None:
-        """Forget all gradients that have not been reduced to the end."""
+    def abandon(self, *, frees: bool) -> None:
+        """Forget all gradients that have not been reduced to the end. Not ``frees``: something may still use their memory,
+        and the caller drops it."""
         self.take_down()
         self.carried = None
-        self.unreduced.drop()
-        self.unreduced.free()
+        self.unreduced.abandon()
+        if frees:
+            self.unreduced.free()
 
     def carry(self, piece: torch.Tensor, received: list[int]) -> None:
         """Keep what has been reduced until the sum over the replicas is taken."""
@@ -302,8 +304,8 @@ class ShardedReduction:
         """Wait for the collective in flight and forget its result."""
         if self._running is not None:
             self._running.abandon()
-        self.event = self._stream.done()
-        self.free()
+        self._stream.compute_waits(self._stream.done())
+        self.gradients.unreduced.memory.give_back(None)
         self._is_delivered, self._reduced = True, None
 
     def free(self) -> None:

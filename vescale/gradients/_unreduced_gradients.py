@@ -167,6 +167,13 @@ class UnreducedGradients:
         self._gate.shut()
         self._notify(self._place is not GradientPlace.HELD)
 
+    def abandon(self) -> None:
+        """Forget them all, wherever an exception has interrupted this."""
+        self.has_any = True
+        self.drop()
+        for hooks in self._hooks.values():
+            hooks.notify(self._are_notified)
+
     def _notify(self, are_notified: bool) -> None:
         """Gradients that are held need no hook each."""
         if are_notified != self._are_notified:
