@@ -4,8 +4,8 @@ the next step computes what a model computes that has had no such step, also whe
 from __future__ import annotations
 
 import contextlib
+import difflib
 import sys
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,24 +23,18 @@ from vescale.fsdp import Residency, fully_shard, state_of
 ENGINE = ("/vescale/fsdp/", "/vescale/buffer/", "/gradients/_sharded_reduction.py", "/gradients/_unreduced_gradients.py")
 
 
-Call = tuple[str, int]
-"""A function of the engine, and how often it has been called before."""
-
-
 class Interrupted:
-    """Raises an error in place of one call of the engine, and counts those before."""
+    """Raises an error in place of one call of the engine, by its number, and notes those before."""
 
-    def __init__(self, call: Call | None = None, error: type[BaseException] = KeyboardInterrupt) -> None:
-        self.call, self.error, self.calls = call, error, Counter[str]()
-        self.seen: list[Call] = []
+    def __init__(self, number: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> None:
+        self.number, self.error = number, error
+        self.seen: list[str] = []
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
         if event == "call" and any(part in frame.f_code.co_filename for part in ENGINE):
-            where = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_code.co_qualname}"
-            self.seen.append((where, self.calls[where]))
-            self.calls[where] += 1
-            if self.seen[-1] == self.call:
-                raise self.error(f"in place of call {self.call}")
+            self.seen.append(f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_code.co_qualname}")
+            if len(self.seen) - 1 == self.number:
+                raise self.error(f"in place of call {self.number}, {self.seen[-1]}")
 
     def run(self, step: Callable[[], None]) -> None:
         sys.setprofile(self)
@@ -62,6 +56,19 @@ def at_rest(model: Any) -> None:
         assert not any(bucket.unreduced.memory.is_allocated for bucket in group.buckets), group
     comm = model._state.comm
     assert not (comm._left or comm._reducing or comm.finished or comm.prefetches or comm._host_reads)
+
+
+def same_calls(own: list[str]) -> list[int]:
+    """The numbers, on this rank, of calls that all ranks make at the same moment. Ranks differ in calls for padding, and in
+    the order of sets of weak references."""
+    seen: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(seen, own)
+    placed: list[dict[int, int]] = []
+    for other in seen:
+        blocks = difflib.SequenceMatcher(None, seen[0], other, autojunk=False).get_matching_blocks()
+        placed.append({a + k: b + k for a, b, size in blocks for k in range(size)})
+    common = [n for n, name in enumerate(seen[0]) if all(n in one for one in placed) and "<genexpr>" not in name]
+    return [placed[dist.get_rank()][n] for n in common]
 
 
 def in_place(model: Any) -> None:
@@ -97,17 +104,13 @@ def interrupted(name: str, on_device: bool, part: int, num_parts: int) -> None:
         whole = Interrupted()
         whole.run(lambda: step(1))
         model.zero_grad()
-        seen: list[list[Call]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(seen, whole.seen)
-        shared = set.intersection(*map(set, seen))
-        # A set of weak references is in another order on each rank: the same call may be at another moment there.
-        calls = [call for call in seen[0] if call in shared and "<genexpr>" not in call[0]]
+        calls = same_calls(whole.seen)
         for number in range(part, len(calls), num_parts):
             broken = Interrupted(calls[number], KeyboardInterrupt if number % 2 else torch.OutOfMemoryError)
             with contextlib.suppress(KeyboardInterrupt, torch.OutOfMemoryError):
                 broken.run(lambda: step(1))
-            where = f"{name}, {'device' if on_device else 'cpu'}, {number} of {len(calls)}: {calls[number]}"
-            assert broken.seen[-1] == calls[number], where
+            where = f"{name}, {'device' if on_device else 'cpu'}, {number} of {len(calls)}: {broken.seen[-1]}"
+            assert broken.seen[-1] == whole.seen[calls[number]], where
             model.zero_grad()
             assert all(isinstance(p, DTensor) for p in model.parameters()), where
             with torch.no_grad():
