@@ -31,8 +31,10 @@ class Interrupted:
         self.seen: list[str] = []
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
-        if event == "call" and any(part in frame.f_code.co_filename for part in ENGINE):
-            self.seen.append(f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_code.co_qualname}")
+        code = frame.f_code
+        # How far ``any`` looks in a set of weak references depends on its order, which is another one each time.
+        if event == "call" and code.co_name != "<genexpr>" and any(part in code.co_filename for part in ENGINE):
+            self.seen.append(f"{code.co_filename.rpartition('/')[2]}:{code.co_qualname}")
             if len(self.seen) - 1 == self.number:
                 raise self.error(f"in place of call {self.number}, {self.seen[-1]}")
 
@@ -59,15 +61,14 @@ def at_rest(model: Any) -> None:
 
 
 def same_calls(own: list[str]) -> list[int]:
-    """The numbers, on this rank, of calls that all ranks make at the same moment. Ranks differ in calls for padding, and in
-    the order of sets of weak references."""
+    """The numbers, on this rank, of calls that all ranks make at the same moment. Ranks differ in calls for padding."""
     seen: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(seen, own)
     placed: list[dict[int, int]] = []
     for other in seen:
         blocks = difflib.SequenceMatcher(None, seen[0], other, autojunk=False).get_matching_blocks()
         placed.append({a + k: b + k for a, b, size in blocks for k in range(size)})
-    common = [n for n, name in enumerate(seen[0]) if all(n in one for one in placed) and "<genexpr>" not in name]
+    common = [n for n in range(len(seen[0])) if all(n in one for one in placed)]
     return [placed[dist.get_rank()][n] for n in common]
 
 
