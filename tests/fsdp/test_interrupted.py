@@ -20,7 +20,12 @@ from tests.fsdp.test_streams import clocked
 from tests.ranks import RankPools, run_cases
 from vescale.fsdp import Residency, fully_shard, state_of
 
-ENGINE = ("/vescale/fsdp/", "/vescale/buffer/", "/gradients/_sharded_reduction.py", "/gradients/_unreduced_gradients.py")
+ENGINE = (
+    "/vescale/fsdp/",
+    "/vescale/buffer/",
+    "/gradients/_sharded_reduction.py",
+    "/gradients/_unreduced_gradients.py",
+)
 
 
 class Interrupted:
@@ -95,7 +100,7 @@ def interrupted(name: str, on_device: bool, part: int, num_parts: int) -> None:
         prepare(models[-1])
         net_loss(models[-1], 0, dist.get_rank()).backward()
         models[-1].zero_grad()
-    model, same = models
+    model, _ = models
     parameters = [list(one.parameters()) for one in models]
     step = lambda number: net_loss(model, number, dist.get_rank()).backward()  # noqa: E731
     with contextlib.ExitStack() as stack:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vescale.compat.devices import use_memory_pool
 from vescale.errors import BufferMemoryError
 
 _OBSERVERS: list[Callable[[torch.UntypedStorage, int], None]] = []
@@ -31,7 +32,7 @@ class Allocation:
 
     Buffers first :meth:`reserve` their places; :meth:`allocate` and :meth:`free` then act on all of them. The storage
     stays the same object, so that tensors over it stay valid, and see the memory of the next allocation. Freed memory
-    returns to the allocator at once, on the stream that allocated it. What another stream uses is lent to it, and is not
+    returns to the allocator at once, on the stream that allocated it. What another stream uses is borrowed by it, and not
     freed before it has been given back.
     """
 
@@ -78,7 +79,7 @@ class Allocation:
 
     def allocate(self) -> None:
         """Get the memory, uninitialized, from the current stream's pool; no effect if it is allocated."""
-        with contextlib.nullcontext() if self.pool is None else torch.cuda.use_mem_pool(self.pool):
+        with use_memory_pool(self.device, self.pool):
             self._allocate()
 
     def _allocate(self) -> None:
@@ -101,18 +102,18 @@ class Allocation:
         self._owner_waits = owner_waits
 
     def give_back(self, *events: Any) -> None:
-        """The owner waits for ``events``, after which no other stream uses the memory; no effect if it is not lent."""
+        """The owner waits for ``events``, after which no other stream uses the memory; no effect if it is not borrowed."""
         owner_waits, self._owner_waits = self._owner_waits, None
         if owner_waits is not None:
             for event in events:
                 owner_waits(event)
 
     def free(self) -> None:
-        """Free the memory; tensors over it must not be used until :meth:`allocate`. Raises RuntimeError while it is lent."""
+        """Free the memory; tensors over it must not be used until :meth:`allocate`. Raises RuntimeError while borrowed."""
         if self._owner_waits is not None:
             raise BufferMemoryError(
-                "memory was to be freed while another stream may use it; give it back first, with the event after which that "
-                "stream has done so. This is an error of the engine"
+                "memory was to be freed while another stream may use it; expected give_back() before, with the event after "
+                "which that stream has done so. This is an error of the engine"
             )
         if self._storage is not None:
             self._resize(self._storage, 0)

@@ -85,9 +85,9 @@ class CommContext:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.gather_stream = SideStream(device)
-        self.reduce_stream = SideStream(device)
-        self.replica_stream = SideStream(device, urgent=False)
+        self.gather_stream = SideStream(device, "gather")
+        self.reduce_stream = SideStream(device, "reduce")
+        self.replica_stream = SideStream(device, "reduce over replicas", urgent=False)
         self.max_gradient_buffers = 1
         self.prefetches: list[Callable[[], None]] = []
         """One for each group, in the order in which they have run forward: start to gather it for backward."""

@@ -39,8 +39,7 @@ class GroupMemory:
         is_held: the caller of unshard() has the unsharded parameters registered, until they are resharded.
         serves_next_forward: what is kept at the end of a forward is for a backward that will free it, and for forwards that
             come before that; else the next iteration gathers anew.
-        has_unknown_work: a collective is being started in this memory; after an interrupt it may run, and nothing may know of
-            it.
+        has_unknown_work: a collective is being started in this memory; after an interrupt it may run unknown to anybody.
         custom_all_gather: see :meth:`FSDPModule.set_custom_all_gather`.
         number: of the group, among those that communicate along the same axes.
     """

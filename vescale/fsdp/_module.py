@@ -249,9 +249,7 @@ class FSDPModule:
             state.max_gradient_buffers = max_input_buffers
             state.comm.max_gradient_buffers = max(state.comm.max_gradient_buffers, max_input_buffers)
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
-    ) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """``hook(piece)`` is called with each bucket's reduced flat piece: after the all-reduce of HSDP, else after the
         reduce-scatter, before division by a custom factor. ``stream``: where, without HSDP. Raises ValueError with it."""
         groups = self._single_group("set_all_reduce_hook")

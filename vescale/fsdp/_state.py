@@ -160,7 +160,9 @@ class ModuleState(FSDP2State):
         """See :meth:`FSDPModule.unshard`."""
         if self.tree.is_broken_off:
             self.tree.states[0].abandon_iteration()
-        if self.tree.forward_root is None and not self.tree.awaits_conclusion:  # else those of the iteration have waited
+        if (
+            self.tree.forward_root is None and not self.tree.awaits_conclusion
+        ):  # else those of the iteration have waited
             self.tree.order_gathers(is_used=False)
         for group in self.groups:
             group.unshard()

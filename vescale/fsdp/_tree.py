@@ -120,13 +120,6 @@ class Tree(Generic[MemberT]):
 
     def conclude(self) -> None:
         """Reductions finish, and on the last backward sharded gradients are complete."""
-        try:
-            self._conclude()
-        except BaseException:
-            self._break_off_backward()
-            raise
-
-    def _conclude(self) -> None:
         comm = self.comm
         self.forward_root = None
         with profiled("vescale.fsdp::end_of_backward"):
