@@ -29,10 +29,10 @@ ENGINE = (
 
 
 class Interrupted:
-    """Raises an error in place of one call of the engine, by its number, and notes those before."""
+    """Notes the calls of the engine, and raises an error in place of the first one of a function from a number on."""
 
-    def __init__(self, number: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> None:
-        self.number, self.error = number, error
+    def __init__(self, number: int = 0, where: str = "", error: type[BaseException] = KeyboardInterrupt) -> None:
+        self.number, self.where, self.error = number, where, error
         self.seen: list[str] = []
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
@@ -40,7 +40,7 @@ class Interrupted:
         # How far ``any`` looks in a set of weak references depends on its order, which is another one each time.
         if event == "call" and code.co_name != "<genexpr>" and any(part in code.co_filename for part in ENGINE):
             self.seen.append(f"{code.co_filename.rpartition('/')[2]}:{code.co_qualname}")
-            if len(self.seen) - 1 == self.number:
+            if self.seen[-1] == self.where and len(self.seen) > self.number:
                 raise self.error(f"in place of call {self.number}, {self.seen[-1]}")
 
     def run(self, step: Callable[[], None]) -> None:
@@ -112,11 +112,12 @@ def interrupted(name: str, on_device: bool, part: int, num_parts: int) -> None:
         model.zero_grad()
         calls = same_calls(whole.seen)
         for number in range(part, len(calls), num_parts):
-            broken = Interrupted(calls[number], KeyboardInterrupt if number % 2 else torch.OutOfMemoryError)
+            error = KeyboardInterrupt if number % 2 else torch.OutOfMemoryError
+            broken = Interrupted(calls[number], whole.seen[calls[number]], error)
             with contextlib.suppress(KeyboardInterrupt, torch.OutOfMemoryError):
                 broken.run(lambda: step(1))
             where = f"{name}, {'device' if on_device else 'cpu'}, {number} of {len(calls)}: {broken.seen[-1]}"
-            assert broken.seen[-1] == whole.seen[calls[number]], where
+            assert broken.seen[-1] == broken.where, where
             model.zero_grad()
             assert all(isinstance(p, DTensor) for p in model.parameters()), where
             with torch.no_grad():
