@@ -139,11 +139,16 @@ def interrupted(name: str, on_device: bool, part: int, num_parts: int) -> None:
                 raise AssertionError(where) from error
 
 
-def run(num_parts: int) -> int:
-    cases = [(name, on_device, 5 * place, num_parts) for place, name in enumerate(CASES) for on_device in (False, True)]
+def run(names: list[str], num_parts: int) -> int:
+    cases = [(name, on_device, 5 * place, num_parts) for place, name in enumerate(names) for on_device in (False, True)]
     return run_cases(interrupted, cases)
 
 
-@pytest.mark.parametrize("num_parts", [41, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_next_step_is_right_wherever_one_was_interrupted(ranks: RankPools, num_parts: int) -> None:
-    ranks.run(run, num_parts, world_size=2)
+def test_the_next_step_is_right_wherever_one_was_interrupted(ranks: RankPools) -> None:
+    ranks.run(run, list(CASES), 41, world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_next_step_is_right_after_many_interrupts(ranks: RankPools, name: str) -> None:
+    ranks.run(run, [name], 4, world_size=2)

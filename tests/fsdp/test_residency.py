@@ -22,8 +22,8 @@ from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
 from vescale.comm import record_comms
 from vescale.fsdp import Event, Residency, ResidencyError, fully_shard
+from vescale.fsdp._contract import GROUP, HOLDINGS, MODULE, ROOT, TRANSITIONS, Move, Stage, Turn, after
 from vescale.fsdp._group_memory import GroupMemory
-from vescale.fsdp._residency import HOLDINGS, TRANSITIONS
 
 
 def test_every_pair_is_in_the_contract_or_raises() -> None:
@@ -52,6 +52,25 @@ def test_the_contract_is_consistent() -> None:
             state,
             event,
         )  # it is copied out of what was gathered
+
+
+@pytest.mark.parametrize(("table", "rest"), [(ROOT, Stage.IDLE), (MODULE, Stage.IDLE), (GROUP, Turn.REST)])
+def test_the_contract_of_a_step_is_consistent(table: Any, rest: Any) -> None:
+    """From rest every state is reached, and from every state rest; any other move raises."""
+    states = {state for state, _ in table}
+    assert states == {*table.values()} == closure(table, rest)
+    for state in states:
+        assert rest in closure(table, state)
+        for move in set(Move) - {move for of, move in table if of is state}:
+            with pytest.raises(ResidencyError, match=rf"root x of fully_shard is '{state.value}' .* '{move.value}'"):
+                after(table, "root x", state, move)
+
+
+def closure(table: Any, start: Any) -> set[Any]:
+    found = {start}
+    while new := {to for (of, _), to in table.items() if of in found} - found:
+        found |= new
+    return found
 
 
 def reachable(start: Residency) -> set[Residency]:

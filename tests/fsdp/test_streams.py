@@ -22,9 +22,9 @@ from tests.ranks import RankPools, run_cases, run_functions
 from vescale.buffer import Allocation
 from vescale.comm import SideStream
 from vescale.fsdp import _context, fully_shard
+from vescale.fsdp._contract import Residency
 from vescale.fsdp._gather import BufferGather
 from vescale.fsdp._group_memory import GroupMemory
-from vescale.fsdp._residency import Residency
 from vescale.gradients import ShardedReduction, _sharded_reduction
 
 Time = dict[str, int]

@@ -16,8 +16,8 @@ from vescale.comm import group_of_ranks
 from vescale.compat import backend_memory_pool, local_of, profiled, write_counts
 from vescale.errors import GroupMemoryError
 from vescale.fsdp._context import CommContext, RootOrders
+from vescale.fsdp._contract import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._parameter import ManagedParameter
-from vescale.fsdp._residency import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import ShardedParameters
 from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, next_unit_number
 
@@ -86,7 +86,7 @@ class GroupMemory:
     def _move(self, event: Event) -> None:
         found = TRANSITIONS.get((self.residency, event))
         if found is None:
-            raise ResidencyError(self.at_rest.path, self.residency, event)
+            raise ResidencyError(f"group {self.at_rest.path!r}", self.residency, event, TRANSITIONS)
         self.residency = found[0]
 
     @property

@@ -16,9 +16,10 @@ from vescale.comm import group_of_ranks
 from vescale.compat import note, split_backwards_by
 from vescale.errors import ArgumentTypeError, FSDPSettingError, NotPicklableError, UnsupportedSettingError, kind_of
 from vescale.fsdp._bucket import GRADIENT_PLACE, PlaceOfGradient
+from vescale.fsdp._contract import Stage
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import leaf_of
-from vescale.fsdp._state import ModuleState, Phase, state_of
+from vescale.fsdp._state import ModuleState, state_of
 from vescale.fsdp._unfilled import mark_unfilled, places_on_meta
 
 # Linear layers that compute their weight's gradient where it is reduced from: no copy at all.
@@ -130,7 +131,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Free this module's own gathered parameters and register the sharded ones; inside of its forward
         according to ``reshard_after_forward``."""
-        in_forward = self._state.phase is Phase.FORWARD
+        in_forward = self._state.stage is Stage.FORWARD
         for group in self._state.groups:
             if in_forward:
                 group.reshard_in_forward()
@@ -188,7 +189,7 @@ class FSDPModule:
         """What the next forward's gathers wait for, instead of all that the current stream has been given; used once.
         ``event``: recorded on the stream of the optimizer's step.
         """
-        self._state.tree.post_optimizer_event = event
+        self._state.iteration.post_optimizer_event = event
 
     # Gradients
 
@@ -197,7 +198,7 @@ class FSDPModule:
         ``is_last_backward``: whether the next backward is the step's last one.
         """
         split_backwards_by(leaf_of)  # such stages call this before each backward
-        self._state.tree.is_last_backward = is_last_backward
+        self._state.iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: gradients accumulate unreduced, in ``reduce_dtype``, without communication.
@@ -457,7 +458,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         return
     first, *others = _states_of(modules)
     for root in others:
-        root.tree.comm = first.comm
+        root.iteration.comm = first.comm
         for state in root.tree_states():
             for group in state.groups:
                 group.memory.comm = first.comm
