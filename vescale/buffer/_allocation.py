@@ -106,7 +106,8 @@ class Allocation:
         owner_waits, self._owner_waits = self._owner_waits, None
         if owner_waits is not None:
             for event in events:
-                owner_waits(event)
+                if event is not None:
+                    owner_waits(event)
 
     def free(self) -> None:
         """Free the memory; tensors over it must not be used until :meth:`allocate`. Raises RuntimeError while borrowed."""

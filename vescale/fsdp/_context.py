@@ -53,12 +53,11 @@ class Lender(Protocol):
     """A group whose gradients are being reduced, maybe from the memory of its parameters."""
 
     @property
-    def orders(self) -> RootOrders: ...
-
-    @property
     def is_borrowed(self) -> bool: ...
 
     def give_back(self, *events: Any) -> None: ...
+
+    def compare_gathers(self) -> None: ...
 
     has_unknown_work: bool
 
@@ -156,7 +155,7 @@ class CommContext:
         """Start reductions of one group; they finish when room is needed, or at the end of backward."""
         if self.has_accumulated:  # other groups may be reduced than those that this backward has gathered
             self.has_accumulated = False
-            group.orders.compare_gathers()
+            group.compare_gathers()
         self._reducing.append((group, reductions))
         group.has_unknown_work = True
         for reduction in reductions:

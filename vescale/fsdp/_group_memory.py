@@ -63,6 +63,7 @@ class GroupMemory:
         self._pending: list[PendingBuffer] = []
         self._event: object = None  # after the gathers, or the copies of pieces
         self._unit: OrderedUnit | None = None
+        self._orders = RootOrders()
         self.number = next_unit_number(at_rest.axes)
 
     @cached_property
@@ -70,18 +71,21 @@ class GroupMemory:
         """Streams, and what is in flight on them; the root of a model sets one for all its groups."""
         return CommContext(self.at_rest.device)
 
-    @cached_property
-    def orders(self) -> RootOrders:
-        """Of the root; set as :attr:`comm` is."""
-        return RootOrders()
+    def belong_to(self, comm: CommContext, orders: RootOrders) -> None:
+        """Of a root, which enrolls its groups in the same order on every rank."""
+        self.comm, self._orders, self._unit = comm, orders, None
 
     @property
     def unit(self) -> OrderedUnit:
-        """This group in the order of collectives. A root enrolls its groups, in the same order on every rank."""
-        order = self.orders.along(self.at_rest.axes)
-        if self._unit is None or self._unit.order is not order:
+        """This group in the order of collectives."""
+        if self._unit is None:
+            order = self._orders.along(self.at_rest.axes)
             self._unit = order.enroll(self.number, lambda: self.at_rest.path, len(self.at_rest.parameters))
         return self._unit
+
+    def compare_gathers(self) -> None:
+        """See :meth:`CollectiveOrder.compare_gathers`."""
+        self._orders.compare_gathers()
 
     def _move(self, event: Event) -> None:
         found = TRANSITIONS.get((self.residency, event))

@@ -474,7 +474,7 @@ class ModuleState(FSDP2State):
         for state in found:
             state.is_root, state.iteration = state is self, self.iteration
             for group in state.groups:
-                group.memory.comm, group.memory.orders = self.comm, self.iteration.orders
+                group.memory.belong_to(self.comm, self.iteration.orders)
                 group.on_gradients = self.iteration.follow_backward
                 group.memory.on_write = self.iteration.note_write
         self.iteration.states = found

@@ -56,7 +56,12 @@ class UnreducedGradients:
 
     Args:
         parameters: of one bucket.
+
+    Attributes:
+        memory: what is not the parameters'. There is none before :meth:`prepare`.
     """
+
+    memory: Allocation
 
     def __init__(self, parameters: Sequence[GatheredParameter]) -> None:
         self.parameters = list(parameters)
@@ -80,21 +85,16 @@ class UnreducedGradients:
     ) -> None:
         """``whole`` holds the parameters; None: there is no place that gradients could take. ``apart`` is other memory.
         ``begin`` is called before the first gradient and returns where they go."""
-        self._whole, self._apart = whole, apart
+        self._whole, self._apart, self.memory = whole, apart, apart.allocation
         self._over_whole = None if whole is None or whole.dtype != apart.dtype else whole.over(apart.placements)
         self._of_one_loss, self._begin_in_group = of_one_loss, begin
         self.buffer = apart
         self._targets: dict[int, TensorRow] = {}
 
-    @property
-    def memory(self) -> Allocation:
-        """That is not the parameters'."""
-        return self._apart.allocation
-
     def free(self) -> None:
         """Free :attr:`memory`."""
-        if "buffer" in self.__dict__:
-            self._apart.free()
+        if "memory" in self.__dict__:
+            self.memory.free()
 
     @property
     def in_place(self) -> bool:
