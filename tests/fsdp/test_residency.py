@@ -63,7 +63,7 @@ def test_the_contract_of_a_step_is_consistent(table: Any, rest: Any) -> None:
         assert rest in closure(table, state)
         for move in set(Move) - {move for of, move in table if of is state}:
             with pytest.raises(ResidencyError, match=rf"root x of fully_shard is '{state.value}' .* '{move.value}'"):
-                after(table, "root x", state, move)
+                after(table, lambda: "root x", state, move)
 
 
 def closure(table: Any, start: Any) -> set[Any]:

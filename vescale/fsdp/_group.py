@@ -119,7 +119,7 @@ class ParameterGroup:
         self.forward_places: list[int] = []
 
     def _move(self, event: Move) -> None:
-        self.turn = after(GROUP, f"group {self.path!r}", self.turn, event)
+        self.turn = after(GROUP, self.__repr__, self.turn, event)
 
     # At rest
 

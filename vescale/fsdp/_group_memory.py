@@ -362,7 +362,7 @@ class GroupMemory:
         if self.is_unsharded:
             self._register_sharded()
         for parameter in self.at_rest.parameters:
-            parameter.register(parameter.sharded)
+            parameter.to_rest()
         if not self.comm.gather_stream.is_real:
             for one in pending:
                 one.wait()

@@ -57,7 +57,7 @@ class Iteration(Generic[MemberT]):
         self._steps: StepComparison | None = None
 
     def _move(self, event: Move) -> None:
-        self.stage = after(ROOT, f"the root {self._name}", self.stage, event)
+        self.stage = after(ROOT, lambda: f"the root {self._name}", self.stage, event)
 
     @property
     def has_backward(self) -> bool:

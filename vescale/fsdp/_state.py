@@ -123,9 +123,10 @@ class ModuleState(FSDP2State):
         self._install_hooks(hooks_first)
 
     def _move(self, event: Move) -> None:
-        self.stage = after(
-            MODULE, f"module {', '.join(group.path or 'root' for group in self.groups)}", self.stage, event
-        )
+        self.stage = after(MODULE, self._text, self.stage, event)
+
+    def _text(self) -> str:
+        return f"module {', '.join(repr(group.path) for group in self.groups)}"
 
     @property
     def comm(self) -> CommContext:
@@ -377,7 +378,7 @@ class ModuleState(FSDP2State):
         for group in self.groups:
             group.memory.leave()
             for parameter in group.parameters:  # also where registering the others was interrupted
-                parameter.register(parameter.sharded)
+                parameter.to_rest()
 
     def use_unwatched(self) -> None:
         """A backward has begun that may need the parameters without notice."""
