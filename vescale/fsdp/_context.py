@@ -176,7 +176,7 @@ class CommContext:
         group.give_back(*(reduction.event for reduction in reductions))
         del self._reducing[0]
         for reduction in reductions:
-            if not (reduction.is_on_host and self.reduce_stream.is_real):
+            if not (self.reduce_stream.is_real and reduction.is_on_host):
                 reduction.deliver()
 
     def finish_reductions(self) -> None:

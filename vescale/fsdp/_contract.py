@@ -3,7 +3,7 @@ and their groups are in a step (``Stage``, ``Turn``). The code reads these contr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -262,11 +262,3 @@ def _table(number: int, states: type[StateT]) -> Mapping[tuple[StateT, Move], St
 
 ROOT, MODULE, GROUP = _table(1, Stage), _table(2, Stage), _table(3, Turn)
 """(state, event) -> next state."""
-
-
-def after(table: Mapping[tuple[StateT, Move], StateT], what: Callable[[], str], state: StateT, event: Move) -> StateT:
-    """The next state. Raises ResidencyError, with ``what`` it is that has one, for a pair that a table does not have."""
-    found = table.get((state, event))
-    if found is None:
-        raise ResidencyError(what(), state, event, table)
-    return found

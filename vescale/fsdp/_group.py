@@ -19,7 +19,7 @@ from vescale.compat import make_dtensor, make_spec, profiled
 from vescale.compat.model_hooks import ASKED_GRADIENTS, AskedGradients
 from vescale.errors import UnsupportedParameterError
 from vescale.fsdp._bucket import Bucket
-from vescale.fsdp._contract import GROUP, Move, Residency, Turn, after
+from vescale.fsdp._contract import GROUP, Move, Residency, ResidencyError, Turn
 from vescale.fsdp._group_memory import GroupMemory
 from vescale.fsdp._parameter import ManagedParameter, managed_by
 from vescale.fsdp._registered import has_replaced, refuse_transforms
@@ -119,7 +119,10 @@ class ParameterGroup:
         self.forward_places: list[int] = []
 
     def _move(self, event: Move) -> None:
-        self.turn = after(GROUP, self.__repr__, self.turn, event)
+        found = GROUP.get((self.turn, event))
+        if found is None:
+            raise ResidencyError(f"group {self.path!r}", self.turn, event, GROUP)
+        self.turn = found
 
     # At rest
 

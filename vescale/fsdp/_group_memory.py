@@ -177,7 +177,7 @@ class GroupMemory:
         self.unit.gathers()
         for bucket in self.at_rest.buckets:
             self._pending.append(bucket.gathering.start(self.unit, path, self.custom_all_gather))
-            if self.at_rest.offloads:
+            if stream.is_real and self.at_rest.offloads:
                 self.comm.note_host_read()
         if stream.is_real:
             for pending in self._pending:

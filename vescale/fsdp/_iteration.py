@@ -9,7 +9,7 @@ from torch import nn
 
 from vescale.compat import profiled
 from vescale.fsdp._context import CommContext, RootOrders
-from vescale.fsdp._contract import ROOT, Move, Stage, after
+from vescale.fsdp._contract import ROOT, Move, ResidencyError, Stage
 from vescale.fsdp._step_comparison import StepComparison
 from vescale.gradients import BackwardTracker, OneBackward, reduce_unused
 
@@ -57,7 +57,10 @@ class Iteration(Generic[MemberT]):
         self._steps: StepComparison | None = None
 
     def _move(self, event: Move) -> None:
-        self.stage = after(ROOT, lambda: f"the root {self._name}", self.stage, event)
+        found = ROOT.get((self.stage, event))
+        if found is None:
+            raise ResidencyError(f"the root {self._name!r}", self.stage, event, ROOT)
+        self.stage = found
 
     @property
     def has_backward(self) -> bool:

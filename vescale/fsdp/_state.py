@@ -15,7 +15,7 @@ from vescale.compat import FSDP2State, guard_call, hides_tensors, in_backward, m
 from vescale.errors import RootModuleError
 from vescale.fsdp._calls import Call, Calls, watch_outputs
 from vescale.fsdp._context import CommContext
-from vescale.fsdp._contract import MODULE, Move, Stage, after
+from vescale.fsdp._contract import MODULE, Move, ResidencyError, Stage
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._iteration import Iteration
 from vescale.fsdp._parameter import Slot
@@ -123,10 +123,11 @@ class ModuleState(FSDP2State):
         self._install_hooks(hooks_first)
 
     def _move(self, event: Move) -> None:
-        self.stage = after(MODULE, self._text, self.stage, event)
-
-    def _text(self) -> str:
-        return f"module {', '.join(repr(group.path) for group in self.groups)}"
+        found = MODULE.get((self.stage, event))
+        if found is None:
+            paths = ", ".join(repr(group.path) for group in self.groups)
+            raise ResidencyError(f"module {paths}", self.stage, event, MODULE)
+        self.stage = found
 
     @property
     def comm(self) -> CommContext:

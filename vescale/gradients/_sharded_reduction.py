@@ -346,7 +346,7 @@ class ShardedReduction:
         does now."""
         if self._reduced is None or self._is_delivered:
             return
-        if self.is_on_host:
+        if self._stream.is_real and self.is_on_host:
             self._stream.host_waits(self.event)
         self._is_delivered, unused_as_zero = True, self.options.unused_as_zero
         with torch.no_grad():
