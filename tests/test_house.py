@@ -298,6 +298,64 @@ def calls(path: Path) -> Iterator[tuple[int, str, ast.Call]]:
             yield node.lineno, origin.get(first, first) + dot + rest, node
 
 
+NAMES_A_DEVICE = {
+    "compat/devices.py": "the device table",
+    "compat/needed_names.py": "private names of torch that the kernels need",
+    "compat/cuda_kernels.py": "kernels of random numbers",
+    "rng/_cuda_engine.py": "kernels of random numbers",
+    "rng/_cuda_kernel.py": "kernels of random numbers",
+}
+
+
+def names_of_one_device(path: Path) -> list[int]:
+    """Lines whose code, apart from docstrings and imports of modules of vescale, names one kind of accelerator."""
+    found, own = [], {line for line, module in imported_modules(path) if module.startswith("vescale")}
+    docstrings = {
+        id(node.body[0].value)
+        for node in nodes(path.read_text())
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in nodes(path.read_text()):
+        text = ""
+        if isinstance(node, ast.Name):
+            text = node.id
+        elif isinstance(node, ast.Attribute):
+            text = node.attr
+        elif isinstance(node, ast.alias):
+            text = node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            text = node.value
+        line = getattr(node, "lineno", 0)
+        if re.search(r"(?<![A-Z])cuda(?!_engine)", text) and line not in own:
+            found.append(line)
+    return found
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    for node in nodes(path.read_text()):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield alias.lineno, node.module or ""
+
+
+def test_code_names_no_kind_of_accelerator() -> None:
+    """It asks ``torch.accelerator``, the module of a tensor's device, or the table of what they lack."""
+    found = {str(path.relative_to(PACKAGE)): names_of_one_device(path) for path in sources()}
+    assert {file: lines for file, lines in found.items() if lines and file not in NAMES_A_DEVICE} == {}
+    assert not {file for file in NAMES_A_DEVICE if not found[file]}, "exceptions that are none any more"
+
+
+@pytest.mark.parametrize(
+    "line", ["x.is_cuda", "torch.cuda.current_stream()", "torch.device('cuda')", "from torch import cuda"]
+)
+def test_names_of_one_device_are_seen(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(f'"""On cuda."""\n{line}\n')
+    assert names_of_one_device(path) == [2]
+
+
 def test_nothing_runs_what_it_reads() -> None:
     """No eval, exec, pickle or unsafe loading, except where the table says why."""
     wrong, met = [], set()

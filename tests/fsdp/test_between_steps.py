@@ -3,6 +3,7 @@ written in between. The numbers are those of one device, also where PyTorch's FS
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.fsdp.compare import by_block, data, gradients_of, mesh_of, parameters_of, same_gradients, train_step
 from tests.fsdp.models import Block, Net, net_loss, tokens
+from tests.fsdp.test_streams import on_device_path
 from tests.ranks import RankPools, run_cases
 from vescale.comm import record_comms
 from vescale.fsdp import fully_shard, register_fsdp_forward_method, state_of
@@ -207,12 +209,49 @@ def stepped(parameters: list[Any]) -> None:
         p.grad = None
 
 
+def loaded(model: Any, assign: bool = False) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=assign)
+
+
+def by_hand(model: Any) -> None:
+    for block in model.blocks:
+        block.unshard()
+        block.reshard()
+    model.unshard()
+    model.reshard()
+
+
+def failing(model: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("on purpose")
+
+    handle = model.blocks[1].up.register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        model(tokens(9, 0))
+    handle.remove()
+
+
+def loaded_after(forward: Callable[[nn.Module], None], assign: bool, options: dict[str, Any]) -> None:
+    """What is loaded after a forward that no backward follows, such as one that warms up, the next forward uses."""
+    model = sharded(**options)
+    net_loss(model, 0, dist.get_rank()).backward()
+    model.zero_grad()
+    torch.manual_seed(0)
+    plain = Net()
+    forward(model)
+    for one in (model, plain):
+        loaded(one, assign)
+    ids = tokens(1, dist.get_rank())
+    torch.testing.assert_close(model(ids), plain(ids))
+
+
 def written_after(
     forward: Callable[[nn.Module], None], write: Callable[[list[Any]], None], options: dict[str, Any]
 ) -> None:
     """What an optimizer, say, writes to its parameters after a forward that no backward follows, the next forward uses."""
     model = sharded(**options)
     parameters = list(model.parameters())
+    evaluate(model)  # the root is known
     forward(model)
     if forward is evaluate and options.get("reshard_after_forward") is not False:
         assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
@@ -239,6 +278,7 @@ def kept_on_request() -> None:
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+FORWARDS = (evaluate, evaluate_with_graph, by_hand, failing)
 WRITES = (halved, averaged, stepped)
 CASES: list[tuple[Any, ...]] = [
     (muted_hooks,),
@@ -254,6 +294,9 @@ CASES: list[tuple[Any, ...]] = [
     *((written_after, forward, stepped, {"reshard_after_forward": 2}) for forward in (evaluate, evaluate_with_graph)),
     (written_after, evaluate, halved, {"reshard_after_forward": False}),
     (kept_on_request,),
+    *((written_after, forward, write, {}) for forward in (by_hand, failing) for write in WRITES),
+    *((loaded_after, forward, assign, {}) for forward in FORWARDS for assign in (False, True)),
+    *((loaded_after, forward, False, {"reshard_after_forward": False}) for forward in FORWARDS),
 ]
 
 
@@ -266,10 +309,12 @@ def cases_on(num_ranks: int) -> list[tuple[Any, ...]]:
     return [case for case in CASES if (case[-1] == {"reshard_after_forward": 2}) == (num_ranks == 4)]
 
 
-def run(num_ranks: int) -> int:
-    return run_cases(run_case, cases_on(num_ranks))
+def run(num_ranks: int, on_device: bool) -> int:
+    with on_device_path() if on_device else contextlib.nullcontext():
+        return run_cases(run_case, cases_on(num_ranks))
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_between_steps(ranks: RankPools, num_ranks: int) -> None:
-    assert ranks.run(run, num_ranks, world_size=num_ranks) == [len(cases_on(num_ranks))] * num_ranks
+def test_between_steps(ranks: RankPools, num_ranks: int, on_device: bool) -> None:
+    assert ranks.run(run, num_ranks, on_device, world_size=num_ranks) == [len(cases_on(num_ranks))] * num_ranks

@@ -21,9 +21,10 @@ from tests.fsdp.extended import MixedBlock
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
 from vescale.comm import record_comms
-from vescale.fsdp import Event, Residency, ResidencyError, fully_shard
+from vescale.fsdp import Event, ModuleState, ParameterGroup, Residency, ResidencyError, fully_shard
+from vescale.fsdp._contract import GROUP, HOLDINGS, MODULE, ROOT, TRANSITIONS, Move, Stage, Turn
 from vescale.fsdp._group_memory import GroupMemory
-from vescale.fsdp._residency import HOLDINGS, TRANSITIONS
+from vescale.fsdp._iteration import Iteration
 
 
 def test_every_pair_is_in_the_contract_or_raises() -> None:
@@ -52,6 +53,33 @@ def test_the_contract_is_consistent() -> None:
             state,
             event,
         )  # it is copied out of what was gathered
+
+
+def test_the_contract_of_a_step_is_consistent() -> None:
+    """From rest every state is reached, and from every state rest; any other move raises."""
+    group, module, root = (object.__new__(kind) for kind in (ParameterGroup, ModuleState, Iteration))
+    group.at_rest, module.groups, root._name = SimpleNamespace(path="x"), [group], "x"  # type: ignore[attr-defined]
+    machines: list[Any] = [(group, "turn", GROUP), (module, "stage", MODULE), (root, "stage", ROOT)]
+    for machine, attribute, table in machines:
+        states, rest = {state for state, _ in table}, next(iter(table))[0]
+        assert states == {*table.values()} == closure(table, rest) and rest in (Stage.IDLE, Turn.REST)
+        for state, move in itertools.product(states, Move):
+            assert rest in closure(table, state)
+            setattr(machine, attribute, state)
+            if (state, move) in table:
+                machine._move(move)
+                assert getattr(machine, attribute) is table[state, move]
+                continue
+            with pytest.raises(ResidencyError, match=rf"'x' of fully_shard is '{state.value}' .* '{move.value}'"):
+                machine._move(move)
+            assert getattr(machine, attribute) is state
+
+
+def closure(table: Any, start: Any) -> set[Any]:
+    found = {start}
+    while new := {to for (of, _), to in table.items() if of in found} - found:
+        found |= new
+    return found
 
 
 def reachable(start: Residency) -> set[Residency]:

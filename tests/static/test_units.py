@@ -114,7 +114,10 @@ def repeated_forwards() -> StaticReport:
             out = model(batch(step))
             root = state_of(model)
             assert root is not None
-            waiting = len(root.tree.comm.prefetches), [g.forward_places for s in root.tree.states for g in s.groups]
+            waiting = (
+                len(root.iteration.comm.prefetches),
+                [g.forward_places for s in root.iteration.states for g in s.groups],
+            )
             with record_comms() as ledger:
                 out.square().mean().backward()
             found.append([str(waiting), *((r.op, r.axes, r.requester, r.bytes) for r in ledger.records)])

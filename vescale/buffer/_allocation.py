@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vescale.compat.devices import use_memory_pool
 from vescale.errors import BufferMemoryError
 
 _OBSERVERS: list[Callable[[torch.UntypedStorage, int], None]] = []
@@ -31,8 +32,8 @@ class Allocation:
 
     Buffers first :meth:`reserve` their places; :meth:`allocate` and :meth:`free` then act on all of them. The storage
     stays the same object, so that tensors over it stay valid, and see the memory of the next allocation. Freed memory
-    returns to the allocator at once, on the stream that allocated it: the caller must have made that stream wait for the
-    last use.
+    returns to the allocator at once, on the stream that allocated it. What another stream uses is borrowed by it, and not
+    freed before it has been given back.
     """
 
     def __init__(self, device: torch.device | str, *, pin_memory: bool = False, pool: Any = None) -> None:
@@ -43,6 +44,7 @@ class Allocation:
         self._storage: torch.UntypedStorage | None = None
         self._is_free = True
         self._attached: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._owner_waits: Callable[[Any], None] | None = None
 
     def reserve(self, num_bytes: int) -> int:
         """The byte offset of a new place. Raises RuntimeError once memory has been allocated."""
@@ -77,7 +79,7 @@ class Allocation:
 
     def allocate(self) -> None:
         """Get the memory, uninitialized, from the current stream's pool; no effect if it is allocated."""
-        with contextlib.nullcontext() if self.pool is None else torch.cuda.use_mem_pool(self.pool):
+        with use_memory_pool(self.device, self.pool):
             self._allocate()
 
     def _allocate(self) -> None:
@@ -86,13 +88,34 @@ class Allocation:
             self._storage = block.untyped_storage()
         else:
             self._resize(self._storage, self.num_bytes)
-        for storage, num_bytes in self._attached.values():
-            self._resize(storage, num_bytes)
         self._is_free = False
+        try:
+            for storage, num_bytes in self._attached.values():
+                self._resize(storage, num_bytes)
+        except BaseException:
+            self.free()
+            raise
         self._tell()
 
+    def lend(self, owner_waits: Callable[[Any], None]) -> None:
+        """Another stream uses the memory from now on. ``owner_waits(event)`` makes the stream that has allocated it wait."""
+        self._owner_waits = owner_waits
+
+    def give_back(self, *events: Any) -> None:
+        """The owner waits for ``events``, after which no other stream uses the memory; no effect if it is not borrowed."""
+        owner_waits, self._owner_waits = self._owner_waits, None
+        if owner_waits is not None:
+            for event in events:
+                if event is not None:
+                    owner_waits(event)
+
     def free(self) -> None:
-        """Free the memory; tensors over it must not be used until :meth:`allocate`."""
+        """Free the memory; tensors over it must not be used until :meth:`allocate`. Raises RuntimeError while borrowed."""
+        if self._owner_waits is not None:
+            raise BufferMemoryError(
+                "memory was to be freed while another stream may use it; expected give_back() before, with the event after "
+                "which that stream has done so. This is an error of the engine"
+            )
         if self._storage is not None:
             self._resize(self._storage, 0)
         for storage, _ in self._attached.values():

@@ -64,6 +64,11 @@ class LocalPart:
         return self.numel * self.dtype.itemsize
 
     @property
+    def allocation(self) -> Allocation:
+        """The memory, which other buffers may share."""
+        return self._allocation
+
+    @property
     def is_allocated(self) -> bool:
         """Whether the local part has memory; :meth:`allocate` gets it."""
         return self._allocation.is_allocated

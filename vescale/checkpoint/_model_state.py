@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.checkpoint._step_format import decode, encode
 from vescale.compat import unwrapped_model, unwrapped_name
+from vescale.compat.devices import random_states, set_random_states
 from vescale.errors import CheckpointOptionError, kind_of
 from vescale.fsdp import FSDPModule
 
@@ -149,23 +150,18 @@ def replace_tensors(model: nn.Module, made: Mapping[int, torch.Tensor]) -> None:
 
 # The state of all random number generators of a process that a script uses without naming them, as a tensor of bytes.
 
-_SEEDS = {
-    "torch": "torch.manual_seed",
-    "cuda": "torch.cuda.manual_seed",
-    "numpy": "numpy.random.seed",
-    "python": "random.seed",
-}
+_SEEDS = {"torch": "torch.manual_seed", "numpy": "numpy.random.seed", "python": "random.seed"}
+"""Functions that seed; of an accelerator the one of its module."""
 
 
 def get_random_state() -> torch.Tensor:
-    """Those of torch (CPU and current GPU), numpy and Python."""
+    """Those of torch (CPU and the accelerator's current device), numpy and Python."""
     found = {
         "torch": torch.get_rng_state().numpy(),
         "numpy": np.random.get_state(),
         "python": random.getstate(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state().numpy()
+    found |= {kind: state.numpy() for kind, state in random_states().items()}
     text = json.dumps(encode(found, "rng", {}), separators=(",", ":"))
     return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
 
@@ -175,11 +171,12 @@ def set_random_state(state: torch.Tensor) -> None:
     torch.set_rng_state(torch.from_numpy(found["torch"]))
     np.random.set_state(found["numpy"])
     random.setstate(found["python"])
-    if "cuda" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(found["cuda"]))
+    set_random_states({kind: torch.from_numpy(found[kind]) for kind in found.keys() - _SEEDS.keys()})
 
 
 def different_seeds(states: Sequence[torch.Tensor]) -> list[str]:
     """The functions that seed those generators whose states are not all equal."""
     found = [json.loads(state.numpy().tobytes()) for state in states]
-    return [call for key, call in _SEEDS.items() if len({json.dumps(each.get(key)) for each in found}) > 1]
+    keys = dict.fromkeys((*_SEEDS, *(key for each in found for key in each)))
+    differ = [key for key in keys if len({json.dumps(each.get(key)) for each in found}) > 1]
+    return [_SEEDS.get(key, f"torch.{key}.manual_seed") for key in differ]

@@ -95,13 +95,13 @@ def fill_image(writer: Writer, layout: Sequence[Piece], blocks: Mapping[str, Loc
         source = blocks[piece.name].view(piece.box)
         place = image[piece.start : piece.start + piece.nbytes]
         if source.is_contiguous():  # as bytes: not every dtype has a kernel for copies
-            place.copy_(bytes_of(source), non_blocking=source.is_cuda)
+            place.copy_(bytes_of(source), non_blocking=True)
         else:
-            place.view(source.dtype).view(source.shape).copy_(source, non_blocking=source.is_cuda)
-        if source.is_cuda:
+            place.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
+        if source.device.type != "cpu":
             devices.add(source.device)
     for device in devices:
-        torch.cuda.synchronize(device)
+        torch.get_device_module(device.type).synchronize(device)
 
 
 @torch.no_grad()

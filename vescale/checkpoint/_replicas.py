@@ -193,8 +193,10 @@ def _broadcast(pieces: Sequence[torch.Tensor], hops: Sequence[Hop]) -> None:
     if not hops:
         return
     device = torch.device("cpu")
-    if dist.get_backend(hops[0][1]) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
+    if "cpu:" not in dist.get_backend_config(hops[0][1]):
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     one = pieces[0]
     has_own_bits = one.is_contiguous() and not one.is_conj() and not one.is_neg()
     in_place = len(pieces) == 1 and has_own_bits and one.device == device

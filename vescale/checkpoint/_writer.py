@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import socket
@@ -18,6 +17,7 @@ import torch
 
 import vescale
 from vescale.checkpoint import _writer_process
+from vescale.compat.devices import pin, unpin
 from vescale.errors import SaveFailedError
 
 _GRANULE = 2 << 20
@@ -34,19 +34,20 @@ class Writer:
         self._memory = _anonymous_file()
         self._size = 0
         self._image: torch.Tensor | None = None
+        self._is_pinned = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._finalizer = weakref.finalize(self, os.close, self._memory)
 
     def image(self, nbytes: int) -> torch.Tensor:
-        """The shared memory as bytes, at least so many; pinned where there is a GPU. What was in it may be lost."""
+        """The shared memory as bytes, at least so many; pinned where a device is used. What was in it may be lost."""
         if nbytes > self._size or self._image is None:
-            if self._image is not None:
-                _unpin(self._image)
+            self._unpin()
             self._size = -(-max(nbytes, 1) // _GRANULE) * _GRANULE
             os.ftruncate(self._memory, self._size)
             self._image = torch.frombuffer(mmap.mmap(self._memory, self._size), dtype=torch.uint8)
-            _pin(self._image)
+            # So that copies from a device need no buffer of the driver's; without it they are slower, and nothing else.
+            self._is_pinned = pin(self._image)
         return self._image
 
     def run(self, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +84,15 @@ class Writer:
         if self._process is not None:
             self._process.wait()
         self._process = self._connection = None
+        self._unpin()
+
+    def _unpin(self) -> None:
+        """The driver forgets the memory, before that goes."""
+        is_pinned, self._is_pinned = self._is_pinned, False
+        if is_pinned:
+            assert self._image is not None
+            unpin(self._image)
+        self._image = None
 
     def _start(self) -> None:
         if self._connection is not None:
@@ -112,16 +122,3 @@ def _anonymous_file() -> int:
     descriptor, path = tempfile.mkstemp(prefix="vescale-checkpoint-")
     os.unlink(path)
     return descriptor
-
-
-def _pin(image: torch.Tensor) -> None:
-    """So that copies from a GPU need no buffer of the driver's; without it they are slower, and nothing else."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(image.data_ptr(), image.nbytes, 0))
-
-
-def _unpin(image: torch.Tensor) -> None:
-    if image.is_pinned():
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(image.data_ptr()))

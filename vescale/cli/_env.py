@@ -78,7 +78,10 @@ def _torch() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    accelerator = torch.accelerator.current_accelerator()
+    module = None if accelerator is None else torch.get_device_module(accelerator.type)
+    name_of = getattr(module, "get_device_name", lambda index: f"{accelerator}:{index}")
+    devices = [name_of(index) for index in range(torch.accelerator.device_count())]
     return {
         "promise": torch_promise(torch.__version__),
         "compat": _compat(),
@@ -86,7 +89,7 @@ def _torch() -> dict[str, Any]:
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
         "mpi": dist.is_available() and dist.is_mpi_available(),
-        "cuda": torch.version.cuda,
+        "accelerator": None if accelerator is None else accelerator.type,
         "devices": devices,
     }
 

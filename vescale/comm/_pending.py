@@ -100,7 +100,7 @@ def is_nccl(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 def uses_nccl(device_type: str, group: dist.ProcessGroup) -> bool:
     """Whether the group uses NCCL for tensors on such a device."""
-    return device_type == "cuda" and dist.Backend.NCCL in dist.get_backend_config(group)
+    return device_type != "cpu" and dist.Backend.NCCL in dist.get_backend_config(group)
 
 
 def is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -12,11 +13,19 @@ class SideStream:
     """Work that a device does beside its computation.
 
     On the CPU there are no streams: collectives run on the backend's threads, and the methods do nothing.
+
+    Args:
+        name: of what it is for. A device has one stream for each name and urgency, however many objects ask for it: pools
+            of streams are small, and memory is cached for each.
+        urgent: of high priority.
     """
 
-    def __init__(self, device: torch.device, *, urgent: bool = True) -> None:
+    def __init__(self, device: torch.device, name: str, *, urgent: bool = True) -> None:
         self._module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)
-        self.stream: Any = self._module.Stream(priority=-1 if urgent else 0) if self._module else None
+        self.stream: Any = None
+        if self._module:
+            index = device.index if device.index is not None else self._module.current_device()
+            self.stream = _stream(device.type, index, name, -1 if urgent else 0)
         self.is_real = self._module is not None
         """Whether there is a stream."""
 
@@ -37,6 +46,11 @@ class SideStream:
         """An event after all that this stream has been given; None on the CPU."""
         return self.stream.record_event() if self._module else None
 
+    def host_waits(self, event: Any) -> None:
+        """The caller waits for ``event``."""
+        if self._module and event is not None:
+            event.synchronize()
+
     def compute_done(self) -> Any:
         """An event after all that the current stream has been given; None on the CPU."""
         return self._module.current_stream().record_event() if self._module else None
@@ -45,3 +59,8 @@ class SideStream:
         """The current stream goes on only after ``event``."""
         if self._module and event is not None:
             self._module.current_stream().wait_event(event)
+
+
+@functools.cache
+def _stream(device_type: str, index: int, name: str, priority: int) -> Any:
+    return torch.get_device_module(device_type).Stream(device=index, priority=priority)

@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import _register_work
 from torch._guards import detect_fake_mode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_to_all_single, wait_tensor
 
+from vescale.compat.devices import memory_pool
+
 __all__ = [
     "AsyncCollectiveTensor",
     "all_gather_single",
@@ -33,9 +35,9 @@ def backend_memory_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
     """A memory pool on the allocator of the group's backend for ``device``; None when the backend has none."""
     backend = group._get_backend(device)
     supports = getattr(backend, "supports_tensor_alloc", None)
-    if device.type != "cuda" or supports is None or not supports(device):
+    if supports is None or not supports(device):
         return None
-    return torch.cuda.MemPool(backend.mem_allocator)
+    return memory_pool(device, backend.mem_allocator)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:

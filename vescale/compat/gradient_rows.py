@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale import csrc
 from vescale.compat.autograd import are_dtensors_unheld
+from vescale.compat.devices import WITH_FOREACH
 from vescale.compat.dtensor import local_of, spec_of
 
 __all__ = [
@@ -38,7 +39,7 @@ def has_foreach(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels take these tensors: dense ones of exactly ``torch.Tensor`` on a native device."""
     return (
         set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
-        and {t.device.type for t in tensors} <= {"cpu", "cuda", "xpu"}
+        and {t.device.type for t in tensors} <= set(WITH_FOREACH)
         and not any(t.is_sparse for t in tensors)
     )
 

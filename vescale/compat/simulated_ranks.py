@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from vescale.compat.devices import modules_of_scripts
 from vescale.compat.ledger import note
 from vescale.compat.needed_names import ESTIMATES
 from vescale.compat.needs import require
@@ -160,26 +161,15 @@ def _note_waits(changes: Changes, kind: Any, waited: Callable[[Any], None]) -> N
 
 
 def _without_devices(changes: Changes) -> None:
-    """Calls of ``torch.cuda`` that scripts make for their own device do nothing."""
-    if torch.cuda.is_available():
-        changes.attribute(torch.cuda, "is_available", lambda: False)
-    for name in (
-        "set_device",
-        "synchronize",
-        "empty_cache",
-        "reset_peak_memory_stats",
-        "manual_seed",
-        "manual_seed_all",
-    ):
-        changes.attribute(torch.cuda, name, lambda *_, **__: None)
-    for name in (
-        "current_device",
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-    ):
-        changes.attribute(torch.cuda, name, lambda *_, **__: 0)
+    """Calls that scripts make for their own device do nothing."""
+    actions = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
+    figures = ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    for _, module in modules_of_scripts():
+        if module.is_available():
+            changes.attribute(module, "is_available", lambda: False)
+        for names, answer in ((actions, None), (figures, 0)):
+            for name in names:
+                changes.attribute(module, name, lambda *_, answer=answer, **__: answer)
     changes.attribute(torch.accelerator, "set_device_index", lambda *_: None)
 
 
@@ -192,7 +182,11 @@ class OnHost(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
+        if (
+            name in ("pin_memory", *(kind for kind, _ in modules_of_scripts()))
+            and args
+            and isinstance(args[0], torch.Tensor)
+        ):
             return args[0]
         if any(_is_device(x) for x in args[1:]):
             args = (args[0], *(_host(x) for x in args[1:]))
@@ -204,7 +198,7 @@ class OnHost(TorchFunctionMode):
 
 
 def _is_device(x: Any) -> bool:
-    return isinstance(x, torch.device) or (isinstance(x, str) and x.partition(":")[0] == "cuda")
+    return isinstance(x, torch.device) or (isinstance(x, str) and x.partition(":")[0] in dict(modules_of_scripts()))
 
 
 def _host(x: Any) -> Any:

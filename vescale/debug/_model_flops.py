@@ -104,9 +104,8 @@ def _attention(config: Any, sequence_length: int) -> float:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bfloat16 operations a second of a GPU, by its data sheet; None for devices that are not listed."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name_of = None if device.type == "cpu" else getattr(torch.get_device_module(device.type), "get_device_name", None)
+    name = "" if name_of is None else name_of(device)
     return next((peak for part, peak in _PEAKS if part in name), None)
 
 

@@ -179,11 +179,12 @@ def calibrate(file: str | os.PathLike[str], device: str | None = None, *, ranks:
     Some ten seconds. Raises OSError where the file cannot be written, ValueError for fewer than two ranks.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"`` or the accelerator's type; None: the accelerator if there is one.
         ranks: processes of a host that measure collectives.
         samples: series of each measurement.
     """
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = device or ("cpu" if accelerator is None else accelerator.type)
     if ranks < 2:
         raise EstimateArgumentError(f"calibrate: ranks is {ranks}; collectives need at least 2")
     names = ("float32", "bfloat16", "float64") if kind == "cpu" else ("float32", "bfloat16", "float16")
@@ -207,8 +208,8 @@ def calibrate(file: str | os.PathLike[str], device: str | None = None, *, ranks:
     torch.set_num_threads(threads)
     default = Path(__file__).parent / "devices" / ("cpu.yaml" if kind == "cpu" else "h100-80g.yaml")
     data: dict[str, Any] = yaml.safe_load(default.read_text(encoding="utf-8"))
-    if kind == "cuda":
-        data["memory_bytes"] = int(torch.cuda.get_device_properties(0).total_memory)
+    if kind != "cpu":
+        data["memory_bytes"] = int(torch.get_device_module(kind).get_device_properties(0).total_memory)
     measured = f"measured on {time.strftime('%Y-%m-%d')} with torch {torch.__version__}"
     data |= {
         "flops": flops,
@@ -331,5 +332,5 @@ def _seconds(call: Callable[[], Any], kind: str) -> float:
 
 
 def _wait(kind: str) -> None:
-    if kind == "cuda":
-        torch.cuda.synchronize()
+    if kind != "cpu":
+        torch.accelerator.synchronize()

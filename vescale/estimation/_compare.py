@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of
+from vescale.compat.devices import accelerator_module
 from vescale.errors import Coded, EstimateArgumentError
 from vescale.runtime import report
 
@@ -103,8 +104,9 @@ def _rows(model: nn.Module, own: _Memory, optimizer: torch.optim.Optimizer | Non
         yield "optimizer", own.maximum["optimizer"], _bytes(states)
     with contextlib.suppress(KeyError, RuntimeError):  # the graph has gone
         yield "activations", own.saved_bytes, report(model).saved_bytes
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        yield "peak", own.peak_bytes, torch.cuda.max_memory_allocated()
+    peak_of = getattr(accelerator_module(), "max_memory_allocated", None)
+    if peak_of is not None and peak_of():
+        yield "peak", own.peak_bytes, peak_of()
 
 
 def _bytes(tensors: Any) -> int:

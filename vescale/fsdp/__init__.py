@@ -4,14 +4,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from vescale.compat import DataParallelMeshDims
 from vescale.fsdp._api import fully_shard, give_methods
+from vescale.fsdp._contract import Event, Residency, ResidencyError
 from vescale.fsdp._extensions import is_extended
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from vescale.fsdp._parameter import ManagedParameter, Slot
 from vescale.fsdp._report import GroupReport, Report, report
-from vescale.fsdp._residency import Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import GroupMember
-from vescale.fsdp._state import ModuleState, Phase, state_of
+from vescale.fsdp._state import ModuleState, state_of
 from vescale.fsdp._unfilled import check_filled, mark_unfilled, places_on_meta, unfilled, values_are_of_no_interest
 from vescale.gradients import DataParallelAxes
 
@@ -28,7 +28,6 @@ __all__ = [
     "ModuleState",
     "OffloadPolicy",
     "ParameterGroup",
-    "Phase",
     "Report",
     "Residency",
     "ResidencyError",

@@ -53,12 +53,13 @@ class Lender(Protocol):
     """A group whose gradients are being reduced, maybe from the memory of its parameters."""
 
     @property
-    def orders(self) -> RootOrders: ...
-
-    @property
     def is_borrowed(self) -> bool: ...
 
-    def give_back(self, reductions: Sequence[ShardedReduction]) -> None: ...
+    def give_back(self, *events: Any) -> None: ...
+
+    def compare_gathers(self) -> None: ...
+
+    has_unknown_work: bool
 
 
 class CommContext:
@@ -74,18 +75,23 @@ class CommContext:
     gradients              reduce stream                   for the reduction
     gradients apart        computation; reduce stream      after the computation has waited for the reduction; at most
                                                            ``max_gradient_buffers`` are in flight
+    reduced gradients      reduce stream; computation      by whoever clears ``.grad``, which the computation has got
+                                                           after it has waited for the reduction
+    shards on the host     host; gather stream             never; the host waits for the copies from them at the end of
+                                                           a forward and of a backward, before a program may write
     =====================  ==============================  ===========================================================
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.gather_stream = SideStream(device)
-        self.reduce_stream = SideStream(device)
-        self.replica_stream = SideStream(device, urgent=False)
+        self.gather_stream = SideStream(device, "gather")
+        self.reduce_stream = SideStream(device, "reduce")
+        self.replica_stream = SideStream(device, "reduce over replicas", urgent=False)
         self.max_gradient_buffers = 1
         self.prefetches: list[Callable[[], None]] = []
         """One for each group, in the order in which they have run forward: start to gather it for backward."""
-        self._retired: list[tuple[Allocation, Any]] = []
+        self._left: list[tuple[Allocation, Any]] = []
+        self._host_reads: list[Any] = []
         self._reducing: list[tuple[Lender, list[ShardedReduction]]] = []
         self.finished: list[ShardedReduction] = []
         """Reductions of this backward, in the order in which they were started."""
@@ -94,38 +100,45 @@ class CommContext:
 
     # Memory of gathered parameters
 
-    def retire(self, memory: Allocation) -> None:
-        """Free a gathered buffer as soon as the computation that has been given to the device is done with it."""
+    def leave(self, memory: Allocation) -> None:
+        """Free a gathered buffer as soon as the computation that has been given to the device is done with it. Its contents
+        are not used any more, whatever happens before."""
+        self._left.append((memory, self.gather_stream.compute_done()))
         if not self.gather_stream.is_real:
-            memory.free()
-            return
-        self._retired.append((memory, self.gather_stream.compute_done()))
+            self._free_left(keep=0)
 
-    def reclaim(self, memory: Allocation, *, is_current: bool) -> bool:
-        """Take back a buffer that was retired and is not freed yet; False: its contents are gone, or not ``is_current``."""
-        for index, (retired, event) in enumerate(self._retired):
-            if retired is memory:
-                del self._retired[index]
-                if not is_current:
-                    self.gather_stream.wait_event(event)  # it is written anew
-                return is_current
-        return False
-
-    def make_room(self, keep: int = 1) -> None:
-        """Before the gather stream allocates the next buffer: free retired ones but the last ``keep``, and those that
-        reductions are done with."""
+    def make_room(self, memory: Allocation | None = None, *, keep: int = 1) -> None:
+        """Before the gather stream allocates ``memory``: free what the computation has left, but the last ``keep`` buffers
+        unless ``memory`` is one of them, and what reductions are done with."""
         self.take_back_borrowed()
-        while len(self._retired) > keep:
-            memory, event = self._retired.pop(0)
-            self.gather_stream.wait_event(event)
+        self._free_left(keep=0 if any(left is memory for left, _ in self._left) else keep)
+
+    def _free_left(self, *, keep: int) -> None:
+        while len(self._left) > keep:
+            memory, event = self._left.pop(0)
+            memory.give_back(event)
             memory.free()
+
+    def forget(self, memory: Allocation) -> None:
+        """The caller frees a buffer that the computation may have left."""
+        self._left = [(left, event) for left, event in self._left if left is not memory]
+
+    def note_host_read(self) -> None:
+        """The gather stream has been given a copy from shards on the host."""
+        self._host_reads.append(self.gather_stream.done())
+
+    def finish_host_reads(self) -> None:
+        """Wait for copies from shards on the host, which a program may write to from now on."""
+        reads, self._host_reads = self._host_reads, []
+        for event in reads[-1:]:  # of one stream, in order
+            self.gather_stream.host_waits(event)
 
     def take_back_borrowed(self) -> None:
         """Wait for reductions that read from gathered buffers: the gather stream does. On a CPU the caller waits, and also
         until fewer than ``max_gradient_buffers`` are in flight, before more memory is needed."""
         if self.reduce_stream.is_real:
             for group, reductions in self._reducing:
-                group.give_back(reductions)
+                group.give_back(*(reduction.event for reduction in reductions))
             return
         while len(self._reducing) >= self.max_gradient_buffers or any(group.is_borrowed for group, _ in self._reducing):
             self._finish_oldest()
@@ -142,10 +155,12 @@ class CommContext:
         """Start reductions of one group; they finish when room is needed, or at the end of backward."""
         if self.has_accumulated:  # other groups may be reduced than those that this backward has gathered
             self.has_accumulated = False
-            group.orders.compare_gathers()
+            group.compare_gathers()
+        self._reducing.append((group, reductions))
+        group.has_unknown_work = True
         for reduction in reductions:
             reduction.start()
-        self._reducing.append((group, reductions))
+        group.has_unknown_work = False
         if self.reduce_stream.is_real:  # all of it can be given to the device now
             self._finish(reductions)
 
@@ -153,26 +168,34 @@ class CommContext:
         self.finished += [reduction for reduction in reductions if reduction.finish()]
 
     def _finish_oldest(self) -> None:
-        group, reductions = self._reducing.pop(0)
+        group, reductions = self._reducing[0]
         if not self.reduce_stream.is_real:
             self._finish(reductions)
         for reduction in reductions:
-            self.reduce_stream.compute_waits(reduction.event)
-            reduction.gradients.unreduced.free()
-        group.give_back(reductions)
+            reduction.free()
+        group.give_back(*(reduction.event for reduction in reductions))
+        del self._reducing[0]
+        for reduction in reductions:
+            if not (self.reduce_stream.is_real and reduction.is_on_host):
+                reduction.deliver()
 
     def finish_reductions(self) -> None:
         while self._reducing:
             self._finish_oldest()
+        for reduction in self.finished:  # the host waits for copies when all have been started
+            reduction.deliver()
 
     def abandon(self) -> None:
         """Wait for what is in flight and forget it."""
-        for _, reductions in self._reducing:
+        self.reduce_stream.wait_event(self.replica_stream.done())
+        for group, reductions in self._reducing:
             for reduction in reductions:
-                reduction.wait()
-                self.reduce_stream.compute_waits(reduction.event)
+                reduction.abandon()
+            if not group.has_unknown_work:
+                group.give_back(self.reduce_stream.done())
         self._reducing.clear()
         self.finished.clear()
         self.prefetches.clear()
         self.has_accumulated = False
         self.make_room(keep=0)
+        self.finish_host_reads()

@@ -19,12 +19,16 @@ class BufferGather:
 
     Args:
         memory: what is allocated before each gather, and freed when the group is resharded.
+
+    Attributes:
+        num_bytes: of the buffer that the all-gather fills.
     """
 
     def __init__(self, shards: BufferShards, dtype: torch.dtype, device: torch.device, memory: Allocation) -> None:
         self._layout, self._shards, self._axes = shards.layout, shards, shards.layout.axes
         layout, axes = self._layout, self._axes
         self.whole = DBuffer(layout.whole, axes.mesh, axes.gathered(), dtype=dtype, allocation=memory)
+        self.num_bytes = layout.exchanged.layout.buffer_size * dtype.itemsize
         self._kept: tuple[torch.Tensor, dist.ProcessGroup] | None = None
         self._exchange: DBuffer | None = None
         if isinstance(layout, CallerLayout):
@@ -83,11 +87,6 @@ class BufferGather:
     @property
     def kept_bytes(self) -> int:
         return self._kept[0].nbytes if self._kept is not None else 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the buffer that the all-gather fills."""
-        return self._layout.exchanged.layout.buffer_size * self.whole.dtype.itemsize
 
 
 def all_gather(

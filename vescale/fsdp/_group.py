@@ -19,10 +19,10 @@ from vescale.compat import make_dtensor, make_spec, profiled
 from vescale.compat.model_hooks import ASKED_GRADIENTS, AskedGradients
 from vescale.errors import UnsupportedParameterError
 from vescale.fsdp._bucket import Bucket
+from vescale.fsdp._contract import GROUP, Move, Residency, ResidencyError, Turn
 from vescale.fsdp._group_memory import GroupMemory
 from vescale.fsdp._parameter import ManagedParameter, managed_by
 from vescale.fsdp._registered import has_replaced, refuse_transforms
-from vescale.fsdp._residency import Residency
 from vescale.fsdp._sharded_parameters import GroupMember, ShardedParameters
 from vescale.gradients import DataParallelAxes, GradientPlace, ReductionOptions, ShardedReduction
 from vescale.placements import contiguous_stride, redistribute
@@ -32,18 +32,14 @@ BlockPolicy = Callable[[str, nn.Parameter], int | None]
 
 @dataclass
 class _BackwardState:
-    """What a group knows about the backward that comes, or runs.
+    """What a group knows about the backward that runs.
 
     Attributes:
-        is_running: between the first gradient of an output and those of the inputs.
-        is_due: gradients are to be reduced at its end, if nothing has triggered that before.
         builds_graph: ``create_graph``: its ops read the parameters later.
         reads_weights_late: reentrant checkpointing, in which each call has a backward of its own.
         prefetch_next: starts to gather the group that backward needs next.
     """
 
-    is_running: bool = False
-    is_due: bool = False
     builds_graph: bool = False
     reads_weights_late: bool = False
     prefetch_next: Callable[[], None] | None = None
@@ -118,8 +114,15 @@ class ParameterGroup:
     def _set_idle(self) -> None:
         self.memory = GroupMemory(self.at_rest, self.options.op, self._begin_gradients)
         self.on_gradients: Callable[[], None] = _nothing
+        self.turn = Turn.REST
         self._backward = _BackwardState()
         self.forward_places: list[int] = []
+
+    def _move(self, event: Move) -> None:
+        found = GROUP.get((self.turn, event))
+        if found is None:
+            raise ResidencyError(f"group {self.path!r}", self.turn, event, GROUP)
+        self.turn = found
 
     # At rest
 
@@ -246,7 +249,7 @@ class ParameterGroup:
         self.is_watched = is_watched
         self.memory.serves_next_forward = is_watched and torch.is_grad_enabled() and not self.is_kept_by_default
         if torch.is_grad_enabled():
-            self._backward.is_due = True
+            self._move(Move.FORWARD)
             self.forward_places.append(len(self.memory.comm.prefetches))
             self.memory.comm.prefetches.append(self.prefetch_for_backward)
 
@@ -255,10 +258,10 @@ class ParameterGroup:
             self.memory.unshard()
 
     def before_backward(self, *, prefetch: bool) -> None:
-        if self._backward.is_running:
+        if self.turn is Turn.RUNNING:
             return
         with profiled(f"vescale.fsdp::before_backward ({self.at_rest.path})"):
-            self._backward.is_running = self._backward.is_due = True
+            self._move(Move.BACKWARD)
             for bucket in self.at_rest.buckets:
                 bucket.gradients.drop_cleared()
             self._backward.builds_graph = torch.is_grad_enabled()
@@ -293,14 +296,15 @@ class ParameterGroup:
         does any other call in this backward."""
         if is_last:
             self._reduce()
-        elif self._goes_after_backward:
-            self.reshard()
-        self._backward.is_running = False
+        else:
+            if self._goes_after_backward:
+                self.reshard()
+            self._move(Move.PAUSE)
         self._prefetch_next()
 
     def conclude_backward(self, *, is_last: bool) -> None:
         """At the end of a backward: what no input's gradient has triggered. ``is_last``: no more come in this iteration."""
-        if self._backward.is_due or any(
+        if self.turn in (Turn.DUE, Turn.RUNNING) or any(
             bucket.unreduced.has_any for bucket in self.at_rest.buckets if self.reduce_gradients
         ):
             self._reduce()
@@ -313,6 +317,7 @@ class ParameterGroup:
             for bucket in self.at_rest.buckets:
                 bucket.gradients.show_unreduced()
         self._backward = _BackwardState()
+        self._move(Move.CONCLUDE)
         if is_last:
             self.forward_places.clear()
 
@@ -336,7 +341,7 @@ class ParameterGroup:
                 self.memory.reshard_for_reduction()
             else:
                 self.reshard()
-        self._backward.is_due = False
+        self._move(Move.REDUCE)
         if not self.reduce_gradients:
             self._receive_all()  # so that what was added by hand since the last backward adds up in the reduction's dtype
             return
@@ -368,10 +373,17 @@ class ParameterGroup:
         """After an exception: forget this iteration, gradients included, and go to rest."""
         self.forward_places.clear()
         self._backward = _BackwardState()
+        self._move(Move.CONCLUDE)
         for bucket in self.at_rest.buckets:
-            bucket.gradients.abandon()
-        self.memory.reshard()
-        self.memory.give_back(())
+            bucket.gradients.abandon(frees=not self.memory.has_unknown_work)
+        self.memory.abandon()
+
+    def abandon_forward(self) -> None:
+        """After an exception in a forward: go to rest. Gradients that earlier backwards have left, and reductions that run,
+        stay."""
+        self.forward_places.clear()
+        if not self.memory.is_borrowed:
+            self.memory.abandon()
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.path!r}, {len(self.parameters)} parameters)"

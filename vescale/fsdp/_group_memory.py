@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +16,10 @@ from vescale.comm import group_of_ranks
 from vescale.compat import backend_memory_pool, local_of, profiled, write_counts
 from vescale.errors import GroupMemoryError
 from vescale.fsdp._context import CommContext, RootOrders
+from vescale.fsdp._contract import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._parameter import ManagedParameter
-from vescale.fsdp._residency import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import ShardedParameters
-from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, ShardedReduction, next_unit_number
+from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, next_unit_number
 
 _WITHOUT_PARAMETERS = (Residency.SHARDED, Residency.KEPT_PIECE)
 _WITH_PARAMETERS = (Residency.GATHERED, Residency.UNSHARDED)
@@ -39,6 +39,7 @@ class GroupMemory:
         is_held: the caller of unshard() has the unsharded parameters registered, until they are resharded.
         serves_next_forward: what is kept at the end of a forward is for a backward that will free it, and for forwards that
             come before that; else the next iteration gathers anew.
+        has_unknown_work: a collective is being started in this memory; after an interrupt it may run unknown to anybody.
         custom_all_gather: see :meth:`FSDPModule.set_custom_all_gather`.
         number: of the group, among those that communicate along the same axes.
     """
@@ -52,6 +53,7 @@ class GroupMemory:
         self.gathered: Allocation | None = None
         self.serves_next_forward = False
         self.is_held = False
+        self.has_unknown_work = False
         self._versions: list[int] = []  # of the sharded parameters, when they were gathered last
         self._changed: list[ManagedParameter] = []  # between the last two gathers
         self._marks: list[tuple[int, int]] = []  # of the unsharded parameters, when they were registered
@@ -61,6 +63,7 @@ class GroupMemory:
         self._pending: list[PendingBuffer] = []
         self._event: object = None  # after the gathers, or the copies of pieces
         self._unit: OrderedUnit | None = None
+        self._orders = RootOrders()
         self.number = next_unit_number(at_rest.axes)
 
     @cached_property
@@ -68,23 +71,26 @@ class GroupMemory:
         """Streams, and what is in flight on them; the root of a model sets one for all its groups."""
         return CommContext(self.at_rest.device)
 
-    @cached_property
-    def orders(self) -> RootOrders:
-        """Of the root; set as :attr:`comm` is."""
-        return RootOrders()
+    def belong_to(self, comm: CommContext, orders: RootOrders) -> None:
+        """Of a root, which enrolls its groups in the same order on every rank."""
+        self.comm, self._orders, self._unit = comm, orders, None
 
     @property
     def unit(self) -> OrderedUnit:
-        """This group in the order of collectives. A root enrolls its groups, in the same order on every rank."""
-        order = self.orders.along(self.at_rest.axes)
-        if self._unit is None or self._unit.order is not order:
+        """This group in the order of collectives."""
+        if self._unit is None:
+            order = self._orders.along(self.at_rest.axes)
             self._unit = order.enroll(self.number, lambda: self.at_rest.path, len(self.at_rest.parameters))
         return self._unit
+
+    def compare_gathers(self) -> None:
+        """See :meth:`CollectiveOrder.compare_gathers`."""
+        self._orders.compare_gathers()
 
     def _move(self, event: Event) -> None:
         found = TRANSITIONS.get((self.residency, event))
         if found is None:
-            raise ResidencyError(self.at_rest.path, self.residency, event)
+            raise ResidencyError(f"group {self.at_rest.path!r}", self.residency, event, TRANSITIONS)
         self.residency = found[0]
 
     @property
@@ -141,42 +147,73 @@ class GroupMemory:
     # Gather
 
     def unshard(self) -> None:
-        """Start the all-gathers; nothing happens when they are running, or done."""
+        """Start the all-gathers; nothing happens when they are running, or done. After an error nothing is gathered."""
         if self.is_borrowed:
             self.comm.take_back_borrowed()
         if self.residency not in _WITHOUT_PARAMETERS:
             return
+        comm, path = self.comm, self.at_rest.path
         if self.at_rest.is_stale:
             self.at_rest.rebuild(self.forget_buffers)
-        memory, comm, path = self.prepare(), self.comm, self.at_rest.path
+            comm.gather_stream.wait_for_compute()  # which may have copied parameters to their places
+        memory = self.prepare()
         with profiled(f"vescale.fsdp::all_gather ({path})"):
-            is_current = not self._note_versions()
-            if comm.reclaim(memory, is_current=is_current):
-                self._move(Event.GATHER)
-                return
+            self._note_versions()
             if self.residency is Residency.KEPT_PIECE:
                 comm.gather_stream.wait_event(self._event)
             with comm.gather_stream(), torch.no_grad():
-                comm.make_room()
+                comm.make_room(memory)
                 memory.allocate()
-                self.unit.gathers()
-                self._pending = [
-                    b.gathering.start(self.unit, path, self.custom_all_gather) for b in self.at_rest.buckets
-                ]
+                try:
+                    self._start_gathers(path)
+                except BaseException as error:
+                    self._drop_gathers(error)
+                    raise
                 self._move(Event.GATHER)
-                if comm.gather_stream.is_real:
-                    for pending in self._pending:
-                        pending.wait()
-                    self._event = comm.gather_stream.done()
+                self.has_unknown_work = False
 
-    def _note_versions(self) -> bool:
-        """Whether parameters have been written since the last gather."""
+    def _start_gathers(self, path: str) -> None:
+        stream, self.has_unknown_work = self.comm.gather_stream, True
+        self.unit.gathers()
+        for bucket in self.at_rest.buckets:
+            self._pending.append(bucket.gathering.start(self.unit, path, self.custom_all_gather))
+            if stream.is_real and self.at_rest.offloads:
+                self.comm.note_host_read()
+        if stream.is_real:
+            for pending in self._pending:
+                pending.wait()
+            self._event = stream.done()
+
+    def _drop_gathers(self, error: BaseException) -> None:
+        """An ``error`` has ended the start of the all-gathers: wait for those that were started, and free the memory."""
+        assert self.gathered is not None
+        started, self._pending = self._pending, []
+        self.comm.gather_stream.compute_waits(self.comm.gather_stream.done())
+        if not isinstance(error, OrderMismatchError):  # else the ranks that raise do not take part in what follows
+            for pending in started:
+                try:
+                    pending.wait()
+                except Exception as second:
+                    error.add_note(f"An all-gather that was running failed, too: {type(second).__name__}: {second}")
+        self._drop_memory()
+
+    def _drop_memory(self) -> None:
+        """Work that nothing knows of may still write to the memory of this group: it goes with the last reference, which
+        that work has, and the next gather allocates other memory. Graphs that have saved parameters fail."""
+        unsharded = [p.unsharded for p in self.at_rest.parameters if p.unsharded is not None]
+        torch.autograd.graph.increment_version([each for t in unsharded for each in (t, _local(t))])
+        for parameter in self.at_rest.parameters:
+            parameter.unsharded = None
+        if self.gathered is not None:
+            self.comm.forget(self.gathered)
+        self.gathered = None
+        self._versions, self._changed, self.has_unknown_work = [], [], False
+
+    def _note_versions(self) -> None:
+        """Parameters may have been written since the last gather."""
         before, self._versions = self._versions, self._present_versions()
-        if before == self._versions:
-            return False
-        changed = [p for p, old, new in zip(self.at_rest.parameters, before, self._versions) if old != new]
-        self._changed += changed
-        return bool(changed)
+        if before != self._versions:
+            self._changed += [p for p, old, new in zip(self.at_rest.parameters, before, self._versions) if old != new]
 
     def _present_versions(self) -> list[int]:
         return write_counts([p.sharded for p in self.at_rest.parameters])  # type: ignore[misc]  # they are DTensors
@@ -218,6 +255,8 @@ class GroupMemory:
             )
             self._changed = []
         self._marks = self._present_marks()
+        assert self.gathered is not None
+        self.gathered.lend(self.comm.gather_stream.wait_event)
         self._move(Event.USE)
 
     def _arrive(self) -> None:
@@ -293,7 +332,7 @@ class GroupMemory:
                 assert self.gathered is not None
                 for bucket in self.at_rest.buckets:
                     bucket.unreduced.leave_place_of_parameters()
-                self.comm.retire(self.gathered)
+                self.comm.leave(self.gathered)
         elif self.residency is Residency.KEPT_PIECE:
             for bucket in self.at_rest.buckets:
                 bucket.gathering.drop_piece()
@@ -308,14 +347,38 @@ class GroupMemory:
             bucket.unreduced.take_place_of_parameters()
         return any(bucket.unreduced.in_place for bucket in self.at_rest.buckets)
 
-    def give_back(self, reductions: Sequence[ShardedReduction]) -> None:
-        """The gathered memory that reductions read from, when they are done; it was allocated on the gather stream."""
+    def give_back(self, *events: Any) -> None:
+        """The gathered memory that reductions read from; ``events`` are after them."""
         if self.is_borrowed:
             assert self.gathered is not None
-            for reduction in reductions:
-                self.comm.gather_stream.wait_event(reduction.event)
+            self.gathered.give_back(*events)
             self.gathered.free()
             self._move(Event.GIVE_BACK)
+
+    def abandon(self) -> None:
+        """An exception has interrupted this group anywhere, also inside of a transition: wait for what runs, register the
+        sharded parameters, and free the gathered ones. No reduction is running."""
+        pending, self._pending = self._pending, []
+        if self.is_unsharded:
+            self._register_sharded()
+        for parameter in self.at_rest.parameters:
+            parameter.to_rest()
+        if not self.comm.gather_stream.is_real:
+            for one in pending:
+                one.wait()
+        self.is_held = False
+        if self.gathered is not None:
+            for bucket in self.at_rest.buckets:
+                bucket.unreduced.leave_place_of_parameters()
+                bucket.gathering.drop_piece()
+            self.comm.forget(self.gathered)
+            self.gathered.lend(self.comm.gather_stream.wait_event)
+            self.gathered.give_back(self.comm.gather_stream.compute_done(), self._event)
+            if self.has_unknown_work:
+                self._drop_memory()
+            else:
+                self.gathered.free()
+        self._move(Event.ABANDON)
 
     def use_backend_memory(self, enable: bool) -> None:
         """Allocate communication buffers from the process group's own memory, where its backend has such."""

@@ -16,9 +16,10 @@ from vescale.comm import group_of_ranks
 from vescale.compat import note, split_backwards_by
 from vescale.errors import ArgumentTypeError, FSDPSettingError, NotPicklableError, UnsupportedSettingError, kind_of
 from vescale.fsdp._bucket import GRADIENT_PLACE, PlaceOfGradient
+from vescale.fsdp._contract import Stage
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import leaf_of
-from vescale.fsdp._state import ModuleState, Phase, state_of
+from vescale.fsdp._state import ModuleState, state_of
 from vescale.fsdp._unfilled import mark_unfilled, places_on_meta
 
 # Linear layers that compute their weight's gradient where it is reduced from: no copy at all.
@@ -120,10 +121,8 @@ class FSDPModule:
 
         With ``async_op`` returns a handle at once; forward waits by itself. One all-gather a bucket.
         """
-        groups = self._state.groups
-        for group in groups:
-            group.unshard()
-        handle = UnshardHandle(groups)
+        self._state.unshard_by_hand()
+        handle = UnshardHandle(self._state.groups)
         if async_op:
             return handle
         handle.wait()
@@ -132,7 +131,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Free this module's own gathered parameters and register the sharded ones; inside of its forward
         according to ``reshard_after_forward``."""
-        in_forward = self._state.phase is Phase.FORWARD
+        in_forward = self._state.stage is Stage.FORWARD
         for group in self._state.groups:
             if in_forward:
                 group.reshard_in_forward()
@@ -190,7 +189,7 @@ class FSDPModule:
         """What the next forward's gathers wait for, instead of all that the current stream has been given; used once.
         ``event``: recorded on the stream of the optimizer's step.
         """
-        self._state.tree.post_optimizer_event = event
+        self._state.iteration.post_optimizer_event = event
 
     # Gradients
 
@@ -199,7 +198,7 @@ class FSDPModule:
         ``is_last_backward``: whether the next backward is the step's last one.
         """
         split_backwards_by(leaf_of)  # such stages call this before each backward
-        self._state.tree.is_last_backward = is_last_backward
+        self._state.iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: gradients accumulate unreduced, in ``reduce_dtype``, without communication.
@@ -251,9 +250,7 @@ class FSDPModule:
             state.max_gradient_buffers = max_input_buffers
             state.comm.max_gradient_buffers = max(state.comm.max_gradient_buffers, max_input_buffers)
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
-    ) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """``hook(piece)`` is called with each bucket's reduced flat piece: after the all-reduce of HSDP, else after the
         reduce-scatter, before division by a custom factor. ``stream``: where, without HSDP. Raises ValueError with it."""
         groups = self._single_group("set_all_reduce_hook")
@@ -461,7 +458,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         return
     first, *others = _states_of(modules)
     for root in others:
-        root.tree.comm = first.comm
+        root.iteration.comm = first.comm
         for state in root.tree_states():
             for group in state.groups:
                 group.memory.comm = first.comm

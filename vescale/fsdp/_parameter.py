@@ -271,12 +271,18 @@ class ManagedParameter:
         twin.sharded.__dict__[_LEAF] = _Leaf(twin)
         return twin
 
-    def register(self, parameter: nn.Parameter) -> None:
-        for module, name in self.slots:
+    def register(self, parameter: nn.Parameter, slots: Sequence[Slot] | None = None) -> None:
+        """Register a form in ``slots``; None: in all."""
+        for module, name in self.slots if slots is None else slots:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = parameter
             else:  # nn.RNN keeps a list of its weights
                 setattr(module, name, parameter)
+
+    def to_rest(self) -> None:
+        """Register the sharded form where the unsharded one is, and leave what a program has put into other places."""
+        if self.unsharded is not None:
+            self.register(self.sharded, [s for s in self.slots if s.module._parameters.get(s.name) is self.unsharded])
 
     def __repr__(self) -> str:
         return f"ManagedParameter({self.name!r}, {self.global_shape})"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ from vescale.compat import FSDP2State, guard_call, hides_tensors, in_backward, m
 from vescale.errors import RootModuleError
 from vescale.fsdp._calls import Call, Calls, watch_outputs
 from vescale.fsdp._context import CommContext
+from vescale.fsdp._contract import MODULE, Move, ResidencyError, Stage
 from vescale.fsdp._group import ParameterGroup
+from vescale.fsdp._iteration import Iteration
 from vescale.fsdp._parameter import Slot
 from vescale.fsdp._preflight import compare_groups
 from vescale.fsdp._registered import check_distinct, has_replaced, refuse_transforms, warn_of_strays
-from vescale.fsdp._tree import Tree
 from vescale.fsdp._unfilled import check_filled
 
 # ``check_root``: what is checked once, when the first forward has told which module is the root.
@@ -64,16 +64,6 @@ def check_root(root: nn.Module, groups: Sequence[ParameterGroup], ignored: Seque
 _STATES = "_vescale_fsdp_state"
 
 
-class Phase(Enum):
-    """Where a module is in an iteration: ``IDLE`` -> ``FORWARD`` -> ``IDLE`` -> ``BACKWARD`` -> ``IDLE``."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    """From before forward until after it."""
-    BACKWARD = auto()
-    """From the first gradient of an output until the end of backward."""
-
-
 def state_of(module: nn.Module) -> ModuleState | None:
     """The state of a module that was given to ``fully_shard``, else None."""
     return module.__dict__.get(_STATES)
@@ -111,13 +101,13 @@ class ModuleState(FSDP2State):
     ) -> None:
         self.modules, self.groups = tuple(modules), list(groups)
         self.mp_policy, self.device = mp_policy, device
-        self.phase = Phase.IDLE
+        self.stage = Stage.IDLE
         self.is_root: bool | None = None
         self.reshard_root = reshard_root
         """The user's ``reshard_after_forward``; None: the root keeps its parameters."""
         self.ignored = ignored
         """Parameters that belong to no group on purpose; None: parameters outside of groups are not checked."""
-        self.tree: Tree[ModuleState] = Tree(CommContext(device))
+        self.iteration: Iteration[ModuleState] = Iteration(CommContext(device))
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
         self.max_gradient_buffers = 1
@@ -132,9 +122,16 @@ class ModuleState(FSDP2State):
             module.__dict__[_STATES] = self
         self._install_hooks(hooks_first)
 
+    def _move(self, event: Move) -> None:
+        found = MODULE.get((self.stage, event))
+        if found is None:
+            paths = ", ".join(repr(group.path) for group in self.groups)
+            raise ResidencyError(f"module {paths}", self.stage, event, MODULE)
+        self.stage = found
+
     @property
     def comm(self) -> CommContext:
-        return self.tree.comm
+        return self.iteration.comm
 
     # Hooks
 
@@ -155,6 +152,15 @@ class ModuleState(FSDP2State):
             owner.register_state_dict_pre_hook(self.to_rest)
             owner.register_load_state_dict_pre_hook(self.to_rest)
             owner.register_load_state_dict_post_hook(self._parameters_may_be_new)
+
+    def unshard_by_hand(self) -> None:
+        """See :meth:`FSDPModule.unshard`."""
+        if self.iteration.is_broken_off:
+            self.iteration.states[0].abandon_iteration()
+        if self.iteration.stage is Stage.IDLE:  # else those of the iteration have waited
+            self.iteration.order_gathers(is_used=False)
+        for group in self.groups:
+            group.unshard()
 
     def to_rest(self, *_: Any) -> None:
         """The registered parameters are the sharded ones."""
@@ -196,7 +202,7 @@ class ModuleState(FSDP2State):
                 guard_call(part)
 
     def _before_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.phase is not Phase.IDLE:
+        if self.stage is not Stage.IDLE:
             return None
         self._running_part = part
         return self.before_forward(part, args, kwargs)
@@ -216,20 +222,21 @@ class ModuleState(FSDP2State):
 
     @torch.compiler.disable
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.tree.is_broken_off:
-            self.tree.states[0].abandon_iteration()
-        if self.phase is Phase.BACKWARD:  # activation checkpointing runs this forward anew inside of its backward
+        self._has_ended = False
+        if self.iteration.is_broken_off:
+            self.iteration.states[0].abandon_iteration()
+        begins = self.stage is not Stage.FORWARD
+        if self.stage is Stage.BACKWARD:  # activation checkpointing runs this forward anew inside of its backward
+            self._move(Move.BEGIN_FORWARD)
             is_recorded = self._calls.are_awaited
             for group in self.groups:
                 group.recompute(is_recorded=is_recorded)
             return self._cast_inputs(args, kwargs)
-        begins = self.phase is not Phase.FORWARD
-        self._has_ended = False
         if begins:
             args, kwargs = self._begin_iteration(args, kwargs)
         elif len(self.modules) == 1:
             self._depth += 1
-        self.phase = Phase.FORWARD
+        self._move(Move.BEGIN_FORWARD)
         args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
             group.before_forward()
@@ -245,19 +252,21 @@ class ModuleState(FSDP2State):
 
     @torch.compiler.disable
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        output = self._after_forward(output)
         self._has_ended = True
-        if self.phase is Phase.BACKWARD:
+        return output
+
+    def _after_forward(self, output: Any) -> Any:
+        if self.stage is Stage.BACKWARD:
+            self._move(Move.END_FORWARD)
             return self._cast_outputs(output)
         if self._depth:  # the outer call needs the parameters still
             self._depth -= 1
             return self._cast_outputs(output)
         output = self._end_forward(output)
-        if self.tree.forward_root is self:
+        if self.iteration.forward_root is self:
             output = self._conclude_incomplete(output)
-            self.tree.forward_root = None
-            self.comm.make_room(keep=0)
-            if not torch.is_grad_enabled() and not in_backward():
-                self.tree.orders.compare_gathers()  # no backward will
+            self.iteration.leave_forward(with_gradients=torch.is_grad_enabled() or in_backward())
         return self._cast_outputs(output)
 
     def _end_forward(self, output: Any) -> Any:
@@ -267,7 +276,7 @@ class ModuleState(FSDP2State):
         is_watched = self._watch_outputs(output)
         for group in self.groups:
             group.after_forward(recomputing=in_backward(), is_watched=is_watched)
-        self.phase = Phase.IDLE
+        self._move(Move.END_FORWARD)
         return output
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -277,22 +286,17 @@ class ModuleState(FSDP2State):
     def _begin_iteration(self, args: Any, kwargs: Any) -> Any:
         """What the outermost module of an iteration does once."""
         self.become_root()
-        if self.tree.forward_root is not None:
+        if self.iteration.forward_root is not None:
             return args, kwargs
         if not in_backward() and not self.continues:
-            groups = [group for state in self.tree.states for group in state.groups]
+            groups = [group for state in self.iteration.states for group in state.groups]
             if any(has_replaced(group.parameters) for group in groups):
                 check_distinct(parameter for group in groups for parameter in group.parameters)
             for group in groups:
                 group.begin_iteration()
-            self.tree.begin_forward(self.modules[0], groups if self.is_root else self.groups)
-        self.tree.forward_root = self
-        stream, event = self.comm.gather_stream, self.tree.post_optimizer_event
-        if event is None:
-            stream.wait_for_compute()  # for the optimizer, which may still be writing parameters
-        else:
-            stream.wait_event(event)
-            self.tree.post_optimizer_event = None
+            self.iteration.begin_forward(self.modules[0], groups if self.is_root else self.groups)
+        self.iteration.enter_forward(self)
+        self.iteration.order_gathers()
         if self.device.type != "cpu":
             args, kwargs = (
                 map_tensors(lambda t: t.to(self.device, non_blocking=True), given) for given in (args, kwargs)
@@ -308,31 +312,28 @@ class ModuleState(FSDP2State):
     def after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
         """Parameters are at rest, and the next forward begins anew. Also called when there was no exception: then the
         forward has ended already."""
-        if self._has_ended or self.phase is not Phase.FORWARD:
+        if self._has_ended or self.stage is Stage.BACKWARD:  # what that leaves is abandoned by the next forward
             self._has_ended = False
             return
         if self._depth:
             self._depth -= 1
             return
-        self._forget_forward()
-        if self.tree.forward_root is self:
-            self.tree.break_off_forward()
-            self.comm.prefetches.clear()
-            for state in self.tree.states:
-                state._forget_forward()
-                for group in state.groups:
-                    group.forward_places.clear()
+        self.abandon_forward()
+        if self.iteration.forward_root is self:
+            self.iteration.break_off_forward()
 
-    def _forget_forward(self) -> None:
-        self.to_rest()
+    def abandon_forward(self) -> None:
+        """An exception has ended it."""
+        for group in self.groups:
+            group.abandon_forward()
         self._still_to_run.clear()
         self._call, self._depth, self._running_part = None, 0, None
-        if self.phase is Phase.FORWARD:
-            self.phase = Phase.IDLE
+        if self.stage is Stage.FORWARD:
+            self._move(Move.ABANDON)
 
     def _conclude_incomplete(self, output: Any) -> Any:
         """Groups of several modules of which only some have run end their forward with the root's."""
-        for state in reversed(self.tree.states):
+        for state in reversed(self.iteration.states):
             if state is not self and state._still_to_run:
                 output = state._end_forward(output)
                 state._still_to_run.clear()
@@ -357,8 +358,8 @@ class ModuleState(FSDP2State):
 
     @torch.compiler.disable
     def _before_backward(self, *_: Any) -> None:
-        self.phase = Phase.BACKWARD
-        self.tree.follow_backward()
+        self.iteration.follow_backward()
+        self._move(Move.BEGIN_BACKWARD)
         for group in self.groups:
             group.before_backward(prefetch=not self.backward_prefetch)
         for other in self.backward_prefetch:
@@ -367,7 +368,7 @@ class ModuleState(FSDP2State):
 
     @torch.compiler.disable
     def _after_backward(self) -> None:
-        self.tree.follow_backward()
+        self.iteration.follow_backward()
         is_last = not self._calls.are_awaited
         for group in reversed(self.groups):
             group.after_backward(is_last=is_last)
@@ -377,6 +378,8 @@ class ModuleState(FSDP2State):
         registered parameters are the sharded ones."""
         for group in self.groups:
             group.memory.leave()
+            for parameter in group.parameters:  # also where registering the others was interrupted
+                parameter.to_rest()
 
     def use_unwatched(self) -> None:
         """A backward has begun that may need the parameters without notice."""
@@ -388,20 +391,20 @@ class ModuleState(FSDP2State):
         self._still_to_run.clear()
         for group in reversed(self.groups):
             group.conclude_backward(is_last=is_last)
-        self.phase = Phase.IDLE
+        self._move(Move.CONCLUDE)
 
     # Gradients that are reduced apart from a backward, after several without sync: by a pipeline schedule
 
     def tree_states(self) -> Sequence[ModuleState]:
-        return self.tree.states or [self]
+        return self.iteration.states or [self]
 
     def reduce_accumulated(self) -> None:
-        self.tree.expect_conclusion()
+        self.iteration.expect_conclusion()
         for group in reversed(self.groups):
             group.reduce_accumulated()
 
     def conclude_accumulation(self) -> None:
-        self.tree.conclude()
+        self.iteration.conclude()
 
     # Copies
 
@@ -417,8 +420,8 @@ class ModuleState(FSDP2State):
             for group, copied in zip(state.groups, twin.groups, strict=True):
                 for parameter, other in zip(group.parameters, copied.parameters, strict=True):
                     memo[id(parameter.sharded)] = other.sharded
-            twin.phase, twin.is_root = Phase.IDLE, None
-            twin.tree = Tree(CommContext(state.device))
+            twin.stage, twin.is_root = Stage.IDLE, None
+            twin.iteration = Iteration(CommContext(state.device))
             twin._still_to_run, twin._calls, twin._call, twin._depth = set(), Calls(), None, 0
             twin._running_part = None
             made.append(twin)
@@ -471,12 +474,12 @@ class ModuleState(FSDP2State):
                 )
             found.append(state)
         for state in found:
-            state.is_root, state.tree = state is self, self.tree
+            state.is_root, state.iteration = state is self, self.iteration
             for group in state.groups:
-                group.memory.comm, group.memory.orders = self.comm, self.tree.orders
-                group.on_gradients = self.tree.follow_backward
-                group.memory.on_write = self.tree.note_write
-        self.tree.states = found
+                group.memory.belong_to(self.comm, self.iteration.orders)
+                group.on_gradients = self.iteration.follow_backward
+                group.memory.on_write = self.iteration.note_write
+        self.iteration.states = found
         self.comm.max_gradient_buffers = max(state.max_gradient_buffers for state in found)
         if self.reshard_root is None:
             for group in self.groups:
@@ -493,7 +496,7 @@ class ModuleState(FSDP2State):
             group.rebuild()
             group.memory.prepare()
             _ = group.memory.unit
-        self.tree.begin(root, groups, compares_steps=self.ignored is not None)
+        self.iteration.begin(root, groups, compares_steps=self.ignored is not None)
         self._install_on_parts(root)
 
     def abandon_iteration(self) -> None:
@@ -503,13 +506,17 @@ class ModuleState(FSDP2State):
                 "reset_iter_state was called on a module that is not the root; call it on the outermost module that "
                 "fully_shard was given"
             )
-        self.comm.abandon()
-        for state in self.tree.states or [self]:
-            state._still_to_run.clear()
-            state.phase = Phase.IDLE
-            for group in state.groups:
-                group.abandon()
-        self.tree.abandon()
+        if not self.iteration.states:
+            self.abandon()
+        self.iteration.abandon()
+
+    def abandon(self) -> None:
+        """An exception has ended a forward or backward: this state's part of :meth:`abandon_iteration`."""
+        self._still_to_run.clear()
+        self._call, self._depth, self._running_part = None, 0, None
+        for group in self.groups:
+            group.abandon()
+        self._move(Move.ABANDON)
 
 
 def _cast(dtype: torch.dtype | None, values: Any) -> Any:

@@ -87,6 +87,12 @@ class BufferReduction:
         assert self._pending is not None
         return self._pending.wait()
 
+    def abandon(self) -> None:
+        """Wait for the collective in flight, if there is one, and forget it."""
+        pending, self._pending, self._following = self._pending, None, ()
+        if pending is not None:
+            pending.wait()
+
     def works(self) -> list[Any]:
         """Of the collective in flight; see :meth:`Pending.works`."""
         assert self._pending is not None

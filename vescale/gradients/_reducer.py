@@ -40,7 +40,7 @@ class BackwardTracker:
 
     Args:
         at_end: called when the outermost backward has ended without an exception, unless :meth:`forget` was called before.
-        at_exception: called when an exception has ended it, likewise.
+        at_exception: called when an exception has ended it, likewise, or ``at_end``.
     """
 
     def __init__(self, at_end: Callable[[], None], at_exception: Callable[[], None] = lambda: None) -> None:
@@ -67,9 +67,14 @@ class BackwardTracker:
             self._at_exception()
 
     def _end(self, token: _Token) -> None:
-        if self.current() is token:
+        if self.current() is not token:
+            return
+        try:
             self.forget()
             self._at_end()
+        except BaseException:
+            self._at_exception()
+            raise
 
 
 class _Token:

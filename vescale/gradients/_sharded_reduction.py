@@ -122,12 +122,14 @@ class ShardedGradients:
                 sharded.grad = None
         self._stand_ins.clear()
 
-    def abandon(self) -> None:
-        """Forget all gradients that have not been reduced to the end."""
+    def abandon(self, *, frees: bool) -> None:
+        """Forget all gradients that have not been reduced to the end. Not ``frees``: something may still use their memory,
+        and the caller drops it."""
         self.take_down()
         self.carried = None
-        self.unreduced.drop()
-        self.unreduced.free()
+        self.unreduced.abandon()
+        if frees:
+            self.unreduced.free()
 
     def carry(self, piece: torch.Tensor, received: list[int]) -> None:
         """Keep what has been reduced until the sum over the replicas is taken."""
@@ -238,10 +240,13 @@ class ShardedReduction:
     step         what is where
     ===========  =====================================================================================================
     ``start``    contributions in ``gradients.unreduced``; the reduce-scatter over the shard axis runs
-    ``finish``   this rank's piece is reduced over the replicas, divided, cast, moved to the host when offloaded, and
-                 each parameter's part of it is added to ``.grad``; the contributions' memory can be freed
+    ``finish``   this rank's piece is reduced over the replicas, divided, cast, and on its way to the host when offloaded
+    ``free``     the current stream waits for all that, and the contributions' memory can be freed
+    ``deliver``  each parameter's part of the piece is added to ``.grad``; hooks of parameters run
     ``settle``   parameters that got no gradient on this rank, and did on another, get their part
     ===========  =====================================================================================================
+
+    The first two run on the streams that are given, the others on the current one, which is the optimizer's.
     """
 
     def __init__(
@@ -260,7 +265,14 @@ class ShardedReduction:
         gradients.take_down()
         self.received = gradients.unreduced.complete()
         self._reduced: torch.Tensor | None = None
+        self._is_delivered = False
+        self._running: BufferReduction | None = None
         self.event: Any = None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the reduced gradients are copied there, for which somebody must wait."""
+        return self.gradients.device.type != self.gradients.unreduced.buffer.device.type
 
     def start(self) -> None:
         gradients, options, axes = self.gradients, self.options, self.gradients.axes
@@ -269,6 +281,7 @@ class ShardedReduction:
             self._divisor = float(axes.shard_size * axes.num_replicas)
         if self._divisor is not None:
             self._op = "sum"
+        gradients.unreduced.memory.lend(self._stream.compute_waits)
         self._stream.wait_for_compute()
         with self._stream():
             if gradients.unreduced.buffer.dtype == torch.float16 and self._divisor is not None:
@@ -287,13 +300,24 @@ class ShardedReduction:
                 self._running.wait()
                 self.event = self._stream.done()
 
-    def wait(self) -> None:
-        """Wait for the collective and leave its result."""
-        self._running.wait()
+    def abandon(self) -> None:
+        """Wait for the collective in flight and forget its result."""
+        if self._running is not None:
+            self._running.abandon()
+        self._stream.compute_waits(self._stream.done())
+        self.gradients.unreduced.memory.give_back(None)
+        self._is_delivered, self._reduced = True, None
+
+    def free(self) -> None:
+        """The current stream waits for the reduction; free the memory of contributions that was not the parameters'."""
+        self._stream.compute_waits(self.event)
+        self.gradients.unreduced.memory.give_back(self.event)
+        self.gradients.unreduced.free()
 
     def finish(self) -> bool:
         """Do the rest; False where the sum over the replicas stays pending, for a later one to finish."""
         gradients, options, axes = self.gradients, self.options, self.gradients.axes
+        assert self._running is not None
         with self._stream(), torch.no_grad():
             piece = self._running.wait()
             if gradients.carried is not None:
@@ -313,14 +337,24 @@ class ShardedReduction:
                 self._run_hook(piece)
             if self._divisor is not None:
                 divide_(piece, self._divisor)
-            local = piece.to(gradients.device, gradients.dtype)
-            for index, code in enumerate(self.received):
-                if code or options.unused_as_zero:
-                    gradients.assign(index, local, code)
-            if not all(self.received) and not options.unused_as_zero:
-                self._reduced = local
+            self._reduced = piece.to(gradients.device, gradients.dtype, non_blocking=True)
             self.event = self._stream.done()
         return True
+
+    def deliver(self) -> None:
+        """Add each parameter's part to its ``.grad``, once. The current stream has waited; for a part on the host the caller
+        does now."""
+        if self._reduced is None or self._is_delivered:
+            return
+        if self._stream.is_real and self.is_on_host:
+            self._stream.host_waits(self.event)
+        self._is_delivered, unused_as_zero = True, self.options.unused_as_zero
+        with torch.no_grad():
+            for index, code in enumerate(self.received):
+                if code or unused_as_zero:
+                    self.gradients.assign(index, self._reduced, code)
+        if all(self.received) or unused_as_zero:
+            self._reduced = None
 
     def _run_hook(self, reduced: torch.Tensor) -> None:
         assert self.options.hook is not None
@@ -337,7 +371,7 @@ class ShardedReduction:
         """Give parameters without a gradient on this rank what other ranks contributed, as they have received it."""
         if self._reduced is None:
             return
-        with self._stream(), torch.no_grad():
+        with torch.no_grad():
             for index, (received, used) in enumerate(zip(self.received, received_anywhere, strict=True)):
                 if used and not received:
                     self.gradients.assign(index, self._reduced, used)

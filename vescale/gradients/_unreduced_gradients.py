@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.buffer import DBuffer
+from vescale.buffer import Allocation, DBuffer
 from vescale.compat import HookGate, ParameterRow, TensorRow, is_captured, local_of, set_versions, share_memory
 from vescale.errors import GradientError, SparseGradientError
 from vescale.gradients._arrival_hooks import ArrivalHooks
@@ -56,7 +56,12 @@ class UnreducedGradients:
 
     Args:
         parameters: of one bucket.
+
+    Attributes:
+        memory: what is not the parameters'. There is none before :meth:`prepare`.
     """
+
+    memory: Allocation
 
     def __init__(self, parameters: Sequence[GatheredParameter]) -> None:
         self.parameters = list(parameters)
@@ -80,16 +85,16 @@ class UnreducedGradients:
     ) -> None:
         """``whole`` holds the parameters; None: there is no place that gradients could take. ``apart`` is other memory.
         ``begin`` is called before the first gradient and returns where they go."""
-        self._whole, self._apart = whole, apart
+        self._whole, self._apart, self.memory = whole, apart, apart.allocation
         self._over_whole = None if whole is None or whole.dtype != apart.dtype else whole.over(apart.placements)
         self._of_one_loss, self._begin_in_group = of_one_loss, begin
         self.buffer = apart
         self._targets: dict[int, TensorRow] = {}
 
     def free(self) -> None:
-        """The memory that is not the parameters'."""
-        if "buffer" in self.__dict__:
-            self._apart.free()
+        """Free :attr:`memory`."""
+        if "memory" in self.__dict__:
+            self.memory.free()
 
     @property
     def in_place(self) -> bool:
@@ -161,6 +166,13 @@ class UnreducedGradients:
         self.has_any = True
         self._gate.shut()
         self._notify(self._place is not GradientPlace.HELD)
+
+    def abandon(self) -> None:
+        """Forget them all, wherever an exception has interrupted this."""
+        self.has_any = True
+        self.drop()
+        for hooks in self._hooks.values():
+            hooks.notify(self._are_notified)
 
     def _notify(self, are_notified: bool) -> None:
         """Gradients that are held need no hook each."""

@@ -32,13 +32,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import axis_group
 from vescale.compat import DTensorSpec, no_torch_function
+from vescale.compat.devices import WITH_LOWER_RIGHT_MASKS
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import convert, enter_local, leave_local
 from vescale.ops._ring_attention import Ring, RingSchedule, Runs
 from vescale.placements import InterleavedShard, at_dim, local_region, shard_dim
-
-# Devices whose kernels support a causal mask that is aligned to the last key, without materializing it.
-_WITH_LOWER_RIGHT = ("cuda", "xpu")
 
 
 def sequence_axes(query: DTensor | DTensorSpec) -> tuple[int, ...]:
@@ -176,7 +174,7 @@ def attend_to_prefixes(
         keys, values = (x.narrow(-2, 0, min(stop, x.shape[-2])) for x in (key, value))
         if start == 0:
             results.append(func(rows, keys, values, is_causal=True, **options))
-        elif query.device.type in _WITH_LOWER_RIGHT and stop <= key.shape[-2] and not options["enable_gqa"]:
+        elif query.device.type in WITH_LOWER_RIGHT_MASKS and stop <= key.shape[-2] and not options["enable_gqa"]:
             from torch.nn.attention.bias import causal_lower_right  # loads torch._dynamo, a second for every process
 
             results.append(func(rows, keys, values, attn_mask=causal_lower_right(stop - start, stop), **options))

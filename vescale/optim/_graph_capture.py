@@ -1,4 +1,4 @@
-"""Refuses to put a step into a CUDA graph whose numbers the host computes: replays would repeat those of the first."""
+"""Refuses to capture a step whose numbers the host computes: replays of the graph would repeat those of the first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from vescale.compat.devices import is_capturing
 from vescale.errors import OptimizerOptionError
 
 P = ParamSpec("P")
@@ -16,9 +17,9 @@ R = TypeVar("R")
 
 def check_no_capture(what: str, fix: str) -> None:
     """Raises ValueError while the current stream is captured. ``what`` the host computes, and the edit."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise OptimizerOptionError(
-            f"a step is being captured in a CUDA graph, and the host computes {what}: every replay would repeat it; {fix}"
+            f"a step is being captured in a graph, and the host computes {what}: every replay would repeat it; {fix}"
         )
 
 

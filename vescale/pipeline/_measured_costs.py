@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale.compat.devices import synchronize
 from vescale.compat.tensor_subclasses import tree_flatten, tree_map, tree_unflatten
 from vescale.errors import PipelineCutError
 from vescale.pipeline._balance import blocks_of
@@ -96,16 +97,11 @@ def _seconds(module: nn.Module, args: Any, kwargs: Any, repeat: int) -> float:
         args, kwargs = tree_unflatten(
             [v * 1 if isinstance(v, torch.Tensor) and v.requires_grad else v for v in given], tree
         )
-        _wait()
+        synchronize()
         start = time.perf_counter()
         outs = [v for v in tree_flatten(module(*args, **kwargs))[0] if isinstance(v, torch.Tensor) and v.requires_grad]
         if outs:
             torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
-        _wait()
+        synchronize()
         found.append(time.perf_counter() - start)
     return statistics.median(found[1:])
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

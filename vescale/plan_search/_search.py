@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from vescale.compat.devices import running_accelerator
 from vescale.errors import ArgumentTypeError, SearchError
 from vescale.estimation import (
     Device,
@@ -68,7 +69,7 @@ def each(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
 
 def number_of_processes() -> int:
     """How many calls :func:`each` makes at once."""
-    is_alone = threading.active_count() == 1 and not dist.is_initialized() and not torch.cuda.is_initialized()
+    is_alone = threading.active_count() == 1 and not dist.is_initialized() and running_accelerator() is None
     if not is_alone or "fork" not in multiprocessing.get_all_start_methods():
         return 1
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, _MOST)

@@ -195,7 +195,9 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tup
 def _result_device(func: Any, args: Any, kwargs: Any) -> torch.device:
     if kwargs.get("device") is not None:
         device = torch.device(kwargs["device"])
-        return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+        if device.type in ("cpu", "meta") or device.index is not None:
+            return device
+        return torch.device(device.type, torch.get_device_module(device.type).current_device())
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     # A zero-dim CPU tensor goes with tensors of any device.
     ranked = sorted(tensors, key=lambda tensor: tensor.ndim == 0)

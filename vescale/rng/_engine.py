@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vescale.compat.devices import default_generator_of
 from vescale.errors import GeneratorError, UnsupportedRandomOpError
 from vescale.placements import Region
 from vescale.rng import _cpu_engine
@@ -18,14 +19,13 @@ def default_generator(device: torch.device) -> torch.Generator:
     """The generator that random ops on a device use by default."""
     if device.type == "cpu":
         return torch.default_generator
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        torch.cuda.init()
-        return torch.cuda.default_generators[index]
-    raise UnsupportedRandomOpError(
-        f"random numbers on device {device}: single-device semantics are implemented for cpu and cuda; "
-        "generate on one of those and move the result"
-    )
+    found = default_generator_of(device)
+    if found is None:
+        raise UnsupportedRandomOpError(
+            f"random numbers on device {device}, whose module of torch has no default_generators; generate on the cpu and "
+            "move the result"
+        )
+    return found
 
 
 def fill_region(

@@ -171,8 +171,8 @@ def _native_dropout(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         mask: Any = torch.ones_like(source, dtype=torch.bool)
         return source.clone(), mask
     spec = spec_of(source)
-    if local_of(source).device.type == "cuda":
-        return _native_dropout_cuda(source, p)
+    if local_of(source).device.type != "cpu":
+        return _native_dropout_of_device(source, p)
     if _dropout_mask_keeps_strides():
         mask = empty_like(source, torch.bool)
     else:
@@ -181,9 +181,9 @@ def _native_dropout(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     return source.mul(mask).mul_(0.0 if p == 1 else 1.0 / (1.0 - p)), mask
 
 
-def _native_dropout_cuda(source: Any, p: float) -> Any:
-    """On CUDA the kernel depends on the strides of the input: element by element in the order of the dims if it cannot read
-    adjacent elements together, otherwise in memory order."""
+def _native_dropout_of_device(source: Any, p: float) -> Any:
+    """On a device the kernel depends on the strides of the input: element by element in the order of the dims if it cannot
+    read adjacent elements together, otherwise in memory order."""
     if p == 1:  # draws nothing
         return torch.zeros_like(source), empty_like(source, torch.bool).fill_(False)
     spec = spec_of(source)
@@ -197,11 +197,11 @@ def _native_dropout_cuda(source: Any, p: float) -> Any:
         mask = empty_like(source, torch.bool)
     fill(mask, RandomOp(DROPOUT_MASK, (p, has_holes), source.dtype))
     accumulated = torch.float64 if source.dtype == torch.float64 else torch.float32
-    return source.mul(mask).mul_(_cuda_dropout_scale(p, accumulated, local_of(source).device)), mask
+    return source.mul(mask).mul_(_device_dropout_scale(p, accumulated, local_of(source).device)), mask
 
 
 @functools.lru_cache(maxsize=64)
-def _cuda_dropout_scale(p: float, dtype: torch.dtype, device: torch.device) -> float:
+def _device_dropout_scale(p: float, dtype: torch.dtype, device: torch.device) -> float:
     """The factor for kept elements, 1 / (1 - p), with the device's rounding."""
     ones = torch.ones(4096, dtype=dtype, device=device)
     kept, _ = fused_dropout(ones, 1.0 - p, torch.Generator(device).manual_seed(0))

@@ -140,7 +140,7 @@ def _changes_nothing(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.T
 
 
 def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """``to``, ``half``, ``cuda`` and the like: nothing where they change nothing.
+    """``to``, ``half`` and the like: nothing where they change nothing.
 
     Raises ForeignToolError for what cannot be converted any more (:mod:`vescale.compat.model_patches`).
     """
@@ -158,6 +158,6 @@ def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tens
             raise
         raise ForeignToolError(
             f"this {type(model).__name__} cannot be moved or converted after parallelize, whose gradient hooks hold its "
-            "parameters: call to(), half(), bfloat16() or cuda() before, or give the dtype of the computation to the plan, "
+            "parameters: call to(), half() or bfloat16() before, or give the dtype of the computation to the plan, "
             "plan.precision('', param='bfloat16')"
         ) from None

@@ -77,7 +77,7 @@ class GradientHooks:
         self._modules.append(weakref.ref(module))
         self._managed.update(managed_parameters(module))
         for state in states_in(module):
-            state.tree.on_backward = self._begin
+            state.iteration.on_backward = self._begin
         prefix = f"{path}." if path else ""
         for name, _ in module.named_parameters():
             owner, _, attribute = name.rpartition(".")

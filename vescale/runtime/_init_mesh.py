@@ -29,8 +29,8 @@ def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> De
     Args:
         axes: ``"dp=2,tp=2"`` or ``{"dp": 2, "tp": 2}``. One axis may be -1: the ranks that the others leave. In a process
             without a launcher, sizes are ignored: each axis has the one rank.
-        device: the type of device, ``"cuda"`` or ``"cpu"``; None: the accelerator if there is one, else ``"cpu"``. The
-            accelerator's device number ``LOCAL_RANK`` becomes the current one.
+        device: the type of device, ``"cpu"`` or the accelerator's; None: the accelerator if there is one, else ``"cpu"``.
+            The accelerator's device number ``LOCAL_RANK`` becomes the current one.
 
     Raises:
         ValueError: names or sizes that make no mesh, or another number of ranks than the job has.

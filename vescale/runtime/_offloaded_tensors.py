@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from vescale.comm import SideStream
 from vescale.compat import local_of, make_dtensor, spec_of
 from vescale.runtime._saved_account import storage_of
 
@@ -65,45 +66,45 @@ class _OnHost:
 
     def __init__(self, local: torch.Tensor, stream: Any) -> None:
         self.device, self._done = local.device, None
-        on_gpu = local.device.type == "cuda"
+        on_device = local.device.type != "cpu"
         self._shift = local.data_ptr() % _ALIGNMENT // local.element_size()
-        copy = _empty_like(local, self._shift, torch.device("cpu"), pin_memory=on_gpu)
+        copy = _empty_like(local, self._shift, torch.device("cpu"), pin_memory=on_device)
         self.copy = copy
         for observer in tuple(_OBSERVERS):
             observer(copy.untyped_storage())
         self._back: torch.Tensor | None = None
-        if not on_gpu:
+        if not on_device:
             _each_once(copy).copy_(_each_once(local))
             return
-        stream.wait_stream(torch.cuda.current_stream(local.device))
-        with torch.cuda.stream(stream):
+        module = torch.get_device_module(local.device.type)
+        stream.wait_stream(module.current_stream(local.device))
+        with module.stream(stream):
             _each_once(copy).copy_(_each_once(local), non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record(stream)
+            self._done = stream.record_event()
         local.record_stream(stream)  # its memory is not reused before it has been read
 
     def prefetch(self, stream: Any) -> None:
         """Start to copy it back; on a CPU nothing is gained by that."""
         if self._back is not None:
             return
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             if _OBSERVERS:
                 self._back = self._copied()
             return
-        with torch.cuda.stream(stream):  # behind the copy to the host, on the same stream
+        # Behind the copy to the host, on the same stream.
+        with torch.get_device_module(self.device.type).stream(stream):
             self._back = _empty_like(self.copy, self._shift, self.device)
             _each_once(self._back).copy_(_each_once(self.copy), non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record(stream)
+            self._done = stream.record_event()
 
     def load(self, stream: Any) -> torch.Tensor:
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             found, self._back = self._back, None
             return found if found is not None else self._copied()
         self.prefetch(stream)
         back, self._back = self._back, None
         assert back is not None and self._done is not None
-        current = torch.cuda.current_stream(self.device)
+        current = torch.get_device_module(self.device.type).current_stream(self.device)
         current.wait_event(self._done)
         back.record_stream(current)
         return back
@@ -117,9 +118,9 @@ class _OnHost:
 class OffloadedForward:
     """Copies what a module's forward saves to the host while it runs, and back when its backward begins.
 
-    On CUDA copies run on a stream of their own, from and to pinned memory; when backward reaches a forward, what that has
-    saved starts to come back, and what the forward before it has saved. Parameters and buffers of the module stay where they
-    are. What ``load`` returns is equal bit by bit, so that nothing is computed again.
+    On an accelerator copies run on a stream of their own, from and to pinned memory; when backward reaches a forward, what
+    that has saved starts to come back, and what the forward before it has saved. Parameters and buffers of the module stay
+    where they are. What ``load`` returns is equal bit by bit, so that nothing is computed again.
 
     Args:
         before: the forward that ran before this one, if any.
@@ -173,8 +174,8 @@ class OffloadedForward:
             known = reference()
             if known is not None and not memory.expired() and version == local._version:
                 return known
-        if self._stream is None and local.device.type == "cuda":
-            self._stream = _stream(local.device)
+        if self._stream is None and local.device.type != "cpu":
+            self._stream = SideStream(local.device, "offload", urgent=False).stream
         with torch.no_grad():
             made = _OnHost(local.detach(), self._stream)
         self._known[key] = StorageWeakRef(storage), local._version, weakref.ref(made)
@@ -209,12 +210,3 @@ class OffloadedForward:
         with torch.no_grad():
             local = on_host.load(self._stream)
         return local if spec is None else make_dtensor(local, spec)
-
-
-def _stream(device: torch.device) -> Any:
-    if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream(device)
-    return _STREAMS[device]
-
-
-_STREAMS: dict[torch.device, Any] = {}

@@ -204,22 +204,24 @@ class UnitState(ModuleState):
     def _begin_iteration(self, args: Any, kwargs: Any) -> Any:
         """What an earlier forward has left gathered may be older than the parameters, which an optimizer has written since,
         unless gradients are being accumulated: it is gathered anew."""
-        begins = self.tree.forward_root is None and not in_backward() and not self.continues
+        begins = self.iteration.forward_root is None and not in_backward() and not self.continues
         args, kwargs = super()._begin_iteration(args, kwargs)
         if begins:
-            for group in (g for s in self.tree.states if not getattr(s, "stays_gathered", False) for g in s.groups):
+            for group in (
+                g for s in self.iteration.states if not getattr(s, "stays_gathered", False) for g in s.groups
+            ):
                 if group.is_gathered and not any(bucket.unreduced.has_any for bucket in group.buckets):
                     group.reshard()
         return args, kwargs
 
     def _all_to_rest(self) -> None:
-        for state in self.tree.states:
+        for state in self.iteration.states:
             if not getattr(state, "stays_gathered", False):
                 state.to_rest()
 
     @torch.compiler.disable
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
-        is_last = self.tree.forward_root is self
+        is_last = self.iteration.forward_root is self
         with no_torch_function(), outside_of_kept():
             output = super().after_forward(module, args, output)
             if is_last and not torch.is_grad_enabled() and not in_backward():
@@ -303,7 +305,7 @@ def reduce_units(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     root = states_in(model)[0]
     before = [(group.reduce_gradients, group.options.all_reduce) for group in groups]
     with no_torch_function():
-        root.tree.expect_conclusion()
+        root.iteration.expect_conclusion()
         for group in groups:
             group.reduce_gradients = group.options.all_reduce = True
             group.reduce_accumulated()

@@ -149,8 +149,10 @@ def _values(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _random_state(mesh: DeviceMesh | None) -> Iterator[tuple[str, str]]:
     yield "the default generator", _generator_text(torch.initial_seed(), torch.get_rng_state())
-    if mesh is not None and mesh.device_type == "cuda":
-        yield "the default generator (cuda)", _generator_text(torch.cuda.initial_seed(), torch.cuda.get_rng_state())
+    if mesh is not None and mesh.device_type != "cpu":
+        module = torch.get_device_module(mesh.device_type)
+        state = _generator_text(module.initial_seed(), module.get_rng_state())
+        yield f"the default generator ({mesh.device_type})", state
 
 
 def _generator_text(seed: int, state: torch.Tensor) -> str:

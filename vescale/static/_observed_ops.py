@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat import TorchDispatchMode, local_of, runs_on_locals, spec_of, tensors_in
+from vescale.compat.devices import is_capturing, random_states, set_random_states
 
 
 class WithObservedOps(TorchFunctionMode):
@@ -87,12 +88,9 @@ def _part_of_kind(value: Any) -> Any:
 
 
 def random_state() -> list[torch.Tensor]:
-    """The states of the default generators; of the CPU's only while a CUDA graph is captured, whose replays count draws on
-    the device."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        states.append(torch.cuda.get_rng_state())
-    return states
+    """The states of the default generators; of the CPU's only while a graph of the device is captured, whose replays count
+    draws on the device."""
+    return [torch.get_rng_state(), *(() if is_capturing() else random_states().values())]
 
 
 def host_random_state() -> Any:
@@ -114,5 +112,4 @@ def set_host_random_state(state: Any) -> None:
 
 def set_random_state(states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+    set_random_states(dict(zip(random_states(), states[1:])))

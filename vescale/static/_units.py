@@ -60,7 +60,7 @@ class ModelUnits:
         """What of the order of forwards is known so far, for :meth:`return_to`."""
         if not self._states:
             return 0, []
-        comm = self._states[0].tree.comm
+        comm = self._states[0].iteration.comm
         return 0 if comm is None else len(comm.prefetches), [len(group.forward_places) for group in self._groups]
 
     def return_to(self, mark: tuple[int, list[int]]) -> None:
@@ -69,7 +69,7 @@ class ModelUnits:
         for group, number in zip(self._groups, num_places, strict=True):
             del group.forward_places[number:]
         if self._states:
-            del self._states[0].tree.comm.prefetches[num_prefetches:]
+            del self._states[0].iteration.comm.prefetches[num_prefetches:]
 
 
 class UnitForward:

@@ -1,4 +1,4 @@
-"""``Tree``: the states under one root, and where the root is in its iteration."""
+"""``Iteration``: the states under one root, and where the root is in a step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from torch import nn
 
 from vescale.compat import profiled
 from vescale.fsdp._context import CommContext, RootOrders
-from vescale.fsdp._group import ParameterGroup
+from vescale.fsdp._contract import ROOT, Move, ResidencyError, Stage
 from vescale.fsdp._step_comparison import StepComparison
 from vescale.gradients import BackwardTracker, OneBackward, reduce_unused
 
+MemberT = TypeVar("MemberT", bound="Member")
+
 
 class Member(Protocol):
-    """A state, as far as a tree knows it."""
+    """A state, as far as an iteration knows it."""
 
-    groups: list[ParameterGroup]
+    @property
+    def groups(self) -> Sequence[Any]: ...
 
     def break_off_backward(self) -> None: ...
 
@@ -25,41 +28,65 @@ class Member(Protocol):
 
     def conclude_backward(self, *, is_last: bool) -> None: ...
 
+    def abandon_forward(self) -> None: ...
 
-MemberT = TypeVar("MemberT", bound=Member)
+    def abandon(self) -> None: ...
 
 
-class Tree(Generic[MemberT]):
-    """The states under one root, and where the root is in its iteration.
+class Iteration(Generic[MemberT]):
+    """Where a root is in a step; it has the states of the modules below, and what they communicate through.
 
     Attributes:
+        stage: changes by the contract of :class:`Stage` only.
         comm: what the groups of all states communicate through.
-        forward_root: the module whose forward is the iteration's; a part of the tree may run alone.
+        forward_root: the module whose forward is the outermost one; a part may run alone.
+        is_last_backward: see :meth:`FSDPModule.set_is_last_backward`.
         on_backward: called once in every backward that reaches a state, when its end has been arranged for.
-        awaits_conclusion: gradients may be there that :meth:`conclude` has not seen.
     """
 
     def __init__(self, comm: CommContext) -> None:
         self.comm, self.orders = comm, RootOrders()
+        self.stage = Stage.IDLE
         self.states: list[MemberT] = []
         self.forward_root: MemberT | None = None
         self.is_last_backward = True
         self.on_backward: Callable[[], None] | None = None
         self.post_optimizer_event: Any = None
-        self.awaits_conclusion = False
         self._backward = BackwardTracker(self.conclude, self._break_off_backward)
         self._one_backward, self._name = OneBackward(comm.device.type), ""
         self._steps: StepComparison | None = None
 
-    def begin(self, root: nn.Module, groups: Sequence[ParameterGroup], *, compares_steps: bool) -> None:
+    def _move(self, event: Move) -> None:
+        found = ROOT.get((self.stage, event))
+        if found is None:
+            raise ResidencyError(f"the root {self._name!r}", self.stage, event, ROOT)
+        self.stage = found
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients may be there that no :meth:`conclude` has seen."""
+        return self.stage in (Stage.BACKWARD, Stage.NESTED)
+
+    def begin(self, root: nn.Module, groups: Sequence[Any], *, compares_steps: bool) -> None:
         """Before the first forward of ``root``, which has ``groups``. All data-parallel ranks call it together, and compare
         their steps from now on, if ``compares_steps``."""
         self._name = name = type(root).__name__.removeprefix("FSDP")
         self.orders.begin(name)
         self._steps = StepComparison(name, groups if compares_steps else ())
 
-    def begin_forward(self, module: nn.Module, groups: Sequence[ParameterGroup]) -> None:
-        """Before the outermost forward of an iteration, of a module that has ``groups``.
+    def order_gathers(self, *, is_used: bool = True) -> None:
+        """Before a program's own gathers, or a forward: gathers wait for the optimizer, which may still write parameters.
+        ``is_used``: the event that :meth:`FSDPModule.set_post_optim_event` was given holds for this once."""
+        stream, event = self.comm.gather_stream, self.post_optimizer_event
+        if event is None:
+            stream.wait_for_compute()
+        else:
+            stream.wait_event(event)
+        if is_used:
+            self.post_optimizer_event = None
+
+    def begin_forward(self, module: nn.Module, groups: Sequence[Any]) -> None:
+        """Before the outermost forward of a step, of a module that has ``groups``.
 
         Raises StepMismatchError, on every rank that comes, where ranks are about to do different things.
         """
@@ -72,11 +99,29 @@ class Tree(Generic[MemberT]):
         if self._steps is not None:
             self._steps.note_write(parameter, digest)
 
-    def break_off_forward(self) -> None:
-        """An exception has ended the outermost forward."""
+    def enter_forward(self, root: MemberT) -> None:
+        """The forward of ``root`` is the outermost one from now on."""
+        self.forward_root = root  # first: what comes after may be interrupted
+        self._move(Move.BEGIN_FORWARD)
+
+    def leave_forward(self, *, with_gradients: bool) -> None:
+        """It has ended. Not ``with_gradients``: no backward will compare what the ranks have gathered."""
+        self.comm.make_room(keep=0)
+        self.comm.finish_host_reads()
+        if not with_gradients:
+            self.orders.compare_gathers()
+        self._move(Move.END_FORWARD)
         self.forward_root = None
+
+    def break_off_forward(self) -> None:
+        """An exception has ended the outermost forward: no group is gathered."""
+        self.comm.prefetches.clear()
+        for state in self.states:
+            state.abandon_forward()
         if self._steps is not None:
             self._steps.is_repeated = True
+        self._move(Move.ABANDON_FORWARD)
+        self.forward_root = None
 
     def _break_off_backward(self) -> None:
         for state in self.states:
@@ -85,7 +130,7 @@ class Tree(Generic[MemberT]):
     @property
     def is_broken_off(self) -> bool:
         """Whether an exception has ended a backward."""
-        return self.awaits_conclusion and self._backward.current() is None
+        return self.has_backward and self._backward.current() is None
 
     def follow_backward(self) -> None:
         """Conclude the running backward at its end; called by every state that it reaches.
@@ -93,8 +138,8 @@ class Tree(Generic[MemberT]):
         Raises ConcurrentBackwardError while another thread runs one.
         """
         self._one_backward.enter(lambda: self._name)
-        if not self.awaits_conclusion:
-            self.awaits_conclusion = True
+        if not self.has_backward:
+            self.expect_conclusion()  # first: what comes after may be interrupted
             self._backward.follow()
             for state in self.states:
                 state.use_unwatched()
@@ -105,12 +150,12 @@ class Tree(Generic[MemberT]):
 
     def expect_conclusion(self) -> None:
         """Gradients are about to be reduced apart from a backward; the caller then calls :meth:`conclude`."""
-        self.awaits_conclusion = True
+        if not self.has_backward:
+            self._move(Move.BEGIN_BACKWARD)
 
     def conclude(self) -> None:
         """Reductions finish, and on the last backward sharded gradients are complete."""
         comm = self.comm
-        self.forward_root = None
         with profiled("vescale.fsdp::end_of_backward"):
             for state in reversed(self.states):
                 state.conclude_backward(is_last=self.is_last_backward)
@@ -124,11 +169,15 @@ class Tree(Generic[MemberT]):
                     comm.has_accumulated = True
                 comm.prefetches.clear()
                 comm.make_room(keep=0)
+            comm.finish_host_reads()
         self.orders.end_turns()
-        self.awaits_conclusion = False
+        self._move(Move.CONCLUDE)
 
     def abandon(self) -> None:
-        """Forget the iteration after an exception."""
+        """After an exception, wherever it has ended the step: forget the step, gradients included."""
+        self.comm.abandon()
+        for state in self.states:
+            state.abandon()
         self.forward_root = None
-        self.awaits_conclusion = False
         self._backward.forget()
+        self._move(Move.ABANDON)

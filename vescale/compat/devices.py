@@ -1,0 +1,128 @@
+"""The device table: what ``torch.accelerator`` and the modules of devices lack, by the type of device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = [
+    "WITH_FOREACH",
+    "WITH_LOWER_RIGHT_MASKS",
+    "accelerator_module",
+    "default_generator_of",
+    "is_capturing",
+    "memory_pool",
+    "modules_of_scripts",
+    "pin",
+    "random_states",
+    "running_accelerator",
+    "set_random_states",
+    "synchronize",
+    "unpin",
+    "use_memory_pool",
+]
+
+WITH_LOWER_RIGHT_MASKS = ("cuda", "xpu")
+"""Attention kernels support a causal mask that is aligned to the last key, without materializing it."""
+
+WITH_FOREACH = ("cpu", "cuda", "xpu")
+"""Multi-tensor kernels are native."""
+
+
+def accelerator_module() -> Any:
+    """The module of the accelerator (``torch.xpu``, say) where at least one device is there; None: there is none."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else torch.get_device_module(device.type)
+
+
+def running_accelerator() -> Any:
+    """The module of the accelerator that this process has begun to use; None: it uses none."""
+    module = accelerator_module()
+    return module if module is not None and getattr(module, "is_initialized", module.is_available)() else None
+
+
+def is_capturing() -> bool:
+    """Whether what the current stream is given becomes part of a graph, to be replayed."""
+    capturing = getattr(running_accelerator(), "is_current_stream_capturing", None)
+    return capturing is not None and bool(capturing())
+
+
+def synchronize() -> None:
+    """Wait for the current device of the accelerator, if there is one."""
+    if accelerator_module() is not None:
+        torch.accelerator.synchronize()
+
+
+def _type() -> str:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return device.type
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """By type of device: the state of the default generator of the accelerator's current device, where one is used."""
+    module = running_accelerator()
+    return {} if module is None else {_type(): module.get_rng_state()}
+
+
+def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Set those of the accelerator that is there."""
+    module = accelerator_module()
+    if module is not None and _type() in states:
+        module.set_rng_state(states[_type()])
+
+
+def default_generator_of(device: torch.device) -> torch.Generator | None:
+    """Of an accelerator's device; None where its module tells none."""
+    module = torch.get_device_module(device.type)
+    if not hasattr(module, "default_generators"):
+        return None
+    index = device.index if device.index is not None else module.current_device()
+    module.init()
+    found: torch.Generator = module.default_generators[index]
+    return found
+
+
+# Memory
+
+
+def pin(image: torch.Tensor) -> bool:
+    """Register memory of the host with the accelerator's driver, whose copies then need no buffer of its own. Returns
+    whether that was done; :func:`unpin` undoes it, before the memory goes."""
+    module = running_accelerator()
+    if module is None or not hasattr(module, "cudart"):
+        return False
+    return int(module.cudart().cudaHostRegister(image.data_ptr(), image.nbytes, 0)) == 0
+
+
+def unpin(image: torch.Tensor) -> None:
+    """Undo :func:`pin`."""
+    module = accelerator_module()
+    module.check_error(module.cudart().cudaHostUnregister(image.data_ptr()))
+
+
+def memory_pool(device: torch.device, allocator: Any) -> Any:
+    """A pool of memory on another allocator; None where such devices have none."""
+    pool = getattr(torch.get_device_module(device.type), "MemPool", None)
+    return None if pool is None else pool(allocator)
+
+
+def use_memory_pool(device: torch.device, pool: Any) -> contextlib.AbstractContextManager[None]:
+    """Inside, memory comes from ``pool``; None: as always."""
+    return contextlib.nullcontext() if pool is None else torch.get_device_module(device.type).use_mem_pool(pool)
+
+
+# Scripts
+
+
+def modules_of_scripts() -> list[tuple[str, Any]]:
+    """The types of devices that scripts name, and their modules: of accelerators that this build of torch knows, also where
+    there is no such device."""
+    known = {"cuda": torch.cuda, "xpu": torch.xpu}
+    device = torch.accelerator.current_accelerator()
+    if device is not None:
+        known[device.type] = torch.get_device_module(device.type)
+    return list(known.items())
