@@ -392,6 +392,19 @@ def memory_used_after_it_was_emptied(bad: bool) -> None:
     y.sum()
 
 
+@local
+def storage_within_another_one(bad: bool) -> None:
+    x = ones(1000)
+    storage = torch._C._construct_storage_from_data_pointer(x.data_ptr() + 400, x.device, 400)
+    y = torch.empty(0, device="sim").set_(storage, 0, (100,))
+    stream = joined()
+    with torch.sim.stream(stream):
+        x.mul_(2)
+    if not bad:
+        here().wait_stream(stream)
+    y + 1
+
+
 # ------------------------------------------------------------------------------------------------ pinned memory
 
 

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.device import device_type
 from tests.fsdp.copies import peak_bytes
 from vescale.fsdp import fully_shard, report
 
@@ -48,7 +47,7 @@ def num_ranks(request: pytest.FixtureRequest) -> Iterator[int]:
 def sharded(kind: str, **options: Any) -> Any:
     model: Any = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)])
     shard: Any = stock_fully_shard if kind == "FSDP2" else fully_shard
-    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:
         shard(block, mesh=mesh, **options)
     shard(model, mesh=mesh, **options)

@@ -685,7 +685,7 @@ class Group final : public Backend {
             for (const at::Tensor& tensor : op.outputs) {
                 at::Tensor seen = kernel_view_of(tensor);
                 at::Tensor staged = at::empty_like(seen);
-                Block* block = block_of(tensor.storage().data_ptr());
+                Block* block = memory_of(tensor.storage().data_ptr()).block;
                 if (block != nullptr && staged.nbytes() > 0) {
                     std::memset(seen.data_ptr(), 0xFF, staged.nbytes());
                     const std::size_t low = static_cast<char*>(seen.data_ptr()) - block->memory;

@@ -42,7 +42,12 @@ Range bytes_of(const at::Tensor& tensor) {
     return {tensor.storage_offset() * tensor.itemsize(), (last + 1) * tensor.itemsize()};
 }
 
-c10::Storage host_storage(Block& block, std::size_t size) {
+c10::Storage host_storage(Block& block, std::size_t base, std::size_t size) {
+    if (base != 0) {  // a storage within a block
+        return c10::Storage(
+            c10::Storage::use_byte_size_t(), size, c10::DataPtr(block.memory + base, c10::Device(c10::kCPU)),
+            c10::GetCPUAllocator(), /*resizable=*/true);
+    }
     if (!block.host.unsafeGetStorageImpl() || block.host.nbytes() != size) {
         block.host = c10::Storage(
             c10::Storage::use_byte_size_t(), size, c10::DataPtr(block.memory, c10::Device(c10::kCPU)),
@@ -57,13 +62,13 @@ at::Tensor on_host(const at::Tensor& tensor) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         tensor.layout() == c10::kStrided, "the simulated device has strided tensors alone, not ", tensor.layout());
     const c10::Storage& storage = impl->storage();
-    Block* block = block_of(storage.data_ptr());
+    const auto [block, base] = memory_of(storage.data_ptr());
     TORCH_CHECK(
         bytes_of(tensor).high <= storage.nbytes(), "an op was given a tensor of ", tensor.sizes(), " whose memory is gone: ",
         "it needs ", bytes_of(tensor).high, " bytes of a storage that has ", storage.nbytes());
     c10::Storage host =
         block != nullptr
-            ? host_storage(*block, storage.nbytes())
+            ? host_storage(*block, base, storage.nbytes())
             : c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, c10::Device(c10::kCPU)),
                            c10::GetCPUAllocator(), /*resizable=*/true);
     at::Tensor alias =
@@ -84,9 +89,9 @@ at::Tensor on_host(const at::Tensor& tensor) {
 
 void use(Launch& launch, const at::Tensor& tensor, bool writes) {
     const Range range = bytes_of(tensor);
-    Block* block = range.high > range.low ? block_of(tensor.storage().data_ptr()) : nullptr;
-    if (block != nullptr) {
-        launch.use(*block, range.low, range.high, writes);
+    if (range.high > range.low) {
+        const auto [block, base] = memory_of(tensor.storage().data_ptr());
+        launch.use(*block, base + range.low, base + range.high, writes);
     }
 }
 

@@ -331,6 +331,7 @@ Block* allocate(std::size_t requested, bool is_pinned) {
     found->stream = number;
     found->allocated = place;
     found->freed = nullptr;
+    found->is_free = false;
     found->recorded.clear();
     found->accesses.clear();
     found->host = c10::Storage();
@@ -394,6 +395,7 @@ void release(void* context) {
     w.stats.requested -= block->requested;
     --w.stats.count;
     block->freed = place;
+    block->is_free = true;
     const Clock& known = stream.known;
     std::erase_if(block->accesses, [&](const Access& access) {
         return access.stream == block->stream || known.at(access.stream) >= access.time;
@@ -639,13 +641,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t size) const override {
         c10::DataPtr made = device_allocator()->allocate(size);
         const std::size_t kept = std::min(size, storage.nbytes());
-        Block* from = block_of(storage.data_ptr());
+        const auto [from, base] = memory_of(storage.data_ptr());
         if (kept > 0 && from != nullptr) {
             Launch launch("the resizing of a storage");
             Block* to = block_of(made);
-            launch.use(*from, 0, kept, false);
+            launch.use(*from, base, base + kept, false);
             launch.use(*to, 0, kept, true);
-            std::memcpy(to->memory, from->memory, kept);
+            std::memcpy(to->memory, from->memory + base, kept);
         }
         storage.set_data_ptr_noswap(std::move(made));
         storage.set_nbytes(size);
@@ -1002,6 +1004,22 @@ c10::DataPtr owned(Block* block, bool for_kernels) {
 
 Block* block_of(const c10::DataPtr& pointer) {
     return pointer.get_deleter() == &release ? beginning_at(pointer.get_context()) : nullptr;
+}
+
+Position memory_of(const c10::DataPtr& pointer) {
+    if (Block* block = block_of(pointer)) {
+        return {block, 0};
+    }
+    auto* address = static_cast<char*>(pointer.get());
+    if (address == nullptr) {
+        return {nullptr, 0};
+    }
+    TORCH_CHECK(
+        address >= device_view && address < device_view + kReserved, "a storage of the simulated device is elsewhere in memory");
+    const Lock lock(world().lock);
+    Block* block = find_block(address - to_device());
+    TORCH_CHECK(block != nullptr && !block->is_free, "an op was given a tensor in memory that was freed");
+    return {block, std::size_t(address - to_device() - block->memory)};
 }
 
 Block* pinned_block_of(const void* address) {

@@ -91,7 +91,7 @@ struct Block {
     char* memory;  // as kernels see it
     std::size_t size, requested;
     StreamNo stream;  // that it was allocated on
-    bool is_pinned = false;
+    bool is_pinned = false, is_free = false;
     std::vector<Access> accesses;
     std::vector<StreamNo> recorded;                        // by record_stream
     std::vector<std::pair<StreamNo, Time>> awaited;        // once freed: what record_stream has promised to wait for
@@ -150,7 +150,12 @@ extern char *device_view, *kernel_view, *pinned_view;  // three reservations of 
 inline std::ptrdiff_t to_device() { return device_view - kernel_view; }
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
-Block* block_of(const c10::DataPtr& pointer);       // of a storage on the device; null for one without bytes
+Block* block_of(const c10::DataPtr& pointer);       // that a storage on the device owns; null for one without bytes
+struct Position {
+    Block* block;
+    std::size_t base;  // where the storage begins in it
+};
+Position memory_of(const c10::DataPtr& pointer);  // also of a storage that lies in another one's block
 Block* pinned_block_of(const void* address);        // null where the memory is not pinned
 c10::DataPtr owned(Block* block, bool for_kernels);  // frees the block at its end
 void record_stream(const c10::DataPtr& pointer, StreamNo stream);
