@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.device import BACKEND, DEVICE, DefaultDevice, build, device_type, register
+from tests.device import BACKEND, DEVICE, build, device_type, everywhere, register
 from tests.examples import daily_sample
 from tests.fork_server import fork_context
 
@@ -121,9 +121,6 @@ def _serve(rank: int, world_size: int, device: str, port: int, folder: str, pipe
     _share_gloo_device()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     simulated = register() if device == DEVICE else None
-    if simulated and device_type() == DEVICE:  # all tests run on it, and not those of the device alone
-        DefaultDevice(torch.device(DEVICE)).__enter__()
-        simulated.set_raises(False)  # an error in the middle of a step would leave the other ranks waiting
     dist.init_process_group(
         f"cpu:gloo,{DEVICE}:{BACKEND}" if simulated else "gloo",
         store=dist.TCPStore("localhost", port, world_size),
@@ -145,7 +142,8 @@ def _serve(rank: int, world_size: int, device: str, port: int, folder: str, pipe
         if simulated:
             simulated.clear()
         try:
-            answer = (True, fn(*args, **kwargs))
+            runs_everywhere = simulated and device_type() == DEVICE  # pytest --device=sim
+            answer = (True, everywhere(fn, *args, **kwargs) if runs_everywhere else fn(*args, **kwargs))
             if simulated and (races := simulated.races()):
                 answer = (False, f"{len(races)} races on the simulated device, the first of which is\n{races[0]}")
         except BaseException:

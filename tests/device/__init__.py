@@ -5,6 +5,6 @@
 
 from tests.device._build import build
 from tests.device._module import BACKEND, DEVICE, register
-from tests.device.current import DefaultDevice, device_type, set_device_type
+from tests.device.current import DefaultDevice, device_type, everywhere, set_device_type
 
-__all__ = ["BACKEND", "DEVICE", "DefaultDevice", "build", "device_type", "register", "set_device_type"]
+__all__ = ["BACKEND", "DEVICE", "DefaultDevice", "build", "device_type", "everywhere", "register", "set_device_type"]

@@ -85,12 +85,13 @@ def set_device(index: Any) -> None:
         raise RuntimeError(f"the simulated device has index 0 alone, not {index}")
 
 
-def current_stream(device: Any = None) -> torch.Stream:
-    return torch.accelerator.current_stream()
+def current_stream(device: Any = None) -> Stream:
+    now = torch.accelerator.current_stream()
+    return Stream(stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type)
 
 
-def default_stream(device: Any = None) -> torch.Stream:
-    return torch.Stream(stream_id=0, device_index=0, device_type=current_stream().device_type)
+def default_stream(device: Any = None) -> Stream:
+    return Stream(stream_id=0, device_index=0, device_type=torch.accelerator.current_stream().device_type)
 
 
 def stream(stream: torch.Stream | None) -> StreamContext:

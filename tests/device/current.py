@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
-__all__ = ["DefaultDevice", "device_type", "set_device_type"]
+__all__ = ["DefaultDevice", "device_type", "everywhere", "set_device_type"]
 
 _NAME = "VESCALE_TEST_DEVICE"
 
@@ -36,3 +38,17 @@ class DefaultDevice(DeviceContext):
         ):
             return super().__torch_function__(func, types, args, kwargs)
         return func(*args, **{**kwargs, "device": "cpu"}).to(self.device)
+
+
+def everywhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run on a rank of the simulated device: ``function(*args)`` with it as the default device, and as that of the test's
+    meshes. Races are recorded and not raised: an error in the middle of a step would leave the other ranks waiting."""
+    sim, before = torch.get_device_module("sim"), device_type()
+    set_device_type("sim")
+    raised = sim.set_raises(False)
+    try:
+        with DefaultDevice(torch.device("sim")):
+            return function(*args, **kwargs)
+    finally:
+        sim.set_raises(raised)
+        set_device_type(before)
