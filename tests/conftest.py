@@ -22,7 +22,7 @@ if compiler() is None and not list(Path(__file__).parents[1].glob("vescale/csrc/
 import pytest
 import torch
 
-from tests.device import DEVICE, device_type, set_device_type
+from tests.device import DEVICE, set_device_type
 from tests.durations import Durations
 from tests.file_order import spread_waiting_files
 from tests.fork_server import start_fork_server
@@ -36,10 +36,10 @@ COLLECTED = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPools]:
+def ranks(pytestconfig: pytest.Config) -> Iterator[RankPools]:
     """Gloo ranks: ``ranks.run(fn, *args, world_size=4)``. With ``--device=sim`` their tensors are on the simulated
     accelerator, and a race fails the test."""
-    pools = RankPools(device_type())
+    pools = RankPools(pytestconfig.option.device)
     yield pools
     pools.close()
 

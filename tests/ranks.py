@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.device import BACKEND, DEVICE, build, device_type, everywhere, register
+from tests.device import BACKEND, DEVICE, build, everywhere, register, runs_everywhere
 from tests.examples import daily_sample
 from tests.fork_server import fork_context
 
@@ -142,8 +142,8 @@ def _serve(rank: int, world_size: int, device: str, port: int, folder: str, pipe
         if simulated:
             simulated.clear()
         try:
-            runs_everywhere = simulated and device_type() == DEVICE  # pytest --device=sim
-            answer = (True, everywhere(fn, *args, **kwargs) if runs_everywhere else fn(*args, **kwargs))
+            is_everywhere = simulated is not None and runs_everywhere()
+            answer = (True, everywhere(fn, *args, **kwargs) if is_everywhere else fn(*args, **kwargs))
             if simulated and (races := simulated.races()):
                 answer = (False, f"{len(races)} races on the simulated device, the first of which is\n{races[0]}")
         except BaseException:

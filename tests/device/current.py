@@ -9,19 +9,26 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
-__all__ = ["DefaultDevice", "device_type", "everywhere", "set_device_type"]
+__all__ = ["DefaultDevice", "device_type", "everywhere", "runs_everywhere", "set_device_type"]
 
 _NAME = "VESCALE_TEST_DEVICE"
 
 
 def device_type() -> str:
-    """The type of the device that a test's tensors and meshes are on, for ranks as for the test process."""
-    return os.environ.get(_NAME, "cpu")
+    """The type of the device that the tensors and meshes of a rank's case are on. Where the simulated device is not
+    registered, as in the test process itself, that is the CPU."""
+    name = os.environ.get(_NAME, "cpu")
+    return name if hasattr(torch, name) else "cpu"
 
 
 def set_device_type(name: str) -> None:
-    """Also of the processes that are started from now on."""
+    """Also for the processes that are started from now on."""
     os.environ[_NAME] = name
+
+
+def runs_everywhere() -> bool:
+    """Whether ``pytest --device=sim`` was asked for."""
+    return os.environ.get(_NAME, "cpu") != "cpu"
 
 
 class DefaultDevice(DeviceContext):
@@ -43,7 +50,7 @@ class DefaultDevice(DeviceContext):
 def everywhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run on a rank of the simulated device: ``function(*args)`` with it as the default device, and as that of the test's
     meshes. Races are recorded and not raised: an error in the middle of a step would leave the other ranks waiting."""
-    sim, before = torch.get_device_module("sim"), device_type()
+    sim, before = torch.get_device_module("sim"), os.environ.get(_NAME, "cpu")
     set_device_type("sim")
     raised = sim.set_raises(False)
     try:
