@@ -45,10 +45,12 @@ def memory_is_poisoned_and_counted() -> None:
     x = torch.empty(1000, device=SIM)
     assert torch.accelerator.memory_allocated() - before == sim.memory_allocated() - before == 4096
     assert x.isnan().all() and (torch.empty(3, dtype=torch.int32, device=SIM) == -1).all()
-    address = x.fill_(1).data_ptr()
     torch.accelerator.reset_peak_memory_stats()
     del x
-    y = torch.empty(1000, device=SIM)
+    x = torch.ones(7777, device=SIM)  # no other block is as large
+    address = x.data_ptr()
+    del x
+    y = torch.empty(7777, device=SIM)
     assert y.data_ptr() == address and y.isnan().all()  # the same stream has it at once
     assert torch.accelerator.max_memory_allocated() >= before + 4096
     y.untyped_storage().resize_(0)
