@@ -22,6 +22,7 @@ if compiler() is None and not list(Path(__file__).parents[1].glob("vescale/csrc/
 import pytest
 import torch
 
+from tests.device import DEVICE, set_device_type
 from tests.durations import Durations
 from tests.file_order import spread_waiting_files
 from tests.fork_server import start_fork_server
@@ -35,14 +36,21 @@ COLLECTED = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPools]:
-    """Gloo ranks: ``ranks.run(fn, *args, world_size=4)``."""
-    pools = RankPools()
+def ranks(pytestconfig: pytest.Config) -> Iterator[RankPools]:
+    """Gloo ranks: ``ranks.run(fn, *args, world_size=4)``. With ``--device=sim`` their tensors are on the simulated
+    accelerator, and a race fails the test."""
+    pools = RankPools(pytestconfig.option.device)
     yield pools
     pools.close()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    where = "where ranks have their tensors: docs/internals/device.md"
+    parser.addoption("--device", choices=("cpu", DEVICE), default="cpu", help=where)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    set_device_type(config.option.device)
     config.pluginmanager.register(Durations(config), "durations")
     is_worker = hasattr(config, "workerinput")
     if is_worker or getattr(config.option, "dist", "no") == "no":  # a process that runs tests

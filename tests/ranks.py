@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.device import BACKEND, DEVICE, build, everywhere, register, runs_everywhere
 from tests.examples import daily_sample
 from tests.fork_server import fork_context
 
@@ -104,7 +105,7 @@ class _ReusedGroups:
         self._lent.clear()
 
 
-def _serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, device: str, port: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.device_mesh as device_mesh
@@ -119,8 +120,9 @@ def _serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection)
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     _share_gloo_device()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    simulated = register() if device == DEVICE else None
     dist.init_process_group(
-        "gloo",
+        f"cpu:gloo,{DEVICE}:{BACKEND}" if simulated else "gloo",
         store=dist.TCPStore("localhost", port, world_size),
         rank=rank,
         world_size=world_size,
@@ -137,8 +139,13 @@ def _serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection)
             break
         fn, args, kwargs = job
         torch.manual_seed(0)  # ranks start alike, whatever the case before has drawn
+        if simulated:
+            simulated.clear()
         try:
-            answer = (True, fn(*args, **kwargs))
+            is_everywhere = simulated is not None and runs_everywhere()
+            answer = (True, everywhere(fn, *args, **kwargs) if is_everywhere else fn(*args, **kwargs))
+            if simulated and (races := simulated.races()):
+                answer = (False, f"{len(races)} races on the simulated device, the first of which is\n{races[0]}")
         except BaseException:
             answer = (False, traceback.format_exc())
         groups.take_back()
@@ -200,11 +207,13 @@ def _stack_file(folder: str, rank: int) -> Path:
 
 
 class RankPool:
-    """``world_size`` gloo processes that stay alive between cases."""
+    """``world_size`` gloo processes that stay alive between cases; with the simulated accelerator if ``device`` is "sim"."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         import torch.distributed as dist
 
+        if device == DEVICE:
+            build()  # once, and not by each rank
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="vescale-ranks-")
         # Ranks that wait at a store in a file look at it every 10 ms.
@@ -214,7 +223,7 @@ class RankPool:
         self._processes = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            given = rank, world_size, self._store.port, self._folder.name, there
+            given = rank, world_size, device, self._store.port, self._folder.name, there
             process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             there.close()
@@ -283,21 +292,29 @@ class RankPool:
 
 
 class RankPools:
-    """The pools of one test run, by world size."""
+    """The pools of one test run, by world size and device."""
 
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+        self._pools: dict[tuple[int, str], RankPool] = {}
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, world_size: int = 4, timeout: float = 300.0, **kwargs: Any
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int = 4,
+        timeout: float = 300.0,
+        device: str | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
-        pool = self._pools.get(world_size)
+        key = world_size, device or self._device
+        pool = self._pools.get(key)
         reason = "first use" if pool is None else "" if pool.alive else "after a failure"
         if pool is not None and not reason and pool.is_worn:
             pool.close()
             reason = "too many groups"
         if pool is None or reason:
-            pool = self._pools[world_size] = RankPool(world_size)
+            pool = self._pools[key] = RankPool(*key)
             STARTS[reason] += world_size
         return pool.run(fn, *args, timeout=timeout, **kwargs)
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from tests.simulate import simulate
 from vescale.buffer import (
@@ -111,7 +112,7 @@ def hold(world: int) -> None:
         ((2, world // 2), [RaggedShard(), RaggedShard()]),
         ((2, world // 2), [None, RaggedShard()]),
     ):
-        mesh = init_device_mesh("cpu", shape)
+        mesh = init_device_mesh(device_type(), shape)
         buffer = filled(mesh, placements, seed=1)
         assert_holds(buffer, values(1))
         if not buffer.shard_axes:
@@ -130,7 +131,7 @@ def test_what_ranks_hold(ranks: RankPools) -> None:
 
 def collectives(shape: tuple[int, ...], sharded: tuple[int, ...], dtype: torch.dtype, op: str) -> None:
     """all_gather, reduce_scatter, all_reduce over ``sharded`` axes against values computed without communication."""
-    mesh = init_device_mesh("cpu", shape)
+    mesh = init_device_mesh(device_type(), shape)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     fixed = [0 if axis in sharded else index for axis, index in enumerate(coordinate)]
@@ -197,7 +198,7 @@ def test_collectives_of_the_whole_group(ranks: RankPools) -> None:
 
 def partial_then_partial() -> None:
     """HSDP: reduce-scatter over the inner axis, accumulate, then all-reduce the pieces over the outer one."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
     rank = dist.get_rank()
     gradients = filled(mesh, [Partial(), Partial()], seed=rank)
     pieces = gradients.reduce_scatter(["shard"]).wait()
@@ -218,7 +219,7 @@ def test_partial_on_two_axes(ranks: RankPools) -> None:
 
 
 def operations() -> None:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(device_type(), (4,))
     for placements in ([RaggedShard()], [Replicate()]):
         x, y = filled(mesh, placements, 1), filled(mesh, placements, 2)
         half = y.to(torch.bfloat16)
@@ -242,8 +243,8 @@ def operations() -> None:
     with pytest.raises(ValueError, match="they must be RaggedShard"):
         filled(mesh, [Replicate()], 1).all_gather()
     with pytest.raises(ValueError, match="planned for 2 shards"):
-        DBuffer(group_of(4), init_device_mesh("cpu", (2, 2)), [RaggedShard()] * 2, dtype=torch.float32)
-        DBuffer(group_of(2), init_device_mesh("cpu", (2, 2)), [RaggedShard()] * 2, dtype=torch.float32)
+        DBuffer(group_of(4), init_device_mesh(device_type(), (2, 2)), [RaggedShard()] * 2, dtype=torch.float32)
+        DBuffer(group_of(2), init_device_mesh(device_type(), (2, 2)), [RaggedShard()] * 2, dtype=torch.float32)
     with pytest.raises(ValueError, match="a tensor of shape"):
         x.load("a", torch.zeros(3, 5))
 
@@ -269,7 +270,7 @@ class WholeBufferOps(TorchDispatchMode):
 
 def one_kernel() -> None:
     """However many tensors there are, each operation of the group is one op on the flat local part."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     for placements in ([RaggedShard()], [Replicate()]):
         x, y = filled(mesh, placements, 1), filled(mesh, placements, 2)
         operations: dict[str, tuple[Callable[[], Any], str]] = {
@@ -293,7 +294,7 @@ def test_operations_are_one_kernel(ranks: RankPools) -> None:
 
 def memory() -> None:
     """Batched allocation, stable views, release, and saved tensors that survive a later gather."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     together = Allocation("cpu")
     group = group_of(2, (torch.float32, torch.bfloat16))
     wide = DBuffer(group, mesh, [Replicate()], dtype=torch.float32, allocation=together)
@@ -324,7 +325,7 @@ def test_memory_is_shared_and_released(ranks: RankPools) -> None:
 
 
 def disagree(kind: str) -> str:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(device_type(), (4,))
     rank = dist.get_rank()
     described = {f"layer.{i}": group_of(4).layout.digest for i in range(3)}
     if kind == "digest" and rank == 2:
@@ -354,7 +355,7 @@ def test_meta_buffers_have_shapes_only(ranks: RankPools) -> None:
 
 
 def on_meta() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     buffer = DBuffer(group_of(2), mesh, [RaggedShard()], dtype=torch.float32, device="meta").allocate()
     assert buffer.local.is_meta and sum(view.numel() for view in buffer.views) <= buffer.numel
     placed = from_local(buffer["c"], mesh, [buffer.placement("c")], shape=SHAPES["c"])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.device import device_type
 from tests.placements.on_ranks import make_mesh
 from tests.ranks import RankPools
 from vescale.comm import axis_group
@@ -51,12 +52,12 @@ def test_ranks_with_other_groups_of_their_own(ranks: RankPools) -> None:
 def equal_meshes() -> None:
     """Whether a mesh has been collected on one rank only must not decide who makes a group."""
     nested = torch.tensor([[[0, 2], [1, 3]], [[4, 6], [5, 7]]])
-    first = DeviceMesh("cpu", nested)
+    first = DeviceMesh(device_type(), nested)
     group = axis_group(first, (0, 1)).group
     if dist.get_rank() % 2:
         del first
         gc.collect()
-    second = DeviceMesh("cpu", nested, mesh_dim_names=("a", "b", "c"))
+    second = DeviceMesh(device_type(), nested, mesh_dim_names=("a", "b", "c"))
     assert axis_group(second, (0, 1)).group is group
 
 
@@ -68,9 +69,9 @@ def one_axis_of_equal_meshes() -> None:
     """What a rank has cached of one mesh serves the equal ones, and other ranks may have cached something else: all of them
     communicate in the groups of the first, whether it is still there or not."""
     names = ("of equal meshes", "another")
-    first = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
+    first = DeviceMesh(device_type(), [[0, 1], [2, 3]], mesh_dim_names=names)
     held = first.get_group(0)
-    second = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
+    second = DeviceMesh(device_type(), [[0, 1], [2, 3]], mesh_dim_names=names)
     assert second == first and second.get_group(0) is not held
     if dist.get_rank() % 2:
         del first

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.runtime.zero import mesh_of
 from vescale.comm import all_reduce, axis_group, join_axes, record_comms
@@ -24,7 +25,7 @@ def joined() -> None:
     with record_comms() as ledger:
         all_reduce(torch.ones(2), "sum", axis_group(found, (1,)).group).wait()
     assert [record.axes for record in ledger.records] == ["a,c"]
-    part = join_axes(DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("x", "y")), (0, 1))
+    part = join_axes(DeviceMesh(device_type(), [[0, 1], [2, 3]], mesh_dim_names=("x", "y")), (0, 1))
     assert part.mesh.tolist() == [0, 1, 2, 3] and (part.get_coordinate() is None) == (dist.get_rank() > 3)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.device import device_type
 from tests.whole import whole_tensors
 from vescale.fsdp import fully_shard, state_of
 
@@ -70,7 +71,7 @@ def by_block(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh, **op
 def mesh_of(shape: tuple[int, ...] | None = None) -> DeviceMesh:
     shape = shape or (dist.get_world_size(),)
     names = ("replicate", "shard") if len(shape) == 2 else ("dp",)
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh(device_type(), shape, mesh_dim_names=names)
 
 
 def train_step(model: nn.Module, step: int, loss: Step, ranks: list[int], microbatches: int = 1) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import vescale
+from tests.device import device_type
 from tests.fsdp.compare import by_block, data, full, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_functions
@@ -336,7 +337,7 @@ def reports() -> None:
 
 def what_hooks_see() -> None:
     """Zeros where no gradient is: between tensors, and where tensor parallelism leaves this rank less than others."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     allocate = Allocation._allocate
 
     def poisoned(self: Allocation) -> None:
@@ -479,7 +480,7 @@ def errors() -> None:
     fully_shard(model.embed, mesh=mesh)
     with pytest.raises(ValueError, match=r"'head.weight' of Net is tied to 'weight' of Embedding"):
         fully_shard(model, mesh=mesh)
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    grid = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     uneven = parallelize_module(nn.Linear(5, 2), grid["tp"], RowwiseParallel())
     unequal = r"'weight' of shape \(2, 5\).*cuts the 5 indices of dim 1 into 2 parts of unequal length"
     with pytest.raises(NotImplementedError, match=unequal):  # on all ranks, whatever they hold

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.fsdp.compare import agree, full, gradients_of, parameters_of
 from tests.fsdp.models import Adapted, Block, tokens
@@ -104,7 +105,7 @@ def shard(model: Any, draw: random.Random, num_ranks: int) -> list[str]:
     shapes = [(num_ranks,), (num_ranks,), (num_ranks, 1)] + ([(2, 2), (2, 2)] if num_ranks == 4 else [])
     shape = draw.choice(shapes)
     names = ("replicate", "shard") if len(shape) == 2 else ("dp",)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=names)
     common: dict[str, Any] = {"mesh": mesh}
     if draw.random() < 0.2:
         common["offload_policy"] = CPUOffloadPolicy(pin_memory=False)

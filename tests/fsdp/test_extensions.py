@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.fsdp.compare import by_block, compare, data, full, gradients_of, mesh_of, parameters_of
 from tests.fsdp.extended import CALLS, Codes, MixedBlock, Rounded
@@ -366,7 +367,7 @@ class Tall(nn.Module):
 
 
 def parallel() -> None:
-    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    world = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     weight = torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
     models: list[Any] = [Tall(weight.clone(), world["tp"], "bfloat16") for _ in range(2)]
     for model, shard in zip(models, (fully_shard, stock_fully_shard), strict=True):

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.debug.jobs import JobResult, run_job, run_processes
+from tests.device import device_type
 from tests.fsdp.test_gather_order import DIFFERENT, EQUAL, Mixture, X, made
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
@@ -284,7 +285,7 @@ def different_numbers_of_a_plan(mode: str) -> None:
     """One rank comes to its backward, which the ranks of a model compare, while another one gathers."""
     torch.manual_seed(0)
     model = Routed(EQUAL).double()
-    parallelize(model, sharded_at_rest(Plan(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))), mode=mode)
+    parallelize(model, sharded_at_rest(Plan(init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",)))), mode=mode)
     x = X.double()
     for _ in range(2):
         model(x).backward()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import vescale
+from tests.device import device_type
 from tests.fsdp.compare import gradients_of
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
@@ -54,7 +55,7 @@ def made(widths: tuple[int, ...], replicas: int = 1, **options: Any) -> tuple[nn
     model = Mixture(widths)
     one = copy.deepcopy(model)
     shape = (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for expert in model.experts:
         fully_shard(expert, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options), one
@@ -204,7 +205,7 @@ def test_other_ways(ranks: RankPools, kind: str) -> None:
 def of_a_plan(widths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = Mixture(widths).double()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     parallelize(model, sharded_at_rest(Plan(mesh)))
     x = X.double()
     for chosen in ((0,), (0, 1)):
@@ -227,7 +228,7 @@ def roots(widths: tuple[int, ...], shared: bool = False) -> tuple[list[nn.Module
     torch.manual_seed(0)
     alone = [nn.Sequential(nn.Linear(4, n), nn.Linear(n, 4)) for n in widths]
     whole = copy.deepcopy(alone)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     for module in alone:
         fully_shard(module, mesh=mesh)
     if shared:
@@ -360,7 +361,7 @@ def models_of_plans(check: str, units: bool) -> None:
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_CHECK", check)
-        plan = Plan(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        plan = Plan(init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",)))
         plan.shard("<in:x>", Shard(0), mesh="dp")
         models = []
         for _ in range(2):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.whole import whole
 from vescale.errors import MixedTensorsError
@@ -50,7 +51,7 @@ METHODS = ("part", "product", "transposed", "elementwise", "joined", "rows")
 
 def methods() -> None:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     x = torch.randn(3, 4)
     for name in METHODS:
         torch.manual_seed(1)

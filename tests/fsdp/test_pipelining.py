@@ -18,6 +18,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.fsdp.compare import agree, data, full, resting_memory
 from tests.ranks import RankPools, run_cases
@@ -128,7 +129,7 @@ class Pipeline:
 
 def agrees(schedule: str, reshards: bool | None, option: str) -> None:
     """Gradients and parameters after each step are one device's, and FSDP2's; each group is reduced once a step."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))
     options: dict[str, Any] = {} if reshards is None else {"reshard_after_forward": reshards}
     routes, low = option == "routes", option == "low precision"
     if low:
@@ -197,7 +198,7 @@ def test_pipelines(ranks: RankPools) -> None:
 
 def goes_on() -> None:
     """An exception between the gradients and their reduction: the next forward forgets them."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))
     pipeline = Pipeline(fully_shard, "1f1b", mesh)
     pipeline.backward(0)
     expected = {name: full(p.grad) for name, p in pipeline.parameters().items()}

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole_tensors
 from vescale import INIT, RUN, Plan, RaggedShard, no_sync, parallelize
@@ -260,8 +261,8 @@ class Run:
 
 def _mesh(kind: str) -> DeviceMesh:
     if kind == "fsdp replicas":
-        return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "dp"))
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        return init_device_mesh(device_type(), (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "dp"))
+    return init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
 def _on(kind: str, model: Model) -> nn.Module:

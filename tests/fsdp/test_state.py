@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.fsdp.compare import by_block, full, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss, tokens
@@ -255,7 +256,7 @@ class Mlp(nn.Module):
 
 def tensor_parallel() -> None:
     """FSDP over parameters that tensor parallelism has cut, on dim 0 and on dim 1; against stock and one device."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     plain = nn.Sequential(Mlp(), Mlp())
     models = []
@@ -297,7 +298,7 @@ def whole_mesh() -> None:
     """Parameters that are DTensors on the whole mesh, with the data-parallel axes named."""
     from torch.distributed.fsdp import DataParallelMeshDims
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     plain = nn.Linear(6, 8, bias=False)
     models = []
@@ -321,7 +322,7 @@ def several_axes_of_the_whole_mesh() -> None:
     from torch.distributed.fsdp import DataParallelMeshDims
 
     def trained(sharding: Any, sizes: dict[str, int]) -> nn.Linear:
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         torch.manual_seed(0)
         model = nn.Linear(6, 5)
         for name, parameter in list(model.named_parameters()):

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.device import device_type
 from tests.examples import daily_sample
 from tests.fsdp.compare import by_block, compare, mesh_of
 from tests.fsdp.models import Adapted, Block, Net, dense_loss, net_loss
@@ -244,7 +245,7 @@ def holds_the_end(parameter: Any) -> bool:
 
 def own_mesh_for_some(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
     """Some weights are sharded over two ranks and replicated over two; all others over four."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grid = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
     info = HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
 
     def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale.gradients import GradientReducer
 
@@ -21,7 +22,7 @@ STEPS = [[WHOLE], [WHOLE], [WHOLE], [CUT], [WHOLE], [WHOLE, WHOLE], [WHOLE, CUT]
 
 
 def steps() -> list[int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     one = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     many = distribute_module(copy.deepcopy(one), mesh)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
 from vescale import Plan, parallelize
@@ -53,7 +54,7 @@ class Pair:
     """A model on dp x tp, and the same on one device. ``takes``: how often Python heard of a gradient."""
 
     def __init__(self, mode: Any) -> None:
-        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        self.mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
         plan = Plan(self.mesh)
         plan.shard("<in:x>", {"dp": Shard(0)})
         plan.shard(r"blocks\.\d+.up.(weight|bias)", {"tp": Shard(0)})

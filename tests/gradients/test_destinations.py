@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.placements.on_ranks import Source, make_mesh
 from tests.ranks import RankPools
@@ -66,7 +67,7 @@ DESTINATIONS: list[tuple[Any, ...]] = [
 
 
 def destinations(names: tuple[str, ...], mesh_ranks: Any, dtype: torch.dtype, huge: bool) -> None:
-    mesh = DeviceMesh("cpu", torch.tensor(mesh_ranks), mesh_dim_names=names)
+    mesh = DeviceMesh(device_type(), torch.tensor(mesh_ranks), mesh_dim_names=names)
     module = nn.Module()
     cases = list(DESTINATIONS)
     if huge:
@@ -123,7 +124,7 @@ def several_meshes(flattenable: bool) -> None:
     """Tensor-parallel DTensors on a mesh of their own, plain parameters, reduced over dp as well."""
     rank = dist.get_rank()
     if flattenable:
-        root = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        root = init_device_mesh(device_type(), (4, 2), mesh_dim_names=("dp", "tp"))
         dp, tp = root["dp"], root["tp"]
     else:  # sliced from no common mesh
         dp = [make_mesh((0, 2, 4, 6)), make_mesh((1, 3, 5, 7))][rank % 2]
@@ -258,7 +259,7 @@ def test_empty_gradients(ranks: RankPools) -> None:
 
 def on_64() -> tuple[int, int]:
     nested = torch.arange(64).view(4, 4, 4)
-    mesh = DeviceMesh("cpu", nested, mesh_dim_names=("dp", "cp", "tp"))
+    mesh = DeviceMesh(device_type(), nested, mesh_dim_names=("dp", "cp", "tp"))
     module = nn.Module()
     kinds = [
         ((R(), R(), R()), (P(), P(), P())),

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import vescale
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.whole import whole
 from vescale import Plan, parallelize
@@ -41,7 +42,7 @@ class Net(nn.Module):
 
 def parallel(model: nn.Module, kind: str) -> nn.Module:
     sizes = SIZES[kind]
-    plan = Plan(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    plan = Plan(init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
     if "dp" in sizes:
         plan.shard("<in:x>", Shard(0), mesh="dp")
     if "tp" in sizes:
@@ -133,7 +134,7 @@ def test_hooks_wait_for_the_last_backward_of_an_accumulation(ranks: RankPools) -
 def after_removal() -> list[int]:
     """A reducer that is removed leaves hooks to autograd."""
     model, calls = nn.Linear(3, 3), []
-    reducer = vescale.GradientReducer(model, init_device_mesh("cpu", (2,)))
+    reducer = vescale.GradientReducer(model, init_device_mesh(device_type(), (2,)))
     handle = model.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
     model(torch.ones(2, 3)).sum().backward()
     counts = [len(calls)]

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale import Plan, gradients, parallelize
 from vescale.gradients import _hooked_parameters
@@ -47,7 +48,7 @@ def build() -> tuple[nn.Module, nn.Module, torch.Tensor]:
         nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh()) for _ in range(3)]) for _ in range(2)
     )
     model.load_state_dict(reference.state_dict())
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     plan = Plan(mesh)
     plan.shard("<in>", Shard(0))
     parallelize(model, plan)

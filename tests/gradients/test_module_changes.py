@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import vescale
+from tests.device import device_type
 from tests.gradients.test_destinations import Loss
 from tests.gradients.test_reducer import assert_equal_gradients, data, local_model, meshes
 from tests.placements.on_ranks import make_mesh
@@ -396,7 +397,7 @@ def test_changes(ranks: RankPools, case: Callable[[], None]) -> None:
 
 
 def misuse() -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (4,), mesh_dim_names=("dp",))
     for wrap in (
         lambda m: vescale.fully_shard(m, mesh=mesh),
         lambda m: stock_fully_shard(m, mesh=mesh),

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.simulate import on_other_thread
 from vescale import GradientReducer, Plan, fully_shard, parallelize
@@ -54,7 +55,7 @@ def full(gradient: torch.Tensor) -> torch.Tensor:
 
 def two_threads(kind: str) -> None:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("dp",))
     model = Waiting()
     one = copy.deepcopy(model)
     if kind == "reducer":

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.runtime.llama import counted
 from tests.whole import whole_tensors
@@ -52,7 +53,7 @@ def assert_equal_gradients(model: nn.Module, reference: nn.Module, tolerance: fl
 
 
 def meshes(sizes: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "cp", "tp")[: len(sizes)])
+    return init_device_mesh(device_type(), sizes, mesh_dim_names=("dp", "cp", "tp")[: len(sizes)])
 
 
 # Local modules: every rank feeds its part of the batch

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.simulate import simulate
 from vescale import GradientReducer
@@ -44,7 +45,7 @@ class Pair:
             for parameter in model.parameters():
                 nn.init.normal_(parameter, generator=generator)
         self.one = copy.deepcopy(self.models)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
         self.reducers = [GradientReducer(model, mesh, bucket_bytes=200) for model in self.models]
 
     def loss(self, models: list[nn.Module], order: tuple[int, ...], rank: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.device import device_type
 from tests.gradients.test_reducer import assert_equal_gradients
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
@@ -48,7 +49,7 @@ STYLES = {
 
 def train(op: str) -> None:
     """The reducer knows of dp alone; the norm's gradients are Partial over tp, too, and reduced over both at once."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh.get_coordinate()
     model = Mlp().to(F64)
     reference = copy.deepcopy(model)

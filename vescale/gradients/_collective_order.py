@@ -341,7 +341,7 @@ class OrderedUnit:
     def check_gathered(self, gathered: torch.Tensor) -> None:
         """After a gather, before its data are used; raises as :meth:`agree_on_size`."""
         group = self.order.shard_group
-        if gathered.device.type == "cpu" and group.size() > 1 and GatherSizes.has_notice(gathered, group.size()):
+        if gathered.is_cpu and group.size() > 1 and GatherSizes.has_notice(gathered, group.size()):
             self.order.raise_gathers()
 
     def reduces(self, across_replicas: bool, num_bytes: int) -> None:

@@ -1,0 +1,74 @@
+"""``fully_shard`` on the simulated device: the numbers of one device, no race, and each kind of wait is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+
+from tests.compiler import compiler
+from tests.device import everywhere
+from tests.fsdp import test_training
+from tests.fsdp.compare import by_block, mesh_of
+from tests.fsdp.models import Net, net_loss
+from tests.ranks import RankPools
+from vescale.comm import SideStream
+from vescale.fsdp import fully_shard
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="the simulated device is C++: no compiler here")
+
+NAMES = [one.name for one in test_training.CASES]
+
+
+@pytest.mark.parametrize("share", [pytest.param(0, id="daily"), pytest.param(1, id="nightly", marks=pytest.mark.slow)])
+def test_trains_like_one_device_and_fsdp2(share: int, ranks: RankPools) -> None:
+    names = NAMES[::6] if share == 0 else [name for number, name in enumerate(NAMES) if number % 6]
+    found = ranks.run(everywhere, test_training.run_all, names, world_size=2, device="sim", timeout=900)
+    assert found == [len(names)] * 2
+
+
+def train(shard: Any, steps: int) -> None:
+    torch.manual_seed(0)
+    model: Any = Net()
+    by_block(model, shard, mesh_of())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for step in range(steps):
+        net_loss(model, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# Which waits there are, by class and method.
+WAITS = {
+    "fully_shard": (fully_shard, SideStream, ("wait_for_compute", "wait_event", "compute_waits")),
+    "FSDP2": (stock_fully_shard, None, ("wait_stream", "wait_event")),
+}
+
+
+def races_without(engine: str, method: str | None) -> int:
+    """How many races a training has whose waits by ``method`` do nothing."""
+    shard, owner, _ = WAITS[engine]
+    torch.sim.clear()
+    with torch.sim.recorded_races() as races, pytest.MonkeyPatch.context() as patch:
+        if method is not None:
+            patch.setattr(owner or torch.sim.Stream, method, lambda *_: None)
+        everywhere(train, shard, 3)
+    torch.sim.synchronize()
+    torch.sim.clear()
+    return len(races)
+
+
+def without_each() -> dict[tuple[str, str | None], int]:
+    return {
+        (engine, method): races_without(engine, method)
+        for engine, (_, _, methods) in WAITS.items()
+        for method in (None, *methods)
+    }
+
+
+def test_each_kind_of_wait_is_needed(ranks: RankPools) -> None:
+    for found in ranks.run(without_each, world_size=2, device="sim"):
+        assert all((count > 0) == (method is not None) for (_, method), count in found.items()), found
