@@ -20,7 +20,7 @@ from setuptools.command.build_ext import build_ext
 
 NAMES = runpy.run_path("vescale/csrc/_names.py")
 # Python modules; the others are plain C libraries.
-USING_PYTHON = {"dispatch", "module_hooks", "patching", "random_fills", "step_marks"}
+USING_PYTHON = {"dispatch", "module_hooks", "patching", "random_fills", "step_marks", "tape"}
 # Arithmetic whose bits a Python fallback gives, too: no contraction of products and sums, vectors of square roots.
 EXACT = {"adamw8bit": ["-ffp-contract=off", "-fno-math-errno"]}
 IS_STRICT = os.environ.get("VESCALE_STRICT_BUILD", "") not in ("", "0")

@@ -356,9 +356,11 @@ EAGER = {
     InThread: "comes from another thread",
     Scripted: "comes from another thread, another step, or compiled code",
     OwnBackward: "the backward of this function",
-    Disables: "whether there are gradients here",
-    PicksModule: "which of several tensors",
 }
+COMPARED = (
+    Disables,
+    PicksModule,
+)  # call by call, because a value decides which tensors are used, or if there are gradients
 REFUSED = (
     *(Suppresses, SuppressesReturn, ByDescriptor, ByProperty, DimsInReshape, Joins),
     *map(arguments, ("normalize", "norm", "index_fill", "packet")),
@@ -377,13 +379,20 @@ def eager_models(builds: Any) -> None:
         assert found.static_steps == 0 and EAGER[build] in str(found), (build, found)
 
 
+def compared_models() -> None:
+    for build in COMPARED:
+        found = steps(build, tp_plan)
+        assert found.recordings == 2 and found.static_steps > 0, (build, found)
+        assert "was not recorded at this place" in str(found), (build, found)
+
+
 def refused_steps() -> None:
     for build in REFUSED:
         found = steps(build, tp_plan if build is not DimsInReshape else data_plan)
         assert found.static_steps > 0 and found.fallbacks, (build, found)
 
 
-@pytest.mark.parametrize("case", [changed_values, refused_steps], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [changed_values, compared_models, refused_steps], ids=lambda case: case.__name__)
 def test_steps(ranks: RankPools, case: Any) -> None:
     ranks.run(case, world_size=2)
 

@@ -260,7 +260,10 @@ def steps(build: Any, num_steps: int = 3) -> Any:
 
 def open_choices(names: Any) -> None:
     for build in names:
-        assert "a value may decide" in str(steps(build, 2)), build
+        found = steps(build, 5)
+        # Where it is in a part of the model, that runs in eager mode; otherwise, calls are compared one by one.
+        reason = "a value may decide" if build in (Passes, Renames) else "was not recorded at this place"
+        assert reason in str(found), (build, found)
 
 
 @pytest.mark.parametrize("names", [OPEN[::3], OPEN[1::3] + OPEN[2::3]], ids=["some", "others"])

@@ -74,7 +74,7 @@ from vescale.compat.native_dispatch import (
     take_moves,
 )
 from vescale.compat.native_hooks import native_hooks
-from vescale.compat.native_static import native_static
+from vescale.compat.native_static import native_static, native_tape
 from vescale.compat.op_info import *
 from vescale.compat.optimizers import note_writes
 from vescale.compat.out_arguments import with_out_variants
@@ -120,6 +120,7 @@ __all__ = [
     "native_hooks",
     "native_require_current",
     "native_static",
+    "native_tape",
     "no_torch_function",
     "note_writes",
     "on_completion",

@@ -38,6 +38,7 @@ __all__ = [
     "is_computed",
     "is_tracing",
     "node_sequence",
+    "num_function_modes",
     "num_storage_users",
     "permit_gradients_of_any_dtype",
     "permit_writes",
@@ -161,6 +162,11 @@ def has_dispatch_modes() -> bool:
 def has_function_modes() -> bool:
     """Whether a TorchFunctionMode sees this thread's calls; not while one runs a call that it has seen."""
     return bool(torch._C._len_torch_function_stack() > 0)
+
+
+def num_function_modes() -> int:
+    """How many TorchFunctionModes see this thread's calls."""
+    return int(torch._C._len_torch_function_stack())
 
 
 def is_tracing() -> bool:

@@ -9,8 +9,13 @@ from typing import Any, Protocol, cast
 import torch
 
 from vescale import csrc
+from vescale.compat.containers import tensors_in
+from vescale.errors import StaticHelpersError
 
-__all__ = ["NativeStatic", "native_static"]
+__all__ = ["NativeStatic", "native_static", "native_tape"]
+
+
+_TAPES: list[Any] = []  # the module, once it is set up
 
 
 class NativeLayerTrace(Protocol):
@@ -128,3 +133,15 @@ class NativeStatic(Protocol):
 
 def native_static() -> NativeStatic:
     return cast(NativeStatic, csrc.dispatcher())
+
+
+def native_tape() -> Any:
+    """The module with ``Tape``, ``Run`` and the cursor of a recorded step (``csrc/tape.cpp``). Raises StaticHelpersError
+    where it has not been built."""
+    module: Any = csrc.tape()
+    if module is None:
+        raise StaticHelpersError("static mode needs the C++ helper 'tape', which was not built")
+    if not _TAPES:
+        module.set_tensors_in(tensors_in)
+        _TAPES.append(module)
+    return module

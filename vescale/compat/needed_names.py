@@ -61,7 +61,7 @@ torch: Tensor._backward_hooks; Tensor._base; Tensor._cdata; Tensor._is_zerotenso
 torch._C: Argument.alias_info; Argument.default_value; Argument.has_default_value; Argument.is_out; Argument.kwarg_only;
     Argument.name;
     Argument.type; DisableTorchFunction; DisableTorchFunctionSubclass; DispatchKey.ADInplaceOrView;
-    DispatchKey.CompositeImplicitAutograd; FunctionSchema._is_view_op; FunctionSchema.arguments;
+    DispatchKey.CPU; DispatchKey.CompositeImplicitAutograd; FunctionSchema._is_view_op; FunctionSchema.arguments;
     FunctionSchema.is_mutable; FunctionSchema.name; FunctionSchema.overload_name; FunctionSchema.returns; TensorBase;
     _AliasInfo.before_set; _AliasInfo.is_write; _EnableTorchFunction; _FunctionBase._sequence_nr;
     _SetExcludeDispatchKeyGuard; _VariableFunctions._pack_padded_sequence; _VariableFunctions._pad_packed_sequence;

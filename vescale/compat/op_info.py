@@ -123,8 +123,10 @@ def is_view(op: Any) -> bool:
 
 
 def decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op as its composite implementation, or NotImplemented when it has none."""
-    if _dispatch_has_kernel_for_dispatch_key(op.name(), DispatchKey.CompositeImplicitAutograd):
+    """The op as its composite implementation, or NotImplemented when it has none, or one of its own (``silu_backward`` has
+    both, and their results differ in the last bits)."""
+    has_kernel = _dispatch_has_kernel_for_dispatch_key
+    if has_kernel(op.name(), DispatchKey.CompositeImplicitAutograd) and not has_kernel(op.name(), DispatchKey.CPU):
         return op.decompose(*args, **kwargs)
     return NotImplemented
 

@@ -86,6 +86,11 @@ def step_marks() -> ModuleType | None:
     return None if _WAS_OFF else _import("step_marks")
 
 
+def tape() -> ModuleType | None:
+    """``load_module("tape")``, the same."""
+    return None if _WAS_OFF else _import("tape")
+
+
 def helper_states() -> dict[str, str]:
     """Each helper with ``built``, or the reason why its Python fallback runs."""
     return {name: _state(name) for name in helper_names()}

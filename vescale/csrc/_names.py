@@ -10,7 +10,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 # Helpers that include torch's headers, so that each build works with one version of torch only.
-USING_TORCH = frozenset({"dispatch", "grads", "hook_gate", "module_hooks", "patching", "random_fills", "step_marks"})
+USING_TORCH = frozenset(
+    {"dispatch", "grads", "hook_gate", "module_hooks", "patching", "random_fills", "step_marks", "tape"}
+)
 
 
 def helper_names() -> list[str]:

@@ -169,6 +169,12 @@ class StaticHelpersError(PlanError):
     code = "VS1104"
 
 
+class StaticModeWarning(Coded, UserWarning):
+    """A model in static mode has run its first steps in eager mode."""
+
+    code = "VS1101"
+
+
 # Errors of pipelines.
 
 

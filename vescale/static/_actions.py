@@ -71,7 +71,8 @@ _Tensor: Any = torch.Tensor
 # What they do is seen in the backward of this tensor alone.
 _OF_TENSOR_ITSELF = frozenset((
     _Tensor.backward, _Tensor.detach_, _Tensor.register_hook, _Tensor.register_post_accumulate_grad_hook,
-    _Tensor.retain_grad, _Tensor.requires_grad_, _Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.requires_grad.__set__,
+    _Tensor.retain_grad, _Tensor.requires_grad_, _Tensor.data.__set__, _Tensor.grad.__get__, _Tensor.grad.__set__,
+    _Tensor.requires_grad.__set__,
 ))  # fmt: skip
 
 

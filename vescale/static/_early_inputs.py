@@ -81,11 +81,15 @@ class EarlyInputs:
         self, key: str, program: Any, cuts: Sequence[Cut | None], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The local tensors, which :meth:`take` recognizes."""
-        values = []
+        values: list[Any] = []
+        made: dict[Any, Any] = {}  # a tensor that is passed twice stays one
         for value, cut in zip((*args, *kwargs.values()), cuts, strict=True):
             if cut is not None:
-                part = self._native.local_part(value, *cut)
-                value = local_of(wrap_global(value, *cut)) if part is None else part
+                what = id(value), id(cut[0]), cut[1]
+                if what not in made:
+                    part = self._native.local_part(value, *cut)
+                    made[what] = local_of(wrap_global(value, *cut)) if part is None else part
+                value = made[what]
             values.append(value)
         local_args, local_kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :]))
         self._thread.entered = Entered(key, program, args, kwargs, local_args, local_kwargs)

@@ -6,9 +6,12 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import os
 import sys
 import threading
+import types
+import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -25,14 +28,17 @@ from vescale.compat import (
     GLOBAL_HOOKS,
     containers,
     hides_tensors,
+    in_transform,
     is_native,
+    local_of,
     native_static,
     no_torch_function,
     note,
+    num_function_modes,
     spec_of,
     tensors_in,
 )
-from vescale.errors import StaticRecordError, kind_of
+from vescale.errors import StaticModeWarning, StaticRecordError, kind_of
 from vescale.ir import Precision
 from vescale.runtime import Activation, Runtime, current_activation, switch_on, write_back
 from vescale.static import _hidden_tensors
@@ -59,6 +65,7 @@ from vescale.static._state import ModuleStates, problems_of_modules, regions_of
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
 from vescale.static._written_tensors import WrittenTensors
+from vescale.static.tape import TapeProgram, TapeRecorder, recorded_tape
 
 # What distinguishes calls of a model that are recorded separately.
 
@@ -258,6 +265,9 @@ class Pauses:
 
 _UNCHECKED = contextlib.nullcontext()
 _MAX_PROGRAMS = 8
+# What the model's code may raise because it runs on local tensors.
+_MAY_BE_OURS = (AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_STEPS_BEFORE_WARNING = 3
 _MAX_KEYS = 64
 _STEPS_OF_A_RECORDING = 20  # that run static in the mean, or what is not recorded yet runs in eager mode
 _MAX_WAITING = 3  # forwards without a backward, after which a recording is given up
@@ -275,6 +285,8 @@ class StaticForward:
         recordings: how many steps were recorded.
         fallbacks: how many steps ran in eager mode, by reason.
         static_steps: how many did not.
+        compares_calls: whether all steps are compared call by call (:mod:`vescale.static.tape`), and not only those of which
+            nobody can say in advance what their functions do.
     """
 
     def __init__(
@@ -291,28 +303,34 @@ class StaticForward:
         self.compiled: dict[str, StaticProgram] = {}
         self.recordings = 0
         self.static_steps = 0
+        self.compares_calls = False
         self.fallbacks: Counter[str] = Counter()
         self._record_steps = {step.call: step for step in record}
         self._recorders: dict[str, Recorder] = {}
         self._waiting: Counter[str] = Counter()
+        # Kinds of calls whose next step goes on a tape, with the functions that ran in the step before, and their globals.
+        self._to_tape: dict[str, Mapping[CodeType, dict[str, Any]]] = {}
         self._others, self._pauses = OtherPrograms(self.programs), Pauses()
         # Keys by what takes less time to find out, with the specs whose addresses that has.
         self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
         self._early = EarlyInputs()
         self._draws_on_host = bool(self._record_steps)  # whether a forward draws from Python's or numpy's generators
+        self._has_warned = False
         self._layers_differ = False  # though they were taken for repeated ones
         runtime.compiles = runtime.switches_on_later = True
         # Weak: cached local tensors hold parameters, whose hooks hold the runtime, where the garbage collector cannot look.
         runtime.early_inputs = functools.partial(_enter, weakref.ref(self))
         functools.update_wrapper(self, type(model).forward)
+        # Of the bound method, as trainers look at it; the method itself would hold the model.
+        self.__signature__ = inspect.signature(types.MethodType(type(model).forward, model))
 
     def enter(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], None] | None:
         """Before the inputs of the model are placed: what its forward gets in their place; None: they are placed."""
         found = self._early.find(args, kwargs)
-        if found is None or current_activation() is not None:
+        if found is None or current_activation() is not None or num_function_modes() or in_transform():
             return None
         program, model = self.programs.get(found[0]), self.model()
         if program is None or not program.is_static or model is None or not native_static().is_installed():
@@ -391,8 +409,11 @@ class StaticForward:
                 with self._checked(program):
                     result = program.run(args, kwargs, frame.compiler, entered)
         except (Exception, UnrecordedError) as problem:
-            if program.is_proven and not isinstance(problem, UnrecordedError):
+            if not isinstance(problem, UnrecordedError) and (
+                program.is_proven or not isinstance(problem, _MAY_BE_OURS)
+            ):
                 raise  # of the model's own code, as in eager mode
+            failed = ""
             if isinstance(problem, UnrecordedError) and program.recorded.has_repeats and not program.is_proven:
                 self._layers_differ = True  # in branches between torch functions; each is recorded in the next step
                 self.programs.pop(key, None)
@@ -403,7 +424,7 @@ class StaticForward:
                 for known in [known for known, other in self.programs.items() if other is program]:
                     del self.programs[known]
             else:
-                program.fail(f"{type(problem).__name__} in its first static step: {problem}")
+                failed = f"{type(problem).__name__} in its first static step: {problem}"
             if state is not None:
                 set_random_state(state)
             if host_state is not None:
@@ -414,10 +435,12 @@ class StaticForward:
             activation.static = None
             program.units.return_to(mark)
             del activation.frames[1:]
-            if entered is None:
-                return self._eager(model, str(problem), args, kwargs)
-            args, kwargs, placed = self.runtime.instructions[""].place_inputs(entered.args, entered.kwargs)
-            result = self._eager(model, str(problem), args, kwargs)
+            placed = None
+            if entered is not None:
+                args, kwargs, placed = self.runtime.instructions[""].place_inputs(entered.args, entered.kwargs)
+            result = self._eager(model, str(problem), args, kwargs)  # may raise the same, which is the model's own then
+            if failed:
+                program.fail(failed)
             write_back(placed or ())
             return result
         finally:
@@ -434,7 +457,10 @@ class StaticForward:
     def _compiled(self, model: nn.Module, key: str, program: StaticProgram) -> StaticProgram:
         """The same with functions of which compilers see what they can compile. Itself where that has failed, where parts
         run again in backward, and in the first step of a record that was read, which is compared with it."""
-        if program.recorded.recomputes or (program.recorded.step is not None and not program.is_proven):
+        recorded_step = program.recorded
+        if isinstance(program, TapeProgram) or recorded_step.recomputes:
+            return program
+        if recorded_step.step is not None and not program.is_proven:
             return program
         found = self.compiled.get(key)
         if found is None or found.guards is not program.guards:
@@ -460,10 +486,26 @@ class StaticForward:
         if self._casts:
             return "the plan casts parameters, inputs or outputs of modules"
         hidden = next((x for x in (*args, *kwargs.values()) if hides_tensors(x)), None)
-        return f"an input is {kind_of(hidden)}, which may hold tensors" if hidden is not None else ""
+        if hidden is not None:
+            return f"an input is {kind_of(hidden)}, which may hold tensors"
+        if num_function_modes() > (activation.contexts is not None):
+            return "a TorchFunctionMode is on, which gets the DTensors (torch.set_default_device, torch.device)"
+        if in_transform():
+            return "the model runs inside of a function transform (torch.func, torch.vmap)"
+        return ""
 
     def _eager(self, model: nn.Module, reason: str, args: Any, kwargs: Any) -> Any:
         self.fallbacks[reason] += 1
+        if not self.static_steps and not self._has_warned and self.fallbacks.total() == _STEPS_BEFORE_WARNING:
+            self._has_warned = True
+            if self.runtime.is_first_rank:
+                warnings.warn(
+                    f"{type(model).__name__} was parallelized with mode='static', and has run {_STEPS_BEFORE_WARNING} steps "
+                    f"in eager mode: {reason}. vescale.static.report(model) has all reasons; leave out mode= if that is "
+                    "meant to be so",
+                    StaticModeWarning,
+                    stacklevel=2,
+                )
         activation = current_activation()
         if activation is not None and activation.runtime is self.runtime and activation.static is None:
             switch_on(activation)
@@ -495,9 +537,11 @@ class StaticForward:
             return self._eager(model, "steps have to be recorded anew too often", args, kwargs)
         switch_on(activation)
         units = ModelUnits(model)
-        layers = RepeatedLayers(model, self.runtime, is_on=not self._layers_differ)
+        ran_before = self._to_tape.get(key)
+        layers = RepeatedLayers(model, self.runtime, is_on=not self._layers_differ and ran_before is None)
         names = functools.partial(units.names_in, model)
-        recorder = Recorder(activation.frames, names, units.is_elsewhere, layers)
+        made = Recorder if ran_before is None else TapeRecorder
+        recorder = made(activation.frames, names, units.is_elsewhere, layers)
         self._recorders[key] = recorder
         self.recordings += 1
         overridden = []
@@ -510,9 +554,12 @@ class StaticForward:
         activation.recorder = recorder
         recorder.problems, recorder.regions = problems_of_modules(modules), regions_of(modules)
         states, values = ModuleStates(modules, units.parameters), HeldValues(modules.items())
+        for code, held_by_it in (ran_before or {}).items():
+            values.add_globals(code, held_by_it)
         recorder.tree.on_function = values.add_globals
         recorder.tree.selections = Selections(recorder._record, lambda: not recorder._is_unrecorded, model)
         host_state, changed = host_random_state(), list[tuple[Any, str]]()
+        memory = _memory_of(model) if not units.parameters else []
         try:
             result = recorder.run(functools.partial(type(model).forward, model), args, kwargs)
             for path, name in states.changes():
@@ -521,6 +568,10 @@ class StaticForward:
                 recorder.written_names.add(f"{path}.{entry}" if path else entry)
                 held = model.get_submodule(path).__dict__
                 changed.append((held[kind], entry) if kind else (held, name))
+            for name, x, address in memory:
+                if local_of(x).data_ptr() != address:
+                    owner, _, own_name = name.rpartition(".")
+                    recorder.problems.setdefault(owner, f"its forward sets {own_name}.data")
             self._draws_on_host |= has_drawn(host_state)
             container = values.kept_tensors.changed()
             if container:
@@ -535,7 +586,7 @@ class StaticForward:
                 held.pop(CALL_OVERRIDE, None)
                 if compiled is not None:
                     held[CALL_OVERRIDE] = compiled
-            values = values.unchanged(recorder.tree.functions)
+            values = values.unchanged(recorder.tree.functions if ran_before is None else ran_before)
             recorder.guards = Guards(model.named_modules(), units.parameters, values)
             recorder.changed_names = frozenset(values.changed_names)
             for holder, name in changed:
@@ -554,9 +605,18 @@ class StaticForward:
         if recorder.layers.differs(recorder):
             self._layers_differ = True  # each is recorded in the next step
             return None
-        program = self.programs[key] = StaticProgram(
-            self.runtime, model, recorded(recorder, self.runtime.mesh), recorder.guards
-        )
+        if isinstance(recorder, TapeRecorder):
+            taped = recorded_tape(recorder, self.runtime.mesh)
+            program: StaticProgram = TapeProgram(self.runtime, model, taped, recorder.guards)
+            del self._to_tape[key]
+        else:
+            program = StaticProgram(self.runtime, model, recorded(recorder, self.runtime.mesh), recorder.guards)
+            is_wanted = self.compares_calls or not program.is_static
+            if is_wanted and not recorder.recomputes and "" not in recorder.problems:
+                # Of what its functions would do in other steps, too little is known: the next step is compared call by call.
+                self._to_tape[key] = recorder.tree.functions
+                return None
+        self.programs[key] = program
         return program
 
     def finish(self) -> None:
@@ -588,6 +648,12 @@ class StaticForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticForward:
         inner, runtime = copy.deepcopy(self.inner, memo), copy.deepcopy(self.runtime, memo)
         return StaticForward(runtime, memo[id(self.model())], inner, self._record_steps.values())
+
+
+def _memory_of(model: nn.Module) -> list[tuple[str, DTensor, int]]:
+    """Where parameters and buffers are: ``p.data = value`` moves one, and is no torch function of DTensors."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, x, local_of(x).data_ptr()) for name, x in named if isinstance(x, DTensor) and not x.is_meta]
 
 
 def _enter(forward: weakref.ref[StaticForward], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -274,10 +274,24 @@ class HeldValues:
         names = {name for part in code_objects(code) for name in part.co_names}
         for name in names & held.keys():
             self._add_global(code, held, name)
-            value = held[name]
-            if isinstance(value, types.ModuleType) and is_recorded(getattr(value, "__file__", None) or ""):
-                for inner in names & value.__dict__.keys():
-                    self._add_global(code, value.__dict__, inner)
+            self._add_module(code, names, held[name])
+
+    def _add_module(self, code: types.CodeType, names: set[str], value: Any) -> None:
+        """What a function with these names may read of a Python module. Of others than the model's, only what is replaced
+        counts: ``F.relu = ...``."""
+        if not isinstance(value, types.ModuleType):
+            return
+        is_of_model = is_recorded(getattr(value, "__file__", None) or "")
+        held = value.__dict__
+        for name in names & held.keys():
+            if (id(held), name) in self._seen_globals:
+                continue
+            if is_of_model:
+                self._add_global(code, held, name)
+            else:
+                self._seen_globals.add((id(held), name))
+                self._append(f"the module {value.__name__}", held, name, held[name], not is_value(held[name]))
+            self._add_module(code, names, held[name])
 
     def unchanged(self, functions: Collection[types.CodeType]) -> HeldValues:
         """Those that are now as they were. ``functions``: all that ran."""

@@ -27,7 +27,22 @@ class Slot:
         self._held()[self.key] = x
 
     def _held(self) -> Any:
-        return self.holder if isinstance(self.holder, list | MutableMapping) else self.holder.__dict__
+        if isinstance(self.holder, list | MutableMapping):
+            return self.holder
+        return _Slots(self.holder) if self.key not in getattr(self.holder, "__dict__", {}) else self.holder.__dict__
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slots:
+    """The attributes of an object that has no dictionary."""
+
+    of: Any
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self.of, name, value)
 
 
 def hidden_slots(value: Any) -> list[Slot]:
@@ -36,6 +51,14 @@ def hidden_slots(value: Any) -> list[Slot]:
     Raises ValueError where a tensor cannot be exchanged.
     """
     return list(_slots(value, False, set()))
+
+
+def _in_slots(value: Any) -> Iterator[tuple[str, Any]]:
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
 
 
 def _slots(value: Any, is_hidden: bool, seen: set[int]) -> Iterator[Slot]:
@@ -49,7 +72,7 @@ def _slots(value: Any, is_hidden: bool, seen: set[int]) -> Iterator[Slot]:
     elif dataclasses.is_dataclass(value) and not is_hidden:
         items = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     else:
-        is_hidden, items = True, list(getattr(value, "__dict__", {}).items())
+        is_hidden, items = True, [*getattr(value, "__dict__", {}).items(), *_in_slots(value)]
     for key, item in items:
         if isinstance(item, torch.Tensor):
             if is_hidden and isinstance(value, tuple):

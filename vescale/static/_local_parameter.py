@@ -17,6 +17,7 @@ class LocalParameter:
     """Shows the local tensor of a parameter as an attribute of its modules, in front of the parameter.
 
     Args:
+        parameter_name: in the model.
         current: gives the parameter, which is another object than the one at rest.
         places: the ``__dict__`` of each module that has the parameter, and its name there.
         grad: placements of the local gradients; None: there are none.
@@ -25,11 +26,15 @@ class LocalParameter:
 
     def __init__(
         self,
+        parameter_name: str,
         current: Callable[[], DTensor],
         places: list[tuple[dict[str, Any], str]],
         grad: tuple[Placement, ...] | None,
         requires_grad: bool,
     ) -> None:
+        self.parameter_name = parameter_name
+        self.on_show: Callable[[torch.Tensor], None] | None = None
+        """Called with the local tensor before modules show it."""
         self._current, self._places, self._grad, self._requires_grad = current, places, grad, requires_grad
         self._source: torch.Tensor | None = None
         self._shown: torch.Tensor | None = None
@@ -47,6 +52,8 @@ class LocalParameter:
                 self._source, self._shown = local, shown_local(x, self._grad, self._places[0][1])
             local = self._shown
         self._last = local
+        if self.on_show is not None:
+            self.on_show(local)
         self.show_again()
 
     def show_again(self) -> None:

@@ -46,6 +46,16 @@ def without_gradient(x: torch.Tensor, what: str) -> torch.Tensor:
     return found
 
 
+def refuse_second_derivatives(_: Any) -> None:
+    """Before the backward of a static forward begins: the placements of gradients of gradients are not known."""
+    if torch.is_grad_enabled():
+        raise StaticGradientError(
+            "a backward with create_graph=True of a model in static mode, whose recorded step had none: second derivatives "
+            "(gradient penalties, Hessian-vector products) need DTensors. Compute them in the first step, too, so that the "
+            "model runs in eager mode, or parallelize with mode='eager'"
+        )
+
+
 class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, what: str) -> torch.Tensor:

@@ -29,6 +29,11 @@ class PlacedTensor:
     communication: tuple[str, ...] = ()
 
 
+def leaf_of(placing: Placing, placed: PlacedTensor) -> _Leaf:
+    """A conversion of one tensor, by an entry of the plan."""
+    return _Leaf.of(placing, placed)
+
+
 @dataclass(frozen=True, eq=False)
 class _Leaf:
     """A tensor among those that an entry places. ``shared_key``: of its conversion, which other entries share; None: nobody

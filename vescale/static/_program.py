@@ -35,7 +35,7 @@ from vescale.static._guards import Guards
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_functions import local_function
 from vescale.static._local_parameter import LocalParameter
-from vescale.static._missing_gradients import without_gradient
+from vescale.static._missing_gradients import refuse_second_derivatives, without_gradient
 from vescale.static._patch import MARK, REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
 from vescale.static._recorded import Recorded
@@ -147,7 +147,7 @@ def handed_out(result: Any, outputs: Sequence[TensorType], hidden: Sequence[Tens
     if len(slots) != len(hidden):
         raise UnrecordedError("objects in the output hold other tensors than recorded")
     for slot, kind in zip(slots, hidden, strict=True):
-        slot.set(kind.to_global(slot.get(), "output"))
+        slot.set(_hand_out(kind, slot.get()))
     return map_in_order(result, [functools.partial(_hand_out, kind) for kind in outputs])
 
 
@@ -156,6 +156,8 @@ def _hand_out(kind: TensorType, local: torch.Tensor) -> torch.Tensor:
     x = kind.to_global(local, "output")
     if kind.grad is None and x.requires_grad and isinstance(x, DTensor):
         x = without_gradient(x, "an output")
+    if x.grad_fn is not None and x is not local:
+        x.grad_fn.register_prehook(refuse_second_derivatives)
     return x
 
 
@@ -267,6 +269,7 @@ class StaticProgram:
         self._checks: dict[Any, Callable[..., Any]] = {}
         self._parameters: list[LocalParameter] = []  # of the model's own unit
         self._running_units: list[UnitForward] = []
+        self._units_made: list[UnitForward] = []
         self._root: Callable[..., Any] | None = None
         if self._guarded.missing:
             self.fail(
@@ -415,10 +418,11 @@ class StaticProgram:
             if outer is not None:
                 self._shown.add(held, CALL_OVERRIDE, refused(f"the module {path} is called outside of {outer}"))
             elif plan is None:
-                self._shown.add(held, CALL_OVERRIDE, refused(f"the module {path} was not recorded"))
+                call = self._unrecorded(path, module)
+                if call is not None:
+                    self._shown.add(held, CALL_OVERRIDE, call)
             elif plan.problem or path in self._regions:
-                call = on_dtensors(module, path, *self.recorded.module_types[path], self._as_in_eager_mode)
-                self._shown.add(held, CALL_OVERRIDE, self.compiling.aside(call))
+                self._shown.add(held, CALL_OVERRIDE, self.compiling.aside(self._eager_module(path, module)))
                 self.needs_mode = self._used_mode = True
             else:
                 running.append((path, module, self._forward(module, plan)))
@@ -438,14 +442,29 @@ class StaticProgram:
                 grad = recorded.grads.get(parameter.name) if parameter.sharded.requires_grad else None
                 gathered, places = functools.partial(_gathered, parameter), of_units.get(parameter, [])
                 if places:  # else no module of the model has it any more
-                    shown.append(LocalParameter(gathered, places, grad, parameter.sharded.requires_grad))
+                    shown.append(
+                        LocalParameter(parameter.name, gathered, places, grad, parameter.sharded.requires_grad)
+                    )
             if path == "":
                 self._root = self.compiling.as_the_module(module, forward)
                 self._parameters += shown  # the hooks of its unit are around all of this
             else:
-                unit = None if state is None else UnitForward(state, module, shown, self._running_units)
+                unit = None if state is None else self._unit_forward(state, module, shown)
+                if unit is not None:
+                    self._units_made.append(unit)
                 call = self._placed(path, module, self.compiling.as_the_module(module, forward), unit)
                 self._shown.add(module.__dict__, CALL_OVERRIDE, call)
+
+    def _eager_module(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        """What is called where the model calls a module that runs in eager mode."""
+        return on_dtensors(module, path, *self.recorded.module_types[path], self._as_in_eager_mode)
+
+    def _unrecorded(self, path: str, module: nn.Module) -> Callable[..., Any] | None:
+        """The same for one that the recorded step did not call; None: it may run."""
+        return refused(f"the module {path} was not recorded")
+
+    def _unit_forward(self, state: Any, module: nn.Module, shown: list[LocalParameter]) -> UnitForward:
+        return UnitForward(state, module, shown, self._running_units)
 
     def _forward(self, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
         checkpoint = checkpoint_of(module)

@@ -63,9 +63,11 @@ def note_sent(call: Call | None, records: dict[int, TensorRecord], sent: Any, ar
             record.grads.add(tuple(sent[index].placements))
 
 
-def note_arrival(value: Value, number: int, grads: tuple[torch.Tensor | None, ...]) -> None:
+def note_arrival(problems: dict[str, str], value: Value, number: int, grads: tuple[torch.Tensor | None, ...]) -> None:
     """A gradient has arrived at a tensor, which is output ``number`` of its node."""
     grad = grads[number]
+    if torch.is_grad_enabled():  # what the gradients of gradients would move has not been seen
+        problems.setdefault("", "its backward makes a graph of its own (create_graph=True), for second derivatives")
     if isinstance(grad, DTensor):
         value.grads.add(tuple(grad.placements))
 
@@ -235,9 +237,10 @@ class Recorder(TorchFunctionMode):
         """The value of a new tensor, or of one that was written to."""
         value = x._vescale_value = Value()  # type: ignore[attr-defined]
         if x.grad_fn is not None:  # behind all hooks of the tensor, which may change the gradient
-            x.grad_fn.register_prehook(functools.partial(note_arrival, value, x.output_nr))
+            x.grad_fn.register_prehook(functools.partial(note_arrival, self.problems, value, x.output_nr))
         elif x.requires_grad:
-            x.register_hook(lambda grad: note_arrival(value, 0, (grad,)))
+            problems = self.problems  # the hook must not hold the recorder
+            x.register_hook(lambda grad: note_arrival(problems, value, 0, (grad,)))
         return value
 
     # Torch functions

@@ -32,6 +32,7 @@ from vescale.static._record_values import (
 )
 from vescale.static._recorded_program import RecordedProgram
 from vescale.static._tensor_type import TensorType
+from vescale.static.tape import TapeProgram
 
 _ORDER = {"redistribute": 0, "check": 1}  # in which a record has sites; others follow
 
@@ -53,6 +54,9 @@ def program(model: nn.Module) -> RecordedProgram:
     forward.finish()
     steps, problem = [], "no step of the model has been recorded; run one, with its backward"
     for key, found in forward.programs.items():
+        if isinstance(found, TapeProgram):
+            problem = "a step that is compared call by call has no sites in functions, and cannot be written"
+            continue
         broken = found.guards.broken()
         if broken:
             problem = f"{broken} since it was recorded; run two steps more, and ask again"

@@ -157,7 +157,11 @@ class FrameValues:
         while isinstance(called, functools.partial):
             called = called.func
         called = getattr(called, "__func__", called) if not isinstance(called, nn.Module | torch.Tensor) else called
-        return called if type(called).__hash__ is not None else _MISSING
+        try:  # a frozen object may hold a list, and a weak reference to what has gone has no hash, either
+            hash(called)
+        except TypeError:
+            return _MISSING
+        return called
 
     def _is_harmless(self, called: Any, arguments: list[ast.expr]) -> bool:
         """Whether a function is one of the model's, which is recorded itself, one of PyTorch's, or one that leaves the order

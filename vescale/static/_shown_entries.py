@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,6 +58,15 @@ class ShownEntries:
         self._tensors.append(x)
         self._grads.append(grad)
         self._entries.append(range(first, len(self._dicts)))
+
+    def tensors(self) -> Iterator[tuple[DTensor, int]]:
+        """Parameters and buffers, and the number of an entry that shows each, in :attr:`last`."""
+        yield from ((x, entries[0]) for x, entries in zip(self._tensors, self._entries, strict=True))
+
+    @property
+    def last(self) -> list[Any]:
+        """What the last :meth:`show` has shown."""
+        return self._last
 
     def show(self) -> None:
         values = self._values

@@ -5,6 +5,7 @@ import __future__
 
 import ast
 import functools
+import inspect
 import linecache
 import re
 import types
@@ -256,8 +257,25 @@ def _is_mangled(code: types.CodeType) -> bool:
 
 
 def _is_same(made: types.CodeType, code: types.CodeType) -> bool:
+    """Whether two functions do the same: all but files, lines and columns is equal. A file that was edited since it was
+    imported has other text than the function that runs, of which a constant may be the only difference."""
     ours, theirs = list(code_objects(made)), list(code_objects(code))
     return len(ours) == len(theirs) and all(
-        a.co_code == b.co_code and a.co_names == b.co_names and a.co_freevars == b.co_freevars
-        for a, b in zip(ours, theirs, strict=True)
+        _what_it_does(a) == _what_it_does(b) for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def _what_it_does(code: types.CodeType) -> tuple[Any, ...]:
+    constants = tuple(_constant(value) for value in code.co_consts if not isinstance(value, types.CodeType))
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & ~inspect.CO_NESTED
+    names = code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return code.co_code, counts, names, constants
+
+
+def _constant(value: Any) -> Any:
+    """A constant with its type: 1, 1.0 and True are equal."""
+    if isinstance(value, tuple):
+        return tuple, *map(_constant, value)
+    if isinstance(value, frozenset):
+        return frozenset, frozenset(map(_constant, value))
+    return type(value), repr(value)

@@ -83,7 +83,7 @@ class UnitForward:
     def __init__(
         self, state: ModuleState, module: nn.Module, parameters: Iterable[LocalParameter], running: list[UnitForward]
     ) -> None:
-        self._state, self._module, self._parameters = state, module, list(parameters)
+        self._state, self._module, self.parameters = state, module, list(parameters)
         self._running, self._is_shown = running, False
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,13 +117,13 @@ class UnitForward:
                 self.hide()
 
     def show(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.show()
 
     def show_again(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.show_again()
 
     def hide(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.hide()

@@ -1,0 +1,229 @@
+"""A tape of a recorded step: models of which nobody can say in advance what their functions do are static, too."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from tests.ranks import RankPools
+from tests.static.models import Mlp, both, compare, mesh_of, same, tp_plan
+from vescale import Plan, parallelize, plan_zoo
+from vescale.static import report
+from vescale.static._install import static_forward
+
+pytestmark = pytest.mark.helper("tape")
+
+
+def _llama(heads: int = 4) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, head_dim=8, intermediate_size=64, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=heads, vocab_size=64, max_position_embeddings=64,
+    )  # fmt: skip
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model.double()
+
+
+def llama_with_labels(name: str, sizes: dict[str, int]) -> str:
+    """As scripts and trainers call it."""
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    models = [parallelize(_llama(), plan_zoo.load(name, mesh), mode=mode) for mode in ("eager", "static")]
+    for step in range(6):
+        ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(step))
+        outputs = []
+        for model in models:
+            model.zero_grad()
+            outputs.append(model(input_ids=ids, labels=ids, use_cache=False))
+            outputs[-1].loss.backward()
+        assert same(outputs[0].loss, outputs[1].loss) and same(outputs[0].logits, outputs[1].logits), step
+        for (parameter, p), (_, q) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True):
+            assert same(p.grad, q.grad), (step, parameter, str(report(models[1])))
+    return str(report(models[1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("llama", {"dp": 1, "tp": 2}), ("llama_cp", {"dp": 1, "cp": 2, "tp": 1})], ids=["tp", "cp"]
+)
+def test_llama_with_labels_is_static(ranks: RankPools, name: str, sizes: dict[str, int]) -> None:
+    for found in ranks.run(llama_with_labels, name, sizes, world_size=2):
+        assert found.startswith("4 static steps, 2 recordings"), found
+        assert "eager:" not in found
+
+
+class Net(nn.Module):
+    """What is cut decides about ``shape``, which no call in the source names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.mlp(x)
+
+
+def on_tape(model: nn.Module) -> None:
+    static_forward(model).compares_calls = True
+
+
+def other_sizes() -> str:
+    """The arguments of ``view`` and slices are others in each step."""
+    models = both(lambda: Net().double())
+    on_tape(models[1])
+    for step in range(6):
+        x = torch.randn(2 + step % 2, 3 + step, 8, generator=torch.Generator().manual_seed(step)).double()
+        compare(models, x)
+    return str(report(models[1]))
+
+
+def test_other_sizes_stay_on_the_tape(ranks: RankPools) -> None:
+    found = ranks.run(other_sizes, world_size=2)[0]
+    assert found.startswith("4 static steps, 2 recordings") and "eager:" not in found
+
+
+class Sliced(nn.Module):
+    """A slice with the same numbers in each step, of a dim that is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :4] * self.scale
+
+
+def slices() -> str:
+    mesh = mesh_of()
+    models = []
+    for mode in ("eager", "static"):
+        plan = Plan(mesh)
+        plan.shard("<in:x>", Shard(1))
+        models.append(parallelize(Sliced().double(), plan, mode=mode))
+    on_tape(models[1])
+    for step, length in enumerate((4, 4, 4, 8, 4, 6)):
+        compare(
+            (models[0], models[1]), torch.randn(2, length, 8, generator=torch.Generator().manual_seed(step)).double()
+        )
+    return str(report(models[1]))
+
+
+def test_equal_numbers_mean_other_things_where_sizes_differ(ranks: RankPools) -> None:
+    """Half of the first four rows is on each rank; of eight, all four are on the first one."""
+    found = ranks.run(slices, world_size=2)[0]
+    assert "__getitem__ gets other arguments" in found, found
+
+
+class Raises(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        if x[0, 0, 0].item() > 100:
+            raise OSError("the disk is full")
+        return self.mlp(x)
+
+
+def exceptions(first: int) -> str:
+    models = both(lambda: Raises().double(), tp_plan)
+    on_tape(models[1])
+    for step in range(first + 4):
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(step)).double()
+        if step == first:
+            for model in models:
+                with pytest.raises(OSError, match="the disk is full"):
+                    model(x + 1000)
+        else:
+            compare(models, x)
+    return str(report(models[1]))
+
+
+@pytest.mark.parametrize("first", [2, 4])
+def test_exceptions_of_the_model_are_raised_and_it_stays_static(ranks: RankPools, first: int) -> None:
+    found = ranks.run(exceptions, first, world_size=2)[0]
+    assert "eager:" not in found and not found.startswith("0 static"), found
+
+
+# Files and modules that change while a program runs
+
+_MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)) * 2.0)
+"""
+
+
+def _from_file(folder: str, text: str) -> type[nn.Module]:
+    """The model, whose file has another text afterwards."""
+    file = Path(folder, f"model_{torch.distributed.get_rank()}.py")
+    held: dict[str, Any] = {"__name__": "model"}
+    exec(compile(_MODEL, str(file), "exec"), held)
+    file.write_text(text)
+    made: type[nn.Module] = held["Net"]
+    return made
+
+
+def edited_file(folder: str) -> str:
+    return _steps(_from_file(folder, _MODEL.replace("2.0", "3.0")))
+
+
+def replaced_function(folder: str) -> str:
+    return _steps(_from_file(folder, _MODEL), replaces=True)
+
+
+def _steps(kind: type[nn.Module], replaces: bool = False) -> str:
+    mesh, models = mesh_of(), []
+    for mode in ("eager", "static"):
+        torch.manual_seed(0)
+        plan = Plan(mesh)
+        plan.shard("up.(weight|bias)", Shard(0))
+        plan.shard("down.weight", Shard(1))
+        models.append(parallelize(kind().double(), plan, mode=mode))
+    own = F.relu
+    for step in range(6):
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(step)).double()
+        try:
+            if replaces and step >= 3:
+                F.relu = lambda h: torch.softmax(h, -1)  # type: ignore[assignment]
+            compare((models[0], models[1]), x)
+        finally:
+            F.relu = own  # type: ignore[assignment]
+    return str(report(models[1]))
+
+
+def test_a_constant_is_edited_after_the_import(ranks: RankPools, tmp_path: Path) -> None:
+    ranks.run(edited_file, str(tmp_path), world_size=2)
+
+
+def test_a_function_of_a_module_is_replaced(ranks: RankPools, tmp_path: Path) -> None:
+    found = ranks.run(replaced_function, str(tmp_path), world_size=2)[0]
+    assert "the module torch.nn.functional were replaced" in found
+
+
+def freed_model() -> bool:
+    models = both(lambda: Net().double())
+    on_tape(models[1])
+    for step in range(4):
+        compare(models, torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(step)).double())
+    assert report(models[1]).static_steps == 2
+    held = weakref.ref(models[1])
+    del models
+    gc.collect()
+    return held() is None
+
+
+def test_a_tape_does_not_keep_its_model(ranks: RankPools) -> None:
+    assert all(ranks.run(freed_model, world_size=2))

@@ -1,0 +1,748 @@
+// The cursor of a recorded step: a function mode that compares each torch function of a forward with the one that was recorded
+// at its place, and does on local tensors what was found out about that one.
+//
+// vescale/static/tape makes the entries, and says what each of them compares and does.
+
+#include "interpreter.h"
+#include "no_torch_function.h"
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <structmember.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace vescale {
+namespace {
+
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+using Numbers = c10::SmallVector<std::int64_t, 16>;
+
+// What an argument has to be: the tags of vescale/static/tape/_arguments.py.
+enum class Kind : int { kValue = 0, kPlain, kInt, kFloat, kSame, kEqual, kSequence, kDict, kSlice, kView };
+
+struct Expected {
+    Kind kind;
+    std::int64_t number = 0;  // of a value; dims of a plain tensor
+    std::int64_t base = 0;  // of a view: which value it is the whole of
+    py::object object;  // the object itself; the type of a sequence; names of a dictionary; the dtype of a plain tensor
+    bool requires_grad = false;
+    std::vector<Expected> items;
+
+    static Expected of(const py::handle& given) {
+        const auto parts = py::reinterpret_borrow<py::tuple>(given);
+        Expected made;
+        made.kind = static_cast<Kind>(parts[0].cast<int>());
+        switch (made.kind) {
+            case Kind::kValue:
+                made.number = parts[1].cast<std::int64_t>();
+                break;
+            case Kind::kView:
+                made.number = parts[1].cast<std::int64_t>();
+                made.base = parts[2].cast<std::int64_t>();
+                break;
+            case Kind::kPlain:
+                made.object = parts[1];
+                made.number = parts[2].cast<std::int64_t>();
+                made.requires_grad = parts[3].cast<bool>();
+                break;
+            case Kind::kInt:
+            case Kind::kFloat:
+                break;
+            case Kind::kSame:
+            case Kind::kEqual:
+                made.object = parts[1];
+                break;
+            case Kind::kSequence:
+            case Kind::kDict:
+            case Kind::kSlice:
+                made.object = parts[1];
+                for (const auto item : py::reinterpret_borrow<py::tuple>(parts[2])) {
+                    made.items.push_back(of(item));
+                }
+                break;
+        }
+        return made;
+    }
+};
+
+enum class Action : int { kLocal = 0, kReadSizes, kTakeSizes, kPython };
+enum class Reader : int { kShape = 0, kSize, kLength, kCount };
+// Numbers among the arguments: all are as good as the recorded ones; others have to be checked; others with these sizes of
+// tensors have to be.
+enum class Check : int { kNothing = 0, kNumbers, kSizes };
+
+struct Settings {
+    bool gradients, inference, autocast_cpu, autocast_gpu;
+
+    static Settings now() {
+        return {c10::GradMode::is_enabled(), c10::InferenceMode::is_enabled(), at::autocast::is_autocast_enabled(at::kCPU),
+                at::autocast::is_autocast_enabled(at::kCUDA)};
+    }
+    bool operator==(const Settings&) const = default;
+};
+
+struct Entry {
+    py::object function;
+    std::vector<Expected> args;
+    std::vector<std::pair<py::object, Expected>> kwargs;
+    Settings settings;
+    Action action;
+    Reader reader = Reader::kShape;
+    Numbers factors;
+    py::object callable;  // (function, args, kwargs) -> result
+    Check check;
+    py::object accept;  // (function, args, kwargs): raises where the entry cannot do this
+    mutable std::pair<Numbers, py::object> known_size;  // the last whole sizes
+    mutable std::vector<Numbers> accepted;  // the last ones first
+    std::vector<std::int64_t> results;  // numbers of the tensors that it returns
+    std::vector<std::pair<std::int64_t, std::int64_t>> writes;  // which tensor among the arguments becomes which value
+};
+
+// `tensors_in` of vescale.compat, for containers of unknown types.
+py::object& tensors_in() {
+    static auto* found = new py::object;
+    return *found;
+}
+
+const py::object& size_type() {
+    static auto* found = new py::object(py::module_::import("torch").attr("Size"));
+    return *found;
+}
+
+// The tensors of an argument or a result, in order.
+template <class See>
+void see_tensors(PyObject* object, const See& see) {
+    if (THPVariable_Check(object)) {
+        see(object);
+    } else if (PyTuple_Check(object) || PyList_CheckExact(object)) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+            see_tensors(PySequence_Fast_GET_ITEM(object, i), see);
+        }
+    } else if (PyDict_CheckExact(object)) {
+        Py_ssize_t position = 0;
+        PyObject* value = nullptr;
+        while (PyDict_Next(object, &position, nullptr, &value)) {
+            see_tensors(value, see);
+        }
+    } else if (
+        object != Py_None && !PyBool_Check(object) && !PyLong_CheckExact(object) && !PyFloat_CheckExact(object) &&
+        !PyUnicode_CheckExact(object) && !PySlice_Check(object)) {
+        const auto found = owned(PySequence_List(owned(PyObject_CallOneArg(tensors_in().ptr(), object)).ptr()));
+        see_tensors(found.ptr(), see);
+    }
+}
+
+void set_tensors_in(py::object function) {
+    tensors_in() = std::move(function);
+}
+
+class Tape {
+  public:
+    void add(const py::object& function, const py::tuple& args, const py::dict& kwargs, const py::tuple& settings, int action,
+             int reader, const py::tuple& factors, py::object callable, int check, py::object accept,
+             const py::object& numbers, const py::tuple& results, const py::tuple& writes) {
+        Entry made;
+        made.function = function;
+        for (const auto item : args) {
+            made.args.push_back(Expected::of(item));
+        }
+        for (const auto& [name, item] : kwargs) {
+            made.kwargs.emplace_back(py::reinterpret_borrow<py::object>(name), Expected::of(item));
+        }
+        made.settings = {settings[0].cast<bool>(), settings[1].cast<bool>(), settings[2].cast<bool>(), settings[3].cast<bool>()};
+        made.action = static_cast<Action>(action);
+        made.reader = static_cast<Reader>(reader);
+        for (const auto factor : factors) {
+            made.factors.push_back(factor.cast<std::int64_t>());
+        }
+        made.callable = std::move(callable);
+        made.check = static_cast<Check>(check);
+        made.accept = std::move(accept);
+        if (!numbers.is_none()) {
+            Numbers known;
+            for (const auto number : py::reinterpret_borrow<py::tuple>(numbers)) {
+                known.push_back(number.cast<std::int64_t>());
+            }
+            made.accepted.push_back(std::move(known));
+        }
+        for (const auto number : results) {
+            made.results.push_back(number.cast<std::int64_t>());
+        }
+        for (const auto item : writes) {
+            made.writes.push_back(item.cast<std::pair<std::int64_t, std::int64_t>>());
+        }
+        entries.push_back(std::move(made));
+    }
+
+    std::vector<Entry> entries;
+    std::size_t num_values = 0;
+};
+
+constexpr std::size_t kMaxAccepted = 64;
+
+// One forward.
+class Run {
+  public:
+    // `left(position, reason, function, args, kwargs)`: what happens where a call is not the recorded one; its result is the
+    // call's.
+    Run(std::shared_ptr<Tape> tape, py::object left) : tape_(std::move(tape)), left_(std::move(left)) {}
+
+    void begin() {
+        position_ = 0;
+        num_inside_ = 0;
+        has_left_ = false;
+        slots_.assign(tape_->num_values, WeakTensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()));
+    }
+
+    std::size_t position() const { return position_; }
+    bool has_left() const { return has_left_; }
+
+    void bind(std::int64_t number, PyObject* tensor) {
+        const auto& held = THPVariable_Unpack(tensor);
+        auto& slot = slots_[static_cast<std::size_t>(number)];
+        if (slot._unsafe_get_target() != held.unsafeGetTensorImpl()) {
+            slot = WeakTensor(held.getIntrusivePtr());
+        }
+    }
+
+    void bind_all(const py::list& numbers, const py::list& tensors) {
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(numbers.ptr()); ++i) {
+            bind(PyLong_AsLongLong(PyList_GET_ITEM(numbers.ptr(), i)), PyList_GET_ITEM(tensors.ptr(), i));
+        }
+    }
+
+    // Whether the value with a number is this tensor.
+    bool is_value(std::int64_t number, PyObject* tensor) const {
+        return slots_[static_cast<std::size_t>(number)]._unsafe_get_target() ==
+            THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+    }
+
+    // Whether it is another tensor with the same memory, in the same form: units of a plan give their modules views.
+    bool is_whole_of(std::int64_t number, PyObject* tensor) const {
+        const auto known = slots_[static_cast<std::size_t>(number)].lock();
+        if (!known) {
+            return false;
+        }
+        const auto& held = THPVariable_Unpack(tensor);
+        const at::Tensor base(known);
+        return !held.key_set().has(c10::DispatchKey::Python) && held.has_storage() && base.has_storage() &&
+            held.data_ptr() == base.data_ptr() && held.sizes() == base.sizes() && held.strides() == base.strides() &&
+            held.scalar_type() == base.scalar_type() && held.requires_grad() == base.requires_grad();
+    }
+
+    // The number that a tensor has got last; -1: it is none of the values.
+    std::int64_t number_of(PyObject* tensor) const {
+        const auto* found = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+        for (auto i = static_cast<std::int64_t>(slots_.size()) - 1; i >= 0; --i) {
+            if (slots_[static_cast<std::size_t>(i)]._unsafe_get_target() == found) {
+                return i;
+            }
+        }
+        return -1;
+    }
+
+    // A call of the forward. `kwargs` may be null.
+    PyObject* call(PyObject* function, PyObject* args, PyObject* kwargs) {
+        if (num_inside_ > 0) {  // of what an entry runs on DTensors
+            return owned(PyObject_Call(function, args, kwargs)).release().ptr();
+        }
+        if (has_left_) {
+            return leave("", function, args, kwargs);
+        }
+        if (position_ >= tape_->entries.size()) {
+            return leave("the recorded step had ended", function, args, kwargs);
+        }
+        const auto& entry = tape_->entries[position_];
+        numbers_.clear();
+        if (const char* reason = difference(entry, function, args, kwargs)) {
+            return leave(reason, function, args, kwargs);
+        }
+        if (entry.check != Check::kNothing && !is_accepted(entry)) {
+            const Numbers found = numbers_;  // the check may come by here
+            const NoTorchFunction off;
+            const auto named = kwargs == nullptr ? py::object(py::dict()) : py::reinterpret_borrow<py::object>(kwargs);
+            owned(PyObject_CallFunctionObjArgs(entry.accept.ptr(), function, args, named.ptr(), nullptr));
+            if (entry.accepted.size() >= kMaxAccepted) {
+                entry.accepted.pop_back();
+            }
+            entry.accepted.insert(entry.accepted.begin(), found);
+        }
+        ++position_;
+        ++num_inside_;
+        py::object result;
+        try {
+            result = run(entry, function, args, kwargs);
+        } catch (...) {
+            --num_inside_;
+            throw;
+        }
+        --num_inside_;
+        if (!has_left_) {
+            note(entry, args, kwargs, result.ptr());
+        }
+        return result.release().ptr();
+    }
+
+    // Whether the forward has made all recorded calls, and returned the values with these numbers: "", or what differs.
+    std::string end(const py::list& tensors, const py::list& numbers) const {
+        if (position_ != tape_->entries.size()) {
+            return "fewer torch functions were called than in the recorded step";
+        }
+        if (PyList_GET_SIZE(tensors.ptr()) != PyList_GET_SIZE(numbers.ptr())) {
+            return "the output has another number of tensors than in the recorded step";
+        }
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(numbers.ptr()); ++i) {
+            const auto number = PyLong_AsLongLong(PyList_GET_ITEM(numbers.ptr(), i));
+            PyObject* tensor = PyList_GET_ITEM(tensors.ptr(), i);
+            if (number < 0 ? number_of(tensor) >= 0 : !is_value(number, tensor) && !is_whole_of(number, tensor)) {
+                return "the output has other tensors than in the recorded step";
+            }
+        }
+        return "";
+    }
+
+    // Values that Python objects outside of autograd's graph hold.
+    py::list held() const {
+        py::list found;
+        for (std::size_t i = 0; i < slots_.size(); ++i) {
+            const auto tensor = slots_[i].lock();
+            if (!tensor) {
+                continue;
+            }
+            PyObject* object = tensor->pyobj_slot()->load_pyobj();
+            // The tensor is held here as well, so that its object counts one reference from C++.
+            if (object != nullptr && Py_REFCNT(object) > 1) {
+                found.append(py::make_tuple(i, py::reinterpret_borrow<py::object>(object)));
+            }
+        }
+        return found;
+    }
+
+  private:
+    PyObject* leave(const char* reason, PyObject* function, PyObject* args, PyObject* kwargs) {
+        has_left_ = true;
+        const auto named = kwargs == nullptr ? py::object(py::dict()) : py::reinterpret_borrow<py::object>(kwargs);
+        const auto place = owned(PyLong_FromSize_t(position_));
+        const auto text = owned(PyUnicode_FromString(reason));
+        return owned(PyObject_CallFunctionObjArgs(
+                         left_.ptr(), place.ptr(), text.ptr(), function, args, named.ptr(), nullptr))
+            .release()
+            .ptr();
+    }
+
+    static bool is_same_function(PyObject* recorded, PyObject* called) {
+        if (recorded == called) {
+            return true;
+        }
+        if (Py_TYPE(recorded) != Py_TYPE(called) || (Py_TYPE(called) != &_PyMethodWrapper_Type && !PyCFunction_Check(called))) {
+            return false;
+        }
+        const int found = PyObject_RichCompareBool(recorded, called, Py_EQ);
+        if (found < 0) {
+            throw python_error();
+        }
+        return found == 1;
+    }
+
+    // What differs from the recorded call; null: nothing that matters without looking at `numbers_`.
+    const char* difference(const Entry& entry, PyObject* function, PyObject* args, PyObject* kwargs) {
+        if (!is_same_function(entry.function.ptr(), function)) {
+            return "another function is called";
+        }
+        if (!(Settings::now() == entry.settings)) {
+            return "gradients or autocast are switched on or off";
+        }
+        const auto num_named = kwargs == nullptr ? 0 : PyDict_GET_SIZE(kwargs);
+        if (PyTuple_GET_SIZE(args) != static_cast<Py_ssize_t>(entry.args.size()) ||
+            num_named != static_cast<Py_ssize_t>(entry.kwargs.size())) {
+            return "it gets another number of arguments";
+        }
+        for (std::size_t i = 0; i < entry.args.size(); ++i) {
+            if (const char* reason = differs(entry.args[i], PyTuple_GET_ITEM(args, i), entry.check)) {
+                return reason;
+            }
+        }
+        Py_ssize_t at = 0;
+        PyObject *name = nullptr, *value = nullptr;
+        for (const auto& [known, expected] : entry.kwargs) {  // in order, by which tensors are counted
+            if (!PyDict_Next(kwargs, &at, &name, &value) ||
+                (name != known.ptr() && PyUnicode_Compare(name, known.ptr()) != 0)) {
+                return "it gets arguments with other names";
+            }
+            if (const char* reason = differs(expected, value, entry.check)) {
+                return reason;
+            }
+        }
+        return nullptr;
+    }
+
+    const char* differs(const Expected& expected, PyObject* value, Check check) {
+        switch (expected.kind) {
+            case Kind::kValue:
+                if (!THPVariable_Check(value)) {
+                    return "it gets something else than a tensor";
+                }
+                if (!is_value(expected.number, value)) {
+                    return "it gets another tensor";
+                }
+                if (check == Check::kSizes) {
+                    const auto& tensor = THPVariable_Unpack(value);
+                    for (const auto size : tensor.sizes()) {
+                        numbers_.push_back(size);
+                    }
+                }
+                return nullptr;
+            case Kind::kView:
+                if (!THPVariable_Check(value)) {
+                    return "it gets something else than a tensor";
+                }
+                if (!is_value(expected.number, value)) {
+                    if (!is_whole_of(expected.base, value)) {
+                        return "it gets another tensor";
+                    }
+                    bind(expected.number, value);
+                }
+                if (check == Check::kSizes) {
+                    const auto& tensor = THPVariable_Unpack(value);
+                    for (const auto size : tensor.sizes()) {
+                        numbers_.push_back(size);
+                    }
+                }
+                return nullptr;
+            case Kind::kPlain: {
+                if (!THPVariable_Check(value)) {
+                    return "it gets something else than a tensor";
+                }
+                const auto& tensor = THPVariable_Unpack(value);
+                if (tensor.key_set().has(c10::DispatchKey::Python) || tensor.dim() != expected.number ||
+                    tensor.requires_grad() != expected.requires_grad || number_of(value) >= 0) {
+                    return "it gets another tensor";
+                }
+                const auto dtype = owned(PyObject_GetAttrString(value, "dtype"));
+                return dtype.is(expected.object) ? nullptr : "it gets a tensor of another dtype";
+            }
+            case Kind::kInt: {
+                if (!PyLong_CheckExact(value)) {
+                    return "it gets something else than a whole number";
+                }
+                int overflow = 0;
+                numbers_.push_back(PyLong_AsLongLongAndOverflow(value, &overflow));
+                return overflow == 0 ? nullptr : "it gets a number that is too large";
+            }
+            case Kind::kFloat: {
+                if (!PyFloat_CheckExact(value)) {
+                    return "it gets something else than a fraction";
+                }
+                const double number = PyFloat_AS_DOUBLE(value);
+                numbers_.push_back(number == 0.0 ? 0 : number == 1.0 ? 1 : 2);
+                return nullptr;
+            }
+            case Kind::kSame:
+                return expected.object.ptr() == value ? nullptr : "it gets another object";
+            case Kind::kEqual: {
+                if (expected.object.ptr() == value) {
+                    return nullptr;
+                }
+                if (Py_TYPE(expected.object.ptr()) != Py_TYPE(value)) {
+                    return "it gets an object of another type";
+                }
+                const int found = PyObject_RichCompareBool(expected.object.ptr(), value, Py_EQ);
+                if (found < 0) {
+                    throw python_error();
+                }
+                return found == 1 ? nullptr : "it gets another value";
+            }
+            case Kind::kSequence: {
+                if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != expected.object.ptr()) {
+                    return "it gets an object of another type";
+                }
+                if (PySequence_Fast_GET_SIZE(value) != static_cast<Py_ssize_t>(expected.items.size())) {
+                    return "it gets a sequence of another length";
+                }
+                for (std::size_t i = 0; i < expected.items.size(); ++i) {
+                    if (const char* reason = differs(expected.items[i], PySequence_Fast_GET_ITEM(value, i), check)) {
+                        return reason;
+                    }
+                }
+                return nullptr;
+            }
+            case Kind::kDict: {
+                if (!PyDict_CheckExact(value) || PyDict_GET_SIZE(value) != static_cast<Py_ssize_t>(expected.items.size())) {
+                    return "it gets another dictionary";
+                }
+                for (std::size_t i = 0; i < expected.items.size(); ++i) {
+                    PyObject* item = PyDict_GetItemWithError(value, PyTuple_GET_ITEM(expected.object.ptr(), i));
+                    if (item == nullptr) {
+                        return "it gets another dictionary";
+                    }
+                    if (const char* reason = differs(expected.items[i], item, check)) {
+                        return reason;
+                    }
+                }
+                return nullptr;
+            }
+            case Kind::kSlice: {
+                if (!PySlice_Check(value)) {
+                    return "it gets something else than a slice";
+                }
+                const auto* slice = reinterpret_cast<PySliceObject*>(value);
+                PyObject* parts[] = {slice->start, slice->stop, slice->step};
+                for (std::size_t i = 0; i < 3; ++i) {
+                    if (const char* reason = differs(expected.items[i], parts[i], check)) {
+                        return reason;
+                    }
+                }
+                return nullptr;
+            }
+        }
+        return "it gets something unknown";
+    }
+
+    bool is_accepted(const Entry& entry) const {
+        for (std::size_t i = 0; i < entry.accepted.size(); ++i) {
+            if (entry.accepted[i] == numbers_) {
+                if (i > 0) {
+                    std::swap(entry.accepted[i], entry.accepted[0]);
+                }
+                return true;
+            }
+        }
+        return false;
+    }
+
+    py::object run(const Entry& entry, PyObject* function, PyObject* args, PyObject* kwargs) {
+        const NoTorchFunction off;
+        switch (entry.action) {
+            case Action::kLocal:
+                return owned(PyObject_Call(function, args, kwargs));
+            case Action::kReadSizes:
+                return read_sizes(entry, args, kwargs);
+            case Action::kTakeSizes: {
+                const auto local = local_sizes(entry, args);
+                return local ? owned(PyObject_Call(function, local.ptr(), kwargs))
+                             : owned(leave("a size does not divide evenly", function, args, kwargs));
+            }
+            case Action::kPython: {
+                const auto named = kwargs == nullptr ? py::object(py::dict()) : py::reinterpret_borrow<py::object>(kwargs);
+                return owned(PyObject_CallFunctionObjArgs(entry.callable.ptr(), function, args, named.ptr(), nullptr));
+            }
+        }
+        return py::none();
+    }
+
+    static py::object read_sizes(const Entry& entry, PyObject* args, PyObject* kwargs) {
+        const auto& tensor = THPVariable_Unpack(PyTuple_GET_ITEM(args, 0));
+        Numbers sizes;
+        std::int64_t count = 1;
+        for (const auto i : c10::irange(tensor.dim())) {
+            sizes.push_back(tensor.size(i) * entry.factors[static_cast<std::size_t>(i)]);
+            count *= sizes.back();
+        }
+        PyObject* dim = PyTuple_GET_SIZE(args) > 1 ? PyTuple_GET_ITEM(args, 1)
+            : kwargs == nullptr                    ? nullptr
+                                                   : PyDict_GetItemString(kwargs, "dim");
+        if (entry.reader == Reader::kCount) {
+            return py::int_(count);
+        }
+        if (entry.reader == Reader::kLength && !sizes.empty()) {
+            return py::int_(sizes[0]);
+        }
+        auto& [known, whole] = entry.known_size;
+        if (!whole || known != sizes) {
+            auto items = owned(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
+            for (std::size_t i = 0; i < sizes.size(); ++i) {
+                PyTuple_SET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(sizes[i]));
+            }
+            whole = owned(PyObject_CallOneArg(size_type().ptr(), items.ptr()));
+            known = sizes;
+        }
+        if (entry.reader == Reader::kSize && dim != nullptr && dim != Py_None) {
+            return owned(PyObject_GetItem(whole.ptr(), dim));
+        }
+        return whole;
+    }
+
+    // The arguments with local sizes; null: they have none.
+    static py::object local_sizes(const Entry& entry, PyObject* args) {
+        PyObject* given = args;
+        Py_ssize_t first = 1;
+        if (PyTuple_GET_SIZE(args) == 2 && !PyLong_Check(PyTuple_GET_ITEM(args, 1))) {
+            given = PyTuple_GET_ITEM(args, 1);
+            first = 0;
+        }
+        if (!PyTuple_Check(given) && !PyList_Check(given)) {
+            return {};
+        }
+        const auto count = PySequence_Fast_GET_SIZE(given) - first;
+        if (count != static_cast<Py_ssize_t>(entry.factors.size())) {
+            return {};
+        }
+        auto sizes = owned(PyTuple_New(count));
+        for (Py_ssize_t i = 0; i < count; ++i) {
+            const auto size = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(given, first + i));
+            if (size == -1 && PyErr_Occurred()) {
+                throw python_error();
+            }
+            const auto factor = entry.factors[static_cast<std::size_t>(i)];
+            const bool is_cut = factor > 1 && size > 0;
+            if (is_cut && size % factor != 0) {
+                return {};
+            }
+            PyTuple_SET_ITEM(sizes.ptr(), i, PyLong_FromLongLong(is_cut ? size / factor : size));
+        }
+        return owned(PyTuple_Pack(2, PyTuple_GET_ITEM(args, 0), sizes.ptr()));
+    }
+
+    void note(const Entry& entry, PyObject* args, PyObject* kwargs, PyObject* result) {
+        std::size_t count = 0;
+        const NoTorchFunction off;
+        see_tensors(result, [&](PyObject* tensor) {
+            if (count < entry.results.size() && entry.results[count] >= 0) {
+                bind(entry.results[count], tensor);
+            }
+            ++count;
+        });
+        if (count != entry.results.size()) {
+            has_left_ = true;
+            owned(PyObject_CallFunctionObjArgs(
+                left_.ptr(), owned(PyLong_FromSize_t(position_ - 1)).ptr(),
+                owned(PyUnicode_FromString("it returns another number of tensors")).ptr(), Py_None, Py_None, Py_None, nullptr));
+        }
+        if (!entry.writes.empty()) {
+            std::int64_t place = 0;
+            const auto rebind = [&](PyObject* tensor) {
+                for (const auto& [written, number] : entry.writes) {
+                    if (written == place) {
+                        bind(number, tensor);
+                    }
+                }
+                ++place;
+            };
+            see_tensors(args, rebind);
+            if (kwargs != nullptr) {
+                see_tensors(kwargs, rebind);
+            }
+        }
+    }
+
+    std::shared_ptr<Tape> tape_;
+    py::object left_;
+    std::vector<WeakTensor> slots_;
+    std::size_t position_ = 0;
+    bool has_left_ = false;
+    int num_inside_ = 0;  // entries that run
+    Numbers numbers_;  // among the arguments of the current call
+};
+
+// ``__torch_function__`` of a mode, as PyTorch calls it: ``(function, kinds, args, kwargs)``.
+struct Cursor {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject* mode;  // a weak reference: the mode holds this object
+    std::shared_ptr<Run> run;
+};
+
+PyObject* call_cursor(PyObject* object, PyObject* const* given, std::size_t num_given, PyObject*) {
+    HANDLE_TH_ERRORS
+    const auto num_arguments = PyVectorcall_NARGS(num_given);
+    TORCH_CHECK_TYPE(num_arguments >= 2 && num_arguments <= 4, "expected (function, kinds, args, kwargs)");
+    static PyObject* nothing = PyTuple_New(0);
+    PyObject* args = num_arguments > 2 ? given[2] : nothing;
+    PyObject* kwargs = num_arguments > 3 && given[3] != Py_None ? given[3] : nullptr;
+    const auto run = reinterpret_cast<Cursor*>(object)->run;
+    return run->call(given[0], args, kwargs);
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* self_of_cursor(PyObject* object, void*) {
+    return PyObject_CallNoArgs(reinterpret_cast<Cursor*>(object)->mode);
+}
+
+void free_cursor(PyObject* object) {
+    auto* cursor = reinterpret_cast<Cursor*>(object);
+    auto* type = Py_TYPE(object);
+    Py_CLEAR(cursor->mode);
+    std::destroy_at(&cursor->run);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+PyTypeObject* cursor_type() {
+    static PyMemberDef members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(Cursor, call), READONLY, nullptr}, {}};
+    static PyGetSetDef properties[] = {{"__self__", self_of_cursor, nullptr, nullptr, nullptr}, {}};
+    static PyType_Slot slots[] = {
+        {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+        {Py_tp_dealloc, reinterpret_cast<void*>(free_cursor)},
+        {Py_tp_members, members},
+        {Py_tp_getset, properties},
+        {0, nullptr}};
+    static PyType_Spec spec = {
+        "vescale.csrc._tape.Cursor", sizeof(Cursor), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+    static auto* made = reinterpret_cast<PyTypeObject*>(owned(PyType_FromSpec(&spec)).release().ptr());
+    return made;
+}
+
+// `mode`: a weak reference.
+py::object make_cursor(const py::object& mode, std::shared_ptr<Run> run) {
+    auto* type = cursor_type();
+    auto made = owned(type->tp_alloc(type, 0));
+    auto& cursor = *reinterpret_cast<Cursor*>(made.ptr());
+    cursor.call = call_cursor;
+    cursor.mode = mode.inc_ref().ptr();
+    new (&cursor.run) std::shared_ptr<Run>(std::move(run));
+    return made;
+}
+
+py::object step(Run& run, const py::object& function, const py::tuple& args) {
+    return owned(run.call(function.ptr(), args.ptr(), nullptr));
+}
+
+void bind(Run& run, std::int64_t number, const py::object& tensor) {
+    run.bind(number, tensor.ptr());
+}
+
+std::int64_t number_of(const Run& run, const py::object& tensor) {
+    return run.number_of(tensor.ptr());
+}
+
+// What entries compare beside functions and arguments.
+py::tuple settings() {
+    const auto now = Settings::now();
+    return py::make_tuple(now.gradients, now.inference, now.autocast_cpu, now.autocast_gpu);
+}
+
+}  // namespace
+}  // namespace vescale
+
+PYBIND11_MODULE(_tape, module) {
+    using vescale::Run;
+    using vescale::Tape;
+    py::class_<Tape, std::shared_ptr<Tape>>(module, "Tape")
+        .def(py::init<>())
+        .def("add", torch::wrap_pybind_function(&Tape::add))
+        .def_readwrite("num_values", &Tape::num_values)
+        .def("__len__", [](const Tape& tape) { return tape.entries.size(); });
+    py::class_<Run, std::shared_ptr<Run>>(module, "Run")
+        .def(py::init<std::shared_ptr<Tape>, py::object>())
+        .def("begin", &Run::begin)
+        .def("bind", torch::wrap_pybind_function(&vescale::bind))
+        .def("bind_all", torch::wrap_pybind_function(&Run::bind_all))
+        .def("number_of", torch::wrap_pybind_function(&vescale::number_of))
+        .def("step", torch::wrap_pybind_function(&vescale::step))
+        .def("end", torch::wrap_pybind_function(&Run::end))
+        .def("held", torch::wrap_pybind_function(&Run::held))
+        .def_property_readonly("position", &Run::position)
+        .def_property_readonly("has_left", &Run::has_left);
+    module.def("make_cursor", &vescale::make_cursor);
+    module.def("settings", &vescale::settings);
+    module.def("set_tensors_in", &vescale::set_tensors_in);
+}
