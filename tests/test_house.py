@@ -24,6 +24,7 @@ FLOORS = {
     "csrc": 0,
     "compat": 0,
     "comm": 0,
+    "agreement": 1,
     "placements": 1,
     "plans": 2,
     "plan_zoo": 2,

@@ -22,8 +22,8 @@ from tests.fsdp.test_gather_order import DIFFERENT, EQUAL, Mixture, X, made
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import Plan, parallelize
-from vescale.comm import Apart, PostedOrder
-from vescale.comm import _posted_order as posted_order
+from vescale.agreement import Apart, PostedOrder
+from vescale.agreement import _posted_order as posted_order
 from vescale.gradients import OrderMismatchError, _order_watch
 from vescale.gradients._collective_order import _MARK, GatherSizes
 

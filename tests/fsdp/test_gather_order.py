@@ -19,8 +19,9 @@ from tests.fsdp.compare import gradients_of
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import Plan, parallelize
+from vescale.agreement import Board
 from vescale.checks import StepMismatchError
-from vescale.comm import Board, record_comms
+from vescale.comm import record_comms
 from vescale.comm._long_waits import look
 from vescale.fsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from vescale.gradients import OrderMismatchError

@@ -20,8 +20,9 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from vescale.comm import Consensus, all_gather_into, all_reduce_, first_difference, look_while_waiting, shared_memory
-from vescale.compat import default_store, is_alone
+from vescale.agreement import Round, first_difference, post_once, shared_memory
+from vescale.comm import all_gather_into, all_reduce_, look_while_waiting
+from vescale.compat import is_alone
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._order_watch import (
     COMPARISON,
@@ -65,7 +66,7 @@ class GatherSizes:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._last = self._last_compared = (0, 0)
-        self._consensus = Consensus(dist.get_process_group_ranks(group), f"gathers along {group.group_name}")
+        self._consensus = Round(dist.get_process_group_ranks(group), f"gathers along {group.group_name}")
         self._next: dict[int, tuple[int, int]] = {}
         self._history = self._num_since = 0
         self._place: tuple[object, int] = ("", 0)
@@ -168,7 +169,7 @@ class ReplicaErrors:
         """All ranks call it together."""
         if self._place or is_alone():
             return
-        self._place = Consensus(self._ranks, "errors of replicas").place
+        self._place = Round(self._ranks, "errors of replicas").place
         memory = shared_memory(self._ranks, self._place, len(self._ranks) * _ROW_BYTES)
         if memory is not None:
             self._memory = memoryview(memory)
@@ -218,7 +219,7 @@ class ReplicaErrors:
     def _decide(self, group: int, number: int, proposed: str) -> str:
         """What the first rank has proposed about this error of the group."""
         with suppress(RuntimeError):  # the rank that holds the store has ended, so that its group does not go on
-            return default_store().compare_set(f"{self._place} {group} {number}", "", proposed).decode()
+            return post_once(f"{self._place} {group} {number}", proposed)
         return proposed
 
     @staticmethod
@@ -497,7 +498,7 @@ class CollectiveOrder:
 
     def _raise(self, replica: int, group: dist.ProcessGroup) -> NoReturn:
         """``replica``: whose gathers differ; -1: reductions do."""
-        consensus = Consensus(dist.get_process_group_ranks(group), f"order of units along {group.group_name}")
+        consensus = Round(dist.get_process_group_ranks(group), f"order of units along {group.group_name}")
         log, what = (self.history.reduced, "reduction") if replica < 0 else (self.gathered, "gather")
         entries = [*log.entries(what), ("the model that runs", self.number)]
         own = [(place, *self.history.name_of(number)) for place, number in entries]

@@ -12,16 +12,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from vescale.comm import (
-    Board,
-    Consensus,
-    CrossWaitError,
-    RankGoneError,
-    all_reduce_,
-    first_difference,
-    group_of_ranks,
-    wait_limit,
-)
+from vescale.agreement import Board, CrossWaitError, RankGoneError, Round, first_difference, wait_limit
+from vescale.comm import all_reduce_, group_of_ranks
 from vescale.compat import default_timeout, is_alone
 from vescale.gradients._one_backward import OneBackward
 from vescale.gradients._order_watch import OrderMismatchError
@@ -34,7 +26,7 @@ class ReducerTurn:
     different orders: a sum of different parameters. While there is one reducer nothing is compared. With several,
 
     - ranks compare who reduces, before the first bucket of each backward: on one host with gloo in shared memory
-      (:class:`vescale.comm.Board`, microseconds), elsewhere on CPUs by an all-reduce of 16 bytes, and through the store
+      (:class:`vescale.agreement.Board`, microseconds), elsewhere on CPUs by an all-reduce of 16 bytes, and through the store
       where the host would have to wait for a device;
     - of several in one backward, the one that was reached first reduces while backward goes on, the others at its end.
 
@@ -161,7 +153,7 @@ class _Among:
         self.references: list[weakref.ref[ReducerTurn]] = []
         self._num_meetings = 0
         self._board: Board | None = None
-        self._consensus: Consensus | None = None
+        self._consensus: Round | None = None
 
     @property
     def open(self) -> list[ReducerTurn]:
@@ -178,7 +170,7 @@ class _Among:
         self._num_meetings = 0
         if self.num_there < 2 or len(self.ranks) == 1 or is_alone():
             return
-        self._consensus = Consensus(self.ranks, f"order of {self._what}s")
+        self._consensus = Round(self.ranks, f"order of {self._what}s")
         if dist.get_backend() == "gloo":
             self._board = Board.open(self.ranks, self._consensus.place)
 

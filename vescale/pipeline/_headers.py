@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import default_store, local_of, make_dtensor, make_spec
+from vescale.agreement import post, posted, read_post
+from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.errors import PipelineCallError
 
 
@@ -82,7 +83,7 @@ class HeaderExchange:
         self.known[stage] = new
         self._told.add(stage)
         self._versions[stage] = self._versions.get(stage, -1) + 1
-        default_store().set(self._key(stage, self._versions[stage]), pickle.dumps(new).hex())
+        post(self._key(stage, self._versions[stage]), pickle.dumps(new).hex())
 
     def get(self, stage: int) -> tuple[Header, ...]:
         if stage not in self.known:
@@ -94,7 +95,7 @@ class HeaderExchange:
         if stage not in self._current and stage not in self._told:
             self._current.add(stage)
             later = self._versions.get(stage, 0) + 1
-            if default_store().check([self._key(stage, later)]):
+            if posted(self._key(stage, later)) is not None:
                 self._read(stage, later)
         return self.get(stage)
 
@@ -102,7 +103,7 @@ class HeaderExchange:
         return f"{self._place}/{stage}/{version}"
 
     def _read(self, stage: int, version: int) -> None:
-        self.known[stage] = pickle.loads(bytes.fromhex(default_store().get(self._key(stage, version)).decode()))
+        self.known[stage] = pickle.loads(bytes.fromhex(read_post(self._key(stage, version))))
         self._versions[stage] = version
 
 

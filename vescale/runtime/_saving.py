@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.comm import Consensus
+from vescale.agreement import Round
 from vescale.compat import note
 from vescale.errors import RankFailedError, SavePretrainedError
 from vescale.runtime._bound_method import BoundMethod
@@ -94,10 +94,10 @@ def _save_pretrained(
     return result
 
 
-def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -> Consensus | None:
+def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -> Round | None:
     if len(ranks) == 1 or not dist.is_initialized():
         return None
-    consensus = Consensus(ranks, "save_pretrained")
+    consensus = Round(ranks, "save_pretrained")
     call = f"{type(module).__name__}.save_pretrained({folder!r})"
     about = f"{call}: every rank of the mesh has to call it, not only `if rank == 0:`"
     folders = [found.decode() for found in consensus.exchange(folder.encode(), lambda: about)]
@@ -109,7 +109,7 @@ def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -
     return consensus
 
 
-def _finish(consensus: Consensus | None, problem: Exception | None, own: int, ranks: list[int]) -> None:
+def _finish(consensus: Round | None, problem: Exception | None, own: int, ranks: list[int]) -> None:
     """All ranks leave together: the files are there then."""
     if consensus is not None:
         consensus.have_all_come("written", "", _WRITING)

@@ -24,9 +24,10 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale import csrc
-from vescale.comm._long_waits import LONG_WAIT_SECONDS, look
-from vescale.comm._observation import Operation, tell_wait
-from vescale.compat import default_store, is_alone
+from vescale.agreement._round import Round
+from vescale.agreement._store import connection
+from vescale.comm import LONG_WAIT_SECONDS, Operation, look, tell_wait
+from vescale.compat import is_alone
 from vescale.errors import Coded
 
 # ``Board``: what each rank of a host is about to do, in memory that all of them map; to compare it takes microseconds.
@@ -73,7 +74,7 @@ Channels = Sequence[Sequence[Sequence[int]]]
 
 
 class Board:
-    """Made by all ``ranks`` together; ``place`` is a prefix of keys in the store that nobody else uses.
+    """Made by all ``ranks`` together.
 
     ``Board.open`` returns None, on every rank, where they are not all on one host.
 
@@ -99,15 +100,14 @@ class Board:
         self.row: Any = None if native is None else native.BoardRow(*places)
 
     @classmethod
-    def open(cls, ranks: Sequence[int], place: str, channels: Channels = ()) -> Board | None:
-        """A rendezvous through the store; the ranks that come late are waited for as long as the store waits. Without
-        ``channels`` there is one, of all ranks."""
+    def open(cls, ranks: Sequence[int], name: str, channels: Channels = ()) -> Board | None:
+        """Rounds to which all ranks come; ``name``: of these. Without ``channels`` there is one, of all ranks."""
         own = list(ranks).index(dist.get_rank())
         if len(ranks) == 1 or is_alone():
             alone = [[(0,)]] * max(len(channels), 1)
             return cls(ranks[own : own + 1], 0, bytearray(8 * _row_cells(alone)), alone)
         channels = channels or [[range(len(ranks))] * len(ranks)]
-        memory = shared_memory(ranks, place, len(ranks) * 8 * _row_cells(channels))
+        memory = shared_memory(ranks, name, len(ranks) * 8 * _row_cells(channels))
         return None if memory is None else cls(ranks, own, memory, channels)
 
     def post(self, number: int, digests: tuple[int, int, int], text: str, channel: int = 0) -> bool:
@@ -230,33 +230,21 @@ class Board:
         return process != 0 and start != 0 and _started(process) != start
 
 
-def shared_memory(ranks: Sequence[int], place: str, size: int) -> mmap.mmap | None:
-    """Bytes that all ``ranks`` map, 0 at first; None, on every rank, where they are not all on one host. A rendezvous, as
-    :meth:`Board.open`."""
-    own, store = list(ranks).index(dist.get_rank()), default_store()
-    store.set(f"{place} host {own}", _host())
-    hosts = {bytes(store.get(f"{place} host {index}")) for index in range(len(ranks))}
-    if len(hosts) > 1:
+def shared_memory(ranks: Sequence[int], name: str, size: int) -> mmap.mmap | None:
+    """Bytes that all ``ranks`` map, 0 at first; None, on every rank, where they are not all on one host. Two rounds, to
+    which all ranks come; ``name``: of these."""
+    rounds = Round(ranks, name)
+    about = f"opening shared memory for {name}"
+    found = rounds.lead(_host, lambda hosts: str(_new_file(size)) if len(set(hosts)) == 1 else "", lambda: about)
+    if not found:
         return None
-    if own == 0:
-        store.set(f"{place} file", str(_new_file(size)))
-    path = Path(store.get(f"{place} file").decode())
-    try:
-        with path.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), size)
-    except OSError:  # hosts with one name and folders of their own
-        store.set(f"{place} lacks", "1")
-        memory = None
-    if store.add(f"{place} opened", 1) == len(ranks):
-        with contextlib.suppress(OSError):
-            path.unlink()
-        store.set(f"{place} all", "1")
-    store.get(f"{place} all")
-    is_lacking = memory is None or store.check([f"{place} lacks"])
-    if store.add(f"{place} left", 1) == len(ranks):
-        for key in ("file", "opened", "all", "left", *(["lacks"] if is_lacking else ()), *range(len(ranks))):
-            store.delete_key(f"{place} {key}" if isinstance(key, str) else f"{place} host {key}")
-    return None if is_lacking else memory
+    path, memory = Path(found), None
+    with contextlib.suppress(OSError), path.open("r+b") as file:  # else: hosts with one name and folders of their own
+        memory = mmap.mmap(file.fileno(), size)
+    have_all = all(found == b"mapped" for found in rounds.exchange(b"mapped" if memory else b"", lambda: about))
+    if rounds.index == 0:
+        path.unlink(missing_ok=True)
+    return memory if have_all else None
 
 
 def _row_cells(channels: Channels) -> int:
@@ -265,12 +253,14 @@ def _row_cells(channels: Channels) -> int:
 
 def _is_paused() -> bool:
     """Whether ranks are stopped at a breakpoint."""
-    with contextlib.suppress(RuntimeError):
-        return bool(default_store().add("vescale paused", 0))
+    with contextlib.suppress(RuntimeError), connection() as store:
+        return bool(store.add("vescale paused", 0))
     return False
 
 
 def _host() -> str:
+    if name := os.environ.get("VESCALE_HOST", ""):  # tests give ranks of one machine hosts of their own
+        return name
     boot = Path("/proc/sys/kernel/random/boot_id")
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {boot.read_text().strip()}"
@@ -338,12 +328,12 @@ class PostedOrder:
         self._seen: tuple[Apart | None, float] = (None, 0.0)
 
     @classmethod
-    def open(cls, ranks: Sequence[int], place: str) -> PostedOrder | None:
-        """None, on every rank: they are not on one host, or do not communicate by gloo. ``place``: of the rendezvous, a
-        prefix of keys in the store that nobody else uses."""
+    def open(cls, ranks: Sequence[int], name: str) -> PostedOrder | None:
+        """None, on every rank: they are not on one host, or do not communicate by gloo. ``name``: of the rounds
+        in which they meet."""
         if len(ranks) == 1 or is_alone() or dist.get_backend() != "gloo":
             return None
-        memory = shared_memory(ranks, place, len(ranks) * _ROW_BYTES)
+        memory = shared_memory(ranks, name, len(ranks) * _ROW_BYTES)
         return None if memory is None else cls(ranks, memoryview(memory))
 
     def post(self, kind: int, num_bytes: int, unit: int) -> bool:

@@ -1,0 +1,38 @@
+"""What ranks agree on, and how they find out that they do not: through the job's store, which no other package touches."""
+
+from vescale.agreement._descriptions import (
+    Description,
+    Difference,
+    compare_descriptions,
+    first_difference,
+    listen_to_descriptions,
+)
+from vescale.agreement._posted_order import Apart, Board, CrossWaitError, PostedOrder, RankGoneError, shared_memory
+from vescale.agreement._posts import LatePostError, await_posts, post, post_once, posted, read_post
+from vescale.agreement._round import ConsensusError, HandedIn, LateRanksWarning, Round
+from vescale.agreement._store import wait_limit
+
+__all__ = [
+    "Apart",
+    "Board",
+    "ConsensusError",
+    "CrossWaitError",
+    "Description",
+    "Difference",
+    "HandedIn",
+    "LatePostError",
+    "LateRanksWarning",
+    "PostedOrder",
+    "RankGoneError",
+    "Round",
+    "await_posts",
+    "compare_descriptions",
+    "first_difference",
+    "listen_to_descriptions",
+    "post",
+    "post_once",
+    "posted",
+    "read_post",
+    "shared_memory",
+    "wait_limit",
+]
