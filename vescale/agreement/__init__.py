@@ -7,24 +7,36 @@ from vescale.agreement._descriptions import (
     first_difference,
     listen_to_descriptions,
 )
+from vescale.agreement._heartbeat import Beat, Heartbeat, settle_heartbeats
 from vescale.agreement._posted_order import Apart, Board, CrossWaitError, PostedOrder, RankGoneError, shared_memory
-from vescale.agreement._posts import LatePostError, await_posts, post, post_once, posted, read_post
+from vescale.agreement._posts import (
+    add_post,
+    added_posts,
+    await_posts,
+    post,
+    post_once,
+    posted,
+    read_post,
+)
 from vescale.agreement._round import ConsensusError, HandedIn, LateRanksWarning, Round
 from vescale.agreement._store import wait_limit
 
 __all__ = [
     "Apart",
+    "Beat",
     "Board",
     "ConsensusError",
     "CrossWaitError",
     "Description",
     "Difference",
     "HandedIn",
-    "LatePostError",
+    "Heartbeat",
     "LateRanksWarning",
     "PostedOrder",
     "RankGoneError",
     "Round",
+    "add_post",
+    "added_posts",
     "await_posts",
     "compare_descriptions",
     "first_difference",
@@ -33,6 +45,7 @@ __all__ = [
     "post_once",
     "posted",
     "read_post",
+    "settle_heartbeats",
     "shared_memory",
     "wait_limit",
 ]

@@ -9,7 +9,9 @@ that an entry with a number is complete.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import mmap
 import os
 import socket
@@ -25,7 +27,7 @@ import torch.distributed as dist
 
 from vescale import csrc
 from vescale.agreement._round import Round
-from vescale.agreement._store import connection
+from vescale.agreement._store import connection, peek
 from vescale.comm import LONG_WAIT_SECONDS, Operation, look, tell_wait
 from vescale.compat import is_alone
 from vescale.errors import Coded
@@ -318,23 +320,32 @@ class Apart:
 
 
 class PostedOrder:
-    """Made by ``PostedOrder.open``, which all ``ranks`` call together."""
+    """Made by ``PostedOrder.open``, which all ``ranks`` call together.
 
-    def __init__(self, ranks: Sequence[int], memory: memoryview) -> None:
+    Args:
+        memory: a row of each rank, which all of them map; or which is this rank's alone, and the ``hosts`` exchange rows
+            while they wait.
+    """
+
+    def __init__(self, ranks: Sequence[int], memory: memoryview, hosts: RowsOfHosts | None = None) -> None:
         self.ranks = tuple(ranks)
-        self._memory = memory
+        self._memory, self._hosts = memory, hosts
         self._base = self.ranks.index(dist.get_rank()) * _ROW_BYTES
         self._number = 0
         self._seen: tuple[Apart | None, float] = (None, 0.0)
 
     @classmethod
     def open(cls, ranks: Sequence[int], name: str) -> PostedOrder | None:
-        """None, on every rank: they are not on one host, or do not communicate by gloo. ``name``: of the rounds
-        in which they meet."""
+        """None, on every rank: they do not communicate by gloo. ``name``: of the rounds in which they meet."""
         if len(ranks) == 1 or is_alone() or dist.get_backend() != "gloo":
             return None
-        memory = shared_memory(ranks, name, len(ranks) * _ROW_BYTES)
-        return None if memory is None else cls(ranks, memoryview(memory))
+        size = len(ranks) * _ROW_BYTES
+        memory = shared_memory(ranks, name, size)
+        if memory is not None:
+            return cls(ranks, memoryview(memory))
+        return cls(
+            ranks, memoryview(bytearray(size)), RowsOfHosts(name, list(ranks).index(dist.get_rank()), len(ranks))
+        )
 
     def post(self, kind: int, num_bytes: int, unit: int) -> bool:
         """``kind`` and ``num_bytes`` are the same on all ranks if their collectives pair; ``unit``: for whom they are.
@@ -347,6 +358,8 @@ class PostedOrder:
         _CONTENT.pack_into(self._memory, place + _NUMBER.size, kind, num_bytes, unit)
         _NUMBER.pack_into(self._memory, place, number)
         _NUMBER.pack_into(self._memory, self._base, number)
+        if self._hosts is not None:
+            return True
         own = number, kind, num_bytes
         # Processors with weak memory ordering may make the number visible before the rest of the entry. Read it again.
         return all(self._pairs(base, *own) or self._pairs(base, *own) for base in self._bases())
@@ -369,6 +382,36 @@ class PostedOrder:
         """
         numbers = [_NUMBER.unpack_from(self._memory, base)[0] for base in self._bases()]
         self._note_wait(awaited, what, numbers)
+        if self._hosts is not None:
+            return self._apart_on_hosts(self._hosts, awaited)
+        return self._found(numbers)
+
+    def _apart_on_hosts(self, hosts: RowsOfHosts, awaited: Sequence[int] | None) -> Apart | None:
+        """One of the ranks that wait reads what all of them have posted, and writes what it has found."""
+        row = bytes(self._memory[self._base : self._base + _ROW_BYTES])
+        turn = self._number >> _TURN
+        if not hosts.is_due((self._number, awaited)):
+            return None
+        told = hosts.told(turn)
+        if told is not None:
+            entries, texts = ({int(rank): found for rank, found in each.items()} for each in told)
+            return Apart({rank: tuple(entry) for rank, entry in entries.items()}, texts)
+        if not hosts.post(turn, row, awaited):
+            return None
+        others = hosts.rows(turn)
+        for index, (row, _, _) in others.items():
+            self._memory[index * _ROW_BYTES : (index + 1) * _ROW_BYTES] = row
+        numbers = [_NUMBER.unpack_from(self._memory, base)[0] for base in self._bases()]
+        for index, (_, waits_for, since) in others.items():
+            ahead = {rank for rank, number in zip(self.ranks, numbers) if number > numbers[index]}
+            how = _IN_A_COLLECTIVE if waits_for is None else _FOR_OTHERS if ahead <= set(waits_for) else _ELSEWHERE
+            _WAIT.pack_into(self._memory, index * _ROW_BYTES + _WAIT_AT, int(since * 1e9), how)
+        found = self._found(numbers)
+        if found is not None:
+            hosts.tell(turn, found)
+        return found
+
+    def _found(self, numbers: Sequence[int]) -> Apart | None:
         first = max((max(numbers) >> _TURN << _TURN) + 1, max(numbers) - _RING + 2)
         rows = [each for number in range(first, min(numbers) + 1) if (each := self._entries(number)) is not None]
         found = None
@@ -385,8 +428,11 @@ class PostedOrder:
 
     def wait_until_all_have_found_it(self) -> None:
         """A rank whose process ends would break the connections of the others. Not for long."""
-        _FOUND.pack_into(self._memory, self._base + _FOUND_AT, 1)
         end = time.monotonic() + _ALL_FOUND_SECONDS
+        if self._hosts is not None:
+            self._hosts.wait_until_all_have_found_it(self._number >> _TURN, end)
+            return
+        _FOUND.pack_into(self._memory, self._base + _FOUND_AT, 1)
         while time.monotonic() < end:
             if all(_FOUND.unpack_from(self._memory, base + _FOUND_AT)[0] for base in self._bases()):
                 return
@@ -441,3 +487,83 @@ class PostedOrder:
     def _text(self, base: int) -> str:
         at = base + _POSTED_ORDER_TEXT_AT
         return bytes(self._memory[at : at + _POSTED_ORDER_TEXT_BYTES]).split(b"\0")[0].decode(errors="replace")
+
+
+_STEADY_LOOKS, _EVERY = 8, 3  # after so many looks at one place, a rank posts in every third look
+_LEADER_SECONDS = 3.0
+
+
+class RowsOfHosts:
+    """Rows of ranks on several hosts, which are posted in the store, and only while ranks wait.
+
+    A rank that has waited for a second posts its row, and then with each look; the first of them reads all rows, the others
+    what it has found. So a wait costs each rank two or three small requests a second, less when it is long, and one rank one
+    for each other.
+
+    Args:
+        name: the same on all ranks, and unique; index: of this rank among ``num_ranks``.
+    """
+
+    def __init__(self, name: str, index: int, num_ranks: int) -> None:
+        self._name, self._index, self._num_ranks = f"vescale rows {name}", index, num_ranks
+        self._at: object = None
+        self._num_looks = self._number = 0
+        self._leader: tuple[str, float] = ("", 0.0)
+        self._known: dict[
+            int, tuple[int, float]
+        ] = {}  # of each rank the number of its post, and when it was seen first
+
+    def is_due(self, at: object) -> bool:
+        """Whether this look is one that posts. ``at``: where the rank waits."""
+        self._num_looks = 0 if at != self._at else self._num_looks + 1
+        self._at = at
+        return self._num_looks < _STEADY_LOOKS or self._num_looks % _EVERY == 0
+
+    def told(self, turn: int) -> list[dict[str, Any]] | None:
+        """What another rank has found."""
+        with connection() as store:
+            found = peek(store, f"{self._name} {turn} found")
+        return None if found is None else list(json.loads(found))
+
+    def tell(self, turn: int, found: Apart) -> None:
+        with connection() as store:
+            store.set(f"{self._name} {turn} found", json.dumps([found.entries, found.texts]))
+
+    def post(self, turn: int, row: bytes, awaited: Sequence[int] | None) -> bool:
+        """Whether this rank is the one that reads all rows: the first, or the first after that no longer looks."""
+        self._number += 1
+        text = json.dumps([self._number, base64.b64encode(row).decode(), None if awaited is None else list(awaited)])
+        place, now = f"{self._name} {turn}", time.monotonic()
+        with connection() as store:
+            store.set(f"{place} row {self._index}", text)
+            own = f"{self._index} {self._number}"
+            leader = store.compare_set(f"{place} leader", "", own).decode()
+            if leader.split()[0] == str(self._index):
+                store.set(f"{place} leader", own)
+                return True
+            if leader != self._leader[0]:
+                self._leader = leader, now
+            elif now - self._leader[1] > _LEADER_SECONDS * (1 if self._num_looks < _STEADY_LOOKS else _EVERY):
+                return bool(store.compare_set(f"{place} leader", leader, own).decode() == own)
+        return False
+
+    def rows(self, turn: int) -> dict[int, tuple[bytes, list[int] | None, float]]:
+        """Of other ranks that have posted: the row, for whom they wait, and when it was seen first, on this rank's clock."""
+        found = {}
+        with connection() as store:
+            for index in range(self._num_ranks):
+                text = None if index == self._index else peek(store, f"{self._name} {turn} row {index}")
+                if text is None:
+                    continue
+                number, row, awaited = json.loads(text)
+                if self._known.get(index, (0, 0.0))[0] != number:
+                    self._known[index] = number, time.monotonic()
+                found[index] = base64.b64decode(row), awaited, self._known[index][1]
+        return found
+
+    def wait_until_all_have_found_it(self, turn: int, end: float) -> None:
+        with connection() as store, contextlib.suppress(RuntimeError):
+            found = store.add(f"{self._name} {turn} have found it", 1)
+            while found < self._num_ranks and time.monotonic() < end:
+                time.sleep(0.1)
+                found = store.add(f"{self._name} {turn} have found it", 0)

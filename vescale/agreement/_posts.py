@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vescale.agreement._store import connection, peek, wait_limit
+import torch.distributed as dist
+
+from vescale.agreement._round import ConsensusError
+from vescale.agreement._store import add_row, connection, peek, rows_of, wait_limit
 from vescale.compat import default_timeout
 
 
@@ -26,6 +29,18 @@ def post_once(key: str, text: str) -> str:
         return store.compare_set(f"vescale post {key}", "", text).decode()
 
 
+def add_post(key: str, text: str) -> None:
+    """Beside those of this and other ranks. One request."""
+    with connection() as store:
+        add_row(store, f"vescale posts {key}", dist.get_rank(), text)
+
+
+def added_posts(key: str) -> list[str]:
+    """Those so far, in order. Waits for nothing; one request."""
+    with connection() as store:
+        return [text for _, text in rows_of(store, f"vescale posts {key}", dist.get_world_size()) or ()]
+
+
 def read_post(key: str) -> str:
     """Wait until it is posted, as long as the store waits."""
     with connection() as store:
@@ -35,7 +50,7 @@ def read_post(key: str) -> str:
 def await_posts(keys: Mapping[str, int]) -> list[str]:
     """The texts of keys, and which rank posts each. One request, and one for each key.
 
-    Raises LatePostError with the ranks that have not posted within ``VESCALE_TIMEOUT`` seconds, or the default group's
+    Raises ConsensusError with the ranks that have not posted within ``VESCALE_TIMEOUT`` seconds, or the default group's
     timeout.
     """
     full = {f"vescale post {key}": rank for key, rank in keys.items()}
@@ -45,13 +60,5 @@ def await_posts(keys: Mapping[str, int]) -> list[str]:
         except RuntimeError:  # store types have no common error class; a lost store raises again here
             late = {rank for key, rank in full.items() if not store.check([key])}
             if late:
-                raise LatePostError(sorted(late)) from None
+                raise ConsensusError(f"ranks {sorted(late)} have not come to post", sorted(late)) from None
         return [store.get(key).decode() for key in full]
-
-
-class LatePostError(Exception):
-    """``ranks`` have not posted what others wait for."""
-
-    def __init__(self, ranks: list[int]) -> None:
-        super().__init__(f"ranks {ranks} have not come")
-        self.ranks = ranks

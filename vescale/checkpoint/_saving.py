@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import vescale
-from vescale.agreement import Round
+from vescale.agreement import Round, settle_heartbeats
 from vescale.checkpoint import _disk
 from vescale.checkpoint._gathering import Gathering
 from vescale.checkpoint._local_blocks import LocalBlocks
@@ -258,6 +258,7 @@ class Saver:
         """
         self.wait()
         try:
+            settle_heartbeats()
             snapshot, target = prepare()
         except BaseException as error:
             self._refuse(error)

@@ -39,7 +39,7 @@ from vescale.comm._kept_results import (
 )
 from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requester, record, record_comms, requested_by
 from vescale.comm._local_ranks import ProcessFailed, messages
-from vescale.comm._long_waits import LONG_WAIT_SECONDS, look, look_while_waiting, waiting_thread
+from vescale.comm._long_waits import LONG_WAIT_SECONDS, look, look_while_waiting, waiting_thread, waits_for
 from vescale.comm._observation import (
     Observer,
     Operation,
@@ -113,5 +113,6 @@ __all__ = [
     "tell_wait",
     "uses_nccl",
     "waiting_thread",
+    "waits_for",
     "watch_holder",
 ]

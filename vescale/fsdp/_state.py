@@ -257,7 +257,7 @@ class ModuleState(FSDP2State):
             self.tree.forward_root = None
             self.comm.make_room(keep=0)
             if not torch.is_grad_enabled() and not in_backward():
-                self.tree.orders.compare_gathers()  # no backward will
+                self.tree.orders.compare_gathers(will_reduce=False)  # no backward will
         return self._cast_outputs(output)
 
     def _end_forward(self, output: Any) -> Any:

@@ -120,7 +120,7 @@ class Tree(Generic[MemberT]):
                 if finished:
                     reduce_unused(finished)
                 else:
-                    self.orders.compare_gathers()
+                    self.orders.compare_gathers(will_reduce=True)
                     comm.has_accumulated = True
                 comm.prefetches.clear()
                 comm.make_room(keep=0)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.agreement import Board, CrossWaitError, RankGoneError, Round, first_difference, wait_limit
-from vescale.comm import all_reduce_, group_of_ranks
+from vescale.comm import all_reduce_, group_of_ranks, waits_for
 from vescale.compat import default_timeout, is_alone
 from vescale.gradients._one_backward import OneBackward
 from vescale.gradients._order_watch import OrderMismatchError
@@ -186,7 +186,9 @@ class _Among:
         else:
             own = torch.tensor([turn.number, -turn.number])
             group = group_of_ranks(self.ranks)
-            high, low = all_reduce_(own, "max", group, requester=f"which {self._what} reduces").wait().tolist()
+            others = [rank for rank in self.ranks if rank != dist.get_rank()]
+            with waits_for(others, f"the reduction of {turn.name}"):
+                high, low = all_reduce_(own, "max", group, requester=f"which {self._what} reduces").wait().tolist()
             is_alike = high == -low
         if not is_alike:
             self._raise(turn)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from vescale.agreement import ConsensusError, LatePostError, Round, await_posts, post, wait_limit
+from vescale.agreement import ConsensusError, Round, await_posts, post, wait_limit
 from vescale.comm import all_reduce_, group_of_ranks
 from vescale.compat import default_timeout, is_alone, root_mesh, without_modes
 from vescale.errors import MissingGradientError
@@ -67,7 +67,7 @@ class LinkedRanks:
             visited |= pending.keys()
             try:
                 texts = await_posts({place: each[0] for each, place in pending.items()})
-            except LatePostError as error:
+            except ConsensusError as error:
                 raise self._absence(error.ranks, wait_limit() or default_timeout()) from None
             known |= {item for text in texts for item in _items(text)}
         return tuple(sorted({member for each in known for member in each}))
