@@ -122,5 +122,5 @@ def test_a_heartbeat_is_new_until_three_messages_were_sent() -> None:
     assert heartbeat.is_new
     heartbeat._num_sent = 3
     assert not heartbeat.is_new
-    heartbeat.begin_anew()
+    heartbeat.begin()
     assert heartbeat.is_new

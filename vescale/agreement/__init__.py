@@ -7,7 +7,7 @@ from vescale.agreement._descriptions import (
     first_difference,
     listen_to_descriptions,
 )
-from vescale.agreement._heartbeat import Beat, Heartbeat, settle_heartbeats
+from vescale.agreement._heartbeat import FIRST_MESSAGES, Beat, Heartbeat, settle_heartbeats
 from vescale.agreement._posted_order import Apart, Board, CrossWaitError, PostedOrder, RankGoneError, shared_memory
 from vescale.agreement._posts import (
     add_post,
@@ -22,6 +22,7 @@ from vescale.agreement._round import ConsensusError, HandedIn, LateRanksWarning,
 from vescale.agreement._store import wait_limit
 
 __all__ = [
+    "FIRST_MESSAGES",
     "Apart",
     "Beat",
     "Board",

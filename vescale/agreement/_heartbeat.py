@@ -96,6 +96,10 @@ class Heartbeat:
         if beat is not None:
             beat.check(beat.answer())
 
+    def begin(self) -> None:
+        """All ranks begin to run another model: the next messages are compared at once."""
+        self._num_sent = 0
+
     def begin_anew(self) -> None:
         """All ranks have found that they differ: the next messages are compared at once."""
         self._num_sent, self._sent = 0, None

@@ -428,6 +428,8 @@ class CollectiveOrder:
         for watch in self.history.watches:
             watch.open()
         self.history.errors.open()
+        for heartbeat in (self.history.heartbeat, self.history.gather_heartbeat):
+            heartbeat.begin()
         if not self._turns:  # roots may share an order
             ranks = dist.get_process_group_ranks(self.shard_group), self._axes.data_parallel_ranks
             self._turns = tuple(RootTurn(each, model, self.device) for each in ranks)

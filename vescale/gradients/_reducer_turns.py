@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from vescale.agreement import Board, CrossWaitError, RankGoneError, Round, first_difference, wait_limit
+from vescale.agreement import FIRST_MESSAGES, Board, CrossWaitError, RankGoneError, Round, first_difference, wait_limit
 from vescale.comm import all_reduce_, group_of_ranks, waits_for
 from vescale.compat import default_timeout, is_alone
 from vescale.gradients._one_backward import OneBackward
@@ -27,7 +27,7 @@ class ReducerTurn:
 
     - ranks compare who reduces, before the first bucket of each backward: on one host with gloo in shared memory
       (:class:`vescale.agreement.Board`, microseconds), elsewhere on CPUs by an all-reduce of 16 bytes, and through the store
-      where the host would have to wait for a device;
+      where the host would have to wait for a device (roots of ``fully_shard``, whose heartbeats tell it, only three times);
     - of several in one backward, the one that was reached first reduces while backward goes on, the others at its end.
 
     Args:
@@ -181,6 +181,8 @@ class _Among:
         if self._board is not None:
             is_alike = self._is_alike_on_board(self._board, turn)
         elif turn.device.type != "cpu":  # which would have to be waited for
+            if isinstance(turn, RootTurn) and self._num_meetings > FIRST_MESSAGES:  # heartbeats tell it
+                return
             asked = f"comparing what is reduced ({turn.name})"
             is_alike = len(set(self._consensus.exchange(str(turn.number).encode(), lambda: asked))) == 1
         else:

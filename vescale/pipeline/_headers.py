@@ -55,7 +55,8 @@ class HeaderExchange:
 
     ``place`` is a prefix of keys that only the ranks of one column of the pipeline use, for this signature. From one step to
     the next, what requires gradients may change, when parameters are frozen or no longer are: the sender sets a new version
-    before it sends the step's first message, and the receiver asks for it once that has arrived.
+    before it sends the step's first message, and the receiver asks for it once that has arrived: on a device, which the host
+    is ahead of, it waits for that message, once in a step and stage.
     """
 
     def __init__(self, place: str) -> None:
@@ -90,10 +91,12 @@ class HeaderExchange:
             self._read(stage, 0)
         return self.known[stage]
 
-    def of_arrived(self, stage: int) -> tuple[Header, ...]:
-        """Once a message has arrived."""
+    def of_arrived(self, stage: int, arrived: Sequence[torch.Tensor]) -> tuple[Header, ...]:
+        """Of a message that has been waited for, into ``arrived``."""
         if stage not in self._current and stage not in self._told:
             self._current.add(stage)
+            for device in {tensor.device for tensor in arrived if tensor.device.type != "cpu"}:
+                torch.accelerator.current_stream(device).synchronize()
             later = self._versions.get(stage, 0) + 1
             if posted(self._key(stage, later)) is not None:
                 self._read(stage, later)
