@@ -18,17 +18,17 @@ from vescale.agreement import _store
 from vescale.checkpoint import Checkpointer
 from vescale.fsdp import fully_shard
 
-# The most of a rank, the one that comes and leaves last in each round.
+# The most of a rank: one may come and leave last in each round.
 MOST = {
-    "parallelize": 44,
+    "parallelize": 60,
     "fully_shard": 0,
-    "first step": 60,
-    "3 steps": 30,
+    "first step": 90,
+    "3 steps": 40,
     "5 steps": 0,
-    "first save": 32,
-    "save": 14,
+    "first save": 45,
+    "save": 20,
 }
-MOST |= {"restore": 44}
+MOST |= {"restore": 60}
 
 
 def requests(folder: str, hosts: bool) -> dict[str, int]:
@@ -79,8 +79,11 @@ def requests(folder: str, hosts: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("hosts", [False, True], ids=["one host", "two hosts"])
 def test_requests_of_a_rank(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory, hosts: bool) -> None:
+    means = []
     for world_size in (2, 4):
         folder = str(tmp_path_factory.mktemp("saves"))
-        for found in ranks.run(requests, folder, hosts, world_size=world_size):
-            assert all(number <= MOST[name] for name, number in found.items()), (world_size, found)
-            assert found["5 steps"] == 0
+        found = ranks.run(requests, folder, hosts, world_size=world_size)
+        for own in found:
+            assert all(number <= MOST[name] for name, number in own.items()), (world_size, own)
+        means.append(sum(sum(own.values()) for own in found) / world_size)
+    assert means[1] <= 1.1 * means[0], means

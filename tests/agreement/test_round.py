@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -235,6 +235,27 @@ def test_what_one_rank_raises_reaches_all(failing: int, leads: bool) -> None:
             assert isinstance(error, ConsensusError) and error.ranks == (failing,), error
             assert f"a test; rank {failing} has failed: KeyError: 'mine'" in str(error)
     assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_the_rank_that_works_for_too_long_is_named(slow: int) -> None:
+    """The first one, which makes something of all messages, or another one, which makes its own."""
+
+    def run(meeting: _Meeting, index: int) -> str:
+        meeting._limit = timedelta(seconds=0.5)
+
+        def work() -> str:
+            time.sleep(1.5 if index == slow != 0 else 0)
+            return ""
+
+        def first(messages: Sequence[str]) -> str:
+            time.sleep(1.5 if slow == 0 else 0)
+            return ""
+
+        return meeting.lead(work, first)
+
+    found, _ = on_threads(4, run)
+    assert all(isinstance(error, ConsensusError) and error.ranks == (slow,) for error in found), found
 
 
 def chained_waits() -> str:

@@ -230,6 +230,7 @@ class _Meeting:
         self._roll, self._count, self._verdict = (f"{self._place} {key}" for key in ("roll", "count", "verdict"))
         is_main = threading.current_thread() is threading.main_thread()
         self._thread = _MAIN if is_main else _OTHER
+        self._is_led = False
         self.own_failure: BaseException | None = None  # of this rank's message, or of what it makes of all
 
     def exchange(self, message: bytes | Callable[[], bytes]) -> list[bytes]:
@@ -253,6 +254,8 @@ class _Meeting:
                     self._delete(self._count, self._verdict)
                 return [message] * all_ranks
             verdict = self._store.get(self._verdict).decode()
+            if verdict == "equal":  # another rank has stopped waiting just then
+                return [message] * all_ranks
         groups: list[tuple[str, list[int]]] = json.loads(self._checked(verdict).removeprefix("different "))
         messages = self._messages(groups, message)
         # All come and leave, and all but the last one have learned that messages differ.
@@ -264,11 +267,12 @@ class _Meeting:
         return messages
 
     def lead(self, message: Callable[[], str], first: Callable[[Sequence[str]], str]) -> str:
+        self._is_led = True
         self._enter(_HAS_COME)
         with self._told_to_others():
             own = message()
         heap, full, all_ranks = f"{self._place} messages", f"{self._place} full", len(self._ranks)
-        if self._index and own:
+        if self._index:
             add_row(self._store, heap, self._index, json.dumps(own))
         come = self._store.add(self._count, 1)
         if come == all_ranks and self._index:
@@ -283,7 +287,7 @@ class _Meeting:
             if not verdict:
                 with self._told_to_others():
                     found = dict(rows_of(self._store, heap, all_ranks) or ())
-                    texts = [own, *(json.loads(found.get(index, '""')) for index in range(1, all_ranks))]
+                    texts = [own, *(json.loads(found[index]) for index in range(1, all_ranks))]
                     verdict = "is " + first(texts)
                 verdict = self._store.compare_set(self._verdict, "", verdict).decode()
             if verdict.startswith("is "):
@@ -441,6 +445,10 @@ class _Meeting:
         if rows is None:
             return None, []
         latest = dict(rows)
+        if self._is_led and are_working_late:
+            handed_in = dict(rows_of(self._store, f"{self._place} messages", len(self._ranks)) or ())
+            others = [rank for index, rank in enumerate(self._ranks) if index and index not in handed_in]
+            return others or [self._ranks[0]], []
         late = [
             rank
             for index, rank in enumerate(self._ranks)

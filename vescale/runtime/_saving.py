@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.agreement import Round
+from vescale.agreement import ConsensusError, Round
 from vescale.compat import note
 from vescale.errors import RankFailedError, SavePretrainedError
 from vescale.runtime._bound_method import BoundMethod
@@ -90,7 +90,7 @@ def _save_pretrained(
             problem = error
         finally:
             del vars(module)["state_dict"]
-    _finish(round_, problem, own, ranks)
+    _finish(round_, problem)
     return result
 
 
@@ -109,13 +109,20 @@ def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -
     return consensus
 
 
-def _finish(consensus: Round | None, problem: Exception | None, own: int, ranks: list[int]) -> None:
+def _finish(rounds: Round | None, problem: Exception | None) -> None:
     """All ranks leave together: the files are there then."""
-    if consensus is not None:
-        consensus.have_all_come("written", "", _WRITING)
-        text = "" if problem is None else f"{type(problem).__name__}: {problem}"
-        failed = [found.decode() for found in consensus.exchange(text.encode(), lambda: "save_pretrained") if found]
-        if failed and problem is None:
-            raise RankFailedError(f"save_pretrained failed on rank {ranks[0]}, which writes: {failed[0]}")
-    if problem is not None:
-        raise problem
+    if rounds is None:
+        if problem is not None:
+            raise problem
+        return
+    rounds.have_all_come("written", "", _WRITING)
+    try:
+        with rounds.together(lambda: "save_pretrained"):
+            if problem is not None:
+                raise problem
+    except ConsensusError as error:
+        if not error.failure:
+            raise
+        raise RankFailedError(
+            f"save_pretrained failed on rank {error.ranks[0]}, which writes: {error.failure}"
+        ) from None
