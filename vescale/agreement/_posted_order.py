@@ -373,7 +373,7 @@ class PostedOrder:
         self._number = ((self._number >> _TURN) + 1) << _TURN
         _NUMBER.pack_into(self._memory, self._base, self._number)
 
-    def apart(self, awaited: Sequence[int] | None, what: str) -> Apart | None:
+    def apart(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> Apart | None:
         """Of ranks that wait for each other in vain; see :meth:`Look.look`. None: they may still meet.
 
         They do not, if the collectives that they have begun under one number do not pair. Nor if ranks wait in a
@@ -383,14 +383,14 @@ class PostedOrder:
         numbers = [_NUMBER.unpack_from(self._memory, base)[0] for base in self._bases()]
         self._note_wait(awaited, what, numbers)
         if self._hosts is not None:
-            return self._apart_on_hosts(self._hosts, awaited)
+            return self._apart_on_hosts(self._hosts, awaited, in_vain)
         return self._found(numbers)
 
-    def _apart_on_hosts(self, hosts: RowsOfHosts, awaited: Sequence[int] | None) -> Apart | None:
+    def _apart_on_hosts(self, hosts: RowsOfHosts, awaited: Sequence[int] | None, in_vain: bool) -> Apart | None:
         """One of the ranks that wait reads what all of them have posted, and writes what it has found."""
         row = bytes(self._memory[self._base : self._base + _ROW_BYTES])
         turn = self._number >> _TURN
-        if not hosts.is_due((self._number, awaited)):
+        if not hosts.is_due((self._number, awaited)) and not in_vain:
             return None
         told = hosts.told(turn)
         if told is not None:
@@ -509,6 +509,7 @@ class RowsOfHosts:
         self._at: object = None
         self._num_looks = self._number = 0
         self._leader: tuple[str, float] = ("", 0.0)
+        self._counted: set[int] = set()  # turns in which this rank has found a difference
         self._known: dict[
             int, tuple[int, float]
         ] = {}  # of each rank the number of its post, and when it was seen first
@@ -562,8 +563,13 @@ class RowsOfHosts:
         return found
 
     def wait_until_all_have_found_it(self, turn: int, end: float) -> None:
+        own = int(turn not in self._counted)  # two threads of a rank may find it
+        self._counted.add(turn)
         with connection() as store, contextlib.suppress(RuntimeError):
-            found = store.add(f"{self._name} {turn} have found it", 1)
+            found = store.add(f"{self._name} {turn} have found it", own)
+            if found >= self._num_ranks:
+                return
             while found < self._num_ranks and time.monotonic() < end:
                 time.sleep(0.1)
                 found = store.add(f"{self._name} {turn} have found it", 0)
+            time.sleep(0.5)  # the last one is printing it

@@ -100,7 +100,7 @@ class OrderWatch:
     def look(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
         """See :class:`vescale.comm.Look`. Raises OrderMismatchError, on every rank that waits."""
         posted = self._posted
-        found = posted.apart(awaited, what) if posted is not None else None
+        found = posted.apart(awaited, what, in_vain) if posted is not None else None
         if posted is None or found is None:
             return
         error = different_modules(self._text(found), sorted(found.texts) or _minority(found))
