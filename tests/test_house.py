@@ -24,6 +24,7 @@ FLOORS = {
     "csrc": 0,
     "compat": 0,
     "comm": 0,
+    "agreement": 1,
     "placements": 1,
     "plans": 2,
     "plan_zoo": 2,
@@ -248,6 +249,33 @@ def test_private_torch_names_live_in_compat() -> None:
             if isinstance(node, ast.Attribute) and is_private(dotted(node)):
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: uses {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
+
+
+# What reaches the job's store: ranks agree through ``vescale.agreement``, whose requests are counted.
+_STORES = ("default_store", "own_connection")
+# Packages and files that have a store of their own business: why.
+ALLOWED_STORES = {
+    "agreement": "it is what others use",
+    "compat": "it reads PyTorch's name of the store",
+    "debug/_stopped_ranks.py": "people who have stopped a job talk to its ranks",
+    "debug/_watchdog.py": "reports of ranks that hang, from a thread with a connection of its own",
+}
+
+
+def test_the_store_is_reached_through_agreement() -> None:
+    wrong, met = [], set()
+    for path in sources():
+        name = str(path.relative_to(PACKAGE))
+        owner = next((each for each in ALLOWED_STORES if name == each or name.startswith(f"{each}/")), None)
+        for node in nodes(path.read_text()):
+            is_store = isinstance(node, ast.Name) and node.id in _STORES
+            is_store |= isinstance(node, ast.Attribute) and node.attr in _STORES
+            if is_store and owner is not None:
+                met.add(owner)
+            elif is_store:
+                wrong.append(f"vescale/{name}:{node.lineno}: use vescale.agreement")
+    assert not wrong, "\n".join(wrong)
+    assert met == set(ALLOWED_STORES) - {"compat"} | (met & {"compat"}), "the table names files that reach no store"
 
 
 # Calls that can run what they are given.

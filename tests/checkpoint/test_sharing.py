@@ -20,6 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import RankPools
+from vescale.agreement import ConsensusError, LateRanksWarning, Round
+from vescale.agreement import _round as agreement_round
+from vescale.agreement import _store as agreement_store
 from vescale.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -33,7 +36,6 @@ from vescale.checkpoint import (
 )
 from vescale.checkpoint import _gathering as gathering
 from vescale.checkpoint import _reader as reader
-from vescale.comm import Consensus, ConsensusError, LateRanksWarning
 from vescale.errors import ContentMismatchError, NoSuchStepError, UnsavableValueError
 from vescale.fsdp import fully_shard
 from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, normalize_placements
@@ -134,8 +136,8 @@ def steady(folder: str, asynchronous: bool) -> None:
         checkpoints.wait()
         before = num_collectives()
         patch.setattr(gathering.Gathering, "round", count)
-        patch.setattr(gathering, "own_connection", lambda: rounds.append("connection"))
-        patch.setattr(Consensus, "exchange", lambda *args: rounds.append("exchange"))
+        patch.setattr(agreement_store, "own_connection", lambda: rounds.append("connection"))
+        patch.setattr(Round, "exchange", lambda *args: rounds.append("exchange"))
         checkpoints.save(2, model=model, optimizer=optimizer, note="x")
         checkpoints.wait()
         assert rounds == ["round"]
@@ -266,12 +268,12 @@ def only_some_ranks(folder: str) -> None:
         "Checkpointer.save ": save_behind,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "_PATIENCE", timedelta(seconds=0.2))
+        patch.setattr(agreement_round, "_PATIENCE", timedelta(seconds=0.2))
         patch.setenv("VESCALE_TIMEOUT", "1")
         for number, (call, run) in enumerate(calls.items()):
             if number >= 3:  # the time limit is that of the first save
                 for each in (checkpoints, behind):
-                    each._saver._gathering._timeout = timedelta(seconds=1)
+                    each._saver._gathering.rounds.timeout = timedelta(seconds=1)
             caller = number % 2
             if rank == caller:
                 said = rf"ranks \[{1 - caller}\] did not come to {call.strip()} "
@@ -343,10 +345,10 @@ def in_different_calls(folder: str) -> None:
             checkpoints.save(1, model=model)
         else:
             checkpoints.restore(model=model)
-    comparison = Consensus(range(2), "a test")
+    comparison = Round(range(2), "a test")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(gathering, "_PATIENCE", timedelta(seconds=0.2))
+        patch.setattr(agreement_round, "_PATIENCE", timedelta(seconds=0.2))
         if rank == 0:
             with pytest.raises(
                 CheckpointError, match=r"because ranks wait for each other: rank 0 is at 'load'.*parallelize"

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard
 import vescale
 from tests.ranks import RankPools
 from vescale import InputMismatchError
+from vescale.agreement import Board
 from vescale.checks import StepChecks
-from vescale.comm import Board
 from vescale.runtime import Runtime
 
 
@@ -64,7 +64,7 @@ def later() -> None:
             assert raised == differs_at + 1, (differs_at, raised)
             dist.barrier()
         model, checks = parallel()
-        assert steps(model, 0) == 0 and not checks._put.keys
+        assert steps(model, 0) == 0 and not checks._handed_in
         model, _ = parallel()
         assert steps(model, 6) == 0  # between the compared ones: documented as not seen
         dist.barrier()

@@ -91,6 +91,8 @@ def _rank(
 ) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), VESCALE_REPORTS=folder, **env)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    if hosts := os.environ.get("NUM_HOSTS"):  # of names alone: ranks take turns
+        os.environ["VESCALE_HOST"] = f"host {rank % int(hosts)}"
     out = os.open(os.path.join(folder, f"out{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)

@@ -23,8 +23,8 @@ from tests.fsdp.test_gather_order import DIFFERENT, EQUAL, Mixture, X, made
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import Plan, parallelize
-from vescale.comm import Apart, PostedOrder
-from vescale.comm import _posted_order as posted_order
+from vescale.agreement import Apart, PostedOrder
+from vescale.agreement import _posted_order as posted_order
 from vescale.gradients import OrderMismatchError, _order_watch
 from vescale.gradients._collective_order import _MARK, GatherSizes
 
@@ -230,6 +230,16 @@ def test_different_numbers(
 ) -> None:
     env = {"VESCALE_CHECK": check}
     all_raise(run_job(different_numbers, tmp_path, widths, options, what, world_size=num_ranks, env=env), "experts.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["forward", "evaluation"])
+def test_different_numbers_on_several_hosts(tmp_path: Path, what: str) -> None:
+    """Ranks that wait tell each other through the store where they are."""
+    env = {"VESCALE_CHECK": "off", "NUM_HOSTS": "2"}
+    result = run_job(different_numbers, tmp_path, EQUAL, {}, what, world_size=2, env=env)
+    all_raise(result, "experts.")
+    assert result.seconds < 30, result.seconds
 
 
 @pytest.mark.slow

@@ -20,8 +20,9 @@ from tests.fsdp.compare import gradients_of
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import Plan, parallelize
+from vescale.agreement import Board
 from vescale.checks import StepMismatchError
-from vescale.comm import Board, record_comms
+from vescale.comm import record_comms
 from vescale.comm._long_waits import look
 from vescale.fsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from vescale.gradients import OrderMismatchError
@@ -99,6 +100,10 @@ def training(widths: tuple[int, ...], replicas: int, warm: bool) -> None:
             trains(model, one, chosen)
     model.zero_grad()
     chosen = (0,) if rank % 2 == 0 else (1,)
+    if warm and widths == EQUAL:  # nobody waits for what is compared: it is told at the end of the next step
+        model(X, chosen).backward()
+        model.zero_grad()
+        chosen = (0,)
     raises_alike(lambda: model(X, chosen).backward(), "experts.0 on rank", "experts.1 on rank", "gather")
     assert all(parameter.grad is None for parameter in model.parameters())
     trains(model, one, (1, 2))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale.agreement import Round
 from vescale.checkpoint._hf_conversion import Computed, Conversion, Form, file_base, to_files, write_beside
 from vescale.checkpoint._hf_load import origin_of
 from vescale.checkpoint._index_map import IndexMap, Part, source_axes
@@ -20,7 +21,6 @@ from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
 from vescale.checkpoint._model_state import check_model, model_tensors, tied_groups
 from vescale.checkpoint._replicas import assign, has_other_ranks, repeated_position
 from vescale.checkpoint._safetensors import FileLayout, create_file, index_of, plan_files, write_block
-from vescale.comm import Consensus
 from vescale.errors import CheckpointError, CheckpointOptionError, HfExportError
 
 _SMALL = 4 << 10  # bytes; smaller parts are written by one of the ranks that hold them
@@ -65,7 +65,7 @@ def export_hf(
     conversion = to_files(model, forms)
     files = plan_files(_file_forms(model, conversion, forms, dtype), max_shard_size, file_base(model))
     work = Export(place, files, tensors, conversion)
-    consensus = Consensus(range(dist.get_world_size()), "checkpoint export") if has_other_ranks() else None
+    consensus = Round(range(dist.get_world_size()), "checkpoint export") if has_other_ranks() else None
     first = consensus is None or dist.get_rank() == 0
     with work.discarded_on_failure() if first else contextlib.nullcontext():
         _together(consensus, "prepare the files of an export", work.create if first else _nothing)
@@ -83,7 +83,7 @@ def _nothing() -> int:
     return 0
 
 
-def _together(consensus: Consensus | None, about: str, run: Callable[[], int]) -> list[int]:
+def _together(consensus: Round | None, about: str, run: Callable[[], int]) -> list[int]:
     """Run something on every rank; every rank gets what all of them returned, or the error that one has met."""
 
     def outcome() -> bytes:
@@ -352,7 +352,7 @@ def _meet(
     return tuple(begin), values.reshape(sizes)
 
 
-def _write_whole(work: Export, item: Computed, number: int, consensus: Consensus | None) -> list[int]:
+def _write_whole(work: Export, item: Computed, number: int, consensus: Round | None) -> list[int]:
     """Gather the sources of a result, and write it on one rank."""
     gathered = {name: _whole(work.tensors[name]) for name in item.sources}
 

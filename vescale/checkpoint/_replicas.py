@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.agreement import Round
 from vescale.checkpoint._error_text import as_text, from_text
 from vescale.checkpoint._local_blocks import LocalBlocks
 from vescale.checkpoint._scratch import scratch
-from vescale.comm import Consensus, requested_by
+from vescale.comm import requested_by
 from vescale.compat import bytes_of, is_alone
 from vescale.errors import CheckpointError
 
@@ -71,7 +72,7 @@ class Shares:
     received: list[tuple[str, int]] = field(default_factory=list)
     plain: set[str] = field(default_factory=set)
     digest: bytes = b""
-    consensus: Consensus | None = None
+    consensus: Round | None = None
     is_uneven: bool = False
 
     def agree(self, read: Callable[[], CheckpointError | None]) -> None:
@@ -121,7 +122,7 @@ def plan_shares(blocks: Mapping[str, LocalBlocks]) -> Shares:
         owners = assign(((name, blocks[name].nbytes) for name in names), count)
         own |= {name for name in names if owners[name] == number}
         received += [(name, owners[name]) for name in sorted(names, key=lambda name: (owners[name], name))]
-    consensus = Consensus(range(dist.get_world_size()), "checkpoint read")
+    consensus = Round(range(dist.get_world_size()), "checkpoint read")
     return Shares(own, received, set(plain), hashlib.sha256(text.encode()).digest(), consensus)
 
 

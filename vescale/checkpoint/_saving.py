@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import vescale
+from vescale.agreement import Round, settle_heartbeats
 from vescale.checkpoint import _disk
 from vescale.checkpoint._gathering import Gathering
 from vescale.checkpoint._local_blocks import LocalBlocks
@@ -43,7 +44,6 @@ from vescale.checkpoint._replicas import assign, has_other_ranks
 from vescale.checkpoint._snapshot import MODEL, RANDOM, Snapshot, samples
 from vescale.checkpoint._step_folder import Retention, clean, commit, pack_part, remove_unfinished, unpack_part
 from vescale.checkpoint._writer import Writer
-from vescale.comm import Consensus
 from vescale.compat import note
 from vescale.errors import CheckpointError, CheckpointWarning, FolderInUseError, SaveFailedError
 
@@ -140,7 +140,7 @@ def shared_names(blocks: Mapping[str, LocalBlocks]) -> list[str]:
     return [name for name, entry in blocks.items() if entry.local is not None and not name.startswith(RANDOM + ".")]
 
 
-def agree_on_holders(blocks: Mapping[str, LocalBlocks], consensus: Consensus) -> Holders:
+def agree_on_holders(blocks: Mapping[str, LocalBlocks], consensus: Round) -> Holders:
     """One round through the store; each rank reads those of the others only where they differ."""
     own = sorted(shared_names(blocks))
     messages = consensus.exchange(
@@ -238,7 +238,7 @@ class Saver:
         self._locks = locks
         self._writer = Writer() if asynchronous else None
         self._gathering: Gathering | None = None
-        self._consensus: Consensus | None = None
+        self._consensus: Round | None = None
         self._holders: Holders | None = None
         self._id = ""
         self._forget: Callable[[], Any] = lambda: None  # that this process is saving under this id
@@ -258,6 +258,7 @@ class Saver:
         """
         self.wait()
         try:
+            settle_heartbeats()
             snapshot, target = prepare()
         except BaseException as error:
             self._refuse(error)
@@ -319,7 +320,7 @@ class Saver:
         if self._holders is None and not has_other_ranks():
             self._holders = {}
         elif self._holders is None:
-            self._consensus = self._consensus or Consensus(range(dist.get_world_size()), "checkpoint holders")
+            self._consensus = self._consensus or Round(range(dist.get_world_size()), "checkpoint holders")
             self._holders = agree_on_holders(blocks, self._consensus)
         return self._holders
 

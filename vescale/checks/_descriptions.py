@@ -16,8 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale import csrc
+from vescale.agreement import Board
 from vescale.checks._mismatches import DRAWN, NUMBERS, SEED, USED
-from vescale.comm import Board
 from vescale.compat import no_torch_function, tensors_in
 
 _SAMPLES = 8

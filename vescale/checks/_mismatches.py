@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale.comm import Board, CrossWaitError, RankGoneError, first_difference
+from vescale.agreement import Board, CrossWaitError, RankGoneError, first_difference
 from vescale.errors import Coded
 
 

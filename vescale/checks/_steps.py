@@ -15,7 +15,7 @@ How they compare:
 the ranks                          each event
 =================================  ==================================================================================
 of one host, on gloo               all wait for each other, as the collectives that follow do, and compare digests in
-                                   shared memory (:class:`vescale.comm.Board`): microseconds
+                                   shared memory (:class:`vescale.agreement.Board`): microseconds
 others                             nobody waits: in the first 3 forwards and every ``VESCALE_CHECK_EVERY``-th,
                                    descriptions go to the store, and a later forward reads those of all ranks
 others, with VESCALE_CHECK=steps   all wait for each other in a round through the store
@@ -33,11 +33,12 @@ import json
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from vescale.agreement import Board, ConsensusError, CrossWaitError, HandedIn, RankGoneError, Round, wait_limit
 from vescale.checks._descriptions import call_site, digest_of, hash_of, native_steps
 from vescale.checks._mismatches import (
     COMPUTED,
@@ -52,16 +53,15 @@ from vescale.checks._mismatches import (
     uneven_text,
 )
 from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecked
-from vescale.comm import Board, Consensus, ConsensusError, CrossWaitError, RankGoneError, wait_limit
-from vescale.compat import default_store, default_timeout, is_alone
+from vescale.compat import default_timeout, is_alone
 from vescale.errors import Coded
 
 # ``AxisMeetings``: which ranks of a mesh meet where a value is cut along some of its axes.
 
 
 class AxisMeetings:
-    """Channels of a :class:`vescale.comm.Board`: number 0 of all ranks, and one for each part of the axes, on which ranks
-    meet that differ along these axes only.
+    """Channels of a :class:`vescale.agreement.Board`: number 0 of all ranks, and one for each part of the axes, on which
+    ranks meet that differ along these axes only.
 
     Args:
         coordinates: of each rank.
@@ -128,41 +128,6 @@ def part_keys(parts: Sequence[LocalPart], coordinates: Sequence[tuple[int, ...]]
     return [tuple(coordinate[axis] for axis in axes) for coordinate in coordinates]
 
 
-# ``PutDescriptions``: what ranks that do not wait for each other have put in the store, to be compared later.
-
-
-class PutDescriptions:
-    """Of ``ranks``; each puts and reads them in the same order.
-
-    Attributes:
-        keys: of those that have not been read.
-    """
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = ranks
-        self.keys: deque[str] = deque()
-
-    def add(self, key: str, message: bytes) -> None:
-        """``key``: the same on all ranks, and used once."""
-        if not is_alone():
-            default_store().set(f"{key} {self._ranks.index(dist.get_rank())}", message.hex())
-            self.keys.append(key)
-
-    def complete(self) -> Iterator[list[dict[str, Any]]]:
-        """Those that all ranks have put, of each rank. Nobody waits."""
-        while self.keys:
-            store, key = default_store(), self.keys[0]
-            keys = [f"{key} {index}" for index in range(len(self._ranks))]
-            if not store.check(keys):
-                return
-            found = [json.loads(bytes.fromhex(store.get(each).decode())) for each in keys]
-            self.keys.popleft()
-            if store.add(f"{key} read", 1) == len(self._ranks):
-                for each in (*keys, f"{key} read"):
-                    store.delete_key(each)
-            yield found
-
-
 # Parts of a batch that are the same on all ranks: each rank was given the global batch, and the plan takes it as a
 # part.
 
@@ -221,7 +186,7 @@ class StepChecks:
         self._has_others = len(self.ranks) > 1 and dist.get_rank() in self.ranks
         self._meetings = AxisMeetings(coordinates)
         self._channels: list[tuple[int, ...]] = []  # the ranks that this one meets on each channel
-        self._consensus: list[Consensus] = []
+        self._consensus: list[Round] = []
         self._board: Board | None = None
         self._is_ready = False
         self._numbers = [0] * self._meetings.count
@@ -230,7 +195,7 @@ class StepChecks:
         self.num_models = 0
         self.names_gradients = True
         self._noted: list[tuple[str, str]]
-        self._put = PutDescriptions(self.ranks)
+        self._handed_in: deque[HandedIn] = deque()  # descriptions of forwards that are to be compared
         self._lock = threading.Lock()  # one event at a time
         self._threads: set[int] = set()  # that have run forwards
         self.begin()
@@ -372,7 +337,7 @@ class StepChecks:
             channels, own = self._meetings.channels(), self.ranks.index(dist.get_rank())
             self._channels = [tuple(self.ranks[index] for index in peers[own]) for peers in channels]
             self._consensus = [
-                Consensus(ranks, f"steps {number} of {self.ranks}" if number else "steps")
+                Round(ranks, f"steps {number} of {self.ranks}" if number else "steps")
                 for number, ranks in enumerate(self._channels)
             ]
             self._board = None
@@ -408,10 +373,10 @@ class StepChecks:
         self._numbers[channel] += 1
         if not self.waits:
             if not channel:
-                self._look_at_put()
+                self._look_at_earlier()
                 if site.text.startswith("forward") and (self.is_due or self._noted):
                     message = self._description(site, self._with_noted(inputs), parts)
-                    self._put.add(f"{self._consensus[0].place} put {self._numbers[0]}", message)
+                    self._handed_in.append(self._consensus[0].hand_in(message, self._are_alike))
             return None
         if not channel:  # of what all ranks are given
             inputs = self._with_noted(inputs)
@@ -511,14 +476,26 @@ class StepChecks:
         except ConsensusError as error:
             self._leave()
             raise StepMismatchError(f"{error}. {SAME_STEPS}", error.ranks) from None
-        found = dict(zip(consensus.ranks, messages))
-        return [json.loads(found[rank]) for rank in self._channels[channel]]
+        return self._described(messages, channel)
 
-    def _look_at_put(self) -> None:
-        """Descriptions of earlier forwards, if all ranks have put theirs. Nobody waits."""
-        for found in self._put.complete():
-            if self._compare(found):
-                raise InputMismatchError(uneven_text(found, self.ranks), self.ranks)
+    def _look_at_earlier(self) -> None:
+        """At the descriptions of earlier forwards, if all ranks have handed theirs in. Nobody waits."""
+        while self._handed_in and (messages := self._handed_in[0].messages()) is not None:
+            self._handed_in.popleft()
+            if messages:
+                found = self._described(messages)
+                if self._compare(found):
+                    raise InputMismatchError(uneven_text(found, self.ranks), self.ranks)
+
+    def _are_alike(self, messages: list[bytes]) -> bool:
+        try:
+            return not self._compare(self._described(messages))
+        except (StepMismatchError, InputMismatchError):  # as all ranks raise
+            return False
+
+    def _described(self, messages: Sequence[bytes], channel: int = 0) -> list[dict[str, Any]]:
+        found = dict(zip(self._consensus[channel].ranks, messages))
+        return [json.loads(found[rank]) for rank in self._channels[channel]]
 
     def _compare(self, found: Sequence[dict[str, Any]], channel: int = 0) -> list[Mapping[int, Any]] | None:
         ranks = self._channels[channel]

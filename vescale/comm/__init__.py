@@ -39,54 +39,40 @@ from vescale.comm._kept_results import (
 )
 from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requester, record, record_comms, requested_by
 from vescale.comm._local_ranks import ProcessFailed, messages
-from vescale.comm._long_waits import look_while_waiting, waiting_thread
-from vescale.comm._observation import Observer, Operation, axes_of, expect_message, name_group, observe, received_bytes
-from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
-from vescale.comm._posted_order import Apart, Board, CrossWaitError, PostedOrder, RankGoneError, shared_memory
-from vescale.comm._rank_comparison import (
-    Consensus,
-    ConsensusError,
-    Description,
-    Difference,
-    LateRanksWarning,
-    WaitNotice,
-    compare_descriptions,
-    first_difference,
-    listen_to_descriptions,
-    wait_limit,
+from vescale.comm._long_waits import LONG_WAIT_SECONDS, look, look_while_waiting, waiting_thread, waits_for
+from vescale.comm._observation import (
+    Observer,
+    Operation,
+    axes_of,
+    expect_message,
+    name_group,
+    observe,
+    received_bytes,
+    tell_wait,
 )
+from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
 from vescale.comm._streams import SideStream
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "FIRST_BUCKET_BYTES",
     "LISTENERS",
+    "LONG_WAIT_SECONDS",
     "MAX_PADDING",
     "REDUCE_OPS",
-    "Apart",
     "AxisGroup",
-    "Board",
     "BucketBytes",
     "CommRecord",
-    "Consensus",
-    "ConsensusError",
-    "CrossWaitError",
-    "Description",
-    "Difference",
     "KeptResults",
     "KeptTensors",
-    "LateRanksWarning",
     "Ledger",
     "Link",
     "Observer",
     "Operation",
     "Pending",
-    "PostedOrder",
     "ProcessFailed",
-    "RankGoneError",
     "ReductionCost",
     "SideStream",
-    "WaitNotice",
     "all_gather_into",
     "all_gather_v",
     "all_reduce",
@@ -96,10 +82,8 @@ __all__ = [
     "axis_group",
     "bucket_limits",
     "bytes_text",
-    "compare_descriptions",
     "current_requester",
     "expect_message",
-    "first_difference",
     "fused_bytes",
     "gathered_size",
     "group_of_ranks",
@@ -107,7 +91,7 @@ __all__ = [
     "keep_tensors",
     "keeps_result",
     "link_of",
-    "listen_to_descriptions",
+    "look",
     "look_while_waiting",
     "messages",
     "name_group",
@@ -126,9 +110,9 @@ __all__ = [
     "requested_by",
     "ring_bytes",
     "ring_seconds",
-    "shared_memory",
+    "tell_wait",
     "uses_nccl",
-    "wait_limit",
     "waiting_thread",
+    "waits_for",
     "watch_holder",
 ]

@@ -61,17 +61,37 @@ def waiting_thread() -> int | None:
     return next((thread for thread, began in list(_BEGAN.items()) if now - began > LONG_WAIT_SECONDS), None)
 
 
+class _Waits(threading.local):
+    """For which ranks this thread waits, and where, if it is not for those that have begun the same collective."""
+
+    awaited: Sequence[int] | None = None
+    what = "a collective"
+
+
+_WAITS = _Waits()
+
+
+@contextlib.contextmanager
+def waits_for(ranks: Sequence[int], what: str) -> Iterator[None]:
+    """A collective inside is none that ranks post (see ``Look``): this rank waits before what they do, for ``ranks``."""
+    _WAITS.awaited, _WAITS.what = ranks, what
+    try:
+        yield
+    finally:
+        del _WAITS.awaited, _WAITS.what
+
+
 def wait_for_work(work: Any, out: torch.Tensor) -> None:
     """``work.wait()``, which waits for other ranks where ``out``, its result, is in the memory of the host."""
     if not _LOOKS or not isinstance(work, dist.Work) or out.device.type != "cpu" or work.is_completed():
         work.wait()
         return
     while not _has_ended(work):
-        look(None, "a collective")
+        look(_WAITS.awaited, _WAITS.what)
     try:
         work.wait()
     except RuntimeError:  # it has failed
-        look(None, "a collective", in_vain=True)
+        look(_WAITS.awaited, _WAITS.what, in_vain=True)
         raise
 
 

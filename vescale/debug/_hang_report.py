@@ -6,7 +6,7 @@ import os
 import threading
 from types import TracebackType
 
-from vescale.comm import wait_limit
+from vescale.agreement import wait_limit
 from vescale.debug._watchdog import HangWatch
 from vescale.errors import DebugOptionError
 

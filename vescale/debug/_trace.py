@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.agreement import Round
 from vescale.comm import Observer, Operation, axes_of, current_requester, name_group, observe
-from vescale.compat import default_store, is_alone
+from vescale.compat import is_alone
 from vescale.debug._locations import running_place
 from vescale.errors import Coded
 
@@ -181,12 +182,13 @@ class CommTrace(Observer):
         own = self.events()
         everyone = [own]
         if dist.is_initialized() and dist.get_world_size() > 1 and not is_alone():
-            store, place = default_store(), f"vescale trace {os.fspath(path)} {_next_number(os.fspath(path))}"
-            store.set(f"{place} {dist.get_rank()}", json.dumps(own))
-            if dist.get_rank() == 0:
-                everyone = [json.loads(store.get(f"{place} {rank}")) for rank in range(dist.get_world_size())]
-                for rank in range(dist.get_world_size()):
-                    store.delete_key(f"{place} {rank}")
+            rounds = Round(range(dist.get_world_size()), f"trace {os.fspath(path)}")
+
+            def take(texts: Sequence[str]) -> str:
+                everyone[:] = map(json.loads, texts)
+                return ""
+
+            rounds.lead(lambda: json.dumps(own), take, lambda: f"writing a trace to {os.fspath(path)}")
         if not dist.is_initialized() or dist.get_rank() == 0:
             first = min((e["ts"] for events in everyone for e in events if e["ph"] == "X"), default=0.0)
             for event in (e for events in everyone for e in events if e["ph"] == "X"):
@@ -265,11 +267,3 @@ def _track(operation: Operation) -> str:
 
 def _named(kind: str, rank: int, number: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": f"{kind}_name", "pid": rank, "tid": number, "args": {"name": name}}
-
-
-_SAVED: Counter[str] = Counter()
-
-
-def _next_number(path: str) -> int:
-    _SAVED[path] += 1
-    return _SAVED[path]

@@ -408,6 +408,8 @@ class HangWatch(Observer):
             channel.set_verdict(sorted({*silent, *(r for r, x in reports.items() if not x.is_answer)}))
             self._write(channel, sentence, reports)
             _say(f"vescale: {sentence}")
+        else:
+            _say(f"vescale: rank {channel.rank} ends with code {EXIT_CODE}; rank {leader} says why")
         silent_ranks = channel.verdict(10.0)
         if silent_ranks is None:
             silent_ranks = [leader]
@@ -487,12 +489,12 @@ class _Channel:
 
     def all_end(self, seconds: float) -> bool:
         """Whether all ranks come here within this time."""
-        self._store.set(f"vescale watch raised {self.rank}", "1")
         deadline = time.monotonic() + seconds
-        keys = [f"vescale watch raised {rank}" for rank in range(self.size)]
-        while not (found := self._store.check(keys)) and time.monotonic() < deadline and self.alarmed_by is None:
+        found = self._store.add("vescale watch raised", 1)
+        while found < self.size and time.monotonic() < deadline and self.alarmed_by is None:
             time.sleep(0.02)
-        return bool(found)
+            found = self._store.add("vescale watch raised", 0)
+        return bool(found >= self.size)
 
     def is_paused(self) -> bool:
         return self._store.add("vescale paused", 0) > 0

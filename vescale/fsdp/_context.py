@@ -37,12 +37,12 @@ class RootOrders:
         for order in self._orders.values():
             order.end_turn()
 
-    def compare_gathers(self) -> None:
+    def compare_gathers(self, *, will_reduce: bool) -> None:
         """See :meth:`CollectiveOrder.compare_gathers`; raises when all groups have compared."""
         error: OrderMismatchError | None = None
         for order in self._orders.values():
             try:
-                order.compare_gathers()
+                order.compare_gathers(will_reduce=will_reduce)
             except OrderMismatchError as found:
                 error = found
         if error is not None:

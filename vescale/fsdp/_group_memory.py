@@ -84,8 +84,8 @@ class GroupMemory:
         return self._unit
 
     def compare_gathers(self) -> None:
-        """See :meth:`CollectiveOrder.compare_gathers`."""
-        self._orders.compare_gathers()
+        """Before a reduction, see :meth:`CollectiveOrder.compare_gathers`."""
+        self._orders.compare_gathers(will_reduce=True)
 
     def _move(self, event: Event) -> None:
         found = TRANSITIONS.get((self.residency, event))

@@ -109,7 +109,7 @@ class Iteration(Generic[MemberT]):
         self.comm.make_room(keep=0)
         self.comm.finish_host_reads()
         if not with_gradients:
-            self.orders.compare_gathers()
+            self.orders.compare_gathers(will_reduce=False)
         self._move(Move.END_FORWARD)
         self.forward_root = None
 
@@ -165,7 +165,7 @@ class Iteration(Generic[MemberT]):
                 if finished:
                     reduce_unused(finished)
                 else:
-                    self.orders.compare_gathers()
+                    self.orders.compare_gathers(will_reduce=True)
                     comm.has_accumulated = True
                 comm.prefetches.clear()
                 comm.make_room(keep=0)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from vescale.agreement import ConsensusError, Description, Round, compare_descriptions
 from vescale.buffer import BufferMismatchError
-from vescale.comm import Consensus, ConsensusError, Description, compare_descriptions
 from vescale.plans import PlanMismatchError
 
 Rows = Sequence[tuple[str, str]]
@@ -66,7 +66,7 @@ def _compare(
 ) -> None:
     if along.size() == 1:
         return
-    consensus = Consensus(dist.get_process_group_ranks(along), f"{name} {along.group_name}")
+    consensus = Round(dist.get_process_group_ranks(along), f"{name} {along.group_name}")
     try:
         found = compare_descriptions(sections, consensus, lambda: moment)
     except ConsensusError as error:

@@ -7,7 +7,7 @@ on: gradients that are reduced where their parameters were gathered, and end sha
 from vescale.gradients._agreed_parameters import GradientMismatchError
 from vescale.gradients._arrival_hooks import StepHooks
 from vescale.gradients._bucket import Bucket
-from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit, next_unit_number
+from vescale.gradients._collective_order import FLAGS_REQUESTER, CollectiveOrder, OrderedUnit, next_unit_number
 from vescale.gradients._comm_hook import CommHook, GradientBucket
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._data_parallel_axes import DataParallelAxes
@@ -28,7 +28,6 @@ from vescale.gradients._pipeline_shares import (
 )
 from vescale.gradients._reducer import BackwardTracker, GradientReducer
 from vescale.gradients._sharded_reduction import (
-    FLAGS_REQUESTER,
     ReductionOptions,
     ShardedGradients,
     ShardedReduction,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.comm import Consensus, compare_descriptions
+from vescale.agreement import Round, compare_descriptions
 from vescale.compat import ParameterRow
 from vescale.errors import Coded
 from vescale.gradients._data_parallel_axes import unite
@@ -39,7 +39,7 @@ class ObservedArrival:
     count: int
 
 
-def agree_on_parameters(described: Sequence[tuple[str, str]], what: str, consensus: Consensus) -> None:
+def agree_on_parameters(described: Sequence[tuple[str, str]], what: str, consensus: Round) -> None:
     """Compare names and descriptions of the parameters, and the settings of the reducers, on all ranks.
 
     Raises GradientMismatchError on every rank, naming the first parameter that differs.
@@ -57,7 +57,7 @@ def agree_on_arrivals(
     unseen: Sequence[int],
     name_of: Callable[[int], str],
     describe: Callable[[ObservedArrival], str],
-    consensus: Consensus,
+    consensus: Round,
 ) -> tuple[list[ObservedArrival], list[int]]:
     """The gradients that need slots on any rank, and the parameters that are ``unseen`` on any rank.
 
@@ -126,7 +126,7 @@ class AgreedParameters:
         self._removed: list[ReducedParameter] = []  # no longer in the module, but not agreed on yet
         self._unoffered: list[ReducedParameter] = []  # of the agreed ones; may have got slots since
         new, _ = hooked.changes()
-        self._consensus = Consensus(_ranks(new, mesh), "GradientReducer", timeout)
+        self._consensus = Round(_ranks(new, mesh), "GradientReducer", timeout)
         self._agree(new, settings)
         self.turn = ReducerTurn(self._consensus.ranks, self._name, torch.device(mesh.device_type))
         hooked.watch(new)

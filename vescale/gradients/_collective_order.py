@@ -20,8 +20,9 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from vescale.comm import Consensus, all_gather_into, all_reduce_, first_difference, look_while_waiting, shared_memory
-from vescale.compat import default_store, is_alone
+from vescale.agreement import Beat, Heartbeat, Round, add_post, added_posts, first_difference, post_once
+from vescale.comm import all_gather_into, look_while_waiting
+from vescale.compat import is_alone
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._order_watch import (
     COMPARISON,
@@ -65,7 +66,7 @@ class GatherSizes:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._last = self._last_compared = (0, 0)
-        self._consensus = Consensus(dist.get_process_group_ranks(group), f"gathers along {group.group_name}")
+        self._consensus = Round(dist.get_process_group_ranks(group), f"gathers along {group.group_name}")
         self._next: dict[int, tuple[int, int]] = {}
         self._history = self._num_since = 0
         self._place: tuple[object, int] = ("", 0)
@@ -130,22 +131,17 @@ def _is_agreed(expected: int, wanted: tuple[int, int], group: dist.ProcessGroup,
 # ``ReplicaErrors``: what the ranks of one shard group have raised is raised by their replicas, too, which wait for
 # them.
 
-# A row: how many errors the rank has raised, or 0 if it has gone on since; the first rank of its shard group; the length of
-# the latest error; the error. The number is written last, so that a row with one is
-# complete.
-_HEAD, _NUMBER, _CONTENT = struct.Struct("3Q"), struct.Struct("Q"), struct.Struct("2Q")
-_ROW_BYTES = 4096
 # How long a rank waits for replicas that have raised, but whose processes go on: their scripts may begin another step.
 _SECONDS_TO_GO_ON = 10.0
 
 
 class ReplicaErrors:
-    """Of all data-parallel ranks, on one host; elsewhere it does nothing.
+    """Of all data-parallel ranks, on any hosts.
 
     Ranks of one shard group find by themselves that they have gathered different units. They raise, and never come where
-    their replicas wait for them: before a backward, or in a reduction. So they write the error into memory that all ranks
-    map, and a rank that waits raises it, too, if their processes have ended, or if they have not gone on for 10 s. They may
-    go on with another step, if no replica has given up by then: a key of the store tells, which the first one writes.
+    their replicas wait for them: before a backward, or in a reduction. So they post the error, and a rank that waits raises
+    it, too, if their processes have ended, or if they have not gone on for 10 s. They may go on with another step, if no
+    replica has given up by then: the first of them to say so decides.
 
     Args:
         ranks: all of them; shard_ranks: those of this rank's shard group.
@@ -155,9 +151,8 @@ class ReplicaErrors:
     """
 
     def __init__(self, ranks: Sequence[int], shard_ranks: Sequence[int]) -> None:
-        self._ranks, self._group = tuple(ranks), min(shard_ranks)
-        self._base = self._ranks.index(dist.get_rank()) * _ROW_BYTES
-        self._memory: memoryview | None = None
+        self._ranks, self._members = tuple(ranks), sorted(shard_ranks)
+        self._group = self._members[0]
         self._place = ""
         self._num_told = 0
         self.has_raised = False
@@ -165,25 +160,20 @@ class ReplicaErrors:
         self._raised: set[tuple[int, int]] = set()
 
     def open(self) -> None:
-        """All ranks call it together."""
-        if self._place or is_alone():
-            return
-        self._place = Consensus(self._ranks, "errors of replicas").place
-        memory = shared_memory(self._ranks, self._place, len(self._ranks) * _ROW_BYTES)
-        if memory is not None:
-            self._memory = memoryview(memory)
+        """All ranks call it together. No communication."""
+        if not self._place and not is_alone() and len(self._ranks) > len(self._members):
+            self._place = Round(self._ranks, "errors of replicas").place
             look_while_waiting(self)
 
     def tell(self, error: OrderMismatchError) -> None:
         """Before all ranks of the shard group raise it."""
-        if self._memory is None:
+        if not self._place:
             return
         self._num_told, self.has_raised = self._num_told + 1, True
-        content = f"{json.dumps(error.ranks)}\n{error.args[0]}".encode()[: _ROW_BYTES - _HEAD.size]
-        begin = self._base + _HEAD.size
-        self._memory[begin : begin + len(content)] = content
-        _CONTENT.pack_into(self._memory, self._base + _NUMBER.size, self._group, len(content))
-        _NUMBER.pack_into(self._memory, self._base, self._num_told)
+        if dist.get_rank() == self._group:
+            told = [self._group, self._num_told, self._members, list(error.ranks), str(error.args[0])]
+            with suppress(RuntimeError):  # the rank that holds the store has ended
+                add_post(self._place, json.dumps(told))
 
     def go_on(self) -> None:
         """Before this rank communicates again after an error.
@@ -191,42 +181,47 @@ class ReplicaErrors:
         Raises OrderMismatchError if a replica has given up.
         """
         self.has_raised = False
-        if self._memory is not None and self._decide(self._group, self._num_told, "goes on") != "goes on":
-            raise self._error(self._memory, self._base)
-        if self._memory is not None:
-            _NUMBER.pack_into(self._memory, self._base, 0)
+        if self._place and self._decide(self._group, self._num_told, "goes on") != "goes on":
+            raise next(
+                error for group, number, _, error in self._told() if (group, number) == (self._group, self._num_told)
+            )
 
     def look(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
         """See :class:`vescale.comm.Look`; raises OrderMismatchError: for each error of a group once, or when its process has
         ended."""
-        if self._memory is None:
-            return
-        for place, rank in enumerate(self._ranks):
-            number, group, _ = _HEAD.unpack_from(self._memory, place * _ROW_BYTES)
-            if not number or group == self._group or (awaited and rank not in awaited):
+        for group, number, members, error in self._told():
+            if group == self._group or (awaited and not set(members) & set(awaited)):
                 continue
             if (group, number) in self._raised and not in_vain:  # the script has caught it
                 continue
-            since = self._seen.setdefault((rank, number), time.monotonic())
+            since = self._seen.setdefault((group, number), time.monotonic())
             is_late = in_vain or time.monotonic() - since >= _SECONDS_TO_GO_ON
             if is_late and self._decide(group, number, "given up") == "given up":
                 if not in_vain:
                     end_soon()
                 self._raised.add((group, number))
-                raise self._error(self._memory, place * _ROW_BYTES)
+                raise error
 
     def _decide(self, group: int, number: int, proposed: str) -> str:
         """What the first rank has proposed about this error of the group."""
         with suppress(RuntimeError):  # the rank that holds the store has ended, so that its group does not go on
-            return default_store().compare_set(f"{self._place} {group} {number}", "", proposed).decode()
+            return post_once(f"{self._place} {group} {number}", proposed)
         return proposed
 
-    @staticmethod
-    def _error(memory: memoryview, base: int) -> OrderMismatchError:
-        length = _HEAD.unpack_from(memory, base)[2]
-        ranks, _, text = bytes(memory[base + _HEAD.size :][:length]).decode(errors="replace").partition("\n")
-        return OrderMismatchError(text, json.loads(ranks))
+    def _told(self) -> list[tuple[int, int, list[int], OrderMismatchError]]:
+        """Group, number, members, and error, the latest of each group."""
+        with suppress(RuntimeError):  # the rank that holds the store has ended
+            rows = [json.loads(text) for text in added_posts(self._place)]
+            latest = {group: (number, members, ranks, text) for group, number, members, ranks, text in rows}
+            return [
+                (group, number, members, OrderMismatchError(text, ranks))
+                for group, (number, members, ranks, text) in latest.items()
+            ]
+        return []
 
+
+FLAGS_REQUESTER = "which parameters got a gradient"
+"""Of the collective with a byte for each parameter of the units along an axis."""
 
 _DIGEST_BYTES = 8
 _SLOT_BYTES = 2 * _DIGEST_BYTES  # a digest and its complement: their maxima over the ranks fit if all are equal
@@ -254,6 +249,13 @@ class _Log:
     def clear(self) -> None:
         self.__init__()  # type: ignore[misc]
 
+    def taken(self) -> _Log:
+        """All of it, which is begun anew here."""
+        found = _Log()
+        vars(found).update(vars(self))
+        self.clear()
+        return found
+
     def entries(self, what: str) -> list[tuple[str, int]]:
         """Places in the order, and numbers of units."""
         return [(f"{what} {place}", number) for place, number in enumerate(self.numbers, self._num_earlier + 1)]
@@ -267,6 +269,8 @@ class _History:
         errors: of the ranks along the axis that shards, for the others.
         sizes: of gathers; reduced: units in the order of their reductions; units: by number, as far as they are there.
         message_bytes: the longest message of a model.
+        heartbeat: of all data-parallel ranks, at the end of backwards; gather_heartbeat: along the axis that shards, of
+            forwards without a backward.
     """
 
     def __init__(self, axes: DataParallelAxes) -> None:
@@ -280,6 +284,9 @@ class _History:
         self.units: weakref.WeakValueDictionary[int, OrderedUnit] = weakref.WeakValueDictionary()
         self.numbers = itertools.count(1)
         self.message_bytes = 0
+        everyone = axes.data_parallel.group if axes.num_replicas > 1 else shard_group
+        self.heartbeat = Heartbeat(everyone, FLAGS_REQUESTER)
+        self.gather_heartbeat = Heartbeat(shard_group, "which units were gathered")
 
     @property
     def watches(self) -> list[OrderWatch]:
@@ -375,11 +382,15 @@ class CollectiveOrder:
     ===================  ==============================================================================================
     moment               comparison
     ===================  ==============================================================================================
-    end of a backward    :meth:`message` goes with the collective that tells unused parameters, which has the same size on
-    that reduces         all ranks, whatever they have run; :meth:`check` its maximum
-    end of a forward     :meth:`compare_gathers`: an all-reduce of 16 bytes over the shard group, if there were gathers
+    end of a backward    :meth:`send`: a heartbeat with what tells unused parameters, which has the same size on all
+    that reduces         ranks, whatever they have run
+    end of a forward     :meth:`compare_gathers`: a heartbeat of 16 bytes over the shard group, if there were gathers
     without gradients
+    end of a backward    nothing; in the first of them as at the end of a forward
+    that accumulates
     ===================  ==============================================================================================
+
+    The ranks wait for the first heartbeats, and for no later ones: these are checked when the next one is sent.
 
     Attributes:
         number: of the first unit, which is that of no other order; model: the name of its class.
@@ -416,8 +427,9 @@ class CollectiveOrder:
         self.history.reduced.clear()
         for watch in self.history.watches:
             watch.open()
-        if self._axes.num_replicas > 1:
-            self.history.errors.open()
+        self.history.errors.open()
+        for heartbeat in (self.history.heartbeat, self.history.gather_heartbeat):
+            heartbeat.begin()
         if not self._turns:  # roots may share an order
             ranks = dist.get_process_group_ranks(self.shard_group), self._axes.data_parallel_ranks
             self._turns = tuple(RootTurn(each, model, self.device) for each in ranks)
@@ -452,53 +464,57 @@ class CollectiveOrder:
             found[place : place + len(codes)] = bytes(codes)
         return found
 
-    def begins_to_check(self) -> None:
-        """Before the ranks send their messages; see :class:`OrderWatch`."""
-        for watch in self.history.watches:
-            watch.post(END_OF_BACKWARD)
+    def send(self, flags: Mapping[int, Sequence[int]], device: torch.device) -> Beat:
+        """Begin anew, and send :meth:`message`.
 
-    def check(self, maximum: Sequence[int]) -> None:
-        """Begin anew if the ranks have gathered and reduced the same.
-
-        Raises OrderMismatchError on every rank otherwise, which names units and ranks.
+        Raises OrderMismatchError on every rank if the ranks have gathered or reduced different units, in this step if it is
+        one of the first, or in the one before; it names units and ranks.
         """
+        message, history = self.message(flags), self.history
+        for watch in history.watches:
+            watch.post(END_OF_BACKWARD)
+        sent = self.gathered.taken(), history.reduced.taken()
+        history.sizes.begin()
+        return history.heartbeat.send(message, device, lambda maximum: self._check(maximum, sent))
+
+    def _check(self, maximum: Sequence[int], sent: tuple[_Log, _Log]) -> None:
         count = self.header_bytes // _SLOT_BYTES
         slots = [maximum[slot * _SLOT_BYTES : (slot + 1) * _SLOT_BYTES] for slot in range(count)]
         different = [number for number, slot in enumerate(slots) if any(slot) and not _is_one(slot)]
         if different:
-            self._raise(max(different) - 1, self._axes.data_parallel.group)
-        self._begin()
-
-    def _begin(self) -> None:
-        self.gathered.clear()
-        self.history.reduced.clear()
-        self.history.sizes.begin()
+            self._raise(max(different) - 1, self._axes.data_parallel.group, sent)
 
     # At the end of a forward, and before and after a gather
 
-    def compare_gathers(self) -> None:
-        """Compare the gathers since the last comparison with the other ranks of the shard group.
+    def compare_gathers(self, *, will_reduce: bool) -> None:
+        """Compare the gathers since the last comparison with the other ranks of the shard group; where they ``will_reduce``,
+        which compares these gathers, only in the first of such moments.
 
-        Raises OrderMismatchError on each of them if they differ.
+        Raises OrderMismatchError on each of them if they differ, as :meth:`send`.
         """
-        group = self.shard_group
+        group, history = self.shard_group, self.history
         if group.size() == 1 or not self.gathered.numbers:
             return
-        self.history.watch.post(COMPARISON)
-        own = torch.frombuffer(_slot(self.gathered.digest()), dtype=torch.uint8).to(self._axes.device)
-        if not _is_one(all_reduce_(own, "max", group, requester="which units were gathered").wait().tolist()):
-            self.raise_gathers()
-        self.gathered.clear()
-        self.history.sizes.begin()
+        history.sizes.begin()
+        if will_reduce and not history.gather_heartbeat.is_new:
+            return
+        history.watch.post(COMPARISON)
+        message, sent = _slot(self.gathered.digest()), (self.gathered.taken(), _Log())
+
+        def check(maximum: Sequence[int]) -> None:
+            if not _is_one(maximum):
+                self._raise(self._replica, group, sent)
+
+        history.gather_heartbeat.send(message, self._axes.device, check)
 
     def raise_gathers(self) -> NoReturn:
         """Called by all ranks of the shard group, whose gathers differ."""
-        self._raise(self._replica, self.shard_group)
+        self._raise(self._replica, self.shard_group, (self.gathered, self.history.reduced))
 
-    def _raise(self, replica: int, group: dist.ProcessGroup) -> NoReturn:
-        """``replica``: whose gathers differ; -1: reductions do."""
-        consensus = Consensus(dist.get_process_group_ranks(group), f"order of units along {group.group_name}")
-        log, what = (self.history.reduced, "reduction") if replica < 0 else (self.gathered, "gather")
+    def _raise(self, replica: int, group: dist.ProcessGroup, logs: tuple[_Log, _Log]) -> NoReturn:
+        """``replica``: whose gathers differ; -1: reductions do. ``logs``: of gathers and reductions."""
+        consensus = Round(dist.get_process_group_ranks(group), f"order of units along {group.group_name}")
+        log, what = (logs[1], "reduction") if replica < 0 else (logs[0], "gather")
         entries = [*log.entries(what), ("the model that runs", self.number)]
         own = [(place, *self.history.name_of(number)) for place, number in entries]
         found: dict[int, list[tuple[str, str, str]]] = {}
@@ -513,6 +529,8 @@ class CollectiveOrder:
         self.gathered.clear()
         self.history.reduced.clear()
         self.history.sizes.begin_after_error()
+        for heartbeat in (self.history.heartbeat, self.history.gather_heartbeat):
+            heartbeat.begin_anew()
         for watch in [self.history.watch] if group is self.shard_group else self.history.watches:
             watch.begin_anew()
         with contextlib.suppress(RuntimeError):  # the rank that holds the store may exit after this: let all have read

@@ -16,7 +16,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from vescale.comm import Apart, Consensus, PostedOrder, look_while_waiting, waiting_thread
+from vescale.agreement import Apart, PostedOrder, Round
+from vescale.comm import look_while_waiting, waiting_thread
 from vescale.compat import note
 from vescale.errors import Coded
 
@@ -77,9 +78,7 @@ class OrderWatch:
         if not self._is_open:
             self._is_open = True
             ranks = dist.get_process_group_ranks(self._group)
-            self._posted = PostedOrder.open(
-                ranks, Consensus(ranks, f"collectives along {self._group.group_name}").place
-            )
+            self._posted = PostedOrder.open(ranks, Round(ranks, f"collectives along {self._group.group_name}").place)
             if self._posted is not None:
                 look_while_waiting(self)
                 if len(ranks) > 2:  # gathers are messages
@@ -101,7 +100,7 @@ class OrderWatch:
     def look(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
         """See :class:`vescale.comm.Look`. Raises OrderMismatchError, on every rank that waits."""
         posted = self._posted
-        found = posted.apart(awaited, what) if posted is not None else None
+        found = posted.apart(awaited, what, in_vain) if posted is not None else None
         if posted is None or found is None:
             return
         error = different_modules(self._text(found), sorted(found.texts) or _minority(found))

@@ -12,16 +12,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from vescale.comm import (
-    Board,
-    Consensus,
-    CrossWaitError,
-    RankGoneError,
-    all_reduce_,
-    first_difference,
-    group_of_ranks,
-    wait_limit,
-)
+from vescale.agreement import FIRST_MESSAGES, Board, CrossWaitError, RankGoneError, Round, first_difference, wait_limit
+from vescale.comm import all_reduce_, group_of_ranks, waits_for
 from vescale.compat import default_timeout, is_alone
 from vescale.gradients._one_backward import OneBackward
 from vescale.gradients._order_watch import OrderMismatchError
@@ -34,8 +26,8 @@ class ReducerTurn:
     different orders: a sum of different parameters. While there is one reducer nothing is compared. With several,
 
     - ranks compare who reduces, before the first bucket of each backward: on one host with gloo in shared memory
-      (:class:`vescale.comm.Board`, microseconds), elsewhere on CPUs by an all-reduce of 16 bytes, and through the store
-      where the host would have to wait for a device;
+      (:class:`vescale.agreement.Board`, microseconds), elsewhere on CPUs by an all-reduce of 16 bytes, and through the store
+      where the host would have to wait for a device (roots of ``fully_shard``, whose heartbeats tell it, only three times);
     - of several in one backward, the one that was reached first reduces while backward goes on, the others at its end.
 
     Args:
@@ -161,7 +153,7 @@ class _Among:
         self.references: list[weakref.ref[ReducerTurn]] = []
         self._num_meetings = 0
         self._board: Board | None = None
-        self._consensus: Consensus | None = None
+        self._consensus: Round | None = None
 
     @property
     def open(self) -> list[ReducerTurn]:
@@ -178,7 +170,7 @@ class _Among:
         self._num_meetings = 0
         if self.num_there < 2 or len(self.ranks) == 1 or is_alone():
             return
-        self._consensus = Consensus(self.ranks, f"order of {self._what}s")
+        self._consensus = Round(self.ranks, f"order of {self._what}s")
         if dist.get_backend() == "gloo":
             self._board = Board.open(self.ranks, self._consensus.place)
 
@@ -189,12 +181,16 @@ class _Among:
         if self._board is not None:
             is_alike = self._is_alike_on_board(self._board, turn)
         elif turn.device.type != "cpu":  # which would have to be waited for
+            if isinstance(turn, RootTurn) and self._num_meetings > FIRST_MESSAGES:  # heartbeats tell it
+                return
             asked = f"comparing what is reduced ({turn.name})"
             is_alike = len(set(self._consensus.exchange(str(turn.number).encode(), lambda: asked))) == 1
         else:
             own = torch.tensor([turn.number, -turn.number])
             group = group_of_ranks(self.ranks)
-            high, low = all_reduce_(own, "max", group, requester=f"which {self._what} reduces").wait().tolist()
+            others = [rank for rank in self.ranks if rank != dist.get_rank()]
+            with waits_for(others, f"the reduction of {turn.name}"):
+                high, low = all_reduce_(own, "max", group, requester=f"which {self._what} reduces").wait().tolist()
             is_alike = high == -low
         if not is_alike:
             self._raise(turn)

@@ -200,10 +200,6 @@ class ShardedGradients:
         run_post_accumulate_hooks(sharded)
 
 
-FLAGS_REQUESTER = "which parameters got a gradient"
-"""Of the collective with a byte for each parameter of the units along an axis."""
-
-
 @dataclass
 class ReductionOptions:
     """How a group's gradients are reduced; set through :class:`FSDPModule`'s methods.
@@ -367,6 +363,11 @@ class ShardedReduction:
             self.options.hook(reduced)
         self._stream.wait_event(stream.record_event())
 
+    @property
+    def lacks_gradients(self) -> bool:
+        """Whether this rank has to know what others have received."""
+        return self._reduced is not None
+
     def settle(self, received_anywhere: list[int]) -> None:
         """Give parameters without a gradient on this rank what other ranks contributed, as they have received it."""
         if self._reduced is None:
@@ -388,10 +389,12 @@ def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
     """After a backward: parameters that this rank did not use (an expert without tokens, a branch not taken) get the
     gradient of the ranks that did; those that no rank used keep ``grad`` as it is, None for a fresh one.
 
-    One all-reduce of a byte for each parameter and backward, over the ranks of the groups; every rank takes part, and waits
-    for it, because digests of what the ranks have gathered and reduced go with it.
+    One all-reduce of a byte for each parameter and backward, over the ranks of the groups; every rank takes part. Only ranks
+    that lack gradients wait for it, and all of them in the first backwards, because digests of what the ranks have gathered
+    and reduced go with it (:class:`vescale.agreement.Heartbeat`).
 
-    Raises OrderMismatchError on every rank if these differ, and drops the gradients: they are sums of different parameters.
+    Raises OrderMismatchError on every rank if these differ, in this backward if it is one of the first, or in the one
+    before, and drops the gradients: they are, or follow, sums of different parameters.
     """
     together: dict[CollectiveOrder, list[ShardedReduction]] = defaultdict(list)
     for reduction in reductions:
@@ -405,18 +408,15 @@ def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
                 earlier = flags.get(r.first_flag, r.received)
                 flags[r.first_flag] = [max(pair) for pair in zip(earlier, r.received, strict=True)]
         device = members[0].gradients.unreduced.buffer.device
-        own = torch.frombuffer(order.message(flags), dtype=torch.uint8).to(device)
-        group = members[0].gradients.axes.data_parallel.group
-        order.begins_to_check()
-        answer = all_reduce_(own, "max", group, requester=FLAGS_REQUESTER).wait().tolist()
         try:
-            order.check(answer)
+            beat = order.send(flags, device)
         except OrderMismatchError as found:
             error = found  # other ranks take part in the collectives of the other orders
             continue
         for reduction in members:
-            start = order.header_bytes + reduction.first_flag
-            reduction.settle(answer[start : start + len(reduction.received)])
+            if reduction.lacks_gradients:
+                start = order.header_bytes + reduction.first_flag
+                reduction.settle(beat.answer()[start : start + len(reduction.received)])
     if error is not None:
         for reduction in reductions:
             reduction.gradients.drop_sharded()

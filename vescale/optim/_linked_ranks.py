@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
-import threading
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from vescale.comm import all_reduce_, group_of_ranks, wait_limit
-from vescale.compat import default_store, default_timeout, is_alone, root_mesh, without_modes
+from vescale.agreement import ConsensusError, Round, await_posts, post, wait_limit
+from vescale.comm import all_reduce_, group_of_ranks
+from vescale.compat import default_timeout, is_alone, root_mesh, without_modes
 from vescale.errors import MissingGradientError
 from vescale.gradients import shares_of
 
@@ -23,9 +20,6 @@ FINITE = "finite gradients"
 """What the ledger calls the message by which ranks learn whether gradients are finite."""
 
 Ranks = tuple[int, ...]
-# By default group, then by kind of optimizer and set of ranks: how many such sets this rank has asked about.
-_COUNTERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, Ranks], itertools.count[int]]] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
 
 
 class LinkedRanks:
@@ -33,8 +27,8 @@ class LinkedRanks:
 
     Two ranks are linked if they are in one mesh of which the meshes of parameters are slices, or hold stages of one model:
     along the other axes of the mesh are copies that would differ, or the rest of the model. A rank knows its own sets of
-    ranks only, so that each one writes them, the first rank of each set joins what its ranks have written, and everyone
-    follows these.
+    ranks only, so that the ranks of each set exchange theirs, the first rank of a set posts what its ranks have, and
+    everyone follows these posts to sets of which it is no part.
     """
 
     def __init__(self, kind: str) -> None:
@@ -56,50 +50,39 @@ class LinkedRanks:
         return self._found[sets]
 
     def _joined(self, sets: frozenset[Ranks]) -> Ranks:
-        if not sets:
-            return ()
-        store, rank = default_store(), dist.get_rank()
-        with _LOCK:
-            counters = _COUNTERS.setdefault(dist.group.WORLD, {})
-            numbers = {each: next(counters.setdefault((self._kind, each), itertools.count())) for each in sorted(sets)}
-        own = json.dumps(sorted(numbers.items()))
-        for each, number in numbers.items():
-            store.set(f"{self._key(each, number)} {rank}", own)
-        for each, number in numbers.items():
-            if each[0] == rank:
-                key = self._key(each, number)
-                written = self._read(store, {f"{key} {member}": member for member in each})
-                store.set(f"{key} joined", json.dumps(sorted({item for text in written for item in _items(text)})))
-        known: dict[Ranks, int] = {}
-        pending = dict(numbers)
-        while pending:
-            known |= pending
-            keys = {f"{self._key(each, number)} joined": each[0] for each, number in pending.items()}
-            read = {item for text in self._read(store, keys) for item in _items(text)}
-            pending = {each: number for each, number in read if each not in known}
+        rounds = {each: Round(each, f"linked {self._kind}") for each in sorted(sets)}
+        own = json.dumps([(each, found.place) for each, found in rounds.items()])
+        known: dict[Ranks, str] = {}
+        for each, found in rounds.items():
+            try:
+                messages = found.exchange(own.encode(), lambda: f"skip_nonfinite: a step of {self._kind}")
+            except ConsensusError as error:
+                raise self._absence(error.ranks, found.timeout) from None
+            joined = {item for message in set(messages) for item in _items(message.decode())}
+            known |= joined
+            if each[0] == dist.get_rank() and len(joined) > 1:  # others may follow
+                post(found.place, json.dumps(sorted(joined)))
+        visited = set(rounds)
+        while pending := {each: place for each, place in known.items() if each not in visited}:
+            visited |= pending.keys()
+            try:
+                texts = await_posts({place: each[0] for each, place in pending.items()})
+            except ConsensusError as error:
+                raise self._absence(error.ranks, wait_limit() or default_timeout()) from None
+            known |= {item for text in texts for item in _items(text)}
         return tuple(sorted({member for each in known for member in each}))
 
-    def _key(self, ranks: Ranks, number: int) -> str:
-        return f"vescale linked {self._kind} {hashlib.sha256(str(ranks).encode()).hexdigest()[:16]} {number}"
-
-    def _read(self, store: dist.Store, keys: dict[str, int]) -> list[str]:
-        limit = wait_limit() or default_timeout()
-        try:
-            store.wait(list(keys), limit)
-        except RuntimeError:  # store types have no common error class; a lost store raises again here
-            late = sorted({rank for key, rank in keys.items() if not store.check([key])})
-            if late:
-                raise MissingGradientError(
-                    f"skip_nonfinite: rank {dist.get_rank()} takes a step of {self._kind} together with the ranks of its "
-                    f"meshes, and ranks {late} did not come within {limit}. All ranks of a mesh, and of its slices, "
-                    "must make the optimizer and call step() as often; models that are trained apart need meshes of "
-                    "their own"
-                ) from None
-        return [store.get(key).decode() for key in keys]
+    def _absence(self, late: Sequence[int], limit: timedelta) -> MissingGradientError:
+        return MissingGradientError(
+            f"skip_nonfinite: rank {dist.get_rank()} takes a step of {self._kind} together with the ranks of its "
+            f"meshes, and ranks {list(late)} did not come within {limit}. All ranks of a mesh, and of its slices, "
+            "must make the optimizer and call step() as often; models that are trained apart need meshes of "
+            "their own"
+        )
 
 
-def _items(text: str) -> Iterable[tuple[Ranks, int]]:
-    return ((tuple(ranks), number) for ranks, number in json.loads(text))
+def _items(text: str) -> Iterable[tuple[Ranks, str]]:
+    return ((tuple(ranks), place) for ranks, place in json.loads(text))
 
 
 def _sets_of(parameters: Sequence[torch.Tensor]) -> Iterable[Ranks]:

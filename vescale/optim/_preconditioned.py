@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-import itertools
 import json
 import math
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
-from vescale.comm import join_axes, wait_limit
-from vescale.compat import default_store, default_timeout, is_alone, make_dtensor, make_spec, without_modes
+from vescale.agreement import ConsensusError, Round
+from vescale.comm import join_axes
+from vescale.compat import is_alone, make_dtensor, make_spec, without_modes
 from vescale.errors import OptimizerOptionError, OptimizerParameterError
 from vescale.gradients import shares_of
 from vescale.optim._graph_capture import check_no_capture
@@ -96,9 +93,6 @@ Entry = tuple[int, int, int]
 """Number of a group, place of a parameter in the whole model, number of a matrix in the parameter: the order in which one
 device has matrices."""
 
-_COUNTERS: weakref.WeakKeyDictionary[Any, dict[str, itertools.count[int]]] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
-
 
 def entries_of_all_stages(
     kind: str, group: dist.ProcessGroup, own: Mapping[Entry, tuple[int, int]]
@@ -107,25 +101,19 @@ def entries_of_all_stages(
 
     Raises ValueError if one of them does not come in time.
     """
-    ranks = sorted(dist.get_process_group_ranks(group))
-    name = f"vescale schedule {kind} {hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
-    with _LOCK:
-        number = next(_COUNTERS.setdefault(dist.group.WORLD, {}).setdefault(name, itertools.count()))
-    keys = {f"{name} {number} {rank}": rank for rank in ranks}
+    rounds = Round(dist.get_process_group_ranks(group), f"schedule {kind}")
+    message = json.dumps([[*entry, *what] for entry, what in own.items()])
     with without_modes():
-        store, limit = default_store(), wait_limit() or default_timeout()
-        store.set(f"{name} {number} {dist.get_rank()}", json.dumps([[*entry, *what] for entry, what in own.items()]))
         try:
-            store.wait(list(keys), limit)
-        except RuntimeError:  # store types have no common error class; a lost store raises again here
-            late = [rank for key, rank in keys.items() if not store.check([key])]
-            if late:
-                raise OptimizerParameterError(
-                    f"{kind} plans in which steps matrices are due over all stages of the model, and ranks {late} did not "
-                    f"come within {limit}. All stages must make the optimizer, and add groups to it (with no parameters "
-                    'where they have none: {"params": []}); or give stagger=False, with which all matrices are due together'
-                ) from None
-        found = [row for key in keys for row in json.loads(store.get(key))]
+            messages = rounds.exchange(message.encode(), lambda: f"{kind} plans in which steps matrices are due")
+        except ConsensusError as error:
+            raise OptimizerParameterError(
+                f"{kind} plans in which steps matrices are due over all stages of the model, and ranks {list(error.ranks)} "
+                f"did not come within {rounds.timeout}. All stages must make the optimizer, and add groups to it (with no "
+                'parameters where they have none: {"params": []}); or give stagger=False, with which all matrices are due '
+                "together"
+            ) from None
+    found = [row for each in messages for row in json.loads(each)]
     return dict(sorted({(g, place, block): (cost, frequency) for g, place, block, cost, frequency in found}.items()))
 
 

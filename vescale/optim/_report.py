@@ -17,8 +17,8 @@ from rich.table import Table
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from vescale.agreement import Round, compare_descriptions
 from vescale.checks import known_names
-from vescale.comm import Consensus, compare_descriptions
 from vescale.compat import local_of
 from vescale.errors import OptimizerOptionError, OptimizerParameterError, OptimizerReportError
 
@@ -63,7 +63,7 @@ def compare_parameters(described: Sequence[tuple[Sequence[int], str, str]]) -> N
             members = together[tuple(sorted(ranks))]
             members.append((f"{name} ({len(members)})", text))
     for ranks, members in sorted(together.items()):
-        consensus = Consensus(ranks, "parameters of an optimizer")
+        consensus = Round(ranks, "parameters of an optimizer")
         found = compare_descriptions({"parameters": members}, consensus, lambda: "planning an optimizer")
         if found is not None:
             raise OptimizerParameterError(

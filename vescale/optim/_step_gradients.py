@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
-from vescale.comm import all_gather_v, all_reduce_, axis_group, group_of_ranks, wait_limit
+from vescale.agreement import post, posted, wait_limit
+from vescale.comm import all_gather_v, all_reduce_, axis_group, group_of_ranks
 from vescale.compat import (
     AsyncCollectiveTensor,
-    default_store,
     default_timeout,
     is_alone,
     local_of,
@@ -100,7 +100,6 @@ class StepGradients:
         if not shared or not dist.is_initialized() or is_alone():
             return gradients
         self._step += 1
-        store = default_store()
         if not self._key:
             self._key = _common_key(self._kind, [parameters[index] for index in shared], [names[i] for i in shared])
         missing = [index for index in shared if gradients[index] is None]
@@ -113,16 +112,16 @@ class StepGradients:
             self._missed[self._step] = note
             while len(self._missed) > _HISTORY:
                 del self._missed[next(iter(self._missed))]
-        store.set(f"{self._key} {dist.get_rank()}", json.dumps([self._step, list(self._missed.items())]))
+        post(f"{self._key} {dist.get_rank()}", json.dumps([self._step, list(self._missed.items())]))
         if not missing:
             return gradients
         found, notes = list(gradients), {dist.get_rank(): note}
         for index in missing:
-            found[index] = self._zeros(store, index, parameters[index], names[index], notes)
+            found[index] = self._zeros(index, parameters[index], names[index], notes)
         return found
 
     def _zeros(
-        self, store: dist.Store, index: int, parameter: torch.Tensor, name: str, notes: dict[int, dict[int, list[int]]]
+        self, index: int, parameter: torch.Tensor, name: str, notes: dict[int, dict[int, list[int]]]
     ) -> torch.Tensor | None:
         """Zeros with the placements that the gradient has elsewhere; None: it is missing on all ranks."""
         assert isinstance(parameter, DTensor)
@@ -135,7 +134,7 @@ class StepGradients:
         for coordinate in itertools.product(*map(range, mesh.shape)):
             rank = int(mesh.mesh[coordinate])
             if rank not in notes:
-                notes[rank] = self._note_of(store, rank, name)
+                notes[rank] = self._note_of(rank, name)
             note = notes[rank].get(index)
             if note == []:
                 continue
@@ -157,13 +156,13 @@ class StepGradients:
         local = torch.zeros_like(local_of(parameter))
         return make_dtensor(local, make_spec(mesh, placements, spec.shape, spec.stride, parameter.dtype))
 
-    def _note_of(self, store: dist.Store, rank: int, name: str) -> dict[int, list[int]]:
+    def _note_of(self, rank: int, name: str) -> dict[int, list[int]]:
         """What the rank has written about this step; waits until it has come to it."""
         key, pause = f"{self._key} {rank}", 0.0005
         deadline = time.monotonic() + (wait_limit() or default_timeout()).total_seconds()
         while True:
-            if store.check([key]):
-                step, missed = json.loads(store.get(key))
+            if text := posted(key):
+                step, missed = json.loads(text)
                 if step >= self._step:
                     notes = dict(missed)
                     return {int(index): axes for index, axes in notes.get(self._step, {}).items()}

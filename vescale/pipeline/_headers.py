@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import default_store, local_of, make_dtensor, make_spec
+from vescale.agreement import post, posted, read_post
+from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.errors import PipelineCallError
 
 
@@ -54,7 +55,8 @@ class HeaderExchange:
 
     ``place`` is a prefix of keys that only the ranks of one column of the pipeline use, for this signature. From one step to
     the next, what requires gradients may change, when parameters are frozen or no longer are: the sender sets a new version
-    before it sends the step's first message, and the receiver asks for it once that has arrived.
+    before it sends the step's first message, and the receiver asks for it once that has arrived: on a device, which the host
+    is ahead of, it waits for that message, once in a step and stage.
     """
 
     def __init__(self, place: str) -> None:
@@ -82,19 +84,21 @@ class HeaderExchange:
         self.known[stage] = new
         self._told.add(stage)
         self._versions[stage] = self._versions.get(stage, -1) + 1
-        default_store().set(self._key(stage, self._versions[stage]), pickle.dumps(new).hex())
+        post(self._key(stage, self._versions[stage]), pickle.dumps(new).hex())
 
     def get(self, stage: int) -> tuple[Header, ...]:
         if stage not in self.known:
             self._read(stage, 0)
         return self.known[stage]
 
-    def of_arrived(self, stage: int) -> tuple[Header, ...]:
-        """Once a message has arrived."""
+    def of_arrived(self, stage: int, arrived: Sequence[torch.Tensor]) -> tuple[Header, ...]:
+        """Of a message that has been waited for, into ``arrived``."""
         if stage not in self._current and stage not in self._told:
             self._current.add(stage)
+            for device in {tensor.device for tensor in arrived if tensor.device.type != "cpu"}:
+                torch.accelerator.current_stream(device).synchronize()
             later = self._versions.get(stage, 0) + 1
-            if default_store().check([self._key(stage, later)]):
+            if posted(self._key(stage, later)) is not None:
                 self._read(stage, later)
         return self.get(stage)
 
@@ -102,7 +106,7 @@ class HeaderExchange:
         return f"{self._place}/{stage}/{version}"
 
     def _read(self, stage: int, version: int) -> None:
-        self.known[stage] = pickle.loads(bytes.fromhex(default_store().get(self._key(stage, version)).decode()))
+        self.known[stage] = pickle.loads(bytes.fromhex(read_post(self._key(stage, version))))
         self._versions[stage] = version
 
 

@@ -414,9 +414,9 @@ class Runner:
         assert self._known is not None
         return self._known.headers.get(stage)
 
-    def header_of_arrived(self, stage: int) -> Sequence[Header]:
+    def header_of_arrived(self, stage: int, arrived: Sequence[torch.Tensor]) -> Sequence[Header]:
         assert self._known is not None
-        return self._known.headers.of_arrived(stage)
+        return self._known.headers.of_arrived(stage, arrived)
 
     def tell_header(self, stage: int, headers: Sequence[Header]) -> None:
         assert self._known is not None

@@ -240,8 +240,8 @@ class StageWork(Protocol):
     def header(self, stage: int) -> Sequence[Header]:
         """Of what enters a stage; waits for the rank of the stage before."""
 
-    def header_of_arrived(self, stage: int) -> Sequence[Header]:
-        """The same of a message that has arrived: what requires gradients may be other than in earlier steps."""
+    def header_of_arrived(self, stage: int, arrived: Sequence[torch.Tensor]) -> Sequence[Header]:
+        """The same of a message that was waited for: what requires gradients may be other than in earlier steps."""
 
     def tell_header(self, stage: int, headers: Sequence[Header]) -> None:
         """Called with what enters a stage, by the stage before, for each micro-batch."""
@@ -306,8 +306,9 @@ class ModelStage(PipelineStage):
     ) -> list[DTensor]:
         received: list[DTensor] = []
         if not self.is_first:
-            headers = self.work.header_of_arrived(self.stage_index)
-            for local, header in zip(self.arrived.pop(fwd_chunk_id), headers, strict=True):
+            arrived = self.arrived.pop(fwd_chunk_id)
+            headers = self.work.header_of_arrived(self.stage_index, arrived)
+            for local, header in zip(arrived, headers, strict=True):
                 received.append(
                     header.dtensor(local, self.mesh, requires_grad=header.requires_grad and self.has_backward)
                 )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale.comm import Consensus, ConsensusError, compare_descriptions
+from vescale.agreement import ConsensusError, Round, compare_descriptions
 from vescale.errors import MeshAxesError, MeshSizeError, RestartedStoreError, kind_of
 from vescale.plans import MeshAxes, PlanMismatchError, axis_sizes
 
@@ -62,7 +62,7 @@ def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> De
 
 def _compare(mesh: str) -> None:
     """Raise on every rank if ranks are about to make different meshes: their groups would wait for each other."""
-    rounds = Consensus(range(dist.get_world_size()), "init_mesh")
+    rounds = Round(range(dist.get_world_size()), "init_mesh")
     try:
         found = compare_descriptions({"mesh": [("axes", mesh)]}, rounds, lambda: f"init_mesh({mesh})")
     except ConsensusError as error:

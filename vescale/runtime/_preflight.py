@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.comm import Consensus, ConsensusError, Description, Difference, compare_descriptions
+from vescale.agreement import ConsensusError, Description, Difference, Round, compare_descriptions
 from vescale.ir import Program
 from vescale.plans import Phase, Plan, PlanMismatchError, phase_text, placement_text
 from vescale.rng import fingerprint, is_deferred
@@ -68,9 +68,7 @@ def preflight(
             "random state": list(_random_state(mesh)),
         }
         try:
-            found = compare_descriptions(
-                sections, Consensus(ranks, "parallelize"), lambda: f"parallelize({name}, plan)"
-            )
+            found = compare_descriptions(sections, Round(ranks, "parallelize"), lambda: f"parallelize({name}, plan)")
         except ConsensusError as error:
             raise PlanMismatchError(
                 f"{error}; call parallelize on every rank of the mesh, as often and in the same order", error.ranks

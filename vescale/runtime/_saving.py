@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.comm import Consensus
+from vescale.agreement import ConsensusError, Round
 from vescale.compat import note
 from vescale.errors import RankFailedError, SavePretrainedError
 from vescale.runtime._bound_method import BoundMethod
@@ -90,14 +90,14 @@ def _save_pretrained(
             problem = error
         finally:
             del vars(module)["state_dict"]
-    _finish(round_, problem, own, ranks)
+    _finish(round_, problem)
     return result
 
 
-def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -> Consensus | None:
+def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -> Round | None:
     if len(ranks) == 1 or not dist.is_initialized():
         return None
-    consensus = Consensus(ranks, "save_pretrained")
+    consensus = Round(ranks, "save_pretrained")
     call = f"{type(module).__name__}.save_pretrained({folder!r})"
     about = f"{call}: every rank of the mesh has to call it, not only `if rank == 0:`"
     folders = [found.decode() for found in consensus.exchange(folder.encode(), lambda: about)]
@@ -109,13 +109,20 @@ def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -
     return consensus
 
 
-def _finish(consensus: Consensus | None, problem: Exception | None, own: int, ranks: list[int]) -> None:
+def _finish(rounds: Round | None, problem: Exception | None) -> None:
     """All ranks leave together: the files are there then."""
-    if consensus is not None:
-        consensus.have_all_come("written", "", _WRITING)
-        text = "" if problem is None else f"{type(problem).__name__}: {problem}"
-        failed = [found.decode() for found in consensus.exchange(text.encode(), lambda: "save_pretrained") if found]
-        if failed and problem is None:
-            raise RankFailedError(f"save_pretrained failed on rank {ranks[0]}, which writes: {failed[0]}")
-    if problem is not None:
-        raise problem
+    if rounds is None:
+        if problem is not None:
+            raise problem
+        return
+    rounds.have_all_come("written", "", _WRITING)
+    try:
+        with rounds.together(lambda: "save_pretrained"):
+            if problem is not None:
+                raise problem
+    except ConsensusError as error:
+        if not error.failure:
+            raise
+        raise RankFailedError(
+            f"save_pretrained failed on rank {error.ranks[0]}, which writes: {error.failure}"
+        ) from None

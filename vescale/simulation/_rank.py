@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from vescale.agreement import listen_to_descriptions
 from vescale.buffer import observe_allocations
 from vescale.checkpoint import leave_files_alone
-from vescale.comm import listen_to_descriptions, observe
+from vescale.comm import observe
 from vescale.compat.simulated_ranks import OnHost, become_rank
 from vescale.debug import place_of_traceback
 from vescale.estimation import balanced_tokens

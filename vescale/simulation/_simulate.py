@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vescale.comm import first_difference
+from vescale.agreement import first_difference
 from vescale.errors import SimulationError
 from vescale.simulation._records import COMPARISON, NEW_GROUP, Collective, Ending, RankRecord, ranks_text
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale.comm import Consensus, Description, Operation, received_bytes
+from vescale.agreement import Description, Round
+from vescale.comm import Operation, received_bytes
 from vescale.compat import tree_leaves
 from vescale.compat.simulated_ranks import reduction_name
 from vescale.debug import CommTrace, running_place
@@ -133,7 +134,7 @@ class Tracer(CommTrace):
         if len(ranks) > 1:
             self._meet(Collective(NEW_GROUP, str(group.group_name), ranks, "", 0, running_place().line))
 
-    def compared(self, consensus: Consensus, about: str, own: Description) -> None:
+    def compared(self, consensus: Round, about: str, own: Description) -> None:
         """Ranks compare what they have before the first collective. Their numbers are not known here."""
         sections = {name: [list(entry) for entry in own[name]] for name in own if name not in _UNKNOWN}
         agreed: dict[str, Any] = {

@@ -9,7 +9,9 @@ that an entry with a number is complete.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import mmap
 import os
 import socket
@@ -24,9 +26,10 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale import csrc
-from vescale.comm._long_waits import LONG_WAIT_SECONDS, look
-from vescale.comm._observation import Operation, tell_wait
-from vescale.compat import default_store, is_alone
+from vescale.agreement._round import Round
+from vescale.agreement._store import connection, peek
+from vescale.comm import LONG_WAIT_SECONDS, Operation, look, tell_wait
+from vescale.compat import is_alone
 from vescale.errors import Coded
 
 # ``Board``: what each rank of a host is about to do, in memory that all of them map; to compare it takes microseconds.
@@ -73,7 +76,7 @@ Channels = Sequence[Sequence[Sequence[int]]]
 
 
 class Board:
-    """Made by all ``ranks`` together; ``place`` is a prefix of keys in the store that nobody else uses.
+    """Made by all ``ranks`` together.
 
     ``Board.open`` returns None, on every rank, where they are not all on one host.
 
@@ -99,15 +102,14 @@ class Board:
         self.row: Any = None if native is None else native.BoardRow(*places)
 
     @classmethod
-    def open(cls, ranks: Sequence[int], place: str, channels: Channels = ()) -> Board | None:
-        """A rendezvous through the store; the ranks that come late are waited for as long as the store waits. Without
-        ``channels`` there is one, of all ranks."""
+    def open(cls, ranks: Sequence[int], name: str, channels: Channels = ()) -> Board | None:
+        """Rounds to which all ranks come; ``name``: of these. Without ``channels`` there is one, of all ranks."""
         own = list(ranks).index(dist.get_rank())
         if len(ranks) == 1 or is_alone():
             alone = [[(0,)]] * max(len(channels), 1)
             return cls(ranks[own : own + 1], 0, bytearray(8 * _row_cells(alone)), alone)
         channels = channels or [[range(len(ranks))] * len(ranks)]
-        memory = shared_memory(ranks, place, len(ranks) * 8 * _row_cells(channels))
+        memory = shared_memory(ranks, name, len(ranks) * 8 * _row_cells(channels))
         return None if memory is None else cls(ranks, own, memory, channels)
 
     def post(self, number: int, digests: tuple[int, int, int], text: str, channel: int = 0) -> bool:
@@ -230,33 +232,21 @@ class Board:
         return process != 0 and start != 0 and _started(process) != start
 
 
-def shared_memory(ranks: Sequence[int], place: str, size: int) -> mmap.mmap | None:
-    """Bytes that all ``ranks`` map, 0 at first; None, on every rank, where they are not all on one host. A rendezvous, as
-    :meth:`Board.open`."""
-    own, store = list(ranks).index(dist.get_rank()), default_store()
-    store.set(f"{place} host {own}", _host())
-    hosts = {bytes(store.get(f"{place} host {index}")) for index in range(len(ranks))}
-    if len(hosts) > 1:
+def shared_memory(ranks: Sequence[int], name: str, size: int) -> mmap.mmap | None:
+    """Bytes that all ``ranks`` map, 0 at first; None, on every rank, where they are not all on one host. Two rounds, to
+    which all ranks come; ``name``: of these."""
+    rounds = Round(ranks, name)
+    about = f"opening shared memory for {name}"
+    found = rounds.lead(_host, lambda hosts: str(_new_file(size)) if len(set(hosts)) == 1 else "", lambda: about)
+    if not found:
         return None
-    if own == 0:
-        store.set(f"{place} file", str(_new_file(size)))
-    path = Path(store.get(f"{place} file").decode())
-    try:
-        with path.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), size)
-    except OSError:  # hosts with one name and folders of their own
-        store.set(f"{place} lacks", "1")
-        memory = None
-    if store.add(f"{place} opened", 1) == len(ranks):
-        with contextlib.suppress(OSError):
-            path.unlink()
-        store.set(f"{place} all", "1")
-    store.get(f"{place} all")
-    is_lacking = memory is None or store.check([f"{place} lacks"])
-    if store.add(f"{place} left", 1) == len(ranks):
-        for key in ("file", "opened", "all", "left", *(["lacks"] if is_lacking else ()), *range(len(ranks))):
-            store.delete_key(f"{place} {key}" if isinstance(key, str) else f"{place} host {key}")
-    return None if is_lacking else memory
+    path, memory = Path(found), None
+    with contextlib.suppress(OSError), path.open("r+b") as file:  # else: hosts with one name and folders of their own
+        memory = mmap.mmap(file.fileno(), size)
+    have_all = all(found == b"mapped" for found in rounds.exchange(b"mapped" if memory else b"", lambda: about))
+    if rounds.index == 0:
+        path.unlink(missing_ok=True)
+    return memory if have_all else None
 
 
 def _row_cells(channels: Channels) -> int:
@@ -265,12 +255,14 @@ def _row_cells(channels: Channels) -> int:
 
 def _is_paused() -> bool:
     """Whether ranks are stopped at a breakpoint."""
-    with contextlib.suppress(RuntimeError):
-        return bool(default_store().add("vescale paused", 0))
+    with contextlib.suppress(RuntimeError), connection() as store:
+        return bool(store.add("vescale paused", 0))
     return False
 
 
 def _host() -> str:
+    if name := os.environ.get("VESCALE_HOST", ""):  # tests give ranks of one machine hosts of their own
+        return name
     boot = Path("/proc/sys/kernel/random/boot_id")
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {boot.read_text().strip()}"
@@ -328,23 +320,32 @@ class Apart:
 
 
 class PostedOrder:
-    """Made by ``PostedOrder.open``, which all ``ranks`` call together."""
+    """Made by ``PostedOrder.open``, which all ``ranks`` call together.
 
-    def __init__(self, ranks: Sequence[int], memory: memoryview) -> None:
+    Args:
+        memory: a row of each rank, which all of them map; or which is this rank's alone, and the ``hosts`` exchange rows
+            while they wait.
+    """
+
+    def __init__(self, ranks: Sequence[int], memory: memoryview, hosts: RowsOfHosts | None = None) -> None:
         self.ranks = tuple(ranks)
-        self._memory = memory
+        self._memory, self._hosts = memory, hosts
         self._base = self.ranks.index(dist.get_rank()) * _ROW_BYTES
         self._number = 0
         self._seen: tuple[Apart | None, float] = (None, 0.0)
 
     @classmethod
-    def open(cls, ranks: Sequence[int], place: str) -> PostedOrder | None:
-        """None, on every rank: they are not on one host, or do not communicate by gloo. ``place``: of the rendezvous, a
-        prefix of keys in the store that nobody else uses."""
+    def open(cls, ranks: Sequence[int], name: str) -> PostedOrder | None:
+        """None, on every rank: they do not communicate by gloo. ``name``: of the rounds in which they meet."""
         if len(ranks) == 1 or is_alone() or dist.get_backend() != "gloo":
             return None
-        memory = shared_memory(ranks, place, len(ranks) * _ROW_BYTES)
-        return None if memory is None else cls(ranks, memoryview(memory))
+        size = len(ranks) * _ROW_BYTES
+        memory = shared_memory(ranks, name, size)
+        if memory is not None:
+            return cls(ranks, memoryview(memory))
+        return cls(
+            ranks, memoryview(bytearray(size)), RowsOfHosts(name, list(ranks).index(dist.get_rank()), len(ranks))
+        )
 
     def post(self, kind: int, num_bytes: int, unit: int) -> bool:
         """``kind`` and ``num_bytes`` are the same on all ranks if their collectives pair; ``unit``: for whom they are.
@@ -357,6 +358,8 @@ class PostedOrder:
         _CONTENT.pack_into(self._memory, place + _NUMBER.size, kind, num_bytes, unit)
         _NUMBER.pack_into(self._memory, place, number)
         _NUMBER.pack_into(self._memory, self._base, number)
+        if self._hosts is not None:
+            return True
         own = number, kind, num_bytes
         # Processors with weak memory ordering may make the number visible before the rest of the entry. Read it again.
         return all(self._pairs(base, *own) or self._pairs(base, *own) for base in self._bases())
@@ -370,7 +373,7 @@ class PostedOrder:
         self._number = ((self._number >> _TURN) + 1) << _TURN
         _NUMBER.pack_into(self._memory, self._base, self._number)
 
-    def apart(self, awaited: Sequence[int] | None, what: str) -> Apart | None:
+    def apart(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> Apart | None:
         """Of ranks that wait for each other in vain; see :meth:`Look.look`. None: they may still meet.
 
         They do not, if the collectives that they have begun under one number do not pair. Nor if ranks wait in a
@@ -379,6 +382,36 @@ class PostedOrder:
         """
         numbers = [_NUMBER.unpack_from(self._memory, base)[0] for base in self._bases()]
         self._note_wait(awaited, what, numbers)
+        if self._hosts is not None:
+            return self._apart_on_hosts(self._hosts, awaited, in_vain)
+        return self._found(numbers)
+
+    def _apart_on_hosts(self, hosts: RowsOfHosts, awaited: Sequence[int] | None, in_vain: bool) -> Apart | None:
+        """One of the ranks that wait reads what all of them have posted, and writes what it has found."""
+        row = bytes(self._memory[self._base : self._base + _ROW_BYTES])
+        turn = self._number >> _TURN
+        if not hosts.is_due((self._number, awaited)) and not in_vain:
+            return None
+        told = hosts.told(turn)
+        if told is not None:
+            entries, texts = ({int(rank): found for rank, found in each.items()} for each in told)
+            return Apart({rank: tuple(entry) for rank, entry in entries.items()}, texts)
+        if not hosts.post(turn, row, awaited):
+            return None
+        others = hosts.rows(turn)
+        for index, (row, _, _) in others.items():
+            self._memory[index * _ROW_BYTES : (index + 1) * _ROW_BYTES] = row
+        numbers = [_NUMBER.unpack_from(self._memory, base)[0] for base in self._bases()]
+        for index, (_, waits_for, since) in others.items():
+            ahead = {rank for rank, number in zip(self.ranks, numbers) if number > numbers[index]}
+            how = _IN_A_COLLECTIVE if waits_for is None else _FOR_OTHERS if ahead <= set(waits_for) else _ELSEWHERE
+            _WAIT.pack_into(self._memory, index * _ROW_BYTES + _WAIT_AT, int(since * 1e9), how)
+        found = self._found(numbers)
+        if found is not None:
+            hosts.tell(turn, found)
+        return found
+
+    def _found(self, numbers: Sequence[int]) -> Apart | None:
         first = max((max(numbers) >> _TURN << _TURN) + 1, max(numbers) - _RING + 2)
         rows = [each for number in range(first, min(numbers) + 1) if (each := self._entries(number)) is not None]
         found = None
@@ -395,8 +428,11 @@ class PostedOrder:
 
     def wait_until_all_have_found_it(self) -> None:
         """A rank whose process ends would break the connections of the others. Not for long."""
-        _FOUND.pack_into(self._memory, self._base + _FOUND_AT, 1)
         end = time.monotonic() + _ALL_FOUND_SECONDS
+        if self._hosts is not None:
+            self._hosts.wait_until_all_have_found_it(self._number >> _TURN, end)
+            return
+        _FOUND.pack_into(self._memory, self._base + _FOUND_AT, 1)
         while time.monotonic() < end:
             if all(_FOUND.unpack_from(self._memory, base + _FOUND_AT)[0] for base in self._bases()):
                 return
@@ -451,3 +487,89 @@ class PostedOrder:
     def _text(self, base: int) -> str:
         at = base + _POSTED_ORDER_TEXT_AT
         return bytes(self._memory[at : at + _POSTED_ORDER_TEXT_BYTES]).split(b"\0")[0].decode(errors="replace")
+
+
+_STEADY_LOOKS, _EVERY = 8, 3  # after so many looks at one place, a rank posts in every third look
+_LEADER_SECONDS = 3.0
+
+
+class RowsOfHosts:
+    """Rows of ranks on several hosts, which are posted in the store, and only while ranks wait.
+
+    A rank that has waited for a second posts its row, and then with each look; the first of them reads all rows, the others
+    what it has found. So a wait costs each rank two or three small requests a second, less when it is long, and one rank one
+    for each other.
+
+    Args:
+        name: the same on all ranks, and unique; index: of this rank among ``num_ranks``.
+    """
+
+    def __init__(self, name: str, index: int, num_ranks: int) -> None:
+        self._name, self._index, self._num_ranks = f"vescale rows {name}", index, num_ranks
+        self._at: object = None
+        self._num_looks = self._number = 0
+        self._leader: tuple[str, float] = ("", 0.0)
+        self._counted: set[int] = set()  # turns in which this rank has found a difference
+        self._known: dict[
+            int, tuple[int, float]
+        ] = {}  # of each rank the number of its post, and when it was seen first
+
+    def is_due(self, at: object) -> bool:
+        """Whether this look is one that posts. ``at``: where the rank waits."""
+        self._num_looks = 0 if at != self._at else self._num_looks + 1
+        self._at = at
+        return self._num_looks < _STEADY_LOOKS or self._num_looks % _EVERY == 0
+
+    def told(self, turn: int) -> list[dict[str, Any]] | None:
+        """What another rank has found."""
+        with connection() as store:
+            found = peek(store, f"{self._name} {turn} found")
+        return None if found is None else list(json.loads(found))
+
+    def tell(self, turn: int, found: Apart) -> None:
+        with connection() as store:
+            store.set(f"{self._name} {turn} found", json.dumps([found.entries, found.texts]))
+
+    def post(self, turn: int, row: bytes, awaited: Sequence[int] | None) -> bool:
+        """Whether this rank is the one that reads all rows: the first, or the first after that no longer looks."""
+        self._number += 1
+        text = json.dumps([self._number, base64.b64encode(row).decode(), None if awaited is None else list(awaited)])
+        place, now = f"{self._name} {turn}", time.monotonic()
+        with connection() as store:
+            store.set(f"{place} row {self._index}", text)
+            own = f"{self._index} {self._number}"
+            leader = store.compare_set(f"{place} leader", "", own).decode()
+            if leader.split()[0] == str(self._index):
+                store.set(f"{place} leader", own)
+                return True
+            if leader != self._leader[0]:
+                self._leader = leader, now
+            elif now - self._leader[1] > _LEADER_SECONDS * (1 if self._num_looks < _STEADY_LOOKS else _EVERY):
+                return bool(store.compare_set(f"{place} leader", leader, own).decode() == own)
+        return False
+
+    def rows(self, turn: int) -> dict[int, tuple[bytes, list[int] | None, float]]:
+        """Of other ranks that have posted: the row, for whom they wait, and when it was seen first, on this rank's clock."""
+        found = {}
+        with connection() as store:
+            for index in range(self._num_ranks):
+                text = None if index == self._index else peek(store, f"{self._name} {turn} row {index}")
+                if text is None:
+                    continue
+                number, row, awaited = json.loads(text)
+                if self._known.get(index, (0, 0.0))[0] != number:
+                    self._known[index] = number, time.monotonic()
+                found[index] = base64.b64decode(row), awaited, self._known[index][1]
+        return found
+
+    def wait_until_all_have_found_it(self, turn: int, end: float) -> None:
+        own = int(turn not in self._counted)  # two threads of a rank may find it
+        self._counted.add(turn)
+        with connection() as store, contextlib.suppress(RuntimeError):
+            found = store.add(f"{self._name} {turn} have found it", own)
+            if found >= self._num_ranks:
+                return
+            while found < self._num_ranks and time.monotonic() < end:
+                time.sleep(0.1)
+                found = store.add(f"{self._name} {turn} have found it", 0)
+            time.sleep(0.5)  # the last one is printing it

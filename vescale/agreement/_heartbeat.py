@@ -1,0 +1,134 @@
+"""``Heartbeat``: what ranks compare in each step, in one small collective that nobody waits for.
+
+==========================  ===========================================================================================
+the ranks disagree in       they are told
+==========================  ===========================================================================================
+the first three messages    at once: the ranks wait for the message
+a later one                 when the next one is sent, on all ranks; or before a save, or when the program ends, whichever
+                            comes first (:func:`settle_heartbeats`)
+==========================  ===========================================================================================
+
+A rank that has to know the answer at once (because it lacks gradients that others may have) waits for it; the others do not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale.comm import Pending, all_reduce_
+from vescale.compat import note
+
+FIRST_MESSAGES = 3
+
+# Those whose last message has not been checked; also when their group, and what has held them, is gone.
+_UNSETTLED: dict[Heartbeat, None] = {}
+
+
+class Beat:
+    """A message that has been sent."""
+
+    def __init__(self, pending: Pending, check: Callable[[list[int]], None]) -> None:
+        self.check = check
+        self._pending: Pending | None = pending
+        self._host: torch.Tensor | None = None
+        self._event: Any = None
+        self._answer: list[int] = []
+        device = pending.out.device
+        if device.type != "cpu":  # the copy follows the collective; the host goes on
+            out = pending.wait()
+            self._host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+            self._host.copy_(out, non_blocking=True)
+            self._event = torch.get_device_module(device.type).Event()
+            self._event.record()
+
+    def answer(self) -> list[int]:
+        """The maximum over the ranks. Waits for them."""
+        if self._pending is not None:
+            if self._event is not None:
+                self._event.synchronize()
+            out = self._pending.wait() if self._host is None else self._host
+            self._answer = out.tolist()
+            self._pending = self._host = self._event = None
+        return self._answer
+
+
+class Heartbeat:
+    """Of the ranks of ``group``, which send messages of equal lengths, equally often; ``requester``: in the ledger."""
+
+    def __init__(self, group: dist.ProcessGroup, requester: str) -> None:
+        self._group, self._requester = group, requester
+        self._sent: Beat | None = None
+        self._num_sent = 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the next message is compared at once."""
+        return self._num_sent < FIRST_MESSAGES
+
+    def send(self, message: bytearray, device: torch.device, check: Callable[[list[int]], None]) -> Beat:
+        """Check the message before, and send the next. ``check`` gets the maximum of each byte over the ranks, later, and
+        raises on all ranks if it shows that they differ. Communication: one all-reduce of the message."""
+        self.settle()
+        own = torch.frombuffer(message, dtype=torch.uint8).to(device)
+        beat = Beat(all_reduce_(own, "max", self._group, requester=self._requester), check)
+        self._sent = beat
+        _UNSETTLED[self] = None
+        _watch_end()
+        if self.is_new:
+            self._num_sent += 1
+            self.settle()
+        return beat
+
+    def settle(self) -> None:
+        """Check the message that was sent last; raises what its ``check`` does. Called by all ranks of the group."""
+        beat, self._sent = self._sent, None
+        _UNSETTLED.pop(self, None)
+        if beat is not None:
+            beat.check(beat.answer())
+
+    def begin(self) -> None:
+        """All ranks begin to run another model: the next messages are compared at once."""
+        self._num_sent = 0
+
+    def begin_anew(self) -> None:
+        """All ranks have found that they differ: the next messages are compared at once."""
+        self._num_sent, self._sent = 0, None
+        _UNSETTLED.pop(self, None)
+
+
+def settle_heartbeats() -> None:
+    """Check all messages that were sent: before something is saved, by all ranks. Raises what shows that they differ."""
+    for heartbeat in list(_UNSETTLED):
+        heartbeat.settle()
+
+
+@functools.cache
+def _watch_end() -> None:
+    note("agreement._heartbeat:process", "atexit")
+    atexit.register(_settle_at_end)
+
+
+def _settle_at_end() -> None:
+    """A difference of the last step is printed, and the process ends with code 1. Where the process group is gone, ranks
+    cannot find out any more what differs."""
+    if hasattr(sys, "last_type"):  # an error has ended the program
+        return
+    try:
+        settle_heartbeats()
+    except Exception:
+        with suppress(OSError, ValueError):
+            traceback.print_exc()
+            sys.stderr.write("ranks have disagreed in the last step of the program\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)
