@@ -95,7 +95,7 @@ def test_attention(build: Callable[[], nn.Module], entries: tuple[str, ...]) -> 
 )
 def test_attention_that_stays_whole(build: Callable[[], nn.Module], why: str) -> None:
     text = lines(build())
-    assert "shard" not in text
+    assert not any("shard" in line for line in text.splitlines() if not line.startswith("#"))
     assert why in text.replace("\n# ", " ")
 
 
