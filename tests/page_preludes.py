@@ -15,7 +15,11 @@ __all__ = ["ALONE", "BY_TESTS", "ELSEWHERE", "PRELUDES", "RANKS", "SETUPS", "WHO
 # Pages that are scripts, without a prelude.
 WHOLE = ["all", "choose", "coming-from", "from-torchtitan", "how-to", "index", "questions"]
 # page -> the test that runs it
-ELSEWHERE = {"placements": "tests/placements/test_docs.py", "internals/upstream": "tests/compat/test_upstream.py"}
+ELSEWHERE = {
+    "placements": "tests/placements/test_docs.py",
+    "internals/upstream": "tests/compat/test_upstream.py",
+    "internals/device": "tests/device/test_device.py",
+}
 
 _COMMON = """
 import torch

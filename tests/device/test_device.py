@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -328,3 +331,12 @@ def test_one_device(ranks: RankPools) -> None:
 
 def test_two_ranks(ranks: RankPools) -> None:
     ranks.run(collective, world_size=2, device="sim")
+
+
+def test_the_block_of_the_page() -> None:
+    """docs/internals/device.md: its last line is a race."""
+    page = Path(__file__).parents[2] / "docs" / "internals" / "device.md"
+    block = page.read_text().partition("```python\n")[2].partition("```")[0]
+    assert "RuntimeError: Race" in block.splitlines()[-1]
+    done = subprocess.run([sys.executable, "-c", block], cwd=page.parents[2], capture_output=True, text=True)
+    assert done.returncode == 1 and "RuntimeError: Race" in done.stderr, done.stderr
