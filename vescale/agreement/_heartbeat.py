@@ -46,7 +46,7 @@ class Beat:
         device = pending.out.device
         if device.type != "cpu":  # the copy follows the collective; the host goes on
             out = pending.wait()
-            self._host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+            self._host = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=True)
             self._host.copy_(out, non_blocking=True)
             self._event = torch.get_device_module(device.type).Event()
             self._event.record()
