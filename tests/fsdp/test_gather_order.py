@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -73,6 +73,14 @@ def raises_alike(run: Callable[[], Any], *texts: str, error: type[RuntimeError] 
     told = re.sub(r"(ranks? [\d, ]+) in a gather of (\S+) \(\d+ bytes\)", r"\2 on \1", own)
     assert all(text in told for text in texts), own
     assert found.count(own) in (len(found), 2), found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPools]:
+    """Of this file alone: its cases end where ranks differ, and what ranks have agreed on in other cases is theirs."""
+    pools = RankPools()
+    yield pools
+    pools.close()
 
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
