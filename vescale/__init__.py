@@ -66,150 +66,66 @@ __all__ = ["__version__", *_PUBLIC]
 
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
+    # isort: off
     from vescale import (
         checkpoint as checkpoint,
-    )
-    from vescale import (
         debug as debug,
-    )
-    from vescale import (
         optim as optim,
-    )
-    from vescale import (
         plan_zoo as plan_zoo,
-    )
-    from vescale import (
         rng as rng,
-    )
-    from vescale import (
         static as static,
     )
-    from vescale._parallelize import (
-        parallelize as parallelize,
-    )
-    from vescale.buffer import (
-        DBuffer as DBuffer,
-    )
-    from vescale.buffer import (
-        Layout as Layout,
-    )
-    from vescale.buffer import (
-        plan_layout as plan_layout,
-    )
+    from vescale._parallelize import parallelize as parallelize
+    from vescale.buffer import DBuffer as DBuffer, Layout as Layout, plan_layout as plan_layout
     from vescale.checks import (
         InputMismatchError as InputMismatchError,
-    )
-    from vescale.checks import (
         ReplacedParameterError as ReplacedParameterError,
-    )
-    from vescale.checks import (
         StepMismatchError as StepMismatchError,
-    )
-    from vescale.checks import (
         unchecked as unchecked,
     )
-    from vescale.debug import (
-        breakpoint as breakpoint,
-    )
-    from vescale.estimation import (
-        estimate as estimate,
-    )
+    from vescale.debug import breakpoint as breakpoint
+    from vescale.estimation import estimate as estimate
     from vescale.fsdp import (
         FSDPModule as FSDPModule,
-    )
-    from vescale.fsdp import (
         UnshardHandle as UnshardHandle,
-    )
-    from vescale.fsdp import (
         fully_shard as fully_shard,
-    )
-    from vescale.fsdp import (
         register_fsdp_forward_method as register_fsdp_forward_method,
-    )
-    from vescale.fsdp import (
         share_comm_ctx as share_comm_ctx,
     )
-    from vescale.gradients import (
-        GradientReducer as GradientReducer,
-    )
-    from vescale.ir import (
-        Program as Program,
-    )
-    from vescale.ir import (
-        lower as lower,
-    )
-    from vescale.ir import (
-        new_plan as new_plan,
-    )
+    from vescale.gradients import GradientReducer as GradientReducer
+    from vescale.ir import Program as Program, lower as lower, new_plan as new_plan
     from vescale.placements import (
         InterleavedShard as InterleavedShard,
-    )
-    from vescale.placements import (
         RaggedShard as RaggedShard,
-    )
-    from vescale.placements import (
         StridedRaggedShard as StridedRaggedShard,
     )
-    from vescale.plan_search import (
-        search as search,
-    )
+    from vescale.plan_search import search as search
     from vescale.plans import (
         ALL as ALL,
-    )
-    from vescale.plans import (
         BWD as BWD,
-    )
-    from vescale.plans import (
         FWD as FWD,
-    )
-    from vescale.plans import (
         INIT as INIT,
-    )
-    from vescale.plans import (
         RUN as RUN,
-    )
-    from vescale.plans import (
         Phase as Phase,
-    )
-    from vescale.plans import (
         Plan as Plan,
-    )
-    from vescale.plans import (
         PlanError as PlanError,
-    )
-    from vescale.plans import (
         PlanMismatchError as PlanMismatchError,
     )
     from vescale.rng import (
         ShardedBatchSampler as ShardedBatchSampler,
-    )
-    from vescale.rng import (
         deferred_init as deferred_init,
-    )
-    from vescale.rng import (
         materialize as materialize,
     )
     from vescale.runtime import (
         ImplicitCommunicationError as ImplicitCommunicationError,
-    )
-    from vescale.runtime import (
         ImplicitCommunicationWarning as ImplicitCommunicationWarning,
-    )
-    from vescale.runtime import (
         implicit_communication as implicit_communication,
-    )
-    from vescale.runtime import (
         init_mesh as init_mesh,
-    )
-    from vescale.runtime import (
         no_sync as no_sync,
-    )
-    from vescale.runtime import (
         report as report,
-    )
-    from vescale.runtime import (
         shard_batch as shard_batch,
     )
+    # isort: on
 else:
 
     def __getattr__(name: str) -> Any:

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.compiler import compiler
+from tests.compiler import needs_compiler
 from tests.ranks import RankPools, run_functions
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the simulated device is C++: no compiler here")
+pytestmark = needs_compiler
 
 SIM: Any = "sim"
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
-from tests.compiler import compiler
+from tests.compiler import needs_compiler
 from tests.device import everywhere
 from tests.fsdp import test_training
 from tests.fsdp.compare import by_block, mesh_of
@@ -18,7 +18,7 @@ from tests.ranks import RankPools
 from vescale.comm import SideStream
 from vescale.fsdp import fully_shard
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the simulated device is C++: no compiler here")
+pytestmark = needs_compiler
 
 NAMES = [one.name for one in test_training.CASES]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.compiler import compiler
+from tests.compiler import needs_compiler
 from tests.device.faults import COLLECTIVE, LOCAL
 from tests.ranks import RankPools
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the simulated device is C++: no compiler here")
+pytestmark = needs_compiler
 
 TABLES = {"local": LOCAL, "collective": COLLECTIVE}
 

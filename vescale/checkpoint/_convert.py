@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-import vescale
+from vescale._version import __version__
 from vescale.checkpoint._data_file import align, write_data_file
 from vescale.checkpoint._hf_conversion import copy_beside
 from vescale.checkpoint._safetensors import create_file, index_of, plan_files, write_block
@@ -221,7 +221,7 @@ def _head(stored: Stored, names: list[str]) -> tuple[dict[str, Any], dict[str, A
     beside = {} if stored.format == "safetensors" else json.loads(json.dumps(plain_values(stored)))
     head: dict[str, Any] = dict.fromkeys(("step", "time", "world_size", "program", "metric"))
     head["world_size"], head["meshes"] = 1, []
-    head["versions"] = {"vescale": vescale.__version__, "torch": torch.__version__}
+    head["versions"] = {"vescale": __version__, "torch": torch.__version__}
     step = beside.get("step")
     head["step"] = step if type(step) is int else None
     head["values"] = {

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import vescale
+from vescale._version import __version__
 from vescale.agreement import Round, settle_heartbeats
 from vescale.checkpoint import _disk
 from vescale.checkpoint._gathering import Gathering
@@ -495,7 +495,7 @@ def _head(snapshot: Snapshot, target: Target) -> dict[str, Any]:
     return {
         "step": target.step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"vescale": vescale.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"vescale": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "world_size": dist.get_world_size() if has_other_ranks() else 1,
         "meshes": snapshot.meshes(),
         "program": snapshot.program,

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-import vescale
 from vescale.checkpoint import _writer_process
 from vescale.compat.devices import pin, unpin
 from vescale.errors import SaveFailedError
@@ -98,7 +97,7 @@ class Writer:
         if self._connection is not None:
             self._connection.close()
         ours, theirs = socket.socketpair()
-        root = str(Path(vescale.__file__).parent.parent)
+        root = str(Path(__file__).parents[2])
         script = str(Path(_writer_process.__file__))
         arguments = [str(theirs.fileno()), str(self._memory), str(os.getpid()), root]
         environment = {key: value for key, value in os.environ.items() if key != "VESCALE_TIMEOUT"}

@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from vescale import __version__
+from vescale._version import __version__
 from vescale.cli._console import print_json
 from vescale.cli._inputs import add_json
 from vescale.errors import torch_promise

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from vescale import __version__
+from vescale._version import __version__
 from vescale.errors import Coded
 
 __all__ = ["COMMANDS", "UsageError", "main", "run_and_exit"]
