@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -444,6 +445,44 @@ def cleared_before_replicas_add() -> None:
         found.append(_whole(model.head.weight.grad).clone())
     for own, wanted in zip(found[:4], found[4:], strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-9, atol=1e-9)
+
+
+def read_beside_reduced(kind: str, zeros: bool, only_replicas: bool) -> None:
+    """``.grad`` is all that backwards have left, reduced or not, and what is written to it counts."""
+    found = []
+    for one in (kind, "device"):
+        model, loss = _trained(one)
+        of = Run.__new__(Run)
+        of.kind, of.model = one, model
+        for number in range(7):
+            if number % 3 == 0:
+                loss(number).backward()
+            else:
+                with of.unreduced(only_replicas):
+                    loss(number).backward()
+            grads = whole_tensors({name: p.grad for name, p in model.named_parameters()})
+            found.append({name: grad if grad is None else grad.clone() for name, grad in grads.items()})
+            if zeros and number in (0, 4):
+                model.zero_grad(set_to_none=False)
+            for parameter in model.parameters():
+                if parameter.grad is not None and number in (1, 5):
+                    parameter.grad.mul_(0.5)
+    for number, (ours, device) in enumerate(zip(found[:7], found[7:], strict=True)):
+        for name, own in ours.items():
+            wanted = device[name]
+            assert (own is None) == (wanted is None), (number, name)
+            if own is not None and wanted is not None:
+                torch.testing.assert_close(own, wanted, rtol=1e-9, atol=1e-9, msg=lambda m, n=(number, name): f"{n}: {m}")
+
+
+def reads_beside_reduced(kinds: Sequence[str]) -> int:
+    cases = itertools.product(kinds, (False, True), (False, True))
+    return run_cases(read_beside_reduced, list(cases))
+
+
+def test_gradients_are_read_beside_reduced_ones(ranks: RankPools) -> None:
+    ranks.run(reads_beside_reduced, KINDS, world_size=2)
+    ranks.run(reads_beside_reduced, ("fsdp replicas",), world_size=4)
 
 
 def test_what_is_pending_over_replicas_is_cleared(ranks: RankPools) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import AsyncCollectiveTensor, DTensorSpec, local_of, make_dtensor, make_spec, spec_of
-from vescale.placements import contiguous_stride, redistribute
+from vescale.placements import contiguous_stride, own_region, redistribute
 
 _COMPLETE = "_vescale_complete"
 
@@ -39,6 +40,31 @@ def added(before: torch.Tensor | None, local: torch.Tensor, spec: DTensorSpec | 
         before = redistribute(before, spec.mesh, spec.placements)
     local_part(before).add_(local)
     return before
+
+
+def add_contribution(local: torch.Tensor, spec: DTensorSpec, reduced: DTensor) -> bool:
+    """Add a reduced gradient to ``local``, this rank's contribution to one that is placed as ``spec``, so that the reduction
+    gives the sum of both. False, and nothing is added, where they are placed differently on an axis along which ``spec`` is
+    not pending. No communication."""
+    scale = 1.0
+    for axis, (to, of) in enumerate(zip(spec.placements, reduced.placements, strict=True)):
+        if to == of:
+            continue
+        if not to.is_partial() or of.is_partial():
+            return False
+        # Each rank along the axis adds its part, or all of them add the same.
+        size = spec.mesh.size(axis)
+        scale *= (1 if of.is_replicate() else size) if to.is_partial("avg") else (1 / size if of.is_replicate() else 1)
+    whole, own = (own_region(spec.shape, each, spec.mesh) for each in (spec.placements, tuple(reduced.placements)))
+    assert whole is not None
+    assert own is not None
+    with torch.no_grad():
+        part = local_part(reduced).to(local.device)
+        for source, target in itertools.product(own.boxes, whole.boxes):
+            common = source.intersect(target)
+            if common is not None:
+                common[1].view(local).add_(common[0].view(part), alpha=scale)
+    return True
 
 
 def gradient_spec(parameter: DTensor, placements: Sequence[Placement], dtype: torch.dtype) -> DTensorSpec:

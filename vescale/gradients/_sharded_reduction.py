@@ -20,7 +20,7 @@ from vescale.compat import DTensorSpec, make_dtensor, note, permit_gradients_of_
 from vescale.gradients._arrival_hooks import hooks_of_programs
 from vescale.gradients._buffer_reduction import BufferReduction
 from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit
-from vescale.gradients._complete_gradient import added, gradient_spec, local_part
+from vescale.gradients._complete_gradient import add_contribution, added, gradient_spec, local_part
 from vescale.gradients._data_parallel_axes import AxisSet, DataParallelAxes
 from vescale.gradients._order_watch import OrderMismatchError
 from vescale.gradients._parameter import pending_axes
@@ -67,7 +67,8 @@ class ShardedGradients:
     def show_unreduced(self) -> None:
         """Until they are reduced, gradients that backwards have left are ``.grad`` of the sharded parameters: DTensors that
         are pending over the ranks, in the memory where more is added. Who clears them, or reads them, does so to what this
-        step has accumulated. A ``.grad`` that has been reduced already stays, and clearing it clears both."""
+        step has accumulated: a ``.grad`` that has been reduced already is added to this rank's contribution. It stays where
+        the parameter has hooks, which have run for it; clearing it clears both."""
         if self.unreduced.has_any:
             note("gradients._sharded_reduction:instance", self)
             pending = {self.axes.shard, *self.axes.replicate}
@@ -87,15 +88,19 @@ class ShardedGradients:
         assert isinstance(sharded, DTensor)
         if not sharded.requires_grad:
             return
-        if sharded.grad is None:
+        earlier = sharded.grad
+        if earlier is None or (index not in self._stand_ins and not hooks_of_programs(sharded)):
             also = {self.axes.resting(axis) for axis in parameter.contribution.pending}
             placements: list[Placement] = list(sharded.placements)
             for axis in pending | also:
                 placements[axis] = Partial("sum" if axis in also else op)
             spec = gradient_spec(sharded, placements, local.dtype)
-            if local.dtype != sharded.dtype:
-                permit_gradients_of_any_dtype(sharded)
-            sharded.grad = self._stand_ins[index] = make_dtensor(local, spec)
+            if earlier is None or (isinstance(earlier, DTensor) and add_contribution(local, spec, earlier)):
+                if local.dtype != sharded.dtype:
+                    permit_gradients_of_any_dtype(sharded)
+                sharded.grad = self._stand_ins[index] = make_dtensor(local, spec)
+                if earlier is not None:
+                    self.unreduced.keep(index)
         setattr(sharded.grad, _COUNTS_WITH_UNREDUCED, True)
         self._shown.add(index)
 

@@ -219,6 +219,10 @@ class UnreducedGradients:
         view = self._view(self.buffer, index)
         return view if self._received[index] else view.zero_()
 
+    def keep(self, index: int) -> None:
+        """Something has been added to :meth:`shown`."""
+        self._received[index] = True
+
     def forget(self, index: int) -> None:
         """The next gradient of this parameter is the first one."""
         self._received[index] = False
