@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vescale.compat import set_access_error
 from vescale.compat.devices import use_memory_pool
 from vescale.errors import BufferMemoryError
 
@@ -34,12 +35,24 @@ class Allocation:
     stays the same object, so that tensors over it stay valid, and see the memory of the next allocation. Freed memory
     returns to the allocator at once, on the stream that allocated it. What another stream uses is borrowed by it, and not
     freed before it has been given back.
+
+    Args:
+        device, pin_memory, pool: what the memory is.
+        access_error: what reads and writes of freed memory raise, in C++; None: they end the process.
     """
 
-    def __init__(self, device: torch.device | str, *, pin_memory: bool = False, pool: Any = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        pin_memory: bool = False,
+        pool: Any = None,
+        access_error: str | None = None,
+    ) -> None:
         self.device = torch.device(device)
         self.pin_memory = pin_memory
         self.pool = pool
+        self._access_error = None if access_error is None else access_error.encode()
         self.num_bytes = 0
         self._storage: torch.UntypedStorage | None = None
         self._is_free = True
@@ -69,8 +82,11 @@ class Allocation:
         """Whether ``tensor`` is over this memory."""
         if self._storage is None or tensor.layout is not torch.strided or tensor.device.type != self.device.type:
             return False
-        address = tensor.untyped_storage().data_ptr()
-        return address != 0 and (address == self._storage.data_ptr() or address in self._attached)
+        storage = tensor.untyped_storage()
+        if self._is_free or not storage.nbytes():
+            return False
+        address = storage.data_ptr()
+        return address == self._storage.data_ptr() or address in self._attached
 
     def attach(self, storage: torch.UntypedStorage) -> None:
         """From now on, also allocate and free this memory, which another owner has allocated with its current size."""
@@ -126,7 +142,11 @@ class Allocation:
     def _resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Addresses without memory, which an estimate takes for more than the host has, stay."""
         if storage.nbytes() != num_bytes and self.device.type != "meta" and storage.resizable():
+            if self._access_error is not None:
+                set_access_error(storage, None)
             storage.resize_(num_bytes)
+            if self._access_error is not None and not num_bytes:
+                set_access_error(storage, self._access_error)
 
     def _tell(self) -> None:
         for observer in tuple(_OBSERVERS):  # another thread may add one

@@ -28,6 +28,7 @@ __all__ = [
     "has_foreach",
     "is_dense",
     "plain_parts",
+    "set_access_error",
     "share_memory",
 ]
 
@@ -221,7 +222,17 @@ def dense_part(gradient: torch.Tensor | None, spec: Any, dtype: torch.dtype) -> 
 def _typed(library: ctypes.CDLL) -> Any:
     """Its functions, called without letting go of the interpreter's lock: they may count references of Python objects."""
     prototype = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
-    return SimpleNamespace(**{name: prototype((name, library)) for name in ("take_grads", "give_grads")})
+    found = {name: prototype((name, library)) for name in ("take_grads", "give_grads")}
+    with_text = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
+    return SimpleNamespace(**found, set_access_error=with_text(("set_access_error", library)))
+
+
+def set_access_error(storage: torch.UntypedStorage, message: bytes | None) -> None:
+    """Reads and writes of the memory raise a RuntimeError of ``message`` from now on; None: they work again. Without the C++
+    helper this changes nothing."""
+    library = _library()
+    if library is not None:
+        library.set_access_error(storage._cdata, message)
 
 
 def _library() -> Any:

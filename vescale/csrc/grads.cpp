@@ -1,14 +1,17 @@
-// The gradients of many parameters, taken from them or given to them in one call, none of them made a Python object.
+// The gradients of many parameters, taken from them or given to them in one call, none of them made a Python object; and
+// what is raised where memory is used that has been freed under its tensors.
 //
-// Tensors come as arrays of addresses, which the caller keeps alive. Each function does all or nothing.
+// Tensors and storages come as addresses, which the caller keeps alive. Each function does all or nothing.
 //
 // It needs torch's headers, so that the library is for one version of torch, which its file name contains.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
+#include <c10/core/StorageImpl.h>
 
 #include <cstddef>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -100,4 +103,20 @@ EXPORT int give_grads(std::size_t num, void* const* parameters, void* const* gra
         Borrowed(parameters[i])->mutable_grad() = *Borrowed(gradients[i]);
     }
     return 1;
+}
+
+// Reads and writes of the storage raise a RuntimeError of `message` from now on; nullptr: they work again. Returns 0, and
+// changes nothing, where torch cannot take an error back.
+EXPORT int set_access_error(c10::StorageImpl* storage, const char* message) {
+    return [message](auto& found) {
+        if constexpr (requires { found.clear_data_ptr_access_error_msg_(); }) {
+            if (message) {
+                found.release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
+            } else {
+                found.clear_data_ptr_access_error_msg_();
+            }
+            return 1;
+        }
+        return 0;
+    }(*storage);
 }

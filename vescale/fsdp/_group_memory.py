@@ -132,7 +132,7 @@ class GroupMemory:
                 "materialize them before the first forward: model.to_empty(device=...), then initialize or load a state dict"
             )
         device, offloads = self.at_rest.device, self.at_rest.offloads
-        gathered = Allocation(device, pool=self._pool)
+        gathered = Allocation(device, pool=self._pool, access_error=_freed_text(self.at_rest.path))
         for bucket in self.at_rest.buckets:
             if bucket.shards.device.type != ("cpu" if offloads else device.type):
                 raise GroupMemoryError(
@@ -396,6 +396,15 @@ class GroupMemory:
         self.reshard()
         self.gathered = None
         self._versions, self._changed = [], []
+
+
+def _freed_text(path: str) -> str:
+    """Of tensors over memory that a group has gathered parameters to, in the time in which it has none."""
+    return (
+        f"this tensor shares memory with a parameter of {path or 'the root'} that was gathered for a forward or backward, and "
+        "that memory has been freed since. Expected a copy, made where the tensor was taken (weight.detach().clone()), or the "
+        "registered parameter, read where the value is needed"
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
