@@ -62,6 +62,12 @@ class Averaged(nn.Module):
                     to.data = to.data * 0.5 + of.data * 0.5
                 elif self.writes == "limit":
                     of.clamp_(-0.3, 0.3)
+                elif self.writes == "data in place":
+                    to.data.lerp_(of.data, 0.5)
+                elif self.writes == "view of data":
+                    to.data.view(-1)[1:].mul_(0.5)
+                elif self.writes == "out of data":
+                    torch.renorm(to.data.view(-1, 1), 2, 0, 0.2, out=to.data.view(-1, 1))
         return self.trained(x) - 0.1 * self.average(x)
 
 
@@ -405,7 +411,43 @@ def refused_writes() -> None:
         low(torch.randn(2, DIM))
 
 
+def written_by_data(kind: str, how: str) -> None:
+    """``.data`` has a version of its own; what it is used to write counts."""
+    found = []
+    for one in (kind, "device"):
+        model, loss = _trained(one)
+        model.averaged.writes = how
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            loss(number).backward()
+            optimizer.step()
+        found.append(whole_tensors(dict(model.named_parameters())))
+    for name, own in found[0].items():
+        torch.testing.assert_close(own, found[1][name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def kept_aliases(kind: str) -> None:
+    """What a forward has put aside is the parameter until its memory is freed; then its use is an error."""
+    model, loss = _trained(kind)
+    kept: list[torch.Tensor] = []
+    views: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        torch.Tensor.detach,
+        lambda p: p.data,
+        lambda p: p.data[1:],
+        torch.t,
+    ]
+    model.averaged.trained.register_forward_hook(lambda m, *_: kept.extend(view(m.weight) for view in views))
+    loss(0).backward()
+    assert len(kept) == 4
+    for alias in kept:
+        assert alias.shape  # needs no memory
+        for use in (torch.clone, torch.sum, str, lambda x: x.detach().mul_(2)):
+            with pytest.raises(RuntimeError, match=r"shares memory with a parameter of .* has been freed since.*clone"):
+                use(alias)
+
+
 def by_name() -> int:
+    run_cases(written_by_data, list(itertools.product(KINDS, ("data in place", "view of data", "out of data"))))
     run_cases(asked, [(kind,) for kind in KINDS])
     run_cases(hooked, [(kind,) for kind in KINDS])
     run_cases(parts_apart, [("fsdp",), ("fsdp root",)])
@@ -414,6 +456,15 @@ def by_name() -> int:
 
 def test_parameters_by_name(ranks: RankPools) -> None:
     ranks.run(by_name, world_size=2)
+
+
+def aliases() -> int:
+    return run_cases(kept_aliases, [("fsdp",), ("fsdp root",)])
+
+
+@pytest.mark.helper("grads")
+def test_aliases_of_freed_memory(ranks: RankPools) -> None:
+    ranks.run(aliases, world_size=2)
 
 
 KINDS = ("plan", "fsdp", "fsdp root", "fsdp kept")
@@ -472,7 +523,9 @@ def read_beside_reduced(kind: str, zeros: bool, only_replicas: bool) -> None:
             wanted = device[name]
             assert (own is None) == (wanted is None), (number, name)
             if own is not None and wanted is not None:
-                torch.testing.assert_close(own, wanted, rtol=1e-9, atol=1e-9, msg=lambda m, n=(number, name): f"{n}: {m}")
+                torch.testing.assert_close(
+                    own, wanted, rtol=1e-9, atol=1e-9, msg=lambda m, n=(number, name): f"{n}: {m}"
+                )
 
 
 def reads_beside_reduced(kinds: Sequence[str]) -> int:

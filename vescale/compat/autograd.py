@@ -18,6 +18,7 @@ from vescale import csrc
 from vescale.compat.ledger import note
 
 __all__ = [
+    "DATA_VIEWS",
     "PACKED",
     "TELLS_HOLDERS",
     "EarlyStop",
@@ -112,6 +113,9 @@ def num_storage_users(tensor: torch.Tensor) -> int:
     """How many tensors and Python objects hold the memory of ``tensor``: to compare with what it was before."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
+
+DATA_VIEWS = "_vescale_data_views"
+"""The attribute of a parameter with the list that takes ``(id of the parameter, what its .data gave)``, each time."""
 
 _use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
 TELLS_HOLDERS = _use_count is not None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _dispatch as tensor_dispatch
@@ -23,6 +24,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import BackwardHook
 
+from vescale.compat.autograd import DATA_VIEWS
 from vescale.compat.batched_gradients import backward_by_rows
 from vescale.compat.containers import tensors_in
 from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
@@ -36,6 +38,7 @@ from vescale.errors import ForeignToolError
 __all__ = [
     "accept_plain_operands",
     "log_once_a_job",
+    "note_data_views",
     "observe_backwards",
     "observe_redistributions",
     "observe_registrations",
@@ -409,3 +412,17 @@ def _global(grad: Any, spec: DTensorSpec | None) -> Any:
         return grad
     whole = (Replicate(),) * spec.mesh.ndim
     return make_dtensor(grad, make_spec(spec.mesh, whole, grad.shape, grad.stride(), grad.dtype))
+
+
+def note_data_views(changes: Changes, _: ModelHooks) -> None:
+    """``parameter.data`` has a version of its own, so that what is written by way of it is written unseen."""
+    read, write = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+    def data(self: nn.Parameter) -> Any:
+        found = read(self)
+        views = self.__dict__.get(DATA_VIEWS)
+        if views is not None:
+            views.append((id(self), found))
+        return found
+
+    changes.attribute(nn.Parameter, "data", property(data, write))

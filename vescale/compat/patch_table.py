@@ -141,6 +141,8 @@ PATCHES: tuple[Patch, ...] = (
           model_patches.observe_backwards),
     Patch("while gathered copies are viewed, writes to them reach their originals, and reads see writes to these",
           "x[0].zero_() of a tensor sharded over dim 0 is lost", "models", model_patches.observe_writes, "pytorch#147570"),
+    Patch("writes by way of `.data` of a gathered parameter are seen", "a version of its own: the write would be lost",
+          "models", model_patches.note_data_views, _FILE),
     Patch("a parameter that hooks hold is not swapped", "PyTorch does not say why it cannot", "models",
           model_patches.refuse_swaps),
     Patch("export and jit.trace of a model are refused with the reason", "PyTorch fails inside", "models",

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.checks import sum_of_bits
 from vescale.comm import Pending
-from vescale.compat import local_of, mesh_over, set_local, set_versions
+from vescale.compat import DATA_VIEWS, local_of, mesh_over, set_local, set_versions
 from vescale.errors import GatherHookError, WrittenParameterError
 from vescale.fsdp._extensions import gather_inputs, refuse_hooks, require_hooks, unsharded_of
 from vescale.fsdp._gather import BufferGather, all_gather
@@ -425,10 +425,11 @@ class Bucket:
         assert isinstance(self.gathering, BufferGather)
         return self.gathering.whole
 
-    def make_unsharded(self, index: int) -> None:
-        """A parameter's unsharded form, over memory that is allocated."""
+    def make_unsharded(self, index: int, data_views: list[tuple[int, torch.Tensor]]) -> None:
+        """A parameter's unsharded form, over memory that is allocated. ``data_views`` takes what its ``.data`` gives."""
         parameter = self.parameters[index]
         unsharded = parameter.make_unsharded(self.gathering.unsharded(index, parameter.shape))
+        unsharded.__dict__[DATA_VIEWS] = data_views
         if isinstance(self.gathering, BufferGather):
             unsharded.__dict__[GRADIENT_PLACE] = PlaceOfGradient(self.unreduced, index)
         self.unreduced.watch(index, unsharded)

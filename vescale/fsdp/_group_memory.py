@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -56,6 +57,7 @@ class GroupMemory:
         self.has_unknown_work = False
         self._versions: list[int] = []  # of the sharded parameters, when they were gathered last
         self._changed: list[ManagedParameter] = []  # between the last two gathers
+        self._data_views: list[tuple[int, torch.Tensor]] = []  # of the unsharded parameters, since they were registered
         self._marks: list[tuple[int, int]] = []  # of the unsharded parameters, when they were registered
         self.on_write: Callable[[str, str], None] = lambda name, value: None
         self._reduce_op, self._begin_gradients = reduce_op, begin_gradients
@@ -220,7 +222,11 @@ class GroupMemory:
 
     def _present_marks(self) -> list[tuple[int, int]]:
         found = [p.unsharded for p in self.at_rest.parameters]
-        return [(t._version, t.data_ptr()) if type(t) is nn.Parameter else _mark(t) for t in found]
+        marks = [(t._version, t.data_ptr()) if type(t) is nn.Parameter else _mark(t) for t in found]
+        if self._data_views:
+            written = Counter(of for of, view in self._data_views if view._version)
+            marks = [(version + written[id(t)], place) for t, (version, place) in zip(found, marks, strict=True)]
+        return marks
 
     @property
     def is_current(self) -> bool:
@@ -242,7 +248,7 @@ class GroupMemory:
                 unsharded, sharded = parameter.unsharded, parameter.sharded
                 if unsharded is None or unsharded.requires_grad != sharded.requires_grad:  # frozen or thawed in between
                     parameter.requires_grad = sharded.requires_grad
-                    bucket.make_unsharded(index)
+                    bucket.make_unsharded(index, self._data_views)
                 assert parameter.unsharded is not None
                 parameter.register(parameter.unsharded)
             bucket.requires_grad = any(p.requires_grad for p in bucket.parameters)
@@ -310,6 +316,7 @@ class GroupMemory:
                 for index, parameter in enumerate(bucket.parameters):
                     if before[id(parameter)] != now[id(parameter)] and not bucket.unreduced.in_place:
                         self.on_write(parameter.name, bucket.write_back(index, self.at_rest.path))
+        self._data_views.clear()
         for parameter in self.at_rest.parameters:
             parameter.register(parameter.sharded)
 
@@ -401,9 +408,9 @@ class GroupMemory:
 def _freed_text(path: str) -> str:
     """Of tensors over memory that a group has gathered parameters to, in the time in which it has none."""
     return (
-        f"this tensor shares memory with a parameter of {path or 'the root'} that was gathered for a forward or backward, and "
-        "that memory has been freed since. Expected a copy, made where the tensor was taken (weight.detach().clone()), or the "
-        "registered parameter, read where the value is needed"
+        f"this tensor shares memory with a parameter of {path or 'the root'} that was gathered for a forward or backward, "
+        "and that memory has been freed since. Expected a copy, made where the tensor was taken "
+        "(weight.detach().clone()), or the registered parameter, read where the value is needed"
     )
 
 
