@@ -44,6 +44,7 @@ __all__ = [
     "observe_registrations",
     "observe_writes",
     "refuse_swaps",
+    "run_autocast_on_meta",
     "run_backwards_in_modules",
     "tell_of_exports",
     "wrap_checkpointed_functions",
@@ -426,3 +427,17 @@ def note_data_views(changes: Changes, _: ModelHooks) -> None:
         return found
 
     changes.attribute(nn.Parameter, "data", property(data, write))
+
+
+def run_autocast_on_meta(changes: Changes, _: ModelHooks) -> None:
+    """A forward without values names the device of its tensors to autocast, which changes no op on them."""
+    original: Any = torch.autocast.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type == "meta":
+            device = torch.accelerator.current_accelerator(check_available=True)
+            device_type = "cpu" if device is None else device.type
+        original(self, device_type, *args, **kwargs)
+
+    changes.attribute(torch.autocast, "__init__", __init__)

@@ -145,6 +145,8 @@ PATCHES: tuple[Patch, ...] = (
           "models", model_patches.note_data_views, _FILE),
     Patch("a parameter that hooks hold is not swapped", "PyTorch does not say why it cannot", "models",
           model_patches.refuse_swaps),
+    Patch("autocast takes the meta device", "PyTorch refuses `torch.autocast(x.device.type)` of tensors without values",
+          "models", model_patches.run_autocast_on_meta, _FILE),
     Patch("export and jit.trace of a model are refused with the reason", "PyTorch fails inside", "models",
           model_patches.tell_of_exports),
     Patch("modules and parameters that are added to a model are told", "PEFT takes the shape of an adapter from the local "

@@ -419,7 +419,8 @@ class _Recorder(TorchDispatchMode):
             if depends:
                 self.values.add(id(result))
             elif is_replayable:
-                self.recipes[id(result)] = (func, args, kwargs, number)
+                if not any(result is tensor for tensor in tensors):  # else it is what it was: a constant that is lifted
+                    self.recipes[id(result)] = (func, args, kwargs, number)
             else:
                 self.recipes.pop(id(result), None)
             if only_here or self.inside is not None:
