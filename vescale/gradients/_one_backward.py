@@ -23,11 +23,12 @@ class OneBackward:
         self._running: Callable[[], _Running | None] = _nothing
 
     def enter(self, name: Callable[[], str]) -> None:
-        """Called inside of a backward of what is called ``name``, before it communicates; later calls do nothing.
+        """Called inside of a backward of what is called ``name``, before it communicates; later calls, and those outside of a
+        backward, do nothing.
 
         Raises ConcurrentBackwardError while another thread runs one that has entered.
         """
-        if not self._is_known:
+        if not self._is_known or current_backward() == -1:
             return
         thread = threading.get_ident()
         with _LOCK:
