@@ -75,7 +75,7 @@ ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "listed twice": (
         {"split_before": None, "stages": [["blocks.0", "blocks.1"], ["blocks.1"]]},
-        "'blocks.1' is listed in stages 0 and 1",
+        "all modules of stage 1, blocks.1, are in other stages as well",
     ),
     "out of order": (
         {"split_before": None, "stages": [["blocks.3"], ["blocks.1"]], "schedule": "GPipe"},

@@ -23,8 +23,8 @@ class OneBackward:
         self._running: Callable[[], _Running | None] = _nothing
 
     def enter(self, name: Callable[[], str]) -> None:
-        """Called inside of a backward of what is called ``name``, before it communicates; later calls, and those outside of a
-        backward, do nothing.
+        """Called inside of a backward of what is called ``name``, before it communicates; later calls, and those outside of
+        a backward, do nothing.
 
         Raises ConcurrentBackwardError while another thread runs one that has entered.
         """

@@ -22,7 +22,8 @@ class Cut:
     Attributes:
         splits: the module before whose call stage 1, 2, ... begins.
         bound: stages of each module that runs inside of one stage, outermost ones only, with at least one parameter; of a
-            module with several names (the embedding of an encoder and a decoder) those of all of them.
+            module with several names (the embedding of an encoder and a decoder) those of all of them, and of one that is
+            listed in several (the norm and the head of an early exit) all these.
         owners: stages of each parameter, by first name: all stages that one of its names belongs to.
     """
 
@@ -51,7 +52,7 @@ class Cut:
             program: whose checkpoint entries say what stages hold.
         """
         order = {name: n for n, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-        explicit: dict[str, int] = {}
+        explicit: dict[str, set[int]] = {}
         parameters: dict[str, set[int]] = {}
         if entry.stages:
             listed: list[list[str]] = []
@@ -64,16 +65,22 @@ class Cut:
                     listed[-1] += _matching(path, order, entry) if not named else ()
             for stage, names in enumerate(listed):
                 for name in names:
-                    if explicit.setdefault(name, stage) != stage:
-                        raise PipelineCutError(
-                            f"pipeline: {name!r} is listed in stages {explicit[name]} and {stage}", entry.source
-                        )
+                    explicit.setdefault(name, set()).add(stage)
                 if not names:
                     raise PipelineCutError(
                         f"pipeline: stages= names no module of stage {stage}; name the one before which it begins",
                         entry.source,
                     )
-            splits = [_first_called(model, min(names, key=order.__getitem__)) for names in listed[1:]]
+            splits = []
+            for stage, names in enumerate(listed[1:], 1):
+                alone = [name for name in names if explicit[name] == {stage}]
+                if not alone:
+                    raise PipelineCutError(
+                        f"pipeline: all modules of stage {stage}, {', '.join(names)}, are in other stages as well; name the "
+                        "one before which it begins",
+                        entry.source,
+                    )
+                splits.append(_first_called(model, min(alone, key=order.__getitem__)))
         elif entry.split_before:
             found = {_first_called(model, n) for path in entry.split_before for n in _matching(path, order, entry)}
             splits = sorted(found, key=order.__getitem__)
@@ -87,7 +94,7 @@ class Cut:
         model: nn.Module,
         entry: PipelineEntry,
         splits: tuple[str, ...],
-        explicit: Mapping[str, int],
+        explicit: Mapping[str, set[int]],
         parameters: Mapping[str, set[int]],
     ) -> Cut:
         for outer in ("", *splits):
@@ -115,24 +122,31 @@ class Cut:
         containers = _containers(splits)
         for name in containers - explicit.keys():  # run in several stages; their own parameters are used in the first
             stage_of[name] = 0
-        bound: dict[str, int] = {}
+        bound: dict[str, frozenset[int]] = {}
         owners: dict[int, set[int]] = {}
         names: dict[int, str] = {}
+
+        def stages_of_name(name: str) -> frozenset[int]:
+            above = name
+            while above and above not in explicit:
+                above = above.rpartition(".")[0]
+            return frozenset(explicit[above] if above and above not in containers else {stage_of[name]})
 
         def visit(name: str, module: nn.Module) -> None:
             if name not in containers:
                 inside = {
-                    stage_of[f"{name}.{n}" if n else name] for n, _ in module.named_modules(remove_duplicate=False)
+                    stages_of_name(f"{name}.{n}" if n else name)
+                    for n, _ in module.named_modules(remove_duplicate=False)
                 }
                 if len(inside) == 1 and next(module.parameters(), None) is not None:
-                    bound[name] = stage_of[name]
+                    bound[name] = inside.pop()
                     return
             for child, inner in module.named_children():
                 visit(f"{name}.{child}" if name else child, inner)
 
         visit("", model)
         for split in splits:
-            bound.setdefault(split, stage_of[split])
+            bound.setdefault(split, frozenset({stage_of[split]}))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first = names.setdefault(id(parameter), name)
             around = name.rpartition(".")[0]
@@ -141,7 +155,7 @@ class Cut:
                 model.get_submodule(around), nn.ParameterList | nn.ParameterDict
             )
             if is_called or not found:
-                found.add(stage_of[around])
+                found |= stages_of_name(around)
             owners.setdefault(id(parameter), set()).update(found)
         empty = set(range(len(splits) + 1)) - {stage for stages in owners.values() for stage in stages}
         if empty:
@@ -152,8 +166,8 @@ class Cut:
                 entry.source,
             )
         stages_of: dict[int, set[int]] = {}
-        for name, stage in bound.items():
-            stages_of.setdefault(id(model.get_submodule(name)), set()).add(stage)
+        for name, stages in bound.items():
+            stages_of.setdefault(id(model.get_submodule(name)), set()).update(stages)
         return cls(
             splits,
             {name: frozenset(stages_of[id(model.get_submodule(name))]) for name in bound},
@@ -167,10 +181,11 @@ def _containers(splits: Sequence[str]) -> frozenset[str]:
 
 
 def _stages_of_modules(
-    model: nn.Module, splits: Sequence[str], explicit: Mapping[str, int], read: Mapping[str, int]
+    model: nn.Module, splits: Sequence[str], explicit: Mapping[str, set[int]], read: Mapping[str, int]
 ) -> dict[str, int]:
-    """The stage of each module: the given one, else the one stage in which a forward reads its parameters, as far as that is
-    known (``read``, by untied parameter), else by the order of the model's modules, in which a stage begins at its split."""
+    """The stage of each module: the first given one, else the one stage in which a forward reads its parameters, as far as
+    that is known (``read``, by untied parameter), else by the order of the model's modules, in which a stage begins at its
+    split."""
     stage_of: dict[str, int] = {}
     current, containers = 0, _containers(splits)
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -179,7 +194,7 @@ def _stages_of_modules(
         around = name.rpartition(".")[0]
         reads = {read.get(first_names[id(parameter)]) for parameter in module.parameters()}
         if name in explicit:
-            stage_of[name] = explicit[name]
+            stage_of[name] = min(explicit[name])
         elif around in stage_of and any(around == e or around.startswith(f"{e}.") for e in explicit if around):
             stage_of[name] = stage_of[around]
         elif len(reads) == 1 and None not in reads and name not in splits:

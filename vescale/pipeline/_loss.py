@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,10 +29,10 @@ class BatchLoss:
 
     def __init__(self, entry: PipelineEntry, known: Signature, batch: Mapping[str, Any]) -> None:
         self.entry = entry
-        self.counts: list[float] = []
+        self.counts: dict[int, list[float]] = defaultdict(list)  # by stage
         self.weight, self._parts = known.share.weight, known.share.parts
         if callable(entry.loss) or entry.microbatches == 1:
-            self.scalars: dict[int, tuple[int, float]] = {}
+            self.scalars: dict[tuple[int, int], tuple[int, float]] = {}
             return
         self.scalars = {call: (n, compute(batch).item()) for call, (n, compute) in known.share.scalars.items()}
         for term in known.whole.losses:
@@ -45,13 +46,13 @@ class BatchLoss:
                     "loss=f(out, batch) -> (sum, count)",
                     entry.source,
                 )
-            self.counts.append(term.count(batch))
+            self.counts[term.stage].append(term.count(batch))
 
-    def around_forward(self) -> _Shares | None:
-        """A mode for the last stage's forward of one micro-batch."""
-        if not self.counts and not self.scalars:
-            return None
-        return _Shares([count * self._parts / self.entry.microbatches for count in self.counts], self.scalars)
+    def around_forward(self, stage: int) -> _Shares | None:
+        """A mode for a stage's forward of one micro-batch; None: it computes nothing of the loss."""
+        counts = [count * self._parts / self.entry.microbatches for count in self.counts.get(stage, ())]
+        scalars = {number: scalar for (of, number), scalar in self.scalars.items() if of == stage}
+        return _Shares(counts, scalars, is_active=not stage) if counts or scalars else None
 
     def share(self, out: Any, batch: Mapping[str, Any]) -> torch.Tensor:
         """The micro-batch's part of the loss of the whole batch; of a callable, the sum, to be divided by the count."""
@@ -62,17 +63,19 @@ class BatchLoss:
 
 class _Shares(TorchFunctionMode):
     """``cross_entropy`` and ``nll_loss`` that take a mean divide by the given numbers, call by call; multiplications of
-    scalars are by ``scalars``, by number from :meth:`restart` on."""
+    scalars are by ``scalars``, by number. Both from where the stage begins."""
 
-    def __init__(self, counts: Sequence[float], scalars: Mapping[int, tuple[int, float]]) -> None:
+    def __init__(self, counts: Sequence[float], scalars: Mapping[int, tuple[int, float]], *, is_active: bool) -> None:
         super().__init__()
-        self._counts, self._scalars, self._next = list(counts), scalars, 0
+        self._counts, self._scalars, self._next, self._is_active = list(counts), scalars, 0, is_active
 
-    def restart(self) -> None:
-        self._next = 0
+    def begin(self) -> None:
+        self._is_active = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._is_active:
+            return func(*args, **kwargs)
         if self._scalars and two_scalars(func, args, kwargs):
             self._next += 1
             scalar = self._scalars.get(self._next - 1)
@@ -81,9 +84,7 @@ class _Shares(TorchFunctionMode):
         if given is None:
             return func(*args, **kwargs)
         if not self._counts:
-            raise PipelineCallError(
-                "pipeline: the last stage computes more losses than the trace of the whole model did"
-            )
+            raise PipelineCallError("pipeline: a stage computes more losses than the trace of the whole model did")
         count = self._counts.pop(0)
         total = func(**{**given, "reduction": "sum"})
         # Without any valid label one device's mean is nan, and so is this.

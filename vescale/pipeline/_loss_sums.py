@@ -65,7 +65,7 @@ class _Node:
     kwargs: Any
     operands: tuple[_Operand, ...]
     of_batch: bool
-    call: int | None
+    call: tuple[int, int] | None
 
 
 @dataclass
@@ -85,10 +85,10 @@ class LossNodes:
         kwargs: Any,
         outs: list[torch.Tensor],
         depends: Callable[[int], bool],
-        call: int | None,
+        call: tuple[int, int] | None,
     ) -> None:
-        """After an op. ``depends``: whether the tensor with an id depends on parameters, or is one; ``call``: the number of
-        the multiplication of scalars that the op is a part of."""
+        """After an op. ``depends``: whether the tensor with an id depends on parameters, or is one; ``call``: the stage, and
+        the number in it, of the multiplication of scalars that the op is a part of."""
         tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         operands = tuple(
             _Operand(t, self.of.get(id(t)), depends(id(t)), id(t) in self.batch, self.mean_of(t)) for t in tensors
@@ -111,21 +111,21 @@ class LossNodes:
 
 
 class LossCalls(TorchFunctionMode):
-    """Beside a trace: numbers the multiplications of scalars, from :meth:`restart` on, and notes means over labels.
+    """Beside a trace: numbers the multiplications of scalars of each stage, and notes means over labels.
     Functions that refuse operands on several devices before any op runs get all of them on the meta device."""
 
     def __init__(self, nodes: LossNodes) -> None:
         super().__init__()
-        self._nodes, self._next = nodes, 0
-        self.current: int | None = None
+        self._nodes, self._stage, self._next = nodes, 0, 0
+        self.current: tuple[int, int] | None = None
 
-    def restart(self) -> None:
-        self._next = 0
+    def begin(self, stage: int) -> None:
+        self._stage, self._next = stage, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if two_scalars(func, args, kwargs):
-            self.current, self._next = self._next, self._next + 1
+            self.current, self._next = (self._stage, self._next), self._next + 1
             try:
                 return func(*args, **kwargs)
             finally:
@@ -144,15 +144,15 @@ class LossCalls(TorchFunctionMode):
 @dataclass(frozen=True)
 class LossShare:
     """``weight``: what the losses of micro-batches are multiplied by, to add up to that of the batch, once the
-    multiplications in ``scalars`` (by number) have the whole batch's value as the operand at a position, and means over
-    labels are sums divided by ``parts`` times the average number of labels in a micro-batch.
+    multiplications in ``scalars`` (by stage and number) have the whole batch's value as the operand at a position, and means
+    over labels are sums divided by ``parts`` times the average number of labels in a micro-batch.
 
     Where the loss is made of means over labels alone, these are divided by the number of labels in the batch, and nothing
     else is multiplied: one rounding, as on one device.
     """
 
     weight: float
-    scalars: Mapping[int, tuple[int, Callable[[Mapping[str, Any]], torch.Tensor]]]
+    scalars: Mapping[tuple[int, int], tuple[int, Callable[[Mapping[str, Any]], torch.Tensor]]]
     parts: int = 1
 
 
@@ -187,7 +187,7 @@ class _Analysis:
 
     def __init__(self, whole: LossNodes, part: LossNodes, count: int, replay: Any, refuse: Any) -> None:
         self._whole, self._part, self._count, self._replay, self._refuse = whole, part, count, replay, refuse
-        self.scalars: dict[int, Any] = {}
+        self.scalars: dict[tuple[int, int], Any] = {}
         self.has_other_means = False  # than those over labels
 
     def of_tensor(self, big: torch.Tensor, small: torch.Tensor) -> float | None:

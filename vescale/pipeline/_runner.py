@@ -482,8 +482,7 @@ class Runner:
             stack.enter_context(requested_by(f"stage {stage}, micro-batch {microbatch}"))
             if trial is not None:
                 stack.enter_context(trial.around_forward(known, microbatch))
-            if is_last:
-                run.loss_mode = self._loss.around_forward
+            run.loss_mode = functools.partial(self._loss.around_forward, stage)
             if is_last and trial is not None:
                 run.received, run.at_end = (
                     trial.received(stage, received),

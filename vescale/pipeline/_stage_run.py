@@ -81,12 +81,12 @@ class StageRun:
                 stack.enter_context(self.whole_values)
             if self.stage in self.known.part.outside:
                 stack.enter_context(_Arrived(self._replace))
-            if any(origin.function is not None for origin in (*self.entering, *self.leaving)):
-                stack.enter_context(OuterResults(self._see, lambda: not self.depth))
             mode = self.loss_mode() if self.loss_mode is not None else None
             if mode is not None:
-                self.at_begin = mode.restart
+                self.at_begin = mode.begin
                 stack.enter_context(mode)
+            if any(origin.function is not None for origin in (*self.entering, *self.leaving)):
+                stack.enter_context(OuterResults(self._see, lambda: not self.depth))
             if self.answers:
                 stack.enter_context(ReadCalls(lambda: self.number - 1 if self.depth else -1, self.answers))
             yield

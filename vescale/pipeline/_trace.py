@@ -338,7 +338,7 @@ class _Recorder(TorchDispatchMode):
             raise PipelineTraceError(
                 f"pipeline: the forward calls {gate.path!r} in stage {self.stage}, but by the order of the model's modules "
                 f"it belongs to stage {stages}; give stages=[[paths], ...], with {gate.path!r} in that of stage "
-                f"{self.stage}",
+                f"{self.stage}; it may be in several",
                 self.source,
             )
         self.called.add(gate.path)
@@ -392,7 +392,7 @@ class _Recorder(TorchDispatchMode):
         self.carried.begin(gate.begins, leaves, gate.path, len(self.calls))
         self.stage, self.called = gate.begins, set()
         self.draws_before[self.stage] = len(self.draws)
-        self.loss_calls.restart()
+        self.loss_calls.begin(self.stage)
 
     # Ops
 
@@ -487,11 +487,25 @@ class _Recorder(TorchDispatchMode):
     def _note_rows(self, func: Any, args: Any, depends: bool) -> None:
         """Batch normalization (that of instances is one of a single row), and buffers that are written to."""
         if "batch_norm" in func._schema.name and "backward" not in func._schema.name:
+            if any(value is True for value in args):
+                self._refuse_state_of_several_stages()
             if depends and any(value is True for value in args) and args[0].shape[0] > 1:
                 where = f"the forward of {self.inside!r}" if self.inside else "the forward"
                 self.of_rows[f"{where} takes statistics over the rows of a batch (batch normalization)"] = None
         elif func._schema.is_mutable and args and id(args[0]) in self._buffers:
+            self._refuse_state_of_several_stages()
             self.of_rows[f"the forward writes to the buffer {self._buffers[id(args[0])]!r}"] = None
+
+    def _refuse_state_of_several_stages(self) -> None:
+        """Buffers are written to: each of the module's stages has its own."""
+        stages = self.cut.bound.get(self.inside or "", frozenset())
+        if len(stages) > 1:
+            raise PipelineTraceError(
+                f"pipeline: {self.inside!r}, which is called in stages {', '.join(map(str, sorted(stages)))}, writes to its "
+                "buffers, and each stage has a copy of them; give stages=[[paths], ...] in which one stage calls it, or "
+                "a module without buffers that change",
+                self.source,
+            )
 
     def _note_loss(self, func: Any, args: Any, kwargs: Any, depends: bool) -> None:
         if func not in _LOSSES:
@@ -499,7 +513,7 @@ class _Recorder(TorchDispatchMode):
         _, target, weight, reduction, ignore_index = args
         labels = self._value_of(target) if depends else None
         weights = None if weight is None else self._value_of(weight)
-        self.losses.append(LossTerm(reduction, ignore_index, weight is not None, labels, weights))
+        self.losses.append(LossTerm(self.stage, reduction, ignore_index, weight is not None, labels, weights))
 
     def _value_of(self, tensor: torch.Tensor) -> Callable[[Mapping[str, Any]], torch.Tensor] | None:
         """What computes the tensor from another batch, or a constant; None for one that depends on parameters."""

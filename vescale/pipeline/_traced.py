@@ -130,8 +130,9 @@ class TracedCall:
 @dataclass
 class LossTerm:
     """A call of ``nll_loss``: what its labels and weights of classes are in another batch (None: not known, or no weights),
-    and how it adds up."""
+    and how it adds up. ``stage``: which one calls it."""
 
+    stage: int
     reduction: int
     ignore_index: int
     has_weight: bool

@@ -1,0 +1,124 @@
+"""What programs do in forwards that stages and their traces have to follow: as one device, or a plan error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+from tests.pipeline.steps import mesh_of, same_steps, token_batch
+from tests.pipeline.test_steps import assert_exact
+from tests.ranks import RankPools
+from vescale import INIT, RUN, RaggedShard, parallelize
+from vescale.plans import Plan, PlanError
+
+WIDTH, WORDS = 8, 32
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "autocast off":
+            with torch.autocast(x.device.type, enabled=False), torch.autocast(device_type=x.device.type, enabled=False):
+                return x + torch.tanh(self.linear(x))
+        return x + torch.tanh(self.linear(x))
+
+
+class Words(nn.Module):
+    def __init__(self, kind: str, norm: nn.Module) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "norm first":
+            self.norm = norm
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(4))
+        if kind != "norm first":
+            self.norm = norm
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.warned = False
+
+    def _loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.kind == "list index" and 0 in input_ids[:, [-1, 0]]:
+            self.warned = True
+        x, early = self.embed(input_ids), 0.0 * self.embed.weight.sum()
+        for number, block in enumerate(self.blocks):
+            if self.kind == "detach" and number == 2:
+                x = x.detach()
+            x = block(x)
+            if "early exit" in self.kind and number == 1:
+                early = self._loss(x, labels)
+        return {"loss": self._loss(x, labels) + 0.3 * early}
+
+
+KINDS = ["list index", "autocast off", "norm first", "detach", "early exit"]
+EARLY_EXIT = [["embed", r"blocks\.[01]", "norm", "head"], [r"blocks\.[23]", "norm", "head"]]
+
+
+def case(kind: str, schedule: str, units: bool) -> dict[str, float]:
+    def plan() -> Plan:
+        mesh = mesh_of(pp=2, dp=2) if units else mesh_of(pp=2)
+        found = Plan(mesh)
+        if units:
+            found.shard(".*", RaggedShard(), mesh="dp", phase=INIT).shard(".*", Replicate(), mesh="dp", phase=RUN)
+        stages: Any = {"stages": EARLY_EXIT} if "early" in kind else {"split_before": ["blocks.2"]}
+        return found.pipeline(**stages, schedule=schedule, microbatches=4, mesh="pp", loss="out.loss")
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Words(kind, nn.LayerNorm(WIDTH)).double()
+
+    return same_steps(make, plan, [token_batch(step) for step in range(2)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs(ranks: RankPools, kind: str) -> None:
+    assert_exact(ranks.run(case, kind, "1F1B", False, world_size=2))
+
+
+@pytest.mark.parametrize("kind", ["detach", "early exit"])
+def test_programs_with_units(ranks: RankPools, kind: str) -> None:
+    assert_exact(ranks.run(case, kind, "GPipe", True, world_size=4))
+
+
+def refused(norm: Callable[[], nn.Module], stages: Sequence[Sequence[str]]) -> str:
+    plan = Plan(mesh_of(pp=2)).pipeline(stages=stages, microbatches=4, mesh="pp", loss="out.loss")
+    try:
+        parallelize(Words("early exit", norm()).double(), plan).step(**token_batch(0))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+class Counting(nn.LayerNorm):
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return super().forward(x)
+
+
+def plain_norm() -> nn.Module:
+    return nn.LayerNorm(WIDTH)
+
+
+def test_early_exits_are_refused_with_the_edit(ranks: RankPools) -> None:
+    one = [EARLY_EXIT[0], EARLY_EXIT[1][:1]]
+    for found in ranks.run(refused, plain_norm, one, world_size=2):
+        assert "calls 'norm' in stage 1" in found and "it may be in several" in found
+    for found in ranks.run(refused, Counting, EARLY_EXIT, world_size=2):
+        assert "'norm', which is called in stages 0, 1, writes to its buffers" in found
+    for found in ranks.run(refused, plain_norm, [EARLY_EXIT[0], EARLY_EXIT[0][2:]], world_size=2):
+        assert "all modules of stage 1, norm, head, are in other stages as well" in found
