@@ -91,6 +91,43 @@ def test_programs_with_units(ranks: RankPools, kind: str) -> None:
     assert_exact(ranks.run(case, kind, "GPipe", True, world_size=4))
 
 
+def frozen(kept: Sequence[str]) -> float:
+    """The script's own line takes what requires gradients, which may be nothing on some ranks."""
+    losses = []
+    for staged in (False, True):
+        torch.manual_seed(0)
+        model: Any = Words("", nn.LayerNorm(WIDTH)).double()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(tuple(kept)))
+        if staged:
+            plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, mesh="pp", loss="out.loss")
+            model = parallelize(model, plan)
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        found = []
+        for step in range(3):
+            batch = token_batch(step)
+            if staged:
+                found.append(model.step(**batch))
+            else:
+                loss = model(**batch)["loss"]
+                loss.backward()
+                found.append(loss.detach())
+            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(torch.stack(found))
+    return float((losses[0] - losses[1]).abs().max())
+
+
+def test_stages_that_are_frozen(ranks: RankPools) -> None:
+    for kept in (["head"], ["embed", "blocks.0"]):
+        assert max(ranks.run(frozen, kept, world_size=2)) < 1e-12
+    with pytest.raises(ValueError, match="empty parameter list"):
+        torch.optim.SGD([])
+
+
 def refused(norm: Callable[[], nn.Module], stages: Sequence[Sequence[str]]) -> str:
     plan = Plan(mesh_of(pp=2)).pipeline(stages=stages, microbatches=4, mesh="pp", loss="out.loss")
     try:

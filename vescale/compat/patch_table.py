@@ -176,6 +176,8 @@ PATCHES: tuple[Patch, ...] = (
           "ops", optimizers.run_on_local_tensors, "pytorch#188174"),
     Patch("clip_grad_norm_ takes the norm over all stages of a model", "PyTorch takes this rank's gradients for all",
           "stages", gradients_of_stages.take_norms),
+    Patch("an optimizer may have no parameters where a model is in stages", "PyTorch raises where all that a rank has is "
+          "frozen, and other ranks wait", "stages", gradients_of_stages.take_no_parameters),
     Patch("GradScaler sees overflows in all stages of a model", "PyTorch takes this rank's gradients for all", "stages",
           gradients_of_stages.share_overflows),
     Patch("observers are told of each collective, then the backend's kernel is called",

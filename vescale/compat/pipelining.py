@@ -27,6 +27,7 @@ __all__ = [
     "schedule_order",
     "schedule_with_comms",
     "share_overflows",
+    "take_no_parameters",
     "take_norms",
 ]
 
@@ -120,3 +121,18 @@ def share_overflows(changes: Changes, hooks: OverStages) -> None:
         return flags if hooks.share_overflow(parameters, list(flags.values())) else found
 
     changes.attribute(GradScaler, "_unscale_grads_", _unscale_grads_)
+
+
+def take_no_parameters(changes: Changes, hooks: OverStages) -> None:
+    """What requires gradients of a model may all be in other stages; a list of it is empty then, on some ranks alone."""
+    original: Any = torch.optim.Optimizer.__init__
+
+    @functools.wraps(original)
+    def __init__(self: torch.optim.Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        if not isinstance(params, torch.Tensor):
+            params = list(params)
+            if not params and hooks.concern([]):
+                params = [{"params": []}]
+        original(self, params, defaults)
+
+    changes.attribute(torch.optim.Optimizer, "__init__", __init__)
