@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 from tests.compiler import needs_compiler
 from tests.device import everywhere
-from tests.fsdp import test_training
+from tests.fsdp import test_in_place, test_training
 from tests.fsdp.compare import by_block, mesh_of
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools
@@ -28,6 +28,11 @@ def test_trains_like_one_device_and_fsdp2(share: int, ranks: RankPools) -> None:
     names = NAMES[::6] if share == 0 else [name for number, name in enumerate(NAMES) if number % 6]
     found = ranks.run(everywhere, test_training.run_all, names, world_size=2, device="sim", timeout=900)
     assert found == [len(names)] * 2
+
+
+def test_parameters_are_right_after_a_backward_that_failed_in_place(ranks: RankPools) -> None:
+    """What an exception leaves in the place of parameters is no write of theirs."""
+    ranks.run(everywhere, test_in_place.what_is_still_needed_is_not_silently_wrong, world_size=2, device="sim")
 
 
 def train(shard: Any, steps: int) -> None:

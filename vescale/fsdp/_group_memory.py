@@ -314,7 +314,7 @@ class GroupMemory:
             before, now = (dict(zip(map(id, self.at_rest.parameters), m)) for m in (self._marks, self._present_marks()))
             for bucket in self.at_rest.buckets:
                 for index, parameter in enumerate(bucket.parameters):
-                    if before[id(parameter)] != now[id(parameter)] and not bucket.unreduced.in_place:
+                    if before[id(parameter)] != now[id(parameter)] and not bucket.unreduced.has_overwritten:
                         self.on_write(parameter.name, bucket.write_back(index, self.at_rest.path))
         self._data_views.clear()
         for parameter in self.at_rest.parameters:

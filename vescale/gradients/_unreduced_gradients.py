@@ -101,6 +101,11 @@ class UnreducedGradients:
         """Whether they are where the parameters were."""
         return self.has_any and self._place is GradientPlace.IN_PLACE
 
+    @property
+    def has_overwritten(self) -> bool:
+        """Whether parameters' memory holds gradients, or what is left of them, until they are gathered again."""
+        return self.in_place or bool(self._overwritten)
+
     # As they come
 
     def watch(self, index: int, unsharded: nn.Parameter) -> None:
