@@ -19,6 +19,12 @@ namespace vescale {
 // Local tensors with more elements in all than this are worked on without the interpreter's lock.
 constexpr std::int64_t kLargeCall = 1 << 14;
 
+// What to add to the number of elements for a local tensor: work on a device may wait for it, and for other ranks, however
+// little it is.
+inline std::int64_t elements_of(const at::Tensor& local) {
+    return local.is_cpu() ? local.numel() : kLargeCall + 1;
+}
+
 // Keys above Python's: what runs below must not enter autograd, autocast or functorch again.
 inline const c10::DispatchKeySet kAbovePython = c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
     (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |

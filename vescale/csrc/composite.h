@@ -94,7 +94,7 @@ class Parts {
         c10::SmallVector<at::Tensor, 4> locals;
         for (const at::Tensor& operand : operands) {
             locals.push_back(operand.defined() ? local_of(dtensor_of(operand)) : at::Tensor());
-            numel += operand.defined() ? locals.back().numel() : 0;
+            numel += operand.defined() ? elements_of(locals.back()) : 0;
         }
         std::vector<at::Tensor> results;
         {

@@ -351,7 +351,7 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
             PyObject* dtensor = tensor.defined() ? dtensor_of(tensor) : nullptr;
             if (dtensor != nullptr) {
                 const at::Tensor& local = local_of(dtensor);
-                numel += local.numel();
+                numel += elements_of(local);
                 wrappers.emplace_back(i, std::move(value).toTensor());
                 value = local;
             }
@@ -362,7 +362,7 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
             for (const at::Tensor& tensor : list) {
                 PyObject* dtensor = dtensor_of(tensor);
                 locals.push_back(dtensor == nullptr ? tensor : local_of(dtensor));
-                numel += locals.get(locals.size() - 1).numel();
+                numel += elements_of(locals.get(locals.size() - 1));
                 wrappers.emplace_back(i, tensor);
             }
             value = std::move(locals);

@@ -387,7 +387,7 @@ class Program {
     // The lock is held; it is given up while ranks are waited for.
     at::Tensor run(const at::Tensor& local) const {
         at::Tensor made = local;  // another thread may replace the DTensor's
-        const Unlocked unlocked(communicates_ || local.numel() > kLargeCall);
+        const Unlocked unlocked(communicates_ || elements_of(local) > kLargeCall);
         const at::AutoDispatchBelowADInplaceOrView guard;
         for (const auto& step : steps_) {
             made = step.run(made);

@@ -118,7 +118,7 @@ class Recipes {
         const auto part = recipe.part;
         const auto& draws = generator.has_value() ? *generator : at::detail::getDefaultCPUGenerator();
         c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
-        Unlocked unlocked(local.numel() > kLargeCall);
+        Unlocked unlocked(elements_of(local) > kLargeCall);
         fill_part(*part, local, draws, native);
         if (!local.is_inference() && !part->is_whole) {
             local.unsafeGetTensorImpl()->bump_version();
