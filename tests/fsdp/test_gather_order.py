@@ -20,7 +20,6 @@ from tests.fsdp.compare import gradients_of
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import Plan, parallelize
-from vescale.agreement import Board
 from vescale.checks import StepMismatchError
 from vescale.comm import record_comms
 from vescale.comm._long_waits import look
@@ -311,14 +310,11 @@ def test_first_forwards_of_different_roots(ranks: RankPools) -> None:
     ranks.run(first_forwards, world_size=2)
 
 
-def two_reductions(widths: tuple[int, ...], hosts: bool, shared: bool = False) -> None:
-    """All modules have been gathered by all ranks, and stay: gradients of another root are reduced on each rank.
-    ``hosts``: ranks share no memory."""
+def two_reductions(widths: tuple[int, ...], shared: bool = False) -> None:
+    """All modules have been gathered by all ranks, and stay: gradients of another root are reduced on each rank."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_CHECK", "off")
-        if hosts:
-            patch.setattr(Board, "open", lambda *_: None)
         alone, _ = roots(widths, shared)
         for _ in range(2):
             losses = [module(X).square().mean() for module in alone]
@@ -334,15 +330,14 @@ def two_reductions(widths: tuple[int, ...], hosts: bool, shared: bool = False) -
         assert all(parameter.grad is not None for module in alone for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("hosts", [False, True], ids=["one host", "several hosts"])
 @pytest.mark.parametrize("widths", [(8, 8), (8, 12)], ids=["equal", "different"])
-def test_reductions_of_different_roots(ranks: RankPools, widths: tuple[int, ...], hosts: bool) -> None:
-    ranks.run(two_reductions, widths, hosts, world_size=2)
+def test_reductions_of_different_roots(ranks: RankPools, widths: tuple[int, ...]) -> None:
+    ranks.run(two_reductions, widths, world_size=2)
 
 
 def test_reductions_of_roots_that_share_streams(ranks: RankPools) -> None:
     """One order for all of them did not tell them apart: sums of different sizes met, which ends the process."""
-    ranks.run(two_reductions, (8, 12), False, True, world_size=2)
+    ranks.run(two_reductions, (8, 12), True, world_size=2)
 
 
 def zeroed_after_an_exception() -> None:
