@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,10 +23,10 @@ from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import Plan, parallelize
 from vescale.checks import StepMismatchError
-from vescale.comm import record_comms
+from vescale.comm import look_while_waiting, record_comms
 from vescale.comm._long_waits import look
 from vescale.fsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
-from vescale.gradients import OrderMismatchError
+from vescale.gradients import OrderedUnit, OrderMismatchError
 from vescale.gradients import _collective_order as replica_errors
 from vescale.plans import PlanMismatchError
 
@@ -76,7 +78,8 @@ def raises_alike(run: Callable[[], Any], *texts: str, error: type[RuntimeError] 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPools]:
-    """Of this file alone: its cases end where ranks differ, and what ranks have agreed on in other cases is theirs."""
+    """Of this file alone: where a rank raises what its replicas have found, the others of its shard group may raise it at
+    another place, so that their collectives no longer pair. Programs end then; cases go on."""
     pools = RankPools()
     yield pools
     pools.close()
@@ -169,6 +172,43 @@ def one_shard_group() -> None:
 def test_replicas_of_a_shard_group_raise_what_it_raises(ranks: RankPools) -> None:
     """They waited for it until their timeout, or told of a process that has ended."""
     ranks.run(one_shard_group, world_size=4)
+
+
+class Raises:
+    """When a rank that waits for the gather of a model looks."""
+
+    def __init__(self, model: Any) -> None:
+        (self.bucket,) = model._state.groups[0].buckets
+
+    def look(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
+        self.gathered = self.bucket.gathering.whole.local.untyped_storage()
+        raise OrderMismatchError("ranks of a replica have raised")
+
+
+def abandoned_gather() -> None:
+    """Rank 0 raises what others have found while it waits for rank 1, which comes late, so that the gather arrives."""
+    model, one = made(EQUAL)
+    trains(model, one, (0,))
+    rank, looks = dist.get_rank(), Raises(model)
+    if rank == 0:
+        look_while_waiting(looks)
+        with pytest.raises(OrderMismatchError, match="have raised"):
+            model(X, (-1,))
+        assert looks.gathered.nbytes(), "gloo is about to write there"
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            begins = OrderedUnit.begins_gather
+            patch.setattr(OrderedUnit, "begins_gather", lambda *args: (time.sleep(2.5), begins(*args)))
+            with pytest.raises(ZeroDivisionError):
+                model(X, (-1,))
+    del looks
+    gc.collect()
+    trains(model, one, (0,))
+
+
+def test_a_gather_that_is_abandoned_keeps_its_memory(ranks: RankPools) -> None:
+    """The process was killed by a write to memory that was freed."""
+    ranks.run(abandoned_gather, world_size=2)
 
 
 def other_ways(kind: str) -> None:
