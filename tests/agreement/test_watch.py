@@ -129,3 +129,12 @@ def test_long_waits_ask_less(watches: list[Watch], monkeypatch: pytest.MonkeyPat
         look(watches[:1])
     assert watches[0]._post < 30
     assert len(counting.requests) <= watches[0]._post * (4 + 2)
+
+
+def test_nothing_is_begun_after_an_error_that_ends_the_process(
+    watches: list[Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process was ended by gloo, without a word of the error, when the script had caught it and ran another step."""
+    monkeypatch.setattr(module, "_APART", [ZeroDivisionError("ranks wait for each other")])
+    with pytest.raises(ZeroDivisionError, match="wait for each other"):
+        watches[0].begin(GATHER, 64, 1)

@@ -44,7 +44,7 @@ _GRACE_SECONDS = 2.0  # that the next post of a rank that still waits may be lat
 # How long ranks have been seen apart: if all of them wait where they look, and if some do not, or only sizes of gathers
 # differ. They may be about to tell the others that they do.
 _SEEN_SECONDS, _DOUBT_SECONDS, _ALL_FOUND_SECONDS, _SECONDS_TO_END = 1.5, 10.0, 8.0, 10
-_APART: list[bool] = []
+_APART: list[Exception] = []  # that end this process
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,10 @@ class Watch:
                 _look_for_waiting_threads()
 
     def begin(self, kind: int, num_bytes: int, unit: int) -> None:
-        """Before each collective."""
+        """Before each collective. After an error that ends the process soon, it raises the same again: messages would meet
+        those of other collectives."""
+        if _APART:
+            raise _APART[0]
         self._number += 1
         self._entries.append((kind, num_bytes, unit))
 
@@ -123,7 +126,7 @@ class Watch:
         if self._place and (found := self._apart(awaited, what, in_vain)) is not None:
             error = self._error(found)
             self._wait_until_all_have_found_it()
-            end_soon()
+            end_soon(error)
             raise error
 
     def _apart(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> Apart | None:
@@ -217,10 +220,10 @@ class Watch:
             time.sleep(0.5)  # the last one is printing it
 
 
-def end_soon() -> None:
+def end_soon(error: Exception) -> None:
     """This process, which raises an error, waits in a collective that never ends."""
     _prepare()
-    _APART.append(True)
+    _APART.append(error)
     with suppress(OSError, AttributeError, ValueError):  # no stderr of a process
         faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True)
 

@@ -116,7 +116,7 @@ class ReplicaErrors:
             is_late = in_vain or time.monotonic() - since >= _SECONDS_TO_GO_ON
             if is_late and self._decide(group, number, "given up") == "given up":
                 if not in_vain:
-                    end_soon()
+                    end_soon(error)
                 self._raised.add((group, number))
                 raise error
 
