@@ -144,6 +144,9 @@ class RootTurn:
         self._is_taken = False
 
 
+_MOST_ROOTS = 8  # whose first backwards count: those that are gone are not known to be on every rank
+
+
 class _Among:
     """The reducers, or roots, of the same ranks.
 
@@ -188,7 +191,9 @@ class _Among:
             return
         self._num_meetings += 1
         if isinstance(turn, RootTurn):
-            if self._num_meetings <= FIRST_MESSAGES * self.num_there and not self._is_alike_in_store(turn):
+            if self._num_meetings <= FIRST_MESSAGES * min(self.num_there, _MOST_ROOTS) and not self._is_alike_in_store(
+                turn
+            ):
                 self._raise(turn)
             return
         if self._board is not None:
