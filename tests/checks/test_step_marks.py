@@ -13,8 +13,7 @@ import torch
 import torch.utils.flop_counter
 
 from vescale import csrc
-from vescale.agreement import Board, CrossWaitError
-from vescale.agreement import _posted_order as _board
+from vescale.agreement import Board, CrossWaitError, _board
 from vescale.checks import _descriptions
 from vescale.checks import _descriptions as _call_site
 from vescale.compat import before_backward

@@ -1,14 +1,13 @@
-"""Ranks that gather and reduce different numbers of units: on one host, all raise, and their processes end."""
+"""Ranks that gather and reduce different numbers of units: all raise, and their processes end."""
 
 from __future__ import annotations
 
-import mmap
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,132 +22,89 @@ from tests.fsdp.test_gather_order import DIFFERENT, EQUAL, Mixture, X, made
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import Plan, parallelize
-from vescale.agreement import Apart, PostedOrder
-from vescale.agreement import _posted_order as posted_order
-from vescale.gradients import OrderMismatchError, _order_watch
-from vescale.gradients._collective_order import _MARK, GatherSizes
+from vescale.agreement import Watch
+from vescale.gradients._agreed_collectives import _MARK, AgreedCollectives, has_notice
 
 GATHER, REDUCTION, END_OF_BACKWARD = 0, 1, 3
 
 
-def orders(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> list[PostedOrder]:
-    """Of all ranks, in this process; what a rank sees of others it need not see for long."""
-    monkeypatch.setattr(posted_order, "_SEEN_SECONDS", 0.0)
-    memory, found = memoryview(bytearray(posted_order._ROW_BYTES * num_ranks)), []
-    for rank in range(num_ranks):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        found.append(PostedOrder(range(num_ranks), memory))
-    return found
+@pytest.fixture
+def agreed() -> Iterator[AgreedCollectives]:
+    """Of one rank, whose others want what it wants."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield AgreedCollectives(dist.group.WORLD, Watch([0], "a test", lambda found: RuntimeError()))
+    dist.destroy_process_group()
 
 
-def looks(order: PostedOrder, awaited: tuple[int, ...] | None = None, what: str = "a collective") -> Apart | None:
-    order.apart(awaited, what)
-    return order.apart(awaited, what)
+def agree(agreed: AgreedCollectives, model: int, num_bytes: int, kind: int = GATHER) -> bool:
+    return agreed.agree((kind, model, num_bytes), 1, torch.device("cpu"))
 
 
-def test_collectives_that_do_not_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, third = orders(monkeypatch, 3)
-    for _ in range(3):  # more than the ring holds
-        for number in range(50):
-            for order in (first, second, third):
-                assert order.post(GATHER, 100 + number, number)
-    first.post(GATHER, 64, 1)
-    second.post(GATHER, 64, 2)  # pairs: digests tell
-    second.post(GATHER, 64, 3)
-    assert looks(third) is None
-    third.post(GATHER, 64, 1)
-    assert [looks(order) for order in (first, second, third)] == [None] * 3, "they may still meet"
-    assert not first.post(REDUCTION, 64, 1), "a message of another size would end the process"
-    for order in (first, second):
-        order.apart(None, "")
-    assert third.apart(None, "") is None, "third has not come"
-    third.post(REDUCTION, 64, 1)
-    monkeypatch.setattr(posted_order, "_DOUBT_SECONDS", 0.0)
-    entries = {0: (GATHER, 64, 1), 1: (GATHER, 64, 2), 2: (GATHER, 64, 1)}
-    assert [looks(order) for order in (first, second, third)] == [Apart(entries, {})] * 3
-    for order in (first, second):
-        order.begin_anew()
-    assert looks(first) is None and looks(third) is None, "third has not begun anew"
-    third.begin_anew()
-    for order in (first, second, third):
-        order.post(REDUCTION, 64, 1)
-    assert looks(first) is None
-
-
-def test_iterations_that_differ_are_not_all_remembered() -> None:
+def test_iterations_that_differ_are_not_all_remembered(agreed: AgreedCollectives) -> None:
     """Each iteration gathers a unit that no iteration before it has gathered."""
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    try:
-        sizes, device = GatherSizes(dist.group.WORLD), torch.device("cpu")
-        for iteration in range(40_000):
-            assert sizes.agree(iteration, 8, device) and sizes.agree(iteration, 4, device)
-            sizes.begin()
-        assert len(sizes._next) < 70_000
-    finally:
-        dist.destroy_process_group()
+    for iteration in range(40_000):
+        assert agree(agreed, iteration, 8) and agree(agreed, iteration, 4)
+        agreed.begin()
+    assert len(agreed._next) < 70_000
 
 
-def test_after_an_error_ranks_agree_on_sizes_anew() -> None:
+class Asked:
+    """A store that all ranks have asked for the same."""
+
+    def __init__(self) -> None:
+        self.moments: list[str] = []
+
+    def have_all_come(self, moment: str, wanted: str) -> bool:
+        self.moments.append(moment)
+        return True
+
+    def exchange(self, wanted: bytes, about: Any) -> list[bytes]:
+        self.moments.append("")
+        return [wanted]
+
+
+def test_after_an_error_ranks_agree_anew(agreed: AgreedCollectives) -> None:
     """They may have gathered different units since the last comparison, and remember different sizes."""
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    try:
-        sizes, asked = GatherSizes(dist.group.WORLD), []
-        sizes._consensus = SimpleNamespace(have_all_come=lambda moment, wanted: not asked.append(wanted))  # type: ignore
-        for has_raised in (False, False, True):
-            for num_bytes in (64, 128):
-                assert sizes.agree(1, num_bytes, torch.device("cpu"))
-            (sizes.begin_after_error if has_raised else sizes.begin)()
-            asked.clear()
-        assert sizes.agree(1, 64, torch.device("cpu")) and len(asked) == 1
-    finally:
-        dist.destroy_process_group()
+    asked = agreed._consensus = Asked()  # type: ignore[assignment]
+    for has_raised in (False, False, True):
+        for num_bytes in (64, 128):
+            assert agree(agreed, 1, num_bytes)
+        (agreed.begin_after_error if has_raised else agreed.begin)()
+        asked.moments.clear()
+    assert agree(agreed, 1, 64) and len(asked.moments) == 1
 
 
-def test_a_collective_that_does_not_pair_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend would end the process."""
-    first, second = orders(monkeypatch, 2)
-    monkeypatch.setattr(posted_order, "_DOUBT_SECONDS", 0.0)
-    monkeypatch.setattr(_order_watch, "end_soon", lambda: None)
-    monkeypatch.setattr(PostedOrder, "wait_until_all_have_found_it", lambda order: None)
-    second.post(REDUCTION, 64, 2)
-    second.apart(None, "a collective")
-    told: list[OrderMismatchError] = []
-    watch = _order_watch.OrderWatch(None, str, told.append)  # type: ignore[arg-type]
-    watch._posted = first
-    with pytest.raises(OrderMismatchError, match="they wait for each other"):
-        watch.post(GATHER, 64, 1)
-    assert len(told) == 1
+def test_a_new_model_begins_anew(agreed: AgreedCollectives) -> None:
+    """Ranks may have been in different places when an error had ended the model before. What they expected then differed,
+    and where one came 3 s late to the first gather, they told each other in pieces of different sizes: the process ended."""
+    asked = agreed._consensus = Asked()  # type: ignore[assignment]
+    agreed._is_in_notices = None  # type: ignore[assignment,method-assign]
+    for model, last in ((1, (64, 128, 128)), (2, (64,)), (3, ())):
+        agreed.begin_model(model)
+        asked.moments.clear()
+        assert agree(agreed, model, 48) and asked.moments == [""], (
+            "no gather is expected in whose place a notice could be"
+        )
+        for num_bytes in last:
+            agree(agreed, model, num_bytes)
 
 
-def test_a_rank_that_may_still_tell_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that gather different sizes tell each other, after which the program goes on. Where the machine stood still for
-    a second while they did, they took each other for stuck, and a process died in its next step."""
-    first, second = orders(monkeypatch, 2)
-    first.post(GATHER, 64, 1)
-    second.post(GATHER, 96, 2)
-    assert looks(first) is None
-    second.apart(None, "a collective")
-    assert looks(first) is None
-    monkeypatch.setattr(posted_order, "_DOUBT_SECONDS", 0.0)
-    assert looks(first) is not None
-
-
-def test_ranks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, third = orders(monkeypatch, 3)
-    monkeypatch.setattr(posted_order, "_DOUBT_SECONDS", 0.0)
-    for order in (first, second, third):
-        order.post(GATHER, 64, 1)
-    for order in (second, third):
-        order.post(GATHER, 64, 2)
-    assert looks(first, (1, 2), "a backward") is None, "others work"
-    assert looks(second) is None
-    third.apart(None, "a collective")
-    found = Apart(dict.fromkeys((1, 2), (GATHER, 64, 2)), {0: "a backward"})
-    assert [looks(first, (1, 2), "a backward"), looks(second), looks(third)] == [found] * 3
-    assert looks(first, (1,), "a backward") is None, "it does not wait for the third"
-    assert looks(first, (1, 2), "a backward") is not None
-    first.post(GATHER, 64, 2)
-    assert [looks(order) for order in (first, second, third)] == [None] * 3
+def test_what_is_like_before_asks_nobody(agreed: AgreedCollectives) -> None:
+    """Gathers, reductions and the end of a backward, of two models that take turns."""
+    asked = agreed._consensus = Asked()  # type: ignore[assignment]
+    steps = []
+    for _ in range(4):
+        asked.moments.clear()
+        for model in (1, 2):
+            for _ in range(3):
+                agree(agreed, model, 48)
+            for _ in range(3):
+                agree(agreed, model, 48)
+                agree(agreed, model, 96, REDUCTION)
+            agree(agreed, model, 44, END_OF_BACKWARD)
+            agreed.begin()
+        steps.append(len(asked.moments))
+    assert steps[2:] == [0, 0] and steps[1] <= steps[0] <= 12, steps
 
 
 def different_numbers(widths: tuple[int, ...], options: dict[str, Any], what: str) -> None:
@@ -179,23 +135,23 @@ def different_numbers_of_replicas(widths: tuple[int, ...]) -> None:
 
 
 def posts_of_replicas() -> None:
-    """Reductions, and the end of a backward, are posted among all ranks, gathers among those that shard."""
+    """Reductions, and the end of a backward, are noted among all ranks, gathers among those that shard."""
     posted: dict[tuple[int, ...], list[int]] = {}
-    post = PostedOrder.post
+    begin = Watch.begin
 
-    def noted(order: PostedOrder, kind: int, num_bytes: int, unit: int) -> bool:
-        posted.setdefault(order.ranks, []).append(kind)
-        return post(order, kind, num_bytes, unit)
+    def noted(watch: Watch, kind: int, num_bytes: int, unit: int) -> None:
+        posted.setdefault(watch.ranks, []).append(kind)
+        begin(watch, kind, num_bytes, unit)
 
     model, _ = made(EQUAL, 2)
     model(X, (0,)).backward()
-    PostedOrder.post = noted  # type: ignore[method-assign]
+    Watch.begin = noted  # type: ignore[method-assign]
     try:
         model(X, (0,)).backward()
         model.set_requires_all_reduce(False)
         model(X, (0,)).backward()
     finally:
-        PostedOrder.post = post  # type: ignore[method-assign]
+        Watch.begin = begin  # type: ignore[method-assign]
     along = tuple(rank for rank in range(4) if rank // 2 == dist.get_rank() // 2)
     assert posted[0, 1, 2, 3] == [REDUCTION, REDUCTION, END_OF_BACKWARD]
     assert GATHER in posted[along] and posted[along].count(REDUCTION) == 4
@@ -233,11 +189,14 @@ def test_different_numbers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["forward", "evaluation"])
-def test_different_numbers_on_several_hosts(tmp_path: Path, what: str) -> None:
-    """Ranks that wait tell each other through the store where they are."""
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("widths", [EQUAL, DIFFERENT], ids=["equal", "different"])
+@pytest.mark.parametrize("what", ["forward", "later", "evaluation", "accumulation"])
+def test_different_numbers_on_several_hosts(tmp_path: Path, what: str, widths: tuple[int, ...], num_ranks: int) -> None:
+    """Ranks that wait tell each other through the store where they are, and no message of another size meets another."""
     env = {"VESCALE_CHECK": "off", "NUM_HOSTS": "2"}
-    result = run_job(different_numbers, tmp_path, EQUAL, {}, what, world_size=2, env=env)
+    options = {"reshard_after_forward": False} if what == "later" else {}
+    result = run_job(different_numbers, tmp_path, widths, options, what, world_size=num_ranks, env=env)
     all_raise(result, "experts.")
     assert result.seconds < 30, result.seconds
 
@@ -332,44 +291,18 @@ def test_late_ranks_are_waited_for(tmp_path: Path, check: str) -> None:
     assert result.codes == [0, 0], result.text
 
 
-def read_while_another_rank_posts(path: str) -> int:
-    """Return how many entries had a number, but not yet their content, when rank 1 read them."""
-    with open(path, "r+b") as file:
-        memory = memoryview(mmap.mmap(file.fileno(), 0))
-    order = PostedOrder((0, 1), memory)
-    if dist.get_rank() == 0:
-        for number in range(1, 100_001):
-            order.post(1, number, number)
-        memory[-1] = 1
-        return 0
-    incomplete = 0
-    while not memory[-1]:
-        number = struct.unpack_from("Q", memory)[0] + 1
-        for _ in range(5):
-            found = struct.unpack_from("3Q", memory, order._place(0, number))
-            incomplete += found[0] == number and found[2] < number
-    return incomplete
-
-
-def test_an_entry_that_has_its_number_is_complete(ranks: RankPools, tmp_path: Path) -> None:
-    """A rank that read the number of an entry before its content took the collective for another one, and waited 30 s."""
-    path = tmp_path / "rows"
-    path.write_bytes(bytes(2 * 4096))
-    assert ranks.run(read_while_another_rank_posts, str(path), world_size=2) == [0, 0]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 3, 64, 65, 1000])
 @pytest.mark.parametrize("stride", [16, 17, 64])
 def test_notices_of_any_rank_are_found(num_ranks: int, stride: int) -> None:
     """Pieces start at any byte, and each rank's head is looked at, however many there are."""
     gathered = torch.full((num_ranks * stride,), 255, dtype=torch.uint8)
-    assert not GatherSizes.has_notice(gathered, num_ranks)
+    assert not has_notice(gathered, num_ranks)
     mark = torch.frombuffer(bytearray(struct.pack("=Q", _MARK)), dtype=torch.uint8)
     for rank in {0, num_ranks // 2, num_ranks - 1}:
         noticed = gathered.clone()
         noticed[rank * stride : rank * stride + 8] = mark
-        assert GatherSizes.has_notice(noticed, num_ranks)
+        assert has_notice(noticed, num_ranks)
     between = gathered.clone()
     if stride >= 17:  # not at the head of a piece
         between[1:9] = mark
-        assert not GatherSizes.has_notice(between, num_ranks)
+        assert not has_notice(between, num_ranks)

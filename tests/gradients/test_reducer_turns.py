@@ -14,7 +14,7 @@ from tests.device import device_type
 from tests.ranks import RankPools
 from tests.simulate import simulate
 from vescale import GradientReducer
-from vescale.agreement import Board, Round
+from vescale.agreement import Round
 from vescale.comm import record_comms
 from vescale.gradients import OrderMismatchError
 from vescale.gradients._reducer_turns import RootTurn
@@ -121,19 +121,22 @@ def test_reducers_on_several_hosts() -> None:
     simulate(on_several_hosts, 2)
 
 
-def roots_on_a_device() -> int:
-    """How many rounds two roots take in six backwards each, where the host would have to wait for a device."""
-    asked = []
+def roots() -> list[int]:
+    """In which backwards of two roots ranks compare, where cases before may have had others."""
+    asked: list[int] = []
+    steps: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Board, "open", lambda *_: None)
-        roots = [RootTurn(range(dist.get_world_size()), name, torch.device("cuda")) for name in "ab"]
-        patch.setattr(Round, "exchange", lambda rounds, message, about: asked.append(message) or [message])
-        for _ in range(6):
-            for root in roots:
+        made = [RootTurn(range(dist.get_world_size()), name, torch.device(device_type())) for name in "ab"]
+        patch.setattr(Round, "exchange", lambda rounds, message, about: asked.append(len(steps)) or [message])
+        while len(steps) < 15:
+            for root in made:
                 root.take()
                 root.end()
-    return len(asked)
+            steps.append(1)
+    return asked
 
 
-def test_roots_on_a_device_compare_a_few_times(ranks: RankPools) -> None:
-    assert ranks.run(roots_on_a_device, world_size=2) == [3, 3]
+def test_roots_compare_a_few_times(ranks: RankPools) -> None:
+    """In a steady step nobody waits: heartbeats tell which root has reduced."""
+    for asked in ranks.run(roots, world_size=2):
+        assert asked[:6] == [0, 0, 1, 1, 2, 2] and max(asked) < 12

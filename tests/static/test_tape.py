@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,7 @@ from tests.static.models import Mlp, both, compare, mesh_of, same, tp_plan
 from vescale import Plan, parallelize, plan_zoo
 from vescale.static import report
 from vescale.static._install import static_forward
+from vescale.static.tape import TapeProgram
 
 pytestmark = pytest.mark.helper("tape")
 
@@ -73,6 +75,33 @@ class Net(nn.Module):
 
 def on_tape(model: nn.Module) -> None:
     static_forward(model).compares_calls = True
+
+
+def released_late() -> str:
+    """A thread of gloo that releases a tensor on rank 1, which it has reduced, has no turn for a while."""
+    asked, found = [], TapeProgram._kept
+    models = both(lambda: Net().double())
+    on_tape(models[1])
+
+    def kept(program: TapeProgram) -> list[tuple[int, torch.Tensor]]:
+        asked.append(program.steps)
+        is_late = dist.get_rank() == 1 and program.steps == 1 and asked.count(1) < 4
+        return [(0, torch.ones(1))] if is_late else found(program)
+
+    TapeProgram._kept = kept  # type: ignore[method-assign]
+    try:
+        for step in range(5):
+            compare(models, torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(step)).double())
+    finally:
+        TapeProgram._kept = found  # type: ignore[method-assign]
+    assert dist.get_rank() == 0 or asked.count(1) == 4, asked
+    return str(report(models[1]))
+
+
+def test_a_tensor_that_is_about_to_be_released_is_not_kept(ranks: RankPools) -> None:
+    """The rank ran the step again in eager mode, with collectives in which no other rank took part."""
+    for found in ranks.run(released_late, world_size=2):
+        assert "eager:" not in found, found
 
 
 def other_sizes() -> str:
@@ -153,6 +182,7 @@ def test_exceptions_of_the_model_are_raised_and_it_stays_static(ranks: RankPools
 
 _MODEL = """
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 

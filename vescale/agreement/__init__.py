@@ -1,5 +1,6 @@
 """What ranks agree on, and how they find out that they do not: through the job's store, which no other package touches."""
 
+from vescale.agreement._board import Board, CrossWaitError, RankGoneError
 from vescale.agreement._descriptions import (
     Description,
     Difference,
@@ -8,7 +9,6 @@ from vescale.agreement._descriptions import (
     listen_to_descriptions,
 )
 from vescale.agreement._heartbeat import FIRST_MESSAGES, Beat, Heartbeat, settle_heartbeats
-from vescale.agreement._posted_order import Apart, Board, CrossWaitError, PostedOrder, RankGoneError, shared_memory
 from vescale.agreement._posts import (
     add_post,
     added_posts,
@@ -20,6 +20,7 @@ from vescale.agreement._posts import (
 )
 from vescale.agreement._round import ConsensusError, HandedIn, LateRanksWarning, Round
 from vescale.agreement._store import wait_limit
+from vescale.agreement._watch import Apart, Watch, end_soon
 
 __all__ = [
     "FIRST_MESSAGES",
@@ -33,13 +34,14 @@ __all__ = [
     "HandedIn",
     "Heartbeat",
     "LateRanksWarning",
-    "PostedOrder",
     "RankGoneError",
     "Round",
+    "Watch",
     "add_post",
     "added_posts",
     "await_posts",
     "compare_descriptions",
+    "end_soon",
     "first_difference",
     "listen_to_descriptions",
     "post",
@@ -47,6 +49,5 @@ __all__ = [
     "posted",
     "read_post",
     "settle_heartbeats",
-    "shared_memory",
     "wait_limit",
 ]

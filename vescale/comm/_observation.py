@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale.comm._long_waits import waits_for_message
+from vescale.comm._long_waits import look, waits_for_message
 from vescale.compat import OBSERVATION, group_description, install_part, on_completion, require, uninstall_part
 
 
@@ -187,7 +187,11 @@ def wait_for_message(work: Any) -> None:
     """``work.wait()`` for a message, whose end is not observable otherwise, with the observers' timeout."""
     with waits_for_message():
         limit = _time_limit(OBSERVERS) if OBSERVERS else None
-        work.wait(timedelta(seconds=limit)) if limit is not None else work.wait()
+        try:
+            work.wait(timedelta(seconds=limit)) if limit is not None else work.wait()
+        except RuntimeError:
+            look(None, "a collective", in_vain=True)
+            raise
     if not (OBSERVERS or METERS):
         return
     with _LOCK:

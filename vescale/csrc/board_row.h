@@ -1,4 +1,4 @@
-// A rank's row of a board (vescale/comm/_posted_order.py), in memory that the ranks of a host share.
+// A rank's row of a board (vescale/agreement/_board.py), in memory that the ranks of a host share.
 
 #pragma once
 

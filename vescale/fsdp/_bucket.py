@@ -101,8 +101,7 @@ class HookGather:
             piece = wide.piece((self._axes.shard,))
             for source, target in zip(_flat(inputs), exchange.places(piece.local), strict=True):
                 target.copy_(source)
-            unit.begins_gather(wide.local.nbytes)
-            unit.agree_on_size(wide.local.nbytes // self._axes.shard_size)
+            unit.begins_gather(wide.local.nbytes // self._axes.shard_size)
         pending = all_gather(piece, wide, self._axes, requester, custom)
 
         def copy_out() -> None:

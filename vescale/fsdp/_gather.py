@@ -44,11 +44,11 @@ class BufferGather:
         This, or waiting for it, raises OrderMismatchError if another rank gathers a unit of another size.
         """
         shards, layout, whole = self._shards.buffer, self._layout, self.whole
-        unit.begins_gather(self.num_bytes)
         if self._kept is not None:
             piece, neighbours = self._kept
+            unit.begins_gather_of_kept(piece.nbytes)
             return PendingBuffer(whole, all_gather_into(whole.local, piece, neighbours, requester=requester))
-        unit.agree_on_size(self.num_bytes // self._axes.shard_size)
+        unit.begins_gather(self.num_bytes // self._axes.shard_size)
         if self._exchange is None:
             source = shards if self._gathers_as_is else self._own_piece.copy_(shards)
             gathered = all_gather(source, whole, self._axes, requester, custom)

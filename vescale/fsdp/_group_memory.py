@@ -276,7 +276,8 @@ class GroupMemory:
                 for pending in self._pending:
                     pending.wait()
             except OrderMismatchError:
-                self._pending = []  # the ranks that raise do not take part in what follows
+                # The ranks that raise do not take part in what follows, and a gather of which some wait may still arrive.
+                self._pending, self.has_unknown_work = [], True
                 raise
         self._pending = []
         for bucket in self.at_rest.buckets:

@@ -13,7 +13,7 @@ from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._hooked_parameters import refuse_reducers_of
 from vescale.gradients._one_backward import OneBackward
-from vescale.gradients._order_watch import OrderMismatchError
+from vescale.gradients._order_mismatch import OrderMismatchError
 from vescale.gradients._parameter import GradientRule, LocalContribution
 from vescale.gradients._pending import reduce_pending
 from vescale.gradients._pipeline_shares import (

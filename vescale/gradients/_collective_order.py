@@ -3,130 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import itertools
 import json
-import struct
 import time
 import weakref
-import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-import numpy
 import torch
 import torch.distributed as dist
 
-from vescale.agreement import Beat, Heartbeat, Round, add_post, added_posts, first_difference, post_once
-from vescale.comm import all_gather_into, look_while_waiting
+from vescale.agreement import (
+    Apart,
+    Beat,
+    Heartbeat,
+    Round,
+    Watch,
+    add_post,
+    added_posts,
+    end_soon,
+    first_difference,
+    post_once,
+)
+from vescale.comm import look_while_waiting
 from vescale.compat import is_alone
+from vescale.gradients._agreed_collectives import AgreedCollectives, has_notice
 from vescale.gradients._data_parallel_axes import DataParallelAxes
-from vescale.gradients._order_watch import (
+from vescale.gradients._order_mismatch import (
     COMPARISON,
     END_OF_BACKWARD,
     GATHER,
+    KEPT_GATHER,
     REDUCTION,
     OrderMismatchError,
-    OrderWatch,
     different_modules,
-    end_soon,
+    waiting_ranks,
 )
 from vescale.gradients._reducer_turns import RootTurn
 
-# ``GatherSizes``: before data are used, ranks learn that they were about to gather units of different sizes, or models.
-
-_FEW_RANKS = 64  # numpy, which a step uses nowhere else, takes longer for as many: its code is in no cache
-_MARK = 0x7FF9_A57C_7FFB_3E61  # not a number in float64, and in each half as float32 and bfloat16
-_NOTICE = struct.Struct("<QQ")
-_MOST_GUARDED = 10_000
-_MOST_KEPT = 1 << 16
-
-
-class GatherSizes:
-    """The number of bytes of each gather, and the model whose units are gathered, as the ranks of a shard group have agreed
-    on them.
-
-    What a rank expects follows from the gathers before, since the ranks last compared their order: that which came next the
-    last time, else one like the gather before. All ranks expect the same, because they agree on each change:
-
-    1. A rank that wants to gather pieces of another size, or of another model, waits in the store for all others to want the
-       same.
-    2. If they do not come within 3 s, it tells them in a gather of pieces of the expected size, in which its piece is a
-       notice. If all ranks have sent the same one, the gather follows. Otherwise ranks that sent one raise, and so
-       do ranks that find one where they expected parameters (on a CPU; a device would have to be waited for).
-
-    So steps that are like earlier ones communicate nothing more, a first one asks the store where sizes change, and no rank
-    sends a message of a size that its receiver does not expect, which a backend answers with the end of the process (gloo),
-    or not at all (NCCL).
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._last = self._last_compared = (0, 0)
-        self._consensus = Round(dist.get_process_group_ranks(group), f"gathers along {group.group_name}")
-        self._next: dict[int, tuple[int, int]] = {}
-        self._history = self._num_since = 0
-        self._place: tuple[object, int] = ("", 0)
-
-    def begin(self, place: object = None) -> None:
-        """The ranks have compared their order. ``place``: where they did, the same on all of them, and at no other time;
-        None: after an iteration."""
-        self._last_compared = self._last
-        self._history = hash(self._last[0])  # models may take turns
-        self._num_since = 0
-        self._place = (self._place[0], self._place[1] + 1) if place is None else (place, 0)
-
-    def begin_after_error(self) -> None:
-        """The ranks have found out that they differ: some have gathered what others have not."""
-        self._next.clear()
-        self._last = self._last_compared
-        self.begin()
-
-    def agree(self, model: int, num_bytes: int, device: torch.device) -> bool:
-        """Called before each gather of pieces of ``num_bytes`` of a unit of ``model``; False: some rank wants to gather
-        another size, or another model's unit."""
-        self._num_since += 1
-        if self._num_since > _MOST_GUARDED:  # forwards whose backward never comes
-            return True
-        wanted = model, num_bytes
-        expected = self._next.get(self._history, self._last)
-        if expected != wanted and expected[1] >= _NOTICE.size:
-            moment = f"comparison {self._place} gather {self._num_since}"
-            together = self._consensus.have_all_come(moment, str(wanted))
-            if not together and not _is_agreed(expected[1], wanted, self._group, device):
-                return False
-        if len(self._next) >= _MOST_KEPT:  # every iteration gathers other sizes; all ranks clear at the same gather
-            self._next.clear()
-        self._next[self._history] = wanted
-        self._history, self._last = hash((self._history, wanted)), wanted
-        return True
-
-    @staticmethod
-    def has_notice(gathered: torch.Tensor, num_ranks: int) -> bool:
-        """Whether a rank has sent a notice in place of its piece. ``gathered`` is in the memory of the host."""
-        stride, place = gathered.nbytes // num_ranks, gathered.data_ptr()
-        if stride < _NOTICE.size:
-            return False
-        if num_ranks <= _FEW_RANKS:
-            return any(ctypes.c_uint64.from_address(place + rank * stride).value == _MARK for rank in range(num_ranks))
-        memory: Any = (ctypes.c_char * gathered.nbytes).from_address(place)
-        heads = numpy.ndarray((num_ranks,), numpy.uint64, memory, strides=(stride,))
-        return bool((heads == _MARK).any())
-
-
-def _is_agreed(expected: int, wanted: tuple[int, int], group: dist.ProcessGroup, device: torch.device) -> bool:
-    with torch.inference_mode(False), torch.no_grad():
-        notice = _NOTICE.pack(_MARK, zlib.crc32(repr(wanted).encode()))
-        piece = torch.zeros(expected, dtype=torch.uint8)
-        piece[: _NOTICE.size] = torch.frombuffer(bytearray(notice), dtype=torch.uint8)
-        out = torch.empty(expected * group.size(), dtype=torch.uint8, device=device)
-        found = all_gather_into(out, piece.to(device), group, requester="agreement on the size of a gather").wait()
-        heads = found.view(group.size(), expected)[:, : _NOTICE.size].cpu().contiguous()
-    return all(bytes(head.tolist()) == notice for head in heads)
-
+_MOST_KEPT = 1 << 16  # units of a log
 
 # ``ReplicaErrors``: what the ranks of one shard group have raised is raised by their replicas, too, which wait for
 # them.
@@ -198,7 +116,7 @@ class ReplicaErrors:
             is_late = in_vain or time.monotonic() - since >= _SECONDS_TO_GO_ON
             if is_late and self._decide(group, number, "given up") == "given up":
                 if not in_vain:
-                    end_soon()
+                    end_soon(error)
                 self._raised.add((group, number))
                 raise error
 
@@ -265,32 +183,42 @@ class _History:
     """What ranks have in common that communicate along the same axes, whichever models they run.
 
     Attributes:
-        watch: of the ranks along the axis that shards; watch_across: of all data-parallel ranks, where these are more.
+        along: of the ranks along the axis that shards; across: of all data-parallel ranks, where these are more.
         errors: of the ranks along the axis that shards, for the others.
-        sizes: of gathers; reduced: units in the order of their reductions; units: by number, as far as they are there.
+        reduced: units in the order of their reductions; units: by number, as far as they are there.
         message_bytes: the longest message of a model.
         heartbeat: of all data-parallel ranks, at the end of backwards; gather_heartbeat: along the axis that shards, of
             forwards without a backward.
     """
 
     def __init__(self, axes: DataParallelAxes) -> None:
-        shard_group = axes.mesh.get_group(axes.shard)
-        self.sizes, self.reduced = GatherSizes(shard_group), _Log()
+        shard_group, everyone = axes.mesh.get_group(axes.shard), axes.data_parallel.group
+        self.reduced = _Log()
         self.errors = ReplicaErrors(axes.data_parallel_ranks, dist.get_process_group_ranks(shard_group))
-        self.watch = OrderWatch(shard_group, self._path_of, self.errors.tell)
-        self.watch_across = None
+        self.along = self._agreed(shard_group, self._told)
+        self.across = None
         if axes.num_replicas > 1:
-            self.watch_across = OrderWatch(axes.data_parallel.group, self._path_of, lambda _: None)
+            self.across = self._agreed(everyone, lambda found: waiting_ranks(found, self._path_of))
+        else:
+            everyone = shard_group
         self.units: weakref.WeakValueDictionary[int, OrderedUnit] = weakref.WeakValueDictionary()
         self.numbers = itertools.count(1)
         self.message_bytes = 0
-        everyone = axes.data_parallel.group if axes.num_replicas > 1 else shard_group
         self.heartbeat = Heartbeat(everyone, FLAGS_REQUESTER)
         self.gather_heartbeat = Heartbeat(shard_group, "which units were gathered")
 
-    @property
-    def watches(self) -> list[OrderWatch]:
-        return [watch for watch in (self.watch, self.watch_across) if watch is not None]
+    def _agreed(self, group: dist.ProcessGroup, error: Callable[[Apart], Exception]) -> AgreedCollectives:
+        ranks = dist.get_process_group_ranks(group)
+        return AgreedCollectives(group, Watch(ranks, f"waits along {group.group_name}", error))
+
+    def _told(self, found: Apart) -> OrderMismatchError:
+        error = waiting_ranks(found, self._path_of)
+        self.errors.tell(error)
+        return error
+
+    def agreed(self, across_replicas: bool = True) -> list[AgreedCollectives]:
+        found = [self.along, self.across if across_replicas else None]
+        return [each for each in found if each is not None]
 
     def _path_of(self, number: int) -> str:
         return self.name_of(number)[0]
@@ -331,44 +259,47 @@ class OrderedUnit:
         self.order.gathered.add(self.number)
 
     def begins_gather(self, num_bytes: int) -> None:
-        """Before each gather, which has ``num_bytes``; see :class:`OrderWatch`."""
-        self.order.history.watch.post(GATHER, num_bytes, self.number)
+        """Before each gather, from all ranks of the shard group, of pieces of ``num_bytes``.
 
-    def agree_on_size(self, num_bytes: int) -> None:
-        """Before each gather of pieces of ``num_bytes``.
-
-        Raises OrderMismatchError on every rank if another one wants to gather another size, or a unit of another model.
+        Raises OrderMismatchError on every rank if another one wants to gather another size, or a unit of another model, or
+        begins another collective.
         """
-        order = self.order
-        if order.history.errors.has_raised:
-            order.history.errors.go_on()
-        if order.shard_group.size() > 1 and not order.history.sizes.agree(order.number, num_bytes, order.device):
-            order.raise_gathers()
+        self._begins(GATHER, num_bytes)
+
+    def begins_gather_of_kept(self, num_bytes: int) -> None:
+        """The same from some of them, which have kept pieces."""
+        self._begins(KEPT_GATHER, num_bytes)
+
+    def _begins(self, kind: int, num_bytes: int) -> None:
+        history = self.order.history
+        if history.errors.has_raised:
+            history.errors.go_on()
+        self.order.agree(history.along, kind, num_bytes, self.number)
 
     def check_gathered(self, gathered: torch.Tensor) -> None:
-        """After a gather, before its data are used; raises as :meth:`agree_on_size`."""
+        """After a gather, before its data are used; raises as :meth:`begins_gather`."""
         group = self.order.shard_group
-        if gathered.is_cpu and group.size() > 1 and GatherSizes.has_notice(gathered, group.size()):
-            self.order.raise_gathers()
+        if gathered.is_cpu and group.size() > 1 and has_notice(gathered, group.size()):
+            self.order.raise_difference(group)
 
     def reduces(self, across_replicas: bool, num_bytes: int) -> None:
         """Before each reduction of the unit, of ``num_bytes``; ``across_replicas``: not only along the axis that shards.
 
-        Raises OrderMismatchError on every rank if another one is about to reduce a unit of another model.
+        Raises OrderMismatchError on every rank if another one is about to reduce a unit of another model, or begins another
+        collective.
         """
-        history = self.order.history
+        order, history = self.order, self.order.history
         if history.errors.has_raised:
             history.errors.go_on()
-        watches = history.watches if across_replicas else [history.watch]
         try:
-            self.order.take_turn(across_replicas)
+            order.take_turn(across_replicas)
         except OrderMismatchError:
-            for watch in watches:
-                watch.begin_anew()
+            for agreed in history.agreed(across_replicas):
+                agreed.begin_after_error()
             raise
-        for watch in watches:
-            watch.post(REDUCTION, num_bytes, self.number)
         history.reduced.add(self.number)
+        for agreed in history.agreed(across_replicas):
+            order.agree(agreed, REDUCTION, num_bytes, self.number)
 
 
 class CollectiveOrder:
@@ -377,7 +308,7 @@ class CollectiveOrder:
 
     Gathers are compared between the ranks of a shard group, reductions between all data-parallel ranks: replicas may run
     different numbers of forwards. What several models have reduced along the same axes is one order; that their gathers meet
-    is found before each (:class:`GatherSizes`), that their reductions do before the first of a backward (:class:`RootTurn`).
+    is found before each (:class:`AgreedCollectives`), that their reductions do in the first backwards (:class:`RootTurn`).
 
     ===================  ==============================================================================================
     moment               comparison
@@ -423,21 +354,19 @@ class CollectiveOrder:
     def begin(self, model: str) -> None:
         """All data-parallel ranks have found out together that they run ``model``, whose units have been enrolled."""
         self.model = model
-        self.history.sizes.begin(self.number)
         self.history.reduced.clear()
-        for watch in self.history.watches:
-            watch.open()
+        for agreed in self.history.agreed():
+            agreed.begin_model(self.number)
         self.history.errors.open()
         for heartbeat in (self.history.heartbeat, self.history.gather_heartbeat):
             heartbeat.begin()
         if not self._turns:  # roots may share an order
-            ranks = dist.get_process_group_ranks(self.shard_group), self._axes.data_parallel_ranks
-            self._turns = tuple(RootTurn(each, model, self.device) for each in ranks)
+            self._turns = tuple(RootTurn(each.watch.ranks, model, self.device) for each in self.history.agreed())
 
     def take_turn(self, across_replicas: bool) -> None:
         """See :meth:`OrderedUnit.reduces`."""
         if self._turns:
-            self._turns[across_replicas].take()
+            self._turns[-1 if across_replicas else 0].take()
 
     def end_turn(self) -> None:
         """A backward has ended."""
@@ -471,10 +400,10 @@ class CollectiveOrder:
         one of the first, or in the one before; it names units and ranks.
         """
         message, history = self.message(flags), self.history
-        for watch in history.watches:
-            watch.post(END_OF_BACKWARD)
+        for agreed in history.agreed():
+            self.agree(agreed, END_OF_BACKWARD, len(message))
+            agreed.begin()
         sent = self.gathered.taken(), history.reduced.taken()
-        history.sizes.begin()
         return history.heartbeat.send(message, device, lambda maximum: self._check(maximum, sent))
 
     def _check(self, maximum: Sequence[int], sent: tuple[_Log, _Log]) -> None:
@@ -495,10 +424,12 @@ class CollectiveOrder:
         group, history = self.shard_group, self.history
         if group.size() == 1 or not self.gathered.numbers:
             return
-        history.sizes.begin()
-        if will_reduce and not history.gather_heartbeat.is_new:
+        compares = not will_reduce or history.gather_heartbeat.is_new
+        if compares:
+            self.agree(history.along, COMPARISON, _SLOT_BYTES)
+        history.along.begin()
+        if not compares:
             return
-        history.watch.post(COMPARISON)
         message, sent = _slot(self.gathered.digest()), (self.gathered.taken(), _Log())
 
         def check(maximum: Sequence[int]) -> None:
@@ -507,15 +438,21 @@ class CollectiveOrder:
 
         history.gather_heartbeat.send(message, self._axes.device, check)
 
-    def raise_gathers(self) -> NoReturn:
-        """Called by all ranks of the shard group, whose gathers differ."""
-        self._raise(self._replica, self.shard_group, (self.gathered, self.history.reduced))
+    def agree(self, agreed: AgreedCollectives, kind: int, num_bytes: int, unit: int = 0) -> None:
+        """Before each collective; see :class:`AgreedCollectives`."""
+        if len(agreed.watch.ranks) > 1 and not agreed.agree((kind, self.number, num_bytes), unit, self.device):
+            self.raise_difference(self.shard_group if agreed is self.history.along else self._axes.data_parallel.group)
+
+    def raise_difference(self, group: dist.ProcessGroup) -> NoReturn:
+        """Called by all ranks of the ``group``, which have begun, or are about to begin, different collectives."""
+        replica = self._replica if group is self.shard_group else -1
+        self._raise(replica, group, (self.gathered, self.history.reduced))
 
     def _raise(self, replica: int, group: dist.ProcessGroup, logs: tuple[_Log, _Log]) -> NoReturn:
-        """``replica``: whose gathers differ; -1: reductions do. ``logs``: of gathers and reductions."""
+        """``replica``: whose gathers differ, or else reductions; -1: reductions do. ``logs``: of gathers and reductions."""
         consensus = Round(dist.get_process_group_ranks(group), f"order of units along {group.group_name}")
-        log, what = (logs[1], "reduction") if replica < 0 else (logs[0], "gather")
-        entries = [*log.entries(what), ("the model that runs", self.number)]
+        entries = [] if replica < 0 else logs[0].entries("gather")
+        entries += [*logs[1].entries("reduction"), ("the model that runs", self.number)]
         own = [(place, *self.history.name_of(number)) for place, number in entries]
         found: dict[int, list[tuple[str, str, str]]] = {}
         for rank, message in zip(
@@ -528,11 +465,10 @@ class CollectiveOrder:
         log_of = _named(found)
         self.gathered.clear()
         self.history.reduced.clear()
-        self.history.sizes.begin_after_error()
+        for agreed in self.history.agreed(group is not self.shard_group):
+            agreed.begin_after_error()
         for heartbeat in (self.history.heartbeat, self.history.gather_heartbeat):
             heartbeat.begin_anew()
-        for watch in [self.history.watch] if group is self.shard_group else self.history.watches:
-            watch.begin_anew()
         with contextlib.suppress(RuntimeError):  # the rank that holds the store may exit after this: let all have read
             consensus.exchange(b"read", lambda: "leaving the comparison of the order of units")
         error = _error(log_of)

@@ -12,11 +12,20 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from vescale.agreement import FIRST_MESSAGES, Board, CrossWaitError, RankGoneError, Round, first_difference, wait_limit
+from vescale.agreement import (
+    FIRST_MESSAGES,
+    Board,
+    ConsensusError,
+    CrossWaitError,
+    RankGoneError,
+    Round,
+    first_difference,
+    wait_limit,
+)
 from vescale.comm import all_reduce_, group_of_ranks, waits_for
 from vescale.compat import default_timeout, is_alone
 from vescale.gradients._one_backward import OneBackward
-from vescale.gradients._order_watch import OrderMismatchError
+from vescale.gradients._order_mismatch import OrderMismatchError
 
 
 class ReducerTurn:
@@ -27,7 +36,7 @@ class ReducerTurn:
 
     - ranks compare who reduces, before the first bucket of each backward: on one host with gloo in shared memory
       (:class:`vescale.agreement.Board`, microseconds), elsewhere on CPUs by an all-reduce of 16 bytes, and through the store
-      where the host would have to wait for a device (roots of ``fully_shard``, whose heartbeats tell it, only three times);
+      where the host would have to wait for a device;
     - of several in one backward, the one that was reached first reduces while backward goes on, the others at its end.
 
     Args:
@@ -110,8 +119,8 @@ class RootTurn:
     """The part of one root of ``fully_shard`` among those that reduce along the same ranks.
 
     Gathers tell by themselves which root they belong to. Gradients of a root that stays gathered would meet those of
-    another one: a wrong sum, or, where sizes differ, the end of the process. So roots compare as reducers do.
-    Made by all ranks together.
+    another one. So roots compare, through the store, in their first three backwards. Later the heartbeat of the step tells
+    it. Made by all ranks together.
     """
 
     def __init__(self, ranks: Sequence[int], name: str, device: torch.device) -> None:
@@ -133,6 +142,9 @@ class RootTurn:
     def end(self) -> None:
         """The backward has ended."""
         self._is_taken = False
+
+
+_MOST_ROOTS = 8  # whose first backwards count: those that are gone are not known to be on every rank
 
 
 class _Among:
@@ -171,20 +183,23 @@ class _Among:
         if self.num_there < 2 or len(self.ranks) == 1 or is_alone():
             return
         self._consensus = Round(self.ranks, f"order of {self._what}s")
-        if dist.get_backend() == "gloo":
+        if self._what == "reducer" and dist.get_backend() == "gloo":
             self._board = Board.open(self.ranks, self._consensus.place)
 
     def meet(self, turn: ReducerTurn | RootTurn) -> None:
         if self.num_there < 2 or self._consensus is None:
             return
         self._num_meetings += 1
+        if isinstance(turn, RootTurn):
+            if self._num_meetings <= FIRST_MESSAGES * min(self.num_there, _MOST_ROOTS) and not self._is_alike_in_store(
+                turn
+            ):
+                self._raise(turn)
+            return
         if self._board is not None:
             is_alike = self._is_alike_on_board(self._board, turn)
         elif turn.device.type != "cpu":  # which would have to be waited for
-            if isinstance(turn, RootTurn) and self._num_meetings > FIRST_MESSAGES:  # heartbeats tell it
-                return
-            asked = f"comparing what is reduced ({turn.name})"
-            is_alike = len(set(self._consensus.exchange(str(turn.number).encode(), lambda: asked))) == 1
+            is_alike = self._is_alike_in_store(turn)
         else:
             own = torch.tensor([turn.number, -turn.number])
             group = group_of_ranks(self.ranks)
@@ -195,7 +210,15 @@ class _Among:
         if not is_alike:
             self._raise(turn)
 
-    def _is_alike_on_board(self, board: Board, turn: ReducerTurn | RootTurn) -> bool:
+    def _is_alike_in_store(self, turn: ReducerTurn | RootTurn) -> bool:
+        assert self._consensus is not None
+        asked = f"comparing what is reduced ({turn.name})"
+        try:
+            return len(set(self._consensus.exchange(str(turn.number).encode(), lambda: asked))) == 1
+        except ConsensusError as error:
+            raise self._absence(turn, error.ranks, str(error)) from None
+
+    def _is_alike_on_board(self, board: Board, turn: ReducerTurn) -> bool:
         what, number = f"the reduction of {turn.name}", self._num_meetings
         limit = (wait_limit() or default_timeout()).total_seconds()
         board.post(number, (turn.number, 0, 0), what)
@@ -203,13 +226,15 @@ class _Among:
             rows = board.wait(number, limit, what)
         except (TimeoutError, RankGoneError, CrossWaitError) as error:
             absent = [board.ranks[position] for position in board.absent(number)]
-            why = str(error) or f"not within {limit:g} s"
-            raise OrderMismatchError(
-                f"rank {dist.get_rank()} is before {what}, and ranks {absent} have not come: {why}. "
-                f"Run the same backwards in the same order on every rank, or {self._remedy}",
-                absent,
-            ) from None
+            raise self._absence(turn, absent, str(error) or f"not within {limit:g} s") from None
         return len({row[0] for row in rows}) == 1
+
+    def _absence(self, turn: ReducerTurn | RootTurn, absent: Sequence[int], why: str) -> OrderMismatchError:
+        return OrderMismatchError(
+            f"rank {dist.get_rank()} is before the reduction of {turn.name}, and ranks {list(absent)} have not come: {why}. "
+            f"Run the same backwards in the same order on every rank, or {self._remedy}",
+            absent,
+        )
 
     def _raise(self, turn: ReducerTurn | RootTurn) -> NoReturn:
         consensus = self._consensus

@@ -22,7 +22,7 @@ from vescale.gradients._buffer_reduction import BufferReduction
 from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit
 from vescale.gradients._complete_gradient import add_contribution, added, gradient_spec, local_part
 from vescale.gradients._data_parallel_axes import AxisSet, DataParallelAxes
-from vescale.gradients._order_watch import OrderMismatchError
+from vescale.gradients._order_mismatch import OrderMismatchError
 from vescale.gradients._parameter import pending_axes
 from vescale.gradients._reduction import Reduction, Stage, divide_
 from vescale.gradients._unreduced_gradients import GatheredParameter, UnreducedGradients

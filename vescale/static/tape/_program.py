@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import sys
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -330,10 +331,13 @@ class TapeProgram(StaticProgram):
 
     def _refuse_kept(self) -> None:
         """A local tensor that outlives its forward, where the model keeps it, would later be taken for a whole one."""
-        kept = self._kept()
-        if not kept:
+        if not self._kept():
             return
         gc.collect()  # what only a cycle of garbage holds is not kept
+        for pause in _PAUSES:  # nor what a thread of gloo is about to release, which waits for the interpreter's lock
+            if not self._kept():
+                return
+            time.sleep(pause)
         kept = self._kept()
         if not kept:
             return
@@ -358,6 +362,8 @@ def _left(position: int, reason: str, function: Any, args: Any, kwargs: Any) -> 
         f"{reason or 'the step has left its tape'}"
     )
 
+
+_PAUSES = [0.001 * 2**number for number in range(11)]  # two seconds: other ranks would run the step statically
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
