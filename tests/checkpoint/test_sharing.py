@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import RankPools
-from vescale.agreement import ConsensusError, LateRanksWarning, Round
+from vescale.agreement import Round
 from vescale.agreement import _round as agreement_round
 from vescale.agreement import _store as agreement_store
 from vescale.checkpoint import (
@@ -36,7 +36,7 @@ from vescale.checkpoint import (
 )
 from vescale.checkpoint import _gathering as gathering
 from vescale.checkpoint import _reader as reader
-from vescale.errors import ContentMismatchError, NoSuchStepError, UnsavableValueError
+from vescale.errors import ConsensusError, ContentMismatchError, LateRanksWarning, NoSuchStepError, UnsavableValueError
 from vescale.fsdp import fully_shard
 from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, normalize_placements
 

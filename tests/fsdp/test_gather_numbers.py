@@ -25,7 +25,8 @@ from tests.runtime.zero import sharded_at_rest
 from vescale import Plan, parallelize
 from vescale.agreement import Apart, PostedOrder
 from vescale.agreement import _posted_order as posted_order
-from vescale.gradients import OrderMismatchError, _order_watch
+from vescale.errors import OrderMismatchError
+from vescale.gradients import _order_watch
 from vescale.gradients._collective_order import _MARK, GatherSizes
 
 GATHER, REDUCTION, END_OF_BACKWARD = 0, 1, 3

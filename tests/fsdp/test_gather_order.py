@@ -24,8 +24,8 @@ from vescale.agreement import Board
 from vescale.checks import StepMismatchError
 from vescale.comm import record_comms
 from vescale.comm._long_waits import look
+from vescale.errors import OrderMismatchError
 from vescale.fsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
-from vescale.gradients import OrderMismatchError
 from vescale.gradients import _collective_order as replica_errors
 from vescale.plans import PlanMismatchError
 

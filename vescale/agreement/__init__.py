@@ -8,7 +8,7 @@ from vescale.agreement._descriptions import (
     listen_to_descriptions,
 )
 from vescale.agreement._heartbeat import FIRST_MESSAGES, Beat, Heartbeat, settle_heartbeats
-from vescale.agreement._posted_order import Apart, Board, CrossWaitError, PostedOrder, RankGoneError, shared_memory
+from vescale.agreement._posted_order import Apart, Board, CrossWaitError, PostedOrder, shared_memory
 from vescale.agreement._posts import (
     add_post,
     added_posts,
@@ -18,35 +18,5 @@ from vescale.agreement._posts import (
     posted,
     read_post,
 )
-from vescale.agreement._round import ConsensusError, HandedIn, LateRanksWarning, Round
+from vescale.agreement._round import HandedIn, Round
 from vescale.agreement._store import wait_limit
-
-__all__ = [
-    "FIRST_MESSAGES",
-    "Apart",
-    "Beat",
-    "Board",
-    "ConsensusError",
-    "CrossWaitError",
-    "Description",
-    "Difference",
-    "HandedIn",
-    "Heartbeat",
-    "LateRanksWarning",
-    "PostedOrder",
-    "RankGoneError",
-    "Round",
-    "add_post",
-    "added_posts",
-    "await_posts",
-    "compare_descriptions",
-    "first_difference",
-    "listen_to_descriptions",
-    "post",
-    "post_once",
-    "posted",
-    "read_post",
-    "settle_heartbeats",
-    "shared_memory",
-    "wait_limit",
-]

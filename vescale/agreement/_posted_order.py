@@ -30,7 +30,7 @@ from vescale.agreement._round import Round
 from vescale.agreement._store import connection, peek
 from vescale.comm import LONG_WAIT_SECONDS, Operation, look, tell_wait
 from vescale.compat import is_alone
-from vescale.errors import Coded
+from vescale.errors import RankGoneError
 
 # ``Board``: what each rank of a host is about to do, in memory that all of them map; to compare it takes microseconds.
 # Each rank has a row, which it alone writes. What it posts has a number, the same on every rank, and consists of marks
@@ -51,16 +51,6 @@ _DIGEST = (1 << _DIGEST_BITS) - 1
 _LOOKS = 50
 _SHORT_SLEEP, _LONG_SLEEP = 0.0002, 0.002
 _LIVENESS_SECONDS = 0.25
-
-
-class RankGoneError(Coded, RuntimeError):
-    """The process of another rank has ended; ``rank``: which one."""
-
-    code = "VS0212"
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"the process of rank {rank} has ended")
-        self.rank = rank
 
 
 class CrossWaitError(RuntimeError):

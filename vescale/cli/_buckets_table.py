@@ -9,8 +9,6 @@ from vescale.cli._console import bytes_text, new_table
 if TYPE_CHECKING:
     from vescale.ir import Prediction
 
-__all__ = ["buckets_table"]
-
 
 def buckets_table(prediction: Prediction) -> Any:
     """Each bucket's axes, bytes and cost by the ring model, beside a reduction axis by axis."""

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from vescale.ir import Program
 
-__all__ = ["checkpoint_rows", "print_checkpoints"]
-
 
 def checkpoint_rows(program: Program) -> list[dict[str, Any]]:
     """A row for each module, repeated layers merged: what it saves, whether collectives in it run again, its budget."""

@@ -20,8 +20,6 @@ from vescale.cli._main import UsageError
 if TYPE_CHECKING:
     from vescale.checkpoint import Stored, StoredTensor
 
-__all__ = ["add_arguments", "run"]
-
 _PATH = "a step, a folder of steps, a DCP folder, a torch.save file, a safetensors file or folder"
 
 

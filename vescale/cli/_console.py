@@ -14,8 +14,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["bytes_text", "new_console", "new_table", "print_json", "working"]
-
 _UNWRAPPED = 100_000  # columns: names are never cut, and only a terminal itself wraps lines
 
 _PATIENCE = 1.0  # seconds

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from vescale.estimation import Estimate
 
-__all__ = ["add_arguments", "parse_dtype", "parse_input", "parse_load", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", nargs="?", help=PLAN_HELP)

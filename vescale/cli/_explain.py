@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from vescale.plans import Plan
     from vescale.static import RecordedProgram
 
-__all__ = ["add_arguments", "run"]
-
 _PHASES = {"forward": "fwd", "backward": "bwd"}
 _SECTIONS = ("plan", "ir", "hooks", "units", "checkpoints", "memory", "collectives", "pipeline")
 

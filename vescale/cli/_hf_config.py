@@ -8,8 +8,6 @@ from pathlib import Path
 
 from vescale.cli._main import UsageError
 
-__all__ = ["CONFIG_HELP", "config_file"]
-
 CONFIG_HELP = (
     "a config.json of transformers or diffusers, the folder that has one, or hf:OWNER/NAME on the Hugging Face Hub"
 )

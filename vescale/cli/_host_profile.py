@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from vescale.plans import Plan
 
-__all__ = ["print_profile"]
-
 
 def print_profile(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], as_json: bool) -> int:
     """0: profiled. Raises UsageError for what cannot be profiled."""

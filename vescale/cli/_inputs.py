@@ -22,19 +22,6 @@ if TYPE_CHECKING:
 
     from vescale.plans import MeshAxes, Plan
 
-__all__ = [
-    "MODEL_HELP",
-    "PLAN_HELP",
-    "add_inputs",
-    "add_json",
-    "add_mesh",
-    "given_inputs",
-    "inputs_of",
-    "load_model",
-    "load_plan",
-    "parse_mesh",
-]
-
 PLAN_HELP = "a YAML file, or the name of a plan of the zoo (see `vescale zoo`)"
 MODEL_HELP = f"{CONFIG_HELP}; or pkg.module:factory (or file.py:factory), a module class or a function"
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from vescale.ir import Finding
     from vescale.plans import Plan
 
-__all__ = ["add_arguments", "run"]
-
 _ROWS = 8
 
 

@@ -14,8 +14,6 @@ from typing import NoReturn
 from vescale._version import __version__
 from vescale.errors import Coded
 
-__all__ = ["COMMANDS", "UsageError", "main", "run_and_exit"]
-
 # sub-command -> (module with ``add_arguments(parser)`` and ``run(args) -> exit code``, one line of help).
 # Modules are imported only when their command is called, so that ``vescale --help`` stays instant.
 COMMANDS: dict[str, tuple[str, str]] = {

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from vescale.optim import Blocks
     from vescale.plans import Plan
 
-__all__ = ["OptimizerRule", "add_optimizer", "block_findings", "parse_optimizer"]
-
 _FORM = "adamw8bit, adamw8bit:block_size=128,min_numel=4096 or adamw8bit:block=32x2048"
 
 

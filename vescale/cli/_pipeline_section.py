@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from vescale.pipeline import StagedProgram
 
-__all__ = ["pipeline_as_dict", "print_pipeline", "write_page"]
-
 _HEAD = (
     "stage",
     "rank",

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from vescale.plan_search import Search
 
-__all__ = ["add_arguments", "run"]
-
 _SHOWN = 4  # reasons of a rule
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from vescale.ir import Program
 
-__all__ = ["UnevenRow", "uneven_rows", "uneven_table"]
-
 
 class UnevenRow(NamedTuple):
     """A parameter, buffer or input; ``sizes`` by rank of ``axis``; ``number`` of repeated layers that have it alike."""

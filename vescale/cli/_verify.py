@@ -13,8 +13,6 @@ from vescale.cli._main import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ModelFactory", "add_arguments", "run"]
-
 
 @dataclass(frozen=True)
 class ModelFactory:

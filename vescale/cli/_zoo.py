@@ -11,8 +11,6 @@ from vescale.cli._hf_config import CONFIG_HELP, config_file
 from vescale.cli._inputs import add_json, add_mesh, load_model, parse_mesh
 from vescale.cli._main import UsageError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")

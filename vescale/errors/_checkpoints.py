@@ -119,3 +119,9 @@ class UnknownDtypeError(CheckpointError):
     """A checkpoint names a dtype that the installed torch does not know."""
 
     code = "VS0904"
+
+
+class ManifestError(Coded, ValueError):
+    """A manifest is damaged, or ranks hold what cannot be one checkpoint."""
+
+    code = "VS0904"

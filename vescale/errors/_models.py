@@ -225,3 +225,9 @@ class PipelineRowsError(PlanError):
     """A forward computes something across the rows of its batch, of which each micro-batch has a part."""
 
     code = "VS1008"
+
+
+class RepeatedPartsWarning(Coded, UserWarning):
+    """Ranks that give different parts of a batch (`given="local"`) gave the same values in all of the first forwards."""
+
+    code = "VS0302"

@@ -130,3 +130,15 @@ class UnknownZooPlanError(PlanError):
     """The plan zoo has no plan of that name."""
 
     code = "VS0130"
+
+
+class BufferMismatchError(Coded, ValueError):
+    """Ranks of one process group have planned different buffers."""
+
+    code = "VS0201"
+
+
+class ShardingMismatchError(PlanMismatchError, BufferMismatchError):
+    """Ranks have given different parameters, or options, to ``fully_shard``."""
+
+    code = "VS0201"

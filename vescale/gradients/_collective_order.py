@@ -23,13 +23,13 @@ import torch.distributed as dist
 from vescale.agreement import Beat, Heartbeat, Round, add_post, added_posts, first_difference, post_once
 from vescale.comm import all_gather_into, look_while_waiting
 from vescale.compat import is_alone
+from vescale.errors import OrderMismatchError
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._order_watch import (
     COMPARISON,
     END_OF_BACKWARD,
     GATHER,
     REDUCTION,
-    OrderMismatchError,
     OrderWatch,
     different_modules,
     end_soon,

@@ -19,23 +19,9 @@ import torch.distributed as dist
 from vescale.agreement import Apart, PostedOrder, Round
 from vescale.comm import look_while_waiting, waiting_thread
 from vescale.compat import note
-from vescale.errors import Coded
+from vescale.errors import OrderMismatchError
 
 # ``OrderMismatchError``: ranks communicate for different units, or models, at one place of their order.
-
-
-class OrderMismatchError(Coded, RuntimeError):
-    """Ranks have gathered, or reduced, different units in one place of their order, so that the contents were mixed, or wait
-    for each other in collectives that do not pair.
-
-    ``ranks``: those that differ from the majority.
-    """
-
-    code = "VS0301"
-
-    def __init__(self, problem: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(problem)
-        self.ranks = tuple(ranks)
 
 
 def different_modules(found: str, ranks: Sequence[int]) -> OrderMismatchError:
