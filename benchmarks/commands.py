@@ -36,7 +36,7 @@ COMMANDS: dict[str, tuple[list[str], float]] = {
     "zoo": (["-m", "vescale", "zoo"], 0.3),
     "lint": (["-m", "vescale", "lint", "llama_zero3", *MODEL, "--mesh", "dp=8,tp=2"], 4),
     "explain": (["-m", "vescale", "explain", "llama_zero3", *MODEL, "--mesh", "dp=8,tp=2"], 4),
-    "search": (["-m", "vescale", "search", *MODEL, "--devices", "16", "--batch", "input_ids=16x512"], 15),
+    "search": (["-m", "vescale", "search", *MODEL, "--devices", "16", "--batch", "16", "--seq", "512"], 15),
 }
 
 

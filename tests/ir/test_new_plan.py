@@ -83,7 +83,7 @@ def test_attention(build: Callable[[], nn.Module], entries: tuple[str, ...]) -> 
     text = lines(build())
     for entry in entries:
         assert f"  {entry}\n" in text, text
-    assert "Attention: cut between heads" in text
+    assert "Attention: sharded by heads" in text
 
 
 @pytest.mark.parametrize(

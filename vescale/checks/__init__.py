@@ -47,4 +47,3 @@ from vescale.checks._start import (
     watch_optimizers,
 )
 from vescale.checks._steps import LocalPart, StepChecks
-

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write entries for implicit communication into PLAN, a file: those after which the plan is valid and "
         "communicates less by itself",
     )
-    add_inputs(parser, None, "8, or more, so that all ranks get as many rows")
+    add_inputs(parser, None, 128, "8, or more, so that all ranks get as many rows")
     add_json(parser)
 
 

@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "lint": ("vescale.cli._lint", "Check a plan against a model, without starting ranks."),
     "explain": (
         "vescale.cli._explain",
-        "Show what a plan does to a model: instructions, hooks, predicted collectives.",
+        "Show what a plan does to a model: memory, predicted collectives, hooks, instructions.",
     ),
     "estimate": ("vescale.cli._estimate", "Estimate memory of every rank and seconds of a step, without ranks."),
     "search": ("vescale.cli._search", "Find meshes and plans for a model on a number of devices, the fastest first."),

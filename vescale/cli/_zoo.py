@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([{"name": one.name, "axes": list(one.axes), "description": one.description} for one in about])
         return 0
-    table = new_table("plan", "axes", "description", wrapped=("description",))
+    table = new_table("plan", "axes", "description")
     for one in about:
         table.add_row(one.name, ", ".join(one.axes), one.description)
-    new_console(fits=True).print(table)
+    new_console().print(table)
     return 0
 
 

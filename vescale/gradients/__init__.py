@@ -32,4 +32,3 @@ from vescale.gradients._sharded_reduction import (
     reduce_unused,
 )
 from vescale.gradients._unreduced_gradients import GradientPlace, UnreducedGradients
-

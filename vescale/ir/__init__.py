@@ -1,6 +1,6 @@
 """The plan's intermediate representation: instructions, programs, and lowering."""
 
-from vescale.ir._example_inputs import example_inputs, hf_inputs, random_inputs
+from vescale.ir._example_inputs import dtype_of_input, example_inputs, hf_inputs, random_inputs
 from vescale.ir._expert_sharding import stand_in_for_experts
 from vescale.ir._findings import Finding, LoweringError, merge_repeats, name_list
 from vescale.ir._forward_state import ForwardState, KnownState

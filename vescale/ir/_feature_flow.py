@@ -139,7 +139,7 @@ class FeatureGroups:
         """Note that the code splits the features; false, and whole from now on, if it did so otherwise before."""
         group = self.of(weight)
         if group.num_parts not in (1, num_parts):
-            self.keep_whole(weight, "the code takes the features apart in different ways")
+            self.keep_whole(weight, "the code splits the features in different ways")
         group.num_parts = num_parts
         return not group.whole
 
@@ -305,7 +305,7 @@ class FeatureFlow(ABC):
                 or tensor.shape[features.dims[0]] != result.shape[dims[0]]
             ):
                 for _, _, each in moved:
-                    self._keep_whole(each, f"{name} meets features along different dims")
+                    self._keep_whole(each, f"{name} combines features along different dims")
                 return
             self.groups.join(first.weight, features.weight, first.is_part, features.is_part)
         for tensor in tensors:
@@ -415,7 +415,7 @@ class FeatureFlow(ABC):
             return
         taken = list(indexed_dims(args[1], x.ndim))
         if not taken:
-            self._keep_whole(features, "they are picked by index")
+            self._keep_whole(features, "they are selected by index")
             return
         dims, is_part = [], features.is_part
         for before, item, after in taken:
