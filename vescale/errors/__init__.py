@@ -110,7 +110,6 @@ from vescale.errors._models import (
     StrayParameterError,
     TransformError,
     UnitSubclassError,
-    UnusedEntryWarning,
 )
 from vescale.errors._optimizers import (
     CutBlockError,
@@ -334,7 +333,6 @@ __all__ = [
     "UnsupportedSettingError",
     "UnsupportedTorchError",
     "UntestedTorchWarning",
-    "UnusedEntryWarning",
     "VerifyError",
     "WhatIfError",
     "WrittenParameterError",

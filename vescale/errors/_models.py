@@ -109,12 +109,6 @@ class StrayParameterError(PlanError):
     code = "VS0223"
 
 
-class UnusedEntryWarning(Coded, UserWarning):
-    """An entry of a plan for an item of an output names none that the module returns."""
-
-    code = "VS0100"
-
-
 class TransformError(Coded, NotImplementedError):
     """A transform of `torch.func`, or forward-mode differentiation, reaches what has no rule for it: the boundaries of a
     parallelized model, or a module that `fully_shard` gathers."""
