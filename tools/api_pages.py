@@ -381,6 +381,7 @@ def on_config(config: Any) -> Any:
     """mkdocs asks for its settings: the addresses that pyproject.toml has."""
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     config["repo_url"], config["site_url"] = urls["Source"], urls["Documentation"]
+    config["repo_name"] = urls["Source"].rpartition("/")[2]
     return config
 
 
