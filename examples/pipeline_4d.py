@@ -13,7 +13,6 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import vescale

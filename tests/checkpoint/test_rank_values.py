@@ -25,7 +25,7 @@ from vescale.errors import ManifestError, OptimizerNamesError
 
 
 class Counter(nn.Module):
-    """With a state that is no tensor."""
+    """With a state that is not a tensor."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

@@ -148,7 +148,7 @@ def test_lint_warns_and_can_be_told_not_to(run: Run) -> None:
         (("lint", "missing.yaml", "--model", "net:make"), "there is no file 'missing.yaml'"),
         (
             ("lint", "lama", "--model", "net:make"),
-            f"'lama' is no file and no plan of the zoo ({', '.join(plan_zoo.names())}); did you mean 'llama'?",
+            f"'lama' is not a file and no plan of the zoo ({', '.join(plan_zoo.names())}); did you mean 'llama'?",
         ),
         (("lint", "llama", "--model", "net:make"), "give --mesh, as dp=2,tp=4"),
         (("lint", "llama", "--model", "net:make", "--mesh", "dp2"), "write a mesh as dp=2,tp=4"),

@@ -150,9 +150,9 @@ def verify_any(path: Path, progress: Callable[[int], None] = lambda count: None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # steps that are not complete are among the problems
             stored = open_stored(path)
+    except UnknownFormatError:
+        raise
     except CheckpointError as error:
-        if not path.exists() or "no checkpoint in a known format" in str(error):
-            raise
         return [str(error)]
     if stored.format == "vescale":
         return verify(path, progress)

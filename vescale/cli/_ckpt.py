@@ -197,7 +197,7 @@ def _diff(args: argparse.Namespace) -> int:
             f"~ {name}: {difference.elements} elements, by {largest} at most, the first at {difference.first}"
         )
     for name in found.plain_values:
-        console.print(f"~ {name}, which is no tensor")
+        console.print(f"~ {name}, which is not a tensor")
     console.print(f"{found.equal} tensors are equal" if found else f"equal: {found.equal} tensors")
     return 1 if found else 0
 

@@ -83,7 +83,7 @@ def load_plan(text: str, mesh: MeshAxes | None) -> Plan:
             raise UsageError(f"the plan {text} leaves the sizes of its mesh open; give --mesh, as dp=2,tp=4") from None
     if Path(text).suffix in (".yaml", ".yml") or os.sep in text:
         raise UsageError(f"there is no file {text!r}; give a YAML file, or a plan of the zoo: {_zoo()}")
-    raise UsageError(f"{text!r} is no file and no plan of the zoo ({_zoo()}){did_you_mean(text, plan_zoo.names())}")
+    raise UsageError(f"{text!r} is not a file and no plan of the zoo ({_zoo()}){did_you_mean(text, plan_zoo.names())}")
 
 
 def _zoo() -> str:
@@ -274,7 +274,7 @@ def parse_dtype(name: str) -> Any:
 
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise UsageError(f"{name!r} is no dtype; write bfloat16, float32 or int64")
+        raise UsageError(f"{name!r} is not a dtype; write bfloat16, float32 or int64")
     return found
 
 

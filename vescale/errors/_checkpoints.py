@@ -44,7 +44,7 @@ class UnsafePickleError(CheckpointError):
 
 
 class UnknownFormatError(CheckpointError):
-    """A path is no checkpoint in a format that can be read."""
+    """A path is not a checkpoint in a format that can be read."""
 
     code = "VS0904"
 

@@ -55,7 +55,7 @@ class PhaseError(Coded, ValueError):
 
 
 class PlacementTextError(Coded, ValueError):
-    """A text is no placement, or a placement cannot be written as text."""
+    """A text is not a placement, or a placement cannot be written as text."""
 
     code = "VS0401"
 
