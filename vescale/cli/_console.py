@@ -37,14 +37,14 @@ class _Output(Console):
         if not isinstance(table := objects[0] if objects else None, Table) or self._fits(table):
             return super().print(*objects, **options)
         names = [str(column.header).strip() for column in table.columns]
-        for first, *others in zip(*(column._cells for column in table.columns)):
+        for first, *others in zip(*(column.cells for column in table.columns)):
             super().print(f"{names[0]} {first}".strip(), style="bold")
             text = "; ".join(f"{name} {cell}".strip() for name, cell in zip(names[1:], others) if cell)
             super().print(Padding(text, (0, 0, 0, 2)))
 
     def _fits(self, table: Table) -> bool:
         """Numbers and short texts whole, and longer texts readable."""
-        widths = [max((len(str(cell)) for cell in (c.header, *c._cells)), default=0) for c in table.columns]
+        widths = [max((len(str(cell)) for cell in (c.header, *c.cells)), default=0) for c in table.columns]
         least = [width if c.no_wrap else min(width, _NARROW) for width, c in zip(widths, table.columns)]
         return sum(least) + len(least) - 1 <= self.width
 
