@@ -13,7 +13,6 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import vescale
@@ -47,8 +46,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 def make_plan(mesh: torch.distributed.device_mesh.DeviceMesh, args: argparse.Namespace) -> vescale.Plan:
     name = "llama_cp" if mesh["cp"].size() > 1 else "llama"
     plan = vescale.plan_zoo.load(name, mesh)  # entries for dp, cp and tp; a mesh may have more axes
-    plan.shard(".*", vescale.RaggedShard(), mesh="dp", phase=vescale.INIT)  # ZeRO-3 inside of each stage
-    plan.shard(".*", Replicate(), mesh="dp", phase=vescale.RUN)
+    plan.zero(3, axis="dp")  # ZeRO-3 inside of each stage
     plan.pipeline(balance="cost", mesh="pp", schedule=args.schedule, microbatches=args.microbatches)
     return plan
 

@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> list[float]:
                 mean = evaluate(model, held_out_loader, device)
             if dist.get_rank() == 0:
                 print(f"step {step}  evaluation loss {mean:.4f}", flush=True)
-        if checkpoints and (step + 1) % args.save_every == 0:
+        if checkpoints and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
             checkpoints.save(step, **state)  # in the background
     watch.close()
     if checkpoints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -111,6 +112,43 @@ def test_every_public_name_of_vescale_is_in_the_reference() -> None:
     assert set(api.PAGES["vescale"]) == set(vescale.__all__) - constants - modules - {"__version__"}
     assert {f"vescale.{name}" for name in modules} <= set(api.PAGES)
     assert list(api.listed("plans"))[:2] == [("vescale", "parallelize"), ("vescale", "Plan")]
+
+
+def published(package: Path) -> set[str] | None:
+    """``__all__`` of a package; None: it has none, and is private."""
+    for node in ast.parse((package / "__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return None
+
+
+def test_public_names_are_those_of_the_pages() -> None:
+    """``__all__`` of each package: what a page of the reference lists, there or at the top. Other packages have none."""
+    import vescale
+
+    errors = set(re.findall(r"^- `(\w+)`", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE))
+    wrong = []
+    for file in sorted((ROOT / "vescale").rglob("__init__.py")):
+        package = ".".join(file.parent.relative_to(ROOT).parts)
+        if package == "vescale":
+            continue
+        top = {name for name, home in vescale._PUBLIC.items() if home == package and f"vescale.{name}" != package}
+        listed = set(api.PAGES.get(package, ())) | top
+        if package == "vescale.errors":
+            listed = {name for name in errors if hasattr(importlib.import_module(package), name)}
+        elif package not in api.PAGES:
+            listed = set()
+        if (published(file.parent) or set()) != listed:
+            wrong.append(f"{package}: {sorted((published(file.parent) or set()) ^ listed)}")
+    assert not wrong, "in __all__ and on no page, or on a page and not in __all__:\n" + "\n".join(wrong)
+
+
+def test_errors_are_found_where_their_page_says() -> None:
+    """In ``vescale.errors``, or in a package that the reference lists; the commands' own reaches no program."""
+    errors = importlib.import_module("vescale.errors")
+    text = (ROOT / "docs" / "errors.md").read_text()
+    everywhere = {name for names in api.PAGES.values() for name in names} | set(errors.__all__)
+    assert set(re.findall(r"^- `(\w+)`", text, re.MULTILINE)) - everywhere == {"UsageError"}
 
 
 @pytest.mark.parametrize("topic", list(api.TOPICS))

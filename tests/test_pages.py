@@ -178,7 +178,7 @@ def test_figures_are_those_of_their_pages() -> None:
         assert machine in ("idle", "busy", "two cores")
         assert date == "not recorded" or date in re.sub(r"\s+", " ", text), f"{figure}: {date} not in {target}"
     unnamed = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - named
-    assert unnamed == {"gpu", "gpu_capture", "gpu_engine", "optimizer_step"}, (
+    assert unnamed == {"gpu", "gpu_capture", "gpu_engine", "optimizer_step", "commands"}, (
         "the last sentence of the page names these"
     )
 

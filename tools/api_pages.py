@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 __all__ = ["PAGES", "TOPICS", "described", "members", "on_files", "page", "parameters", "public"]
 
-# Pages of the reference, by topic: file, title, and what programs import, in their order. Other names in ``__all__``
-# are for vescale's own packages, and change without notice.
+# Pages of the reference, by topic: file, title, and what programs import, in their order. These names are ``__all__`` of
+# their packages; a package without ``__all__`` is private, and changes without notice.
 TOPICS: dict[str, tuple[str, list[str]]] = {
     "plans": (
         "Plans and parallelize",
@@ -93,12 +93,13 @@ TOPICS: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "estimate": (
-        "Estimate and search",
+        "Estimate, search and simulate",
         [
             "vescale: estimate search",
             "vescale.estimation: Estimate Device Efficiency Comparison RankMemory StepTime calibrate device_names",
             "vescale.estimation: zero_table page EstimateWarning",
             "vescale.plan_search: Search Proposal Choice Figures Rejected",
+            "vescale.simulation: simulate Simulation Finding RankRecord Collective",
         ],
     ),
     "placements": (
@@ -380,6 +381,7 @@ def on_config(config: Any) -> Any:
     """mkdocs asks for its settings: the addresses that pyproject.toml has."""
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     config["repo_url"], config["site_url"] = urls["Source"], urls["Documentation"]
+    config["repo_name"] = urls["Source"].rpartition("/")[2]
     return config
 
 

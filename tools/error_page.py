@@ -19,8 +19,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 _HEAD = """# Errors
 
 Each error and warning of vescale ends with a code in brackets, such as `[VS0101]`: that of a kind of mistakes, which
-does not change. A message says what was found, what was expected, and the edit that repairs it. Most classes can be imported
-from `vescale.errors`, the others from the package that raises them. Each is also a `ValueError`, `RuntimeError`, or another
+does not change. A message says what was found, what was expected, and the edit that repairs it. All classes can be imported
+from `vescale.errors`, or from where the API reference lists them. Each is also a `ValueError`, `RuntimeError`, or another
 class of Python, so that existing handlers catch it. A message that quotes another error ends with the code of that one.
 """
 

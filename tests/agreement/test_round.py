@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from tests.ranks import RankPools
 from tests.simulate import simulate
-from vescale.agreement import ConsensusError, Round
+from vescale.agreement import Round
 from vescale.agreement._round import _Meeting
 from vescale.compat import default_store
+from vescale.errors import ConsensusError
 
 pytestmark = pytest.mark.waits
 

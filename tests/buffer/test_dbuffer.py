@@ -17,15 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from tests.simulate import simulate
-from vescale.buffer import (
-    Allocation,
-    BufferMismatchError,
-    DBuffer,
-    TensorGroup,
-    alignment_in_elements,
-    check_same_buffers,
-)
+from vescale.buffer import Allocation, DBuffer, TensorGroup, alignment_in_elements, check_same_buffers
 from vescale.comm import record_comms
+from vescale.errors import BufferMismatchError
 from vescale.placements import RaggedShard, from_local
 
 SHAPES = {"a": (5, 3), "empty": (0, 4), "b": (17,), "scalar": (), "c": (2, 3, 4), "one": (1,)}

@@ -63,11 +63,19 @@ def test_steps(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="is there already"), pytest.raises(CheckpointError, match="already"):
             checkpoints.wait()
         assert checkpoints.restore(model=model, step=torch.tensor(4)) == {"step": 4, "note": "first"}  # type: ignore[arg-type]
+        checkpoints.save(4, model=model, note="third")  # scripts that save where they begin
+        checkpoints.wait()
+        assert checkpoints.restore(model=model) == {"step": 4, "note": "third"}
+        checkpoints.save(5, model=model)
+        checkpoints.save(4, model=model)
+        with pytest.warns(UserWarning, match="is there already"), pytest.raises(CheckpointError, match="already"):
+            checkpoints.wait()
+        checkpoints.restore(model=model, step=4)
         for unknown in ("newest", 4.0, None, False):
             with pytest.raises(CheckpointOptionError, match='expected "latest"'):
                 checkpoints.restore(model=model, step=unknown)  # type: ignore[arg-type]
-        with pytest.raises(NoSuchStepError, match=r"no step 5; it has \[4\]"):
-            checkpoints.restore(model=model, step=5)
+        with pytest.raises(NoSuchStepError, match=r"no step 6; it has \[4, 5\]"):
+            checkpoints.restore(model=model, step=6)
         with pytest.raises(CheckpointOptionError, match="model is an OrderedDict"):
             checkpoints.save(5, model=model.state_dict())  # type: ignore[arg-type]
         with pytest.raises(CheckpointOptionError, match="model is an OrderedDict"):

@@ -230,7 +230,7 @@ def test_diff_of_plain_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     code, found, _ = command(capsys, "diff", first, third, "--json")
     assert code == 1 and not found["equal"] and found["plain_values"] == ["note", "optimizer.param_groups"]
     code, text, _ = command(capsys, "diff", first, third)
-    assert code == 1 and "~ note, which is no tensor" in text
+    assert code == 1 and "~ note, which is not a tensor" in text
     assert command(capsys, "diff", first, third, "--no-values")[0] == 0
     for name, rate in (("a.pt", 0.1), ("b.pt", 0.2)):
         torch.save({"w": torch.ones(2), "rate": rate}, tmp_path / name)
@@ -326,7 +326,7 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text("hello")
     for action in ("ls", "show", "verify"):
         code, _, err = command(capsys, action, tmp_path / "text")
-        assert code == 2 and "no checkpoint in a known format" in err
+        assert code == 2 and "not a checkpoint in a known format" in err
 
 
 def test_documented_schemas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

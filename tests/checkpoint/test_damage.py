@@ -107,7 +107,7 @@ def test_nothing_saved(tmp_path: Path) -> None:
         checkpoints.restore(model=model_of(), step=3)
     with pytest.raises(CheckpointError, match="does not exist"):
         load(tmp_path / "none", model=model_of())
-    with pytest.raises(CheckpointError, match="no checkpoint in a known format"):
+    with pytest.raises(CheckpointError, match="not a checkpoint in a known format"):
         load(tmp_path, model=model_of())
 
 

@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate
 import vescale.checkpoint
 from tests.ranks import RankPools
 from vescale.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, load, save, verify
-from vescale.checkpoint._manifest_text import ManifestError, merge_parts
+from vescale.checkpoint._manifest_text import merge_parts
 from vescale.checkpoint._rank_file import differing, digests_of
-from vescale.errors import OptimizerNamesError
+from vescale.errors import ManifestError, OptimizerNamesError
 
 
 class Counter(nn.Module):
-    """With a state that is no tensor."""
+    """With a state that is not a tensor."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

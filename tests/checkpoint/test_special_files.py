@@ -82,7 +82,7 @@ def test_pipes_in_other_formats(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(CheckpointError, match="named pipe"):
         load_hf(model_of(), tmp_path / "config")
     for path in (tmp_path / "a.pt", Path("/dev/zero")):
-        with pytest.raises(CheckpointError, match="no checkpoint in a known format"):
+        with pytest.raises(CheckpointError, match="not a checkpoint in a known format"):
             load(path, model=model_of())
 
 

@@ -148,7 +148,7 @@ def test_lint_warns_and_can_be_told_not_to(run: Run) -> None:
         (("lint", "missing.yaml", "--model", "net:make"), "there is no file 'missing.yaml'"),
         (
             ("lint", "lama", "--model", "net:make"),
-            f"'lama' is no file and no plan of the zoo ({', '.join(plan_zoo.names())}); did you mean 'llama'?",
+            f"'lama' is not a file and no plan of the zoo ({', '.join(plan_zoo.names())}); did you mean 'llama'?",
         ),
         (("lint", "llama", "--model", "net:make"), "give --mesh, as dp=2,tp=4"),
         (("lint", "llama", "--model", "net:make", "--mesh", "dp2"), "write a mesh as dp=2,tp=4"),
@@ -197,6 +197,52 @@ def test_explain(run: Run) -> None:
     assert ["tp", "fwd", "all_gather", "5", "20.0", "KiB"] in rows
     assert ["tp", "bwd", "reduce_scatter", "5", "20.0", "KiB"] in rows
     assert "unknown" not in out
+
+
+STAGES = "include: [llama.yaml]\npipeline: {split_before: [model.layers.1], microbatches: 12, mesh: pp}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("explain", "llama_zero3", *LLAMA),
+        ("explain", "staged.yaml", "--model", LLAMA[1], "--mesh", "dp=1,tp=1,pp=2"),
+        ("lint", "llama", "--model", LLAMA[1], "--mesh", "tp=3,dp=1"),
+        ("diff", "llama", "llama_zero3", *LLAMA),
+        ("plan", "new", LLAMA[1], "--mesh", "dp=2,tp=2", "--zero", "3"),
+        ("estimate", "llama_zero3", *LLAMA, "--batch", "4", "--seq", "16", "--zero-table", "--what-if", "stage=2"),
+        ("env", "--patches"),
+        ("zoo",),
+    ],
+    ids=lambda arguments: "-".join(arguments[:2]),
+)
+def test_output_fits_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    Path("staged.yaml").write_text(STAGES)
+    shutil.copy(plan_zoo.path_of("llama"), "llama.yaml")
+    code, out, err = run(*arguments)
+    assert code == (arguments[0] in ("lint", "diff")) and not err
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
+def test_explain_begins_with_memory_and_collectives(run: Run) -> None:
+    out = run("explain", "llama", *LLAMA)[1]
+    titles = ("Parameters and buffers", "Predicted collectives", "Plan llama", "Units", "Hooks", "Instructions")
+    places = [out.index(title) for title in titles]
+    assert places == sorted(places) and places[0] == 0
+
+
+@pytest.mark.parametrize("command", ["lint", "explain", "verify", "estimate", "search", "plan new"])
+def test_options_mean_the_same_everywhere(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for option in (
+        "--batch N rows of the global batch",
+        "--seq N length of a row",
+        "--input NAME=SHAPE[:DTYPE] an input",
+    ):
+        assert option in text
 
 
 def test_explain_only_one_section(run: Run) -> None:
@@ -356,11 +402,14 @@ def test_models_by_other_names(run: Run) -> None:
 
 
 def test_in_a_narrow_pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names are not cut or wrapped where a program reads them."""
-    monkeypatch.setenv("COLUMNS", "40")
+    """Names are not cut or wrapped where a program reads them; with ``COLUMNS``, no line is longer."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     code, out, err = run("explain", "llama", *LLAMA, "--only", "hooks")
     assert code == 0, err
     assert any(line.split()[0] == "model.layers.0-1.self_attn.o_proj" for line in out.splitlines())
+    monkeypatch.setenv("COLUMNS", "40")
+    out = run("explain", "llama", *LLAMA, "--only", "hooks")[1]
+    assert max(map(len, out.splitlines())) <= 40 and "model.layers.0-1.self_attn.o_proj" in "".join(out.split())
 
 
 def test_explain_shows_the_sizes_of_uneven_cuts(run: Run) -> None:

@@ -17,9 +17,10 @@ from torch.distributed.tensor import Shard
 
 from tests.ranks import RankPools
 from vescale import Plan, PlanMismatchError, parallelize
-from vescale.agreement import LateRanksWarning, Round
+from vescale.agreement import Round
 from vescale.agreement import _round as agreement_round
 from vescale.comm import record_comms
+from vescale.errors import LateRanksWarning
 from vescale.fsdp import fully_shard
 
 pytestmark = pytest.mark.waits

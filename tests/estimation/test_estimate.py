@@ -203,7 +203,7 @@ def test_a_choice_that_the_optimizer_does_not_take_is_a_row() -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    call = ["estimate", "llama_zero3", "--model", f"hf:{config}", "--mesh", "dp=4,tp=1", "--batch", "input_ids=4x16"]
+    call = ["estimate", "llama_zero3", "--model", f"hf:{config}", "--mesh", "dp=4,tp=1", "--batch", "4", "--seq", "16"]
     page = tmp_path / "page.html"
     asked = ["--json", "--steps", "1", "--zero-table", "--what-if", "batch=8", "--html", str(page)]
     assert main([*call, "--device", "h100-80g", *asked]) == 0
@@ -225,7 +225,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     small.write_text(table.replace("memory_bytes: null", "memory_bytes: 1000"))
     assert main([*call, "--device", str(small), "--steps", "1"]) == 1
     out = capsys.readouterr().out
-    assert "does not fit" in out and re.search(r"^parameters +[\d,]+ ", out, re.MULTILINE)
+    assert "does not fit" in out and re.search(r"^parameters +[\d.]+ KiB ", out, re.MULTILINE)
     assert main([*call, "--device", "h1000"]) == 2 and main(call[:4]) == 2
     wrong = (["--optimizer", "adamv"], ["--rank", "4"], ["--calibrate", "/no/such/folder/x.yaml"])
     wrong += (["--what-if", "x"],)

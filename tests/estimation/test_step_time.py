@@ -180,14 +180,13 @@ def test_the_host_takes_time_for_ops_on_dtensors_by_what_they_are_for() -> None:
     assert full["recompute"] > 50 and not {"recompute", "saving"} & plain.keys() and "saving" not in full
     assert saving["saving"] > 100 and saving["forward"] < plain["forward"] and "recompute" not in saving
     device = dataclasses.replace(device_of("cpu"), dtensor_seconds=_HOST)
+    alike = dataclasses.replace(device, dtensor_seconds=4e-5)
     launched = device.launch_seconds(10)
     assert launched == pytest.approx(10 * device.op_seconds)
     ops = {"forward": 3, "saving": 2, "unit": 1}
     assert host_seconds(device, 10, ops, 2) == pytest.approx(launched + 3 * 2e-5 + 2 * 7e-5 + 1e-3)
     assert host_seconds(device, 10, ops, 1) == launched, "one rank has no DTensors"
-    assert host_seconds(device_of("cpu"), 10, ops, 2) == pytest.approx(launched + 5 * 4e-5), (
-        "of every op, nothing of units"
-    )
+    assert host_seconds(alike, 10, ops, 2) == pytest.approx(launched + 5 * 4e-5), "of every op, nothing of units"
 
 
 def test_the_host_takes_time_for_local_regions() -> None:

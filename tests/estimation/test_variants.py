@@ -105,9 +105,9 @@ def test_a_choice_that_the_plan_does_not_take_is_a_row() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("a: [1,\n b: {", "no YAML that can be read"),
-        ("\tx: 1", "no YAML that can be read"),
-        (b"\x00\xff\xfe", "no YAML that can be read"),
+        ("a: [1,\n b: {", "not YAML that can be read"),
+        ("\tx: 1", "not YAML that can be read"),
+        (b"\x00\xff\xfe", "not YAML that can be read"),
         ("hello", "a table is a mapping"),
         ({3: 4}, "unknown key 3"),
         ({"name": 3}, "name is 3"),

@@ -27,9 +27,9 @@ from tests.device import device_type
 from tests.fsdp.compare import by_block, data, full, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_functions
-from vescale.buffer import Allocation, BufferMismatchError
+from vescale.buffer import Allocation
 from vescale.comm import record_comms
-from vescale.errors import ArgumentTypeError
+from vescale.errors import ArgumentTypeError, BufferMismatchError
 from vescale.fsdp import (
     FSDPModule,
     ModuleState,

@@ -29,10 +29,10 @@ from tests.ranks import RankPools, run_cases, run_functions
 from vescale import INIT, RUN, Plan, RaggedShard, deferred_init, parallelize
 from vescale.buffer import Allocation, DBuffer
 from vescale.comm import record_comms
+from vescale.errors import ShardingMismatchError
 from vescale.fsdp import fully_shard, report
 from vescale.fsdp._api import _move_to_device
 from vescale.fsdp._bucket import HookGather
-from vescale.fsdp._preflight import ShardingMismatchError
 
 
 def options(**given: Any) -> Callable[..., None]:

@@ -25,8 +25,9 @@ from vescale import Plan, parallelize
 from vescale.checks import StepMismatchError
 from vescale.comm import look_while_waiting, record_comms
 from vescale.comm._long_waits import look
+from vescale.errors import OrderMismatchError
 from vescale.fsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
-from vescale.gradients import OrderedUnit, OrderMismatchError
+from vescale.gradients import OrderedUnit
 from vescale.gradients import _collective_order as replica_errors
 from vescale.plans import PlanMismatchError
 

@@ -19,7 +19,7 @@ from tests.ranks import RankPools
 from tests.simulate import simulate
 from vescale import GradientReducer
 from vescale.comm import fused_bytes, record_comms, ring_bytes
-from vescale.gradients import GradientMismatchError
+from vescale.errors import GradientMismatchError
 from vescale.optim import clip_grad_norm_
 from vescale.placements import InterleavedShard, RaggedShard, from_local, normalize_placements
 

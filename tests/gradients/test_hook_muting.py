@@ -210,7 +210,7 @@ def broken_off() -> None:
 
 
 def broken_off_with_older_ones() -> None:
-    """What was accumulated under no_sync before is no part of the sums that others get instead of nan."""
+    """What was accumulated under no_sync before is not part of the sums that others get instead of nan."""
     pair, rank = Pair(), dist.get_rank()
     for step in range(3):
         pair.step(step, FORWARD)

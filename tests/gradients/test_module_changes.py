@@ -27,7 +27,7 @@ from tests.ranks import RankPools
 from vescale import GradientReducer, Plan, parallelize
 from vescale.comm import record_comms
 from vescale.compat import default_store
-from vescale.gradients import GradientMismatchError
+from vescale.errors import GradientMismatchError
 from vescale.placements import from_local
 
 F64 = torch.float64

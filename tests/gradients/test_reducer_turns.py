@@ -16,7 +16,7 @@ from tests.simulate import simulate
 from vescale import GradientReducer
 from vescale.agreement import Round
 from vescale.comm import record_comms
-from vescale.gradients import OrderMismatchError
+from vescale.errors import OrderMismatchError
 from vescale.gradients._reducer_turns import RootTurn
 
 

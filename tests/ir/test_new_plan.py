@@ -21,10 +21,14 @@ def heads(x: torch.Tensor, number: int) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, num_heads: int = 4, num_keys: int = 4, fused: str = "", norm: bool = False) -> None:
+    def __init__(
+        self, num_heads: int = 4, num_keys: int = 4, fused: str = "", norm: bool = False, rope: bool = False
+    ) -> None:
         super().__init__()
         self.num_heads, self.num_keys, self.fused = num_heads, num_keys, fused
         size = 32 // num_heads
+        angles = torch.ones(6, 1, size // 2)
+        self.rope = torch.polar(angles, angles) if rope else None
         if fused:
             self.qkv = nn.Linear(32, 32 + 2 * num_keys * size)
         else:
@@ -32,6 +36,10 @@ class Attention(nn.Module):
         self.o = nn.Linear(32, 32)
         self.norm = nn.LayerNorm(size if norm else 32)
         self.normed = norm
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * self.rope.to(x.device)).flatten(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused == "parts":
@@ -47,6 +55,8 @@ class Attention(nn.Module):
             q, k, v = (heads(part, n) for part, n in zip(parts, (self.num_heads, self.num_keys, self.num_keys)))
         else:
             q, k, v = heads(self.q(x), self.num_heads), heads(self.k(x), self.num_keys), heads(self.v(x), self.num_keys)
+        if self.rope is not None:  # of complex numbers, as in Meta's Llama
+            q, k = (self.rotated(t.transpose(1, 2)).transpose(1, 2) for t in (q, k))
         if self.normed:
             q, k = self.norm(q), self.norm(k)
         k, v = (t[:, :, None].expand(-1, -1, q.shape[1] // t.shape[1], -1, -1).flatten(1, 2) for t in (k, v))
@@ -69,6 +79,7 @@ PLAIN = ("(q|k|v).(weight|bias): {tp: S(0)}", "(q|k|v).<in>: {tp: R}", "o.weight
     [
         (lambda: Attention(), PLAIN),
         (lambda: Attention(norm=True), PLAIN),
+        (lambda: Attention(rope=True), PLAIN),
         (lambda: Attention(num_keys=2), PLAIN),
         (
             lambda: Attention(num_keys=1),
@@ -83,7 +94,7 @@ def test_attention(build: Callable[[], nn.Module], entries: tuple[str, ...]) -> 
     text = lines(build())
     for entry in entries:
         assert f"  {entry}\n" in text, text
-    assert "Attention: cut between heads" in text
+    assert "Attention: sharded by heads" in text
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_json_round_trip_keeps_every_part() -> None:
         (lambda d: d["instructions"][0].update(path=3), "3 is not text"),
         (lambda d: d["instructions"][4]["op"].update(shard=["dp", "tpp"]), "no axis 'tpp'"),
         (lambda d: d["instructions"][4]["op"].update(shard=[]), "a unit that is sharded over no axis"),
-        (lambda d: d["instructions"][4]["op"].update(shard="dp"), "'dp' is no list"),
+        (lambda d: d["instructions"][4]["op"].update(shard="dp"), "'dp' is not a list"),
         (lambda d: d["instructions"][8]["op"].update(name="unit", names=[]), "a unit has no 'dst'"),
     ],
 )

@@ -208,7 +208,7 @@ def test_of_equally_fast_plans_the_one_with_less_memory_is_first() -> None:
 
 def test_output_fits_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    call = ["search", "--model", config(tmp_path), "--devices", "4", "--batch", "input_ids=8x32", "--exact", "0"]
+    call = ["search", "--model", config(tmp_path), "--devices", "4", "--batch", "8", "--seq", "32", "--exact", "0"]
     assert main([*call, "--rejected"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
@@ -248,7 +248,9 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "--devices",
         "1",
         "--batch",
-        "input_ids=4x32",
+        "4",
+        "--seq",
+        "32",
         "--device",
         str(table),
     ]
@@ -269,7 +271,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
     monkeypatch.setattr("vescale.plan_search.search", searched_once)
     output = tmp_path / "plan.yaml"
-    call = ["search", "--model", config(tmp_path), "--devices", "4", "--batch", "input_ids=8x32", "--exact", "1"]
+    call = ["search", "--model", config(tmp_path), "--devices", "4", "--batch", "8", "--seq", "32", "--exact", "1"]
     assert main([*call, "--output", str(output), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert {"devices", "device", "memory_bytes", "rows", "seconds", "fits", "proposals", "rejected", "advice"} == set(
@@ -314,9 +316,9 @@ def test_bad_input(given: dict[str, Any], problem: str) -> None:
 def test_bad_input_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = config(tmp_path)
     for arguments in (["--devices", "0"], ["--devices", "2", "--device", "h10"], ["--devices", "2", "--dtype", "x"]):
-        assert main(["search", "--model", model, "--batch", "input_ids=4x8", *arguments]) == 2
-    assert main(["search", "--model", "hf:none.json", "--devices", "2", "--batch", "input_ids=4x8"]) == 2
-    assert main(["search", "--model", model, "--devices", "2", "--batch", "input_ids"]) == 2
+        assert main(["search", "--model", model, "--batch", "4", "--seq", "8", *arguments]) == 2
+    assert main(["search", "--model", "hf:none.json", "--devices", "2", "--batch", "4", "--seq", "8"]) == 2
+    assert main(["search", "--model", model, "--devices", "2", "--input", "input_ids"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 

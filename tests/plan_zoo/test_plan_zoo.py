@@ -33,7 +33,7 @@ def test_plans_fit_the_schema_that_editors_use(name: str) -> None:
 
 @pytest.mark.parametrize("name", plan_zoo.names())
 def test_plans_are_short_and_survive_a_round_trip(name: str) -> None:
-    assert len(plan_zoo.path_of(name).read_text().splitlines()) <= (36 if name in ("dit", "sd3") else 29)
+    assert len(plan_zoo.path_of(name).read_text().splitlines()) <= 32
     plan = plan_zoo.load(name, dict.fromkeys(plan_zoo.about(name).axes, 2))
     assert Plan.from_yaml(plan.to_yaml()) == plan
 

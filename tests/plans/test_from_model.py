@@ -76,8 +76,8 @@ def test_other_forms_and_names(given: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (None, "returns NoneType, which is no parallel plan"),
-        (SimpleNamespace(ep_plan=3), "which is no parallel plan"),
+        (None, "returns NoneType, which is not a parallel plan"),
+        (SimpleNamespace(ep_plan=3), "which is not a parallel plan"),
         ({"expert": EXPERTS}, "the mesh has no axis 'expert'"),
         ({"ep": {"model.layers.*.mlp.experts.gate_up_proj": Partial()}}, "Partial.*reads Shard"),
         ({"ep": {"model.layers.*.mlp.experts.gate_up_proj": Shard(1)}}, "reads Shard"),

@@ -168,7 +168,7 @@ MISTAKES = [
     ("shard: [\n", "2:1", "not YAML"),
     ("\tshard:\n", "1:1", "indent with spaces"),
     ("shard:\n  '(a': {tp: R}\n", "2:3", "not a regular expression"),
-    ("shard:\n  a.<inn:x>: {tp: R}\n", "2:3", "no input or output"),
+    ("shard:\n  a.<inn:x>: {tp: R}\n", "2:3", "not an input or output"),
     ("shard:\n a: {tp: !!python/object/apply:os.system [x]}\n", "2:10", "plans have no tags"),
     ("vars: &x {a: b}\nshard: *x\n", "2:8", "plans have no aliases"),
     ("shard:\n  ${blc}.w: {tp: R}\nvars: {blk: x}\n", "2:3", "did you mean 'blk'"),
@@ -262,7 +262,7 @@ def test_mistakes_of_included_plans_have_their_own_place(tmp_path: Path) -> None
 
 
 def test_an_include_needs_a_file() -> None:
-    with pytest.raises(PlanError, match=r"<yaml>:2:4: include 'a.yaml': a plan that is no file has no folder"):
+    with pytest.raises(PlanError, match=r"<yaml>:2:4: include 'a.yaml': a plan that is not a file has no folder"):
         Plan.from_yaml("include:\n - a.yaml\n", AXES)
 
 

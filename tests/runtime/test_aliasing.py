@@ -666,7 +666,7 @@ class Scale(nn.Module):
 
 
 def given() -> None:
-    """Plain inputs: a rank's own part sees the module's writes, the whole tensor too; what is no tensor passes as it is."""
+    """Plain inputs: a rank's own part sees the module's writes, the whole tensor too; other values pass as they are."""
     mesh = make_mesh(tp=2)
     whole_input = torch.arange(24.0).view(4, 6)
     part = whole_input.chunk(2)[mesh.get_local_rank()]

@@ -17,7 +17,7 @@ from tests.runtime.hf import quiet
 from tests.runtime.llama import make_mesh
 from tests.runtime.test_generate import build
 from vescale import parallelize, plan_zoo
-from vescale.agreement import ConsensusError
+from vescale.errors import ConsensusError
 from vescale.placements import RaggedShard
 from vescale.plans import Plan
 

@@ -5,7 +5,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import vescale
+from vescale.agreement import Round  # a private package
 from vescale.checkpoint import Checkpointer
+from vescale.runtime import device_of  # a private name
 
 
 class Net(nn.Module):
@@ -47,3 +49,4 @@ def script(model: Net, mesh: DeviceMesh, plan: vescale.Plan) -> None:
     vescale.debug.monitor(model, evry=2)  # an argument's name
     vescale.static.reprot(model)  # a function's name
     vescale.RaggedShard(bloc=2)  # an argument's name
+    print(Round, device_of)

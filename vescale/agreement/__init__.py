@@ -1,6 +1,6 @@
 """What ranks agree on, and how they find out that they do not: through the job's store, which no other package touches."""
 
-from vescale.agreement._board import Board, CrossWaitError, RankGoneError
+from vescale.agreement._board import Board, CrossWaitError
 from vescale.agreement._descriptions import (
     Description,
     Difference,
@@ -18,36 +18,6 @@ from vescale.agreement._posts import (
     posted,
     read_post,
 )
-from vescale.agreement._round import ConsensusError, HandedIn, LateRanksWarning, Round
+from vescale.agreement._round import HandedIn, Round
 from vescale.agreement._store import wait_limit
 from vescale.agreement._watch import Apart, Watch, end_soon
-
-__all__ = [
-    "FIRST_MESSAGES",
-    "Apart",
-    "Beat",
-    "Board",
-    "ConsensusError",
-    "CrossWaitError",
-    "Description",
-    "Difference",
-    "HandedIn",
-    "Heartbeat",
-    "LateRanksWarning",
-    "RankGoneError",
-    "Round",
-    "Watch",
-    "add_post",
-    "added_posts",
-    "await_posts",
-    "compare_descriptions",
-    "end_soon",
-    "first_difference",
-    "listen_to_descriptions",
-    "post",
-    "post_once",
-    "posted",
-    "read_post",
-    "settle_heartbeats",
-    "wait_limit",
-]

@@ -27,7 +27,7 @@ from vescale.agreement._round import Round
 from vescale.agreement._store import connection
 from vescale.comm import LONG_WAIT_SECONDS, Operation, look, tell_wait
 from vescale.compat import is_alone
-from vescale.errors import Coded
+from vescale.errors import RankGoneError
 
 NUM_MARKS = 3
 _MARKS_OF_A_POST = struct.Struct(f"{NUM_MARKS}Q")
@@ -41,16 +41,6 @@ _DIGEST = (1 << _DIGEST_BITS) - 1
 _LOOKS = 50
 _SHORT_SLEEP, _LONG_SLEEP = 0.0002, 0.002
 _LIVENESS_SECONDS = 0.25
-
-
-class RankGoneError(Coded, RuntimeError):
-    """The process of another rank has ended; ``rank``: which one."""
-
-    code = "VS0212"
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"the process of rank {rank} has ended")
-        self.rank = rank
 
 
 class CrossWaitError(RuntimeError):

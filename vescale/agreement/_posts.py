@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from vescale.agreement._round import ConsensusError
 from vescale.agreement._store import add_row, connection, peek, rows_of, wait_limit
 from vescale.compat import default_timeout
+from vescale.errors import ConsensusError
 
 
 def post(key: str, text: str) -> None:

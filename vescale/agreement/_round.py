@@ -35,30 +35,7 @@ import torch.distributed as dist
 from vescale.agreement._store import add_row, connection, delete_rows, peek, rows_of, wait_limit
 from vescale.comm import look
 from vescale.compat import default_timeout, is_alone
-from vescale.errors import Coded
-
-
-class ConsensusError(Coded, RuntimeError):
-    """Other ranks did not come to a round in time, or one of them has failed in it.
-
-    Attributes:
-        ranks: which ones.
-        elsewhere: where ranks wait for each other, so that they do not come.
-        failure: of the rank that has failed.
-    """
-
-    code = "VS0212"
-
-    def __init__(self, problem: str, ranks: Sequence[int], elsewhere: str = "", failure: str = "") -> None:
-        super().__init__(problem)
-        self.ranks, self.elsewhere, self.failure = tuple(ranks), elsewhere, failure
-
-
-class LateRanksWarning(Coded, UserWarning):
-    """Some ranks have come to a round and wait for others."""
-
-    code = "VS0212"
-
+from vescale.errors import ConsensusError, LateRanksWarning
 
 # After this time, ranks that have not come are named in a warning.
 _PATIENCE = timedelta(seconds=3)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 from vescale.buffer._granularity import FFN_WEIGHTS, Elements, GranularityTable, Rows, Tile
 from vescale.buffer._layout import Layout, LocalUnits, ShardSlice
 from vescale.buffer._planner import BufferPlan, Effort, plan_layout
+from vescale.errors import BufferMismatchError
 
 if TYPE_CHECKING:
-    from vescale.buffer._agreement import BufferMismatchError, check_same_buffers
+    from vescale.buffer._agreement import check_same_buffers
     from vescale.buffer._allocation import Allocation, observe_allocations
     from vescale.buffer._dbuffer import DBuffer, PendingBuffer
     from vescale.buffer._tensor_group import COLLECTIVE_ALIGNMENT_BYTES, TensorGroup, alignment_in_elements
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 # Planning needs no torch; these do, and are loaded on first use.
 _WITH_TORCH = {
     "Allocation": "_allocation",
-    "BufferMismatchError": "_agreement",
     "COLLECTIVE_ALIGNMENT_BYTES": "_tensor_group",
     "DBuffer": "_dbuffer",
     "PendingBuffer": "_dbuffer",
@@ -27,25 +27,16 @@ _WITH_TORCH = {
 }
 
 __all__ = [
-    "COLLECTIVE_ALIGNMENT_BYTES",
     "FFN_WEIGHTS",
-    "Allocation",
     "BufferMismatchError",
-    "BufferPlan",
     "DBuffer",
-    "Effort",
     "Elements",
     "GranularityTable",
     "Layout",
-    "LocalUnits",
     "PendingBuffer",
     "Rows",
-    "ShardSlice",
     "TensorGroup",
     "Tile",
-    "alignment_in_elements",
-    "check_same_buffers",
-    "observe_allocations",
     "plan_layout",
 ]
 

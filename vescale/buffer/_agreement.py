@@ -9,13 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import all_gather_into
-from vescale.errors import Coded
-
-
-class BufferMismatchError(Coded, ValueError):
-    """Ranks of one process group have planned different buffers."""
-
-    code = "VS0201"
+from vescale.errors import BufferMismatchError
 
 
 def check_same_buffers(

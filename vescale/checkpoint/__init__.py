@@ -37,16 +37,11 @@ _MODULES = {
 }
 
 __all__ = [
-    "FORMATS",
     "CheckpointError",
     "CheckpointWarning",
     "Checkpointer",
-    "Format",
     "Stored",
-    "StoredBox",
-    "StoredTensor",
     "export_hf",
-    "leave_files_alone",
     "load",
     "load_hf",
     "open_stored",

@@ -96,6 +96,7 @@ class Checkpointer:
         self._saver = Saver(str(self.folder), "Checkpointer.save", asynchronous=asynchronous)
         self._abandoned: tuple[int, ...] = ()  # steps of a branch that restore() has left; until a save puts them aside
         self._leaving: Target | None = None  # the save that does
+        self._restored: int | None = None  # until the first save, which may be of this step again
         self._lock, self._is_busy = threading.RLock(), False
 
     def save(self, step: int, *, model: nn.Module | None = None, optimizer: Any = None, **more: Any) -> None:
@@ -106,7 +107,8 @@ class Checkpointer:
         different values beside tensors. No collectives.
 
         Args:
-            step: not negative; a step that is there already can be saved again only after ``restore`` of an earlier one.
+            step: not negative; a step that is there already can be saved again only after ``restore`` of it, or of an
+                earlier one.
             model: in any placement, sharded or not; tied parameters are saved once, frozen ones and buffers, too.
             optimizer: one, or a list or dict of them. States are saved by the names of parameters.
             **more: objects with ``state_dict`` (schedulers, samplers, averages), generators, tensors, and plain data. What
@@ -134,6 +136,7 @@ class Checkpointer:
                 return snapshot, Target(name, number, metric, self._retention, self._may_be_replaced(number), aside)
 
             self._leaving = self._saver.save(prepare)
+            self._restored = None
 
     def restore(
         self,
@@ -177,7 +180,7 @@ class Checkpointer:
             later = first_rank_decides(
                 _RESTORE, lambda: {"steps": [s for s in step_numbers(str(self.folder)) if s > found]}
             )
-            self._abandoned, self._leaving = tuple(later["steps"]), None
+            self._abandoned, self._leaving, self._restored = tuple(later["steps"]), None, found
             return {**result, "step": found}  # also of a folder that save() or a conversion has made
 
     def steps(self) -> list[int]:
@@ -239,9 +242,9 @@ class Checkpointer:
             self._abandoned, self._leaving = (), None
 
     def _may_be_replaced(self, step: int) -> bool:
-        """A step that another branch of the run has left, or that is no longer complete."""
+        """The step that was restored, one of a branch of the run that was left, or one that is no longer complete."""
         path = str(self.folder / step_name(step))
-        return step in self._abandoned or (os.path.lexists(path) and bool(find_problems(path)))
+        return step in (*self._abandoned, self._restored) or (os.path.lexists(path) and bool(find_problems(path)))
 
     def _choose(self, step: int | Literal["latest"]) -> int | None:
         """The step to restore, the same on every rank."""

@@ -104,7 +104,7 @@ def _metadata(path: Path) -> tuple[dict[Any, Any], dict[tuple[Any, Any], Any]]:
     entries = metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None
     places = metadata.get("storage_data") if isinstance(metadata, Record) else None
     if not isinstance(entries, dict) or not isinstance(places, dict):
-        raise DamagedFileError(f"{about} is no metadata of torch.distributed.checkpoint")
+        raise DamagedFileError(f"{about} is not metadata of torch.distributed.checkpoint")
     try:
         return entries, {
             (index.get("fqn"), index.get("offset")): info for index, info in places.items() if isinstance(index, Record)

@@ -9,10 +9,10 @@ from typing import Any, TypeGuard
 
 import torch.distributed as dist
 
-from vescale.agreement import ConsensusError, Round
+from vescale.agreement import Round
 from vescale.checkpoint._error_text import as_text, from_text
 from vescale.checkpoint._replicas import has_other_ranks
-from vescale.errors import CheckpointError, SaveFailedError
+from vescale.errors import CheckpointError, ConsensusError, SaveFailedError
 
 # What a message begins with: of a rank that has something to say, and of one that has failed.
 _HAS_COME, _FAILED = "+", "-"

@@ -11,18 +11,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vescale.errors import Coded
+from vescale.errors import ManifestError
 
 FORMAT = "vescale-checkpoint"
 VERSION = 1
 _NEEDED = ("values", "files", "tensors")
 _SHOWN = 5
-
-
-class ManifestError(Coded, ValueError):
-    """A manifest is damaged, or ranks hold what cannot be one checkpoint."""
-
-    code = "VS0904"
 
 
 def serialize(manifest: Mapping[str, Any]) -> bytes:

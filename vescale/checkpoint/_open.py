@@ -56,4 +56,4 @@ def open_stored(path: str | os.PathLike[str]) -> Stored:
         if known.matches(found):
             return known.open(found)
     expected = ", ".join(dict.fromkeys(known.name for known in FORMATS))
-    raise UnknownFormatError(f"{found} is no checkpoint in a known format; expected one of: {expected}")
+    raise UnknownFormatError(f"{found} is not a checkpoint in a known format; expected one of: {expected}")

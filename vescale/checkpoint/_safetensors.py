@@ -154,7 +154,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return DamagedFileError(f"{path} is no sound safetensors file: it {what}; copy or download the file again")
+    return DamagedFileError(f"{path} is not a valid safetensors file: it {what}; copy or download the file again")
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:

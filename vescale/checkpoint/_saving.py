@@ -414,7 +414,7 @@ class Saver:
         except CheckpointError as error:
             self._remove_unfinished(gathering)
             self._failure = SaveFailedError(
-                f"{os.path.join(self.folder, target.name)} was not saved: {error}. What was saved before is as it was"
+                f"{os.path.join(self.folder, target.name)} was not saved, what was saved before is as it was: {error}"
             )
             self._failure.__cause__ = error
             if self._writer is not None and gathering.rank == 0:  # the program may end without asking

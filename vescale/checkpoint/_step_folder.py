@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vescale.checkpoint import _disk
-from vescale.checkpoint._manifest_text import ManifestError, merge_parts, parse, serialize
+from vescale.checkpoint._manifest_text import merge_parts, parse, serialize
+from vescale.errors import ManifestError
 
 # Files are opened for reading only if they are regular ones; the standard library only. Opening a named pipe blocks
 # until another process opens it for writing, and a device may have no end.

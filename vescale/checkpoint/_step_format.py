@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.checkpoint._manifest_text import ManifestError
 from vescale.checkpoint._step_folder import (
     MANIFEST,
     complete_steps,
@@ -25,7 +24,14 @@ from vescale.checkpoint._step_folder import (
     step_numbers,
 )
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
-from vescale.errors import CheckpointWarning, DamagedFileError, NoSuchStepError, UnknownDtypeError, UnsavableValueError
+from vescale.errors import (
+    CheckpointWarning,
+    DamagedFileError,
+    ManifestError,
+    NoSuchStepError,
+    UnknownDtypeError,
+    UnsavableValueError,
+)
 
 
 def is_step(path: Path) -> bool:

@@ -357,7 +357,7 @@ def read_torch_save(file: IO[bytes], start: int, length: int, about: str) -> Any
     part = FilePart(file, start, length)
     if part.read(4) != b"PK\x03\x04":
         raise DamagedFileError(
-            f"{about} is no zip: a torch.save file from before torch 1.6 (a bare pickle), or something else; load it with "
+            f"{about} is not a zip file, but a torch.save file from before torch 1.6 or something else; load it with "
             "torch.load(weights_only=True) and save the result again"
         )
     try:
@@ -399,7 +399,7 @@ def read_torch_save(file: IO[bytes], start: int, length: int, about: str) -> Any
             raise DamagedFileError(f"{about} refers to data by {str(identity)[:200]}")
         _, dtype, key, _, _ = identity
         if not isinstance(dtype, torch.dtype) or not isinstance(key, str):
-            raise DamagedFileError(f"{about} has a storage that is no storage of torch")
+            raise DamagedFileError(f"{about} has a storage that is not a storage of torch")
         begin, size = find(f"data/{key}")
         return _Storage(start + begin, size, dtype)
 

@@ -18,7 +18,6 @@ import torch
 from vescale.checkpoint._convert import plain_values
 from vescale.checkpoint._data_file import box_checksums
 from vescale.checkpoint._dcp import chunk_places, is_dcp
-from vescale.checkpoint._manifest_text import ManifestError
 from vescale.checkpoint._open import open_stored
 from vescale.checkpoint._step_folder import (
     MANIFEST,
@@ -33,7 +32,7 @@ from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.checkpoint._stored_blocks import BLOCK_BYTES, block_shapes, block_values, cover_fault
 from vescale.checkpoint._torch_save import FilePart, is_torch_save
 from vescale.compat import bytes_of
-from vescale.errors import CheckpointError, CheckpointWarning, UnknownDtypeError, UnknownFormatError
+from vescale.errors import CheckpointError, CheckpointWarning, ManifestError, UnknownDtypeError, UnknownFormatError
 
 
 def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
@@ -151,9 +150,9 @@ def verify_any(path: Path, progress: Callable[[int], None] = lambda count: None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # steps that are not complete are among the problems
             stored = open_stored(path)
+    except UnknownFormatError:
+        raise
     except CheckpointError as error:
-        if not path.exists() or "no checkpoint in a known format" in str(error):
-            raise
         return [str(error)]
     if stored.format == "vescale":
         return verify(path, progress)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale.agreement import Board, CrossWaitError, RankGoneError, first_difference
-from vescale.errors import Coded
+from vescale.agreement import Board, CrossWaitError, first_difference
+from vescale.errors import Coded, RankGoneError
 
 
 class StepMismatchError(Coded, RuntimeError):

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from vescale.agreement import Board, ConsensusError, CrossWaitError, HandedIn, RankGoneError, Round, wait_limit
+from vescale.agreement import Board, CrossWaitError, HandedIn, Round, wait_limit
 from vescale.checks._descriptions import call_site, digest_of, hash_of, native_steps
 from vescale.checks._mismatches import (
     COMPUTED,
@@ -54,7 +54,7 @@ from vescale.checks._mismatches import (
 )
 from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecked
 from vescale.compat import default_timeout, is_alone
-from vescale.errors import Coded
+from vescale.errors import ConsensusError, RankGoneError, RepeatedPartsWarning
 
 # ``AxisMeetings``: which ranks of a mesh meet where a value is cut along some of its axes.
 
@@ -130,12 +130,6 @@ def part_keys(parts: Sequence[LocalPart], coordinates: Sequence[tuple[int, ...]]
 
 # Parts of a batch that are the same on all ranks: each rank was given the global batch, and the plan takes it as a
 # part.
-
-
-class RepeatedPartsWarning(Coded, UserWarning):
-    """Ranks that give different parts of a batch (`given="local"`) gave the same values in all of the first forwards."""
-
-    code = "VS0302"
 
 
 class RepeatedParts:

@@ -1,5 +1,3 @@
 """The ``vescale`` command. Sub-commands live one to a file and register themselves in :data:`COMMANDS`."""
 
 from vescale.cli._main import main, run_and_exit
-
-__all__ = ["main", "run_and_exit"]

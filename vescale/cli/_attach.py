@@ -11,8 +11,6 @@ import sys
 
 from vescale.cli._main import UsageError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

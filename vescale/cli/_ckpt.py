@@ -20,8 +20,6 @@ from vescale.cli._main import UsageError
 if TYPE_CHECKING:
     from vescale.checkpoint import Stored, StoredTensor
 
-__all__ = ["add_arguments", "run"]
-
 _PATH = "a step, a folder of steps, a DCP folder, a torch.save file, a safetensors file or folder"
 
 
@@ -199,7 +197,7 @@ def _diff(args: argparse.Namespace) -> int:
             f"~ {name}: {difference.elements} elements, by {largest} at most, the first at {difference.first}"
         )
     for name in found.plain_values:
-        console.print(f"~ {name}, which is no tensor")
+        console.print(f"~ {name}, which is not a tensor")
     console.print(f"{found.equal} tensors are equal" if found else f"equal: {found.equal} tensors")
     return 1 if found else 0
 

@@ -12,19 +12,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
-__all__ = ["bytes_text", "new_console", "new_table", "print_json", "working"]
-
-_UNWRAPPED = 100_000  # columns: names are never cut, and only a terminal itself wraps lines
-
+_UNWRAPPED = 100_000  # columns: a pipe gets lines whole
+_NARROW = 16  # columns: text in less of them is not readable
 _PATIENCE = 1.0  # seconds
 
 
-def new_console(*, fits: bool = False) -> Console:
-    """Standard output; names such as ``<in>`` and ``[0]`` are printed as they are. ``fits``: lines are wrapped to the
-    terminal, or to ``COLUMNS``; a pipe gets them whole."""
-    known = fits and (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal())
+def new_console() -> Console:
+    """Standard output; names such as ``<in>`` and ``[0]`` are printed as they are. Lines are wrapped to the terminal, or to
+    ``COLUMNS``; a pipe gets them whole."""
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
     width = shutil.get_terminal_size().columns if known else _UNWRAPPED
     return _Output(width=width, markup=False, highlight=False, emoji=False)
 
@@ -33,12 +32,29 @@ class _Output(Console):
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError  # rich would end the process with exit code 1
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """A table that would not fit has a paragraph for each row."""
+        if not isinstance(table := objects[0] if objects else None, Table) or self._fits(table):
+            return super().print(*objects, **options)
+        names = [str(column.header).strip() for column in table.columns]
+        for first, *others in zip(*(column.cells for column in table.columns)):
+            super().print(f"{names[0]} {first}".strip(), style="bold")
+            text = "; ".join(f"{name} {cell}".strip() for name, cell in zip(names[1:], others) if cell)
+            super().print(Padding(text, (0, 0, 0, 2)))
 
-def new_table(*columns: str, right: tuple[str, ...] = (), wrapped: tuple[str, ...] = ()) -> Table:
-    """A table without lines between rows; the columns named in ``right`` hold numbers, those in ``wrapped`` sentences."""
+    def _fits(self, table: Table) -> bool:
+        """Numbers and short texts whole, and longer texts readable."""
+        widths = [max((len(str(cell)) for cell in (c.header, *c.cells)), default=0) for c in table.columns]
+        least = [width if c.no_wrap else min(width, _NARROW) for width, c in zip(widths, table.columns)]
+        return sum(least) + len(least) - 1 <= self.width
+
+
+def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A table without lines between rows; the columns named in ``right`` hold numbers, which are not wrapped."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=column not in wrapped)
+        is_number = column in right
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     return table
 
 

@@ -13,8 +13,6 @@ from vescale.cli._main import UsageError
 if TYPE_CHECKING:
     from vescale.plans import Plan
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="PLAN1", help=PLAN_HELP)

@@ -19,8 +19,6 @@ from vescale.cli._console import print_json
 from vescale.cli._inputs import add_json
 from vescale.errors import torch_promise
 
-__all__ = ["add_arguments", "run"]
-
 _PACKAGES = ("torch", "numpy", "pyyaml", "jsonschema", "regex", "rich", "transformers", "tokenizers", "safetensors")
 _WIDTH = 80  # columns
 _ALIKE = ("features", "helpers")  # one line if all are in the same state

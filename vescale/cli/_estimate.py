@@ -7,7 +7,18 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import bytes_text, new_console, new_table, print_json, working
-from vescale.cli._inputs import MODEL_HELP, PLAN_HELP, add_json, add_mesh, load_model, load_plan, parse_mesh
+from vescale.cli._inputs import (
+    MODEL_HELP,
+    PLAN_HELP,
+    add_inputs,
+    add_json,
+    add_mesh,
+    batch_of,
+    load_model,
+    load_plan,
+    parse_dtype,
+    parse_mesh,
+)
 from vescale.cli._main import UsageError
 
 if TYPE_CHECKING:
@@ -15,20 +26,12 @@ if TYPE_CHECKING:
 
     from vescale.estimation import Estimate
 
-__all__ = ["add_arguments", "parse_dtype", "parse_input", "parse_load", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", nargs="?", help=PLAN_HELP)
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     add_mesh(parser)
-    parser.add_argument(
-        "--batch",
-        action="append",
-        default=[],
-        metavar="NAME=SHAPE[:DTYPE]",
-        help="an input of the model, of global shape, as input_ids=8x4096; may be repeated",
-    )
+    add_inputs(parser, None, None, "none: give it, or --input")
     parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="its name (default: adamw), or none")
     parser.add_argument(
         "--device", default="cpu", metavar="NAME", help="a table of a device, as h100-80g, or a YAML file"
@@ -54,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", metavar="FILE", help="write a page")
     parser.add_argument("--calibrate", metavar="FILE", help="measure this machine, and write its table")
-    parser.add_argument("--ranks", type=int, default=2, help="of --calibrate on a host: processes (default: 2)")
+    parser.add_argument(
+        "--world", type=int, default=2, metavar="N", help="ranks that --calibrate starts on a host (default: 2)"
+    )
     add_json(parser)
 
 
@@ -66,15 +71,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.calibrate:
         with working("measuring this machine"):
-            _calibrate(args.calibrate, args.ranks)
+            _calibrate(args.calibrate, args.world)
         if args.plan is None:
             return 0
-    if args.plan is None or args.model is None or not args.batch:
-        raise UsageError(
-            "give PLAN, --model and --batch, as: llama --model hf:config.json --mesh dp=2 --batch input_ids=8x4096"
-        )
+    if args.plan is None or args.model is None:
+        raise UsageError("give PLAN and --model, as: llama --model hf:config.json --mesh dp=2 --batch 8 --seq 4096")
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
-    batch = dict(parse_input(text) for text in args.batch)
+    batch = batch_of(model, args)
     try:
         if args.dtype is not None:
             model = model.to(parse_dtype(args.dtype))
@@ -117,26 +120,13 @@ def _calibrate(file: str, ranks: int) -> None:
     from vescale.estimation import calibrate
 
     if ranks < 2:
-        raise UsageError(f"--ranks {ranks}: collectives need at least 2")
+        raise UsageError(f"--world {ranks}: collectives need at least 2")
     if not os.path.isdir(os.path.dirname(os.path.abspath(file))):
         raise UsageError(f"--calibrate {file}: there is no such folder")
     try:
         calibrate(file, ranks=ranks)
     except OSError as error:
         raise UsageError(f"--calibrate {file}: {error.strerror}") from None
-
-
-def parse_input(text: str) -> tuple[str, Any]:
-    """An input of ``--batch``: its name, and a shape or a meta tensor."""
-    import torch
-
-    name, _, rest = text.partition("=")
-    shape, _, dtype_name = rest.partition(":")
-    sizes = shape.split("x")
-    if not name.isidentifier() or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise UsageError(f"--batch {text}: write NAME=SHAPE[:DTYPE], as input_ids=8x4096 or x=8x16:bfloat16")
-    numbers = tuple(int(size) for size in sizes)
-    return name, torch.empty(numbers, dtype=parse_dtype(dtype_name), device="meta") if dtype_name else numbers
 
 
 def parse_load(text: str) -> float | list[float]:
@@ -150,33 +140,21 @@ def parse_load(text: str) -> float | list[float]:
     return found[0] if len(found) == 1 else found
 
 
-def parse_dtype(name: str) -> Any:
-    """A dtype by its name in torch."""
-    import torch
-
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise UsageError(f"{name!r} is no dtype; write bfloat16, float32 or int64")
-    return found
-
-
 def _print(console: Console, found: Estimate) -> None:
     peak = found.peak
     memory = found.device.memory_bytes
     limit = f" of {_size(memory)}" if memory is not None else ""
     verdict = "fits" if found.fits else "does not fit"
     console.print(f"{verdict}: {_size(found.needed_bytes)}{limit} on rank {found.peak_rank} at {peak.peak_at}")
-    table = new_table(
-        "memory at the peak", "bytes", "", "most at any instant", right=("bytes", "", "most at any instant")
-    )
+    table = new_table("memory at the peak", "", "most at any instant", right=("", "most at any instant"))
     for name, size in peak.categories.items():
         total = sum(size.values()) if isinstance(size, dict) else size
-        table.add_row(name, f"{total:,}", bytes_text(total), bytes_text(peak.maximum[name]))
-    table.add_row("all", f"{peak.peak_bytes:,}", bytes_text(peak.peak_bytes), "")
+        table.add_row(name, bytes_text(total), bytes_text(peak.maximum[name]))
+    table.add_row("all", bytes_text(peak.peak_bytes), "")
     if peak.first_step_bytes > peak.peak_bytes:
-        table.add_row("peak of the first step", f"{peak.first_step_bytes:,}", bytes_text(peak.first_step_bytes), "")
+        table.add_row("peak of the first step", bytes_text(peak.first_step_bytes), "")
     for name, size in found.outside.items():
-        table.add_row(f"outside of PyTorch: {name}", f"{size:,}", bytes_text(size), "")
+        table.add_row(f"outside of PyTorch: {name}", bytes_text(size), "")
     console.print(table)
     _print_ranks(console, found)
     _print_time(console, found)
@@ -205,12 +183,11 @@ def _print_ranks(console: Console, found: Estimate) -> None:
 def _print_time(console: Console, found: Estimate) -> None:
     terms = found.time.terms()
     table = new_table("\ntime of a step", "ms", "relative error", right=("ms", "relative error"))
-    for name in ("compute", "memory", "exposed", "bubble", "host"):
-        table.add_row(name, f"{1e3 * terms[name]['seconds']:.4g}", f"{terms[name]['relative_error']:.0%}")
+    rows = {name: terms[name] for name in ("compute", "memory", "exposed", "bubble", "host") if terms[name]["seconds"]}
     for name, term in terms["collectives"].items():
-        table.add_row(
-            f"  {name}, {bytes_text(term['bytes'])}", f"{1e3 * term['seconds']:.4g}", f"{term['relative_error']:.0%}"
-        )
+        rows[f"  {name}, {bytes_text(term['bytes'])}"] = term
+    for name, term in rows.items():
+        table.add_row(name, f"{1e3 * term['seconds']:.4g}", f"{term['relative_error']:.0%}")
     table.add_row("step", f"{1e3 * found.step_seconds:.4g}", "")
     console.print(table)
     time = found.time

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vescale.cli._buckets_table import buckets_table
-from vescale.cli._checkpoint_table import checkpoint_rows, print_checkpoints
 from vescale.cli._console import bytes_text, new_console, new_table, print_json, working
-from vescale.cli._host_profile import print_profile
 from vescale.cli._inputs import (
     MODEL_HELP,
     PLAN_HELP,
@@ -22,9 +20,9 @@ from vescale.cli._inputs import (
     load_plan,
     parse_mesh,
 )
+from vescale.cli._main import UsageError
 from vescale.cli._pipeline_section import pipeline_as_dict, print_pipeline, write_page
 from vescale.cli._static_sites import print_sites, sites_as_dicts
-from vescale.cli._uneven_table import uneven_rows, uneven_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,10 +32,8 @@ if TYPE_CHECKING:
     from vescale.plans import Plan
     from vescale.static import RecordedProgram
 
-__all__ = ["add_arguments", "run"]
-
 _PHASES = {"forward": "fwd", "backward": "bwd"}
-_SECTIONS = ("plan", "ir", "hooks", "units", "checkpoints", "memory", "collectives", "pipeline")
+_SECTIONS = ("memory", "collectives", "plan", "units", "checkpoints", "pipeline", "hooks", "ir")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     inputs = inputs_of(model, args)
     if args.profile:
-        return print_profile(model, plan, inputs, args.json)
+        return _print_profile(model, plan, inputs, args.json)
     with working("tracing the forward"):
         prediction = predict(program, model, inputs) if inputs else None
     pipeline = pipeline_as_dict(staged, inputs) if args.html or args.json or args.only in (None, "pipeline") else None
@@ -88,21 +84,22 @@ def run(args: argparse.Namespace) -> int:
         except (ValueError, OSError) as error:
             return _refused(error, args.json)
     if args.json:
-        uneven = [row._asdict() for row in uneven_rows(program, model, inputs)]
+        uneven = [row._asdict() for row in _uneven_rows(program, model, inputs)]
         print_json(_as_dict(plan, program, model, prediction) | {"uneven_cuts": uneven, "pipeline": pipeline})
         return 0
     console = new_console()
     sections: dict[str, Any] = {
-        "plan": lambda: _print_plan(console, plan),
-        "ir": lambda: print(program.to_text(merge_layers=True), end=""),
-        "hooks": lambda: _print_hooks(console, program),
-        "units": lambda: _print_units(console, program, model),
-        "checkpoints": lambda: print_checkpoints(console, program),
         "memory": lambda: _print_memory(console, program, model, inputs),
         "collectives": lambda: _print_collectives(console, prediction, inputs),
+        "plan": lambda: _print_plan(console, plan),
+        "units": lambda: _print_units(console, program, model),
+        "checkpoints": lambda: _print_checkpoints(console, program),
+        "pipeline": lambda: print_pipeline(console, staged, pipeline),
+        "hooks": lambda: _print_hooks(console, program),
+        "ir": lambda: _print_instructions(console, program),
     }
-    if staged is not None or args.only == "pipeline":
-        sections["pipeline"] = lambda: print_pipeline(console, staged, pipeline)
+    if staged is None and args.only is None:
+        del sections["pipeline"]
     for number, (name, section) in enumerate(sections.items()):
         if args.only in (None, name):
             if args.only is None:
@@ -179,6 +176,11 @@ def _phase_text(entry: Any) -> str:
     return phase_text(entry.phase) if getattr(entry, "phase", ALL) != ALL else ""
 
 
+def _print_instructions(console: Console, program: Program) -> None:
+    for line in program.to_text(merge_layers=True).splitlines():
+        console.print(line)
+
+
 def _print_hooks(console: Console, program: Program) -> None:
     table = new_table("module", "hook", "instructions", "modules", right=("instructions", "modules"))
     for path, hook, instructions, count in _hooks(program):
@@ -225,6 +227,44 @@ def _print_units(console: Console, program: Program, model: nn.Module) -> None:
     console.print(table)
 
 
+def _checkpoint_rows(program: Program) -> list[dict[str, Any]]:
+    """A row for each module, repeated layers merged: what it saves, whether collectives in it run again, its budget."""
+    from vescale.ir import Checkpoint, merge_repeats
+
+    found = ((i.path, i.op) for i in program if isinstance(i.op, Checkpoint))
+    return [
+        {
+            "module": path,
+            "policy": op.policy.text(),
+            "communication": _communication(op.policy.kind, op.policy.recompute_communication),
+            "budget_gib": op.budget_gib,
+            "modules": count,
+        }
+        for path, op, count in merge_repeats(found)
+    ]
+
+
+def _communication(kind: str, again: bool) -> str:
+    return "as without" if kind == "offload" else "again" if again else "results saved"
+
+
+def _print_checkpoints(console: Console, program: Program) -> None:
+    rows = _checkpoint_rows(program)
+    if not rows:
+        console.print("none: each forward saves what its backward needs")
+        return
+    table = new_table("module", "saved for backward", "communication", "budget", "modules", right=("budget", "modules"))
+    for row in rows:
+        saved = {"full": "inputs", "offload": "everything, on the host"}.get(row["policy"], f"inputs, {row['policy']}")
+        budget = "" if row["budget_gib"] is None else f"{row['budget_gib']:g} GiB"
+        table.add_row(row["module"], saved, row["communication"], budget, str(row["modules"]))
+    console.print(table)
+    if any(row["budget_gib"] is not None for row in rows):
+        console.print(
+            "modules with a budget save more where it allows that: decided after the first step, vescale.report(model)"
+        )
+
+
 def _memory(program: Program, model: nn.Module) -> dict[str, int]:
     """Bytes of parameters and buffers: of the model, and the most that a rank holds at rest."""
     from vescale.ir import Place, join_placements, ragged_positions, unit_buckets
@@ -256,9 +296,9 @@ def _print_memory(console: Console, program: Program, model: nn.Module, inputs: 
         f"{bytes_text(memory['model_bytes'])} in all, {bytes_text(memory['first_rank_bytes'])} on the first rank between "
         "steps"
     )
-    rows = uneven_rows(program, model, inputs)
+    rows = _uneven_rows(program, model, inputs)
     if rows:
-        console.print(uneven_table(rows))
+        console.print(_uneven_table(rows))
     if memory["gathered_bytes"]:
         console.print(
             f"{bytes_text(memory['gathered_bytes'])} more during a step: gathered parameters of the units that stay whole, "
@@ -278,9 +318,9 @@ def _print_collectives(console: Console, prediction: Prediction | None, inputs: 
         op = collective.op or "unknown until run"
         name = f"{path}.{collective.target}" if path else collective.target
         table.add_row(name, _PHASES[collective.when], collective.axis, op, str(count), size)
-    console.print(table)
-    console.print()
     console.print(_totals_table(prediction))
+    console.print()
+    console.print(table)
     if prediction.stopped is not None:
         console.print(f"the walk stopped before the model's output, what follows is missing: {prediction.stopped}")
     console.print(
@@ -289,7 +329,34 @@ def _print_collectives(console: Console, prediction: Prediction | None, inputs: 
     )
     if prediction.buckets:
         console.print()
-        console.print(buckets_table(prediction))
+        console.print(_buckets_table(prediction))
+
+
+def _buckets_table(prediction: Prediction) -> Any:
+    """Each bucket's axes, bytes and cost by the ring model, beside a reduction axis by axis."""
+    table = new_table(
+        "bucket",
+        "gradients",
+        "axes",
+        "op",
+        "size",
+        "bytes",
+        "axis by axis",
+        "predicted",
+        right=("bucket", "gradients", "size", "bytes", "axis by axis", "predicted"),
+    )
+    for number, bucket in enumerate(prediction.buckets):
+        table.add_row(
+            str(number),
+            str(len(bucket.names)),
+            ",".join(bucket.axes),
+            " + ".join(op for op, _, _ in bucket.collectives),
+            bytes_text(bucket.num_bytes),
+            bytes_text(bucket.cost.num_bytes),
+            bytes_text(bucket.per_axis_bytes),
+            f"{bucket.cost.seconds * 1e3:.2f} ms",
+        )
+    return table
 
 
 def _merged(prediction: Prediction) -> list[tuple[str, Collective, int]]:
@@ -363,7 +430,7 @@ def _as_dict(plan: Plan, program: Program, model: nn.Module, prediction: Predict
             }
             for path, bucket, count in _units(program, model)
         ],
-        "checkpoints": checkpoint_rows(program),
+        "checkpoints": _checkpoint_rows(program),
         "memory": _memory(program, model),
         "collectives": None,
     }
@@ -397,3 +464,70 @@ def _as_dict(plan: Plan, program: Program, model: nn.Module, prediction: Predict
             ],
         }
     return data
+
+
+class _UnevenRow(NamedTuple):
+    """A parameter, buffer or input; ``sizes`` by rank of ``axis``; ``number`` of repeated layers that have it alike."""
+
+    name: str
+    dim: int
+    axis: str
+    sizes: tuple[int, ...]
+    number: int
+
+
+def _uneven_rows(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> list[_UnevenRow]:
+    """Of ``inputs``, whole tensors by name, then of the model's parameters and buffers."""
+    from vescale.ir import merge_repeats, uneven_cuts, uneven_inputs
+
+    found = [_UnevenRow(cut.name, cut.dim, cut.axis, cut.sizes, 1) for cut in uneven_inputs(program, model, inputs)]
+    rows = ((cut.name, (cut.dim, cut.axis, cut.sizes)) for cut in uneven_cuts(program, model))
+    return found + [
+        _UnevenRow(name, dim, axis, sizes, count) for name, (dim, axis, sizes), count in merge_repeats(rows)
+    ]
+
+
+def _uneven_table(rows: Sequence[_UnevenRow]) -> Any:
+    table = new_table("cut unevenly", "dim", "over", "sizes by rank", "number", right=("dim", "number"))
+    for row in rows:
+        table.add_row(row.name, str(row.dim), row.axis, _runs(row.sizes), str(row.number))
+    return table
+
+
+def _runs(sizes: Sequence[int]) -> str:
+    """``3, 3, 3, 1`` as ``3 x 3, 1``: how many ranks, and what each of them holds."""
+    groups = [(size, len(list(group))) for size, group in itertools.groupby(sizes)]
+    return ", ".join(f"{count} x {size:,}" if count > 1 else f"{size:,}" for size, count in groups)
+
+
+def _print_profile(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], as_json: bool) -> int:
+    """0: profiled. Raises UsageError for what cannot be profiled."""
+    from vescale.debug import profile_host
+    from vescale.errors import DebugOptionError
+
+    if not inputs:
+        raise UsageError(
+            "--profile runs the forward, and the shapes of its inputs are not known; give --input NAME=SHAPE[:DTYPE]"
+        )
+    try:
+        with working("running some steps"):
+            found = profile_host(model, plan, inputs)
+    except DebugOptionError as error:
+        raise UsageError(f"--profile: {error}") from None
+    if as_json:
+        ops = [{**vars(op), "fallbacks": dict(op.fallbacks)} for op in found.dispatch.ops]
+        times = ("first_step_seconds", "forward_seconds", "backward_seconds")
+        print_json({name: getattr(found, name) for name in times} | {"is_native": found.dispatch.is_native, "ops": ops})
+        return 0
+    console = new_console()
+    console.print(
+        f"A step of the first rank takes {_ms(found.forward_seconds + found.backward_seconds)} of processor time "
+        f"(forward {_ms(found.forward_seconds)}, backward {_ms(found.backward_seconds)}), the first one "
+        f"{_ms(found.first_step_seconds)}; collectives cost nothing here"
+    )
+    print(found.dispatch)
+    return 0
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

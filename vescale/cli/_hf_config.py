@@ -8,8 +8,6 @@ from pathlib import Path
 
 from vescale.cli._main import UsageError
 
-__all__ = ["CONFIG_HELP", "config_file"]
-
 CONFIG_HELP = (
     "a config.json of transformers or diffusers, the folder that has one, or hf:OWNER/NAME on the Hugging Face Hub"
 )
@@ -17,7 +15,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
 
 
 def config_file(text: str) -> Path | None:
-    """The file that ``text`` names, or None if ``text`` is no configuration of Hugging Face.
+    """The file that ``text`` names, or None if ``text`` is not a configuration of Hugging Face.
 
     ``hf:`` in front is needed for a repository of the Hub only. Its ``config.json`` is read from the local cache of
     ``huggingface_hub``, or downloaded (``HF_HUB_OFFLINE=1`` forbids it).

@@ -22,19 +22,6 @@ if TYPE_CHECKING:
 
     from vescale.plans import MeshAxes, Plan
 
-__all__ = [
-    "MODEL_HELP",
-    "PLAN_HELP",
-    "add_inputs",
-    "add_json",
-    "add_mesh",
-    "given_inputs",
-    "inputs_of",
-    "load_model",
-    "load_plan",
-    "parse_mesh",
-]
-
 PLAN_HELP = "a YAML file, or the name of a plan of the zoo (see `vescale zoo`)"
 MODEL_HELP = f"{CONFIG_HELP}; or pkg.module:factory (or file.py:factory), a module class or a function"
 
@@ -45,19 +32,22 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_inputs(parser: argparse.ArgumentParser, batch: int | None = 8, default: str = "8") -> None:
-    """Add the arguments that :func:`inputs_of` reads. ``batch``: where none is given; None: the command finds it, as the
-    text ``default`` says."""
+def add_inputs(
+    parser: argparse.ArgumentParser, batch: int | None = 8, seq: int | None = 128, default: str = "8"
+) -> None:
+    """Add the options that :func:`inputs_of` and :func:`batch_of` read. ``batch``, ``seq``: where none is given; None: the
+    command finds the batch, as the text ``default`` says, or asks for it."""
     parser.add_argument(
-        "--batch", type=_positive, default=batch, help=f"global batch size, to size activations (default: {default})"
+        "--batch", type=_positive, default=batch, metavar="N", help=f"rows of the global batch (default: {default})"
     )
-    parser.add_argument("--seq", type=_positive, default=128, help="sequence length (default: 128)")
+    default = f"default: {seq}" if seq is not None else "needed for models that take input_ids"
+    parser.add_argument("--seq", type=_positive, default=seq, metavar="N", help=f"length of a row ({default})")
     parser.add_argument(
         "--input",
         action="append",
         default=[],
         metavar="NAME=SHAPE[:DTYPE]",
-        help="an input of the model, as x=8x16 or ids=8x16:int64; may be repeated",
+        help="an input of the model, of global shape, in place of --batch and --seq, as x=8x16:bfloat16; may be repeated",
     )
 
 
@@ -93,7 +83,7 @@ def load_plan(text: str, mesh: MeshAxes | None) -> Plan:
             raise UsageError(f"the plan {text} leaves the sizes of its mesh open; give --mesh, as dp=2,tp=4") from None
     if Path(text).suffix in (".yaml", ".yml") or os.sep in text:
         raise UsageError(f"there is no file {text!r}; give a YAML file, or a plan of the zoo: {_zoo()}")
-    raise UsageError(f"{text!r} is no file and no plan of the zoo ({_zoo()}){did_you_mean(text, plan_zoo.names())}")
+    raise UsageError(f"{text!r} is not a file and no plan of the zoo ({_zoo()}){did_you_mean(text, plan_zoo.names())}")
 
 
 def _zoo() -> str:
@@ -241,6 +231,24 @@ def inputs_of(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def batch_of(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
+    """The batch of an estimate, of a size that the command was given."""
+    import inspect
+
+    if args.input:
+        return given_inputs(args)
+    has_tokens = "input_ids" in inspect.signature(model.forward).parameters
+    if args.batch is None or (has_tokens and args.seq is None):
+        raise UsageError("give the size of the batch: --batch 8 --seq 4096, or shapes, as --input x=8x16")
+    if has_tokens:
+        return {"input_ids": (args.batch, args.seq)}
+    args.seq = args.seq or 128
+    found = inputs_of(model, args)
+    if not found:
+        raise UsageError("the model takes no input_ids; give the shapes of its inputs, as --input x=8x16")
+    return found
+
+
 def given_inputs(args: argparse.Namespace) -> dict[str, Any]:
     """Meta tensors of ``--input``."""
     return dict(_parse_input(text) for text in args.input)
@@ -249,17 +257,28 @@ def given_inputs(args: argparse.Namespace) -> dict[str, Any]:
 def _parse_input(text: str) -> tuple[str, Any]:
     import torch
 
+    from vescale.ir import dtype_of_input
+
     name, _, rest = text.partition("=")
     shape, _, dtype_name = rest.partition(":")
-    dtype = getattr(torch, dtype_name or "float32", None)
     sizes = shape.split("x")
-    if not name.isidentifier() or not all(size.isdecimal() for size in sizes) or not isinstance(dtype, torch.dtype):
-        raise UsageError(f"--input {text}: write NAME=SHAPE[:DTYPE], as x=8x16 or ids=8x16:int64")
+    if not name.isidentifier() or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise UsageError(f"--input {text}: write NAME=SHAPE[:DTYPE], as input_ids=8x4096 or x=8x16:bfloat16")
+    dtype = parse_dtype(dtype_name) if dtype_name else dtype_of_input(name)
     return name, torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
 
 
+def parse_dtype(name: str) -> Any:
+    """A dtype by its name in torch."""
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UsageError(f"{name!r} is not a dtype; write bfloat16, float32 or int64")
+    return found
+
+
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number; shapes are given as --input NAME=SHAPE")
+    return int(text)

@@ -25,12 +25,8 @@ from vescale.cli._optimizer_rule import add_optimizer, block_findings, parse_opt
 from vescale.cli._plan_fix import fix_plan
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from vescale.ir import Finding
     from vescale.plans import Plan
-
-__all__ = ["add_arguments", "run"]
 
 _ROWS = 8
 
@@ -49,13 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write entries for implicit communication into PLAN, a file: those after which the plan is valid and "
         "communicates less by itself",
     )
-    add_inputs(parser, None, "8, or more, so that all ranks get as many rows")
+    add_inputs(parser, None, 128, "8, or more, so that all ranks get as many rows")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """0: nothing found; 1: findings."""
     with working("loading torch"):
+        from vescale.errors import EntryError
+        from vescale.estimation import forward_reports
         from vescale.ir import Finding
         from vescale.pipeline import check_stages
         from vescale.plans import PlanError
@@ -77,14 +75,15 @@ def run(args: argparse.Namespace) -> int:
         with working("tracing the forward"):
             found = check_stages(plan, model, inputs)
             if inputs and not any(finding.severity == "error" for finding in found):
-                look = functools.partial(_reports, model, inputs)
+                look = functools.partial(forward_reports, model, inputs=inputs)
                 try:
                     if args.fix:
-                        texts = lambda plan: [text for _, text in look(plan)]  # noqa: E731
-                        fixed = fix_plan(file, lambda path: load_plan(str(path), mesh), texts)
+                        fixed = fix_plan(file, lambda path: load_plan(str(path), mesh), look)
                         plan = load_plan(args.plan, mesh)
                         found = check_stages(plan, model, inputs)
-                    found = (*found, *(Finding("warning", rule, text, None, ()) for rule, text in look(plan)))
+                    found = (*found, *(Finding("warning", "implicit", text, None, ()) for text in look(plan)))
+                except EntryError as error:
+                    found = (*found, Finding("error", "unused-output", error.problem, error.source, ()))
                 except Exception as error:  # code that reads values, or that takes other inputs
                     message = (str(error).splitlines() or ["no message"])[0]
                     note = f"not looked for implicit communication: {type(error).__name__}: {message}"
@@ -117,13 +116,6 @@ def _as_dict(finding: Finding) -> dict[str, Any]:
     if finding.source is not None:
         data |= {"file": finding.source.file, "line": finding.source.line, "column": finding.source.column}
     return {**data, "names": list(finding.names)}
-
-
-def _reports(model: nn.Module, inputs: dict[str, Any], plan: Plan) -> tuple[tuple[str, str], ...]:
-    """(rule, text) of what the forward and backward tell of the plan."""
-    from vescale.estimation import forward_reports
-
-    return forward_reports(model, plan, inputs)
 
 
 def _print(findings: list[Finding], fixed: list[str], note: str) -> None:

@@ -14,8 +14,6 @@ from typing import NoReturn
 from vescale._version import __version__
 from vescale.errors import Coded
 
-__all__ = ["COMMANDS", "UsageError", "main", "run_and_exit"]
-
 # sub-command -> (module with ``add_arguments(parser)`` and ``run(args) -> exit code``, one line of help).
 # Modules are imported only when their command is called, so that ``vescale --help`` stays instant.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -26,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "lint": ("vescale.cli._lint", "Check a plan against a model, without starting ranks."),
     "explain": (
         "vescale.cli._explain",
-        "Show what a plan does to a model: instructions, hooks, predicted collectives.",
+        "Show what a plan does to a model: memory, predicted collectives, hooks, instructions.",
     ),
     "estimate": ("vescale.cli._estimate", "Estimate memory of every rank and seconds of a step, without ranks."),
     "search": ("vescale.cli._search", "Find meshes and plans for a model on a number of devices, the fastest first."),

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from vescale.cli._main import UsageError
 
-__all__ = ["add_arguments", "run"]
-
 _STARTER = Path(__file__).parent / "starter"
 _FILES = ("README.md", "config.yaml", "model.py", "plan.yaml", "train.py", "train_model.py")
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from vescale.optim import Blocks
     from vescale.plans import Plan
 
-__all__ = ["OptimizerRule", "add_optimizer", "block_findings", "parse_optimizer"]
-
 _FORM = "adamw8bit, adamw8bit:block_size=128,min_numel=4096 or adamw8bit:block=32x2048"
 
 
@@ -51,7 +49,7 @@ def parse_optimizer(text: str | None) -> OptimizerRule | None:
     for option in options.split(",") if options else ():
         match = regex.fullmatch(r"(block_size|min_numel)=(\d+)|(block)=(\d+)x(\d+)", option.strip())
         if match is None or (match[2] == "0" and match[1] == "block_size") or "0" in (match[4], match[5]):
-            raise UsageError(f"--optimizer {text!r}: {option!r} is no option; write {_FORM}.")
+            raise UsageError(f"--optimizer {text!r}: {option!r} is not an option; write {_FORM}.")
         if match[1]:
             found[match[1]] = int(match[2])
         else:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from vescale.pipeline import StagedProgram
 
-__all__ = ["pipeline_as_dict", "print_pipeline", "write_page"]
-
 _HEAD = (
     "stage",
     "rank",
@@ -130,7 +128,7 @@ def print_pipeline(console: Console, staged: StagedProgram | None, found: dict[s
         f"{found['schedule']}, {found['microbatches']} micro-batches: a rank waits {found['bubble']:.1%} of a step; held "
         f"forwards by rank: {', '.join(map(str, found['peak']))}"
     )
-    print(staged.schedule.draw(), end="")
+    print(staged.schedule.draw(console.width), end="")
 
 
 def write_page(file: str, staged: StagedProgram | None, found: dict[str, Any] | None) -> None:

@@ -8,8 +8,6 @@ from vescale.cli._console import print_json, working
 from vescale.cli._inputs import MODEL_HELP, add_inputs, add_json, given_inputs, load_model, parse_mesh
 from vescale.cli._main import UsageError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)

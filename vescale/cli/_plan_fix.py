@@ -13,8 +13,6 @@ import regex
 if TYPE_CHECKING:
     from vescale.plans import Plan
 
-__all__ = ["fix_plan"]
-
 _EDIT = regex.compile(r"write `([^`]+?): \{(\w+): ([^`]+)\}` in the plan's shard section")
 _SECTION = regex.compile(r"^shard:\s*(?:#.*)?$", regex.MULTILINE)
 

@@ -8,8 +8,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from vescale.cli._console import bytes_text, new_console, new_table, print_json
-from vescale.cli._estimate import parse_dtype, parse_input, parse_load
-from vescale.cli._inputs import MODEL_HELP, add_json, load_model
+from vescale.cli._estimate import parse_load
+from vescale.cli._inputs import MODEL_HELP, add_inputs, add_json, batch_of, load_model, parse_dtype
 from vescale.cli._main import UsageError
 
 if TYPE_CHECKING:
@@ -17,21 +17,13 @@ if TYPE_CHECKING:
 
     from vescale.plan_search import Search
 
-__all__ = ["add_arguments", "run"]
-
 _SHOWN = 4  # reasons of a rule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", required=True, help=MODEL_HELP)
     parser.add_argument("--devices", type=int, required=True, metavar="N", help="how many; every mesh uses all of them")
-    parser.add_argument(
-        "--batch",
-        action="append",
-        required=True,
-        metavar="NAME=SHAPE[:DTYPE]",
-        help="an input of the model, of global shape, as input_ids=512x8192; may be repeated",
-    )
+    add_inputs(parser, None, None, "none: give it, or --input")
     parser.add_argument(
         "--device", default="h100-80g", metavar="NAME", help="a table of a device (default: h100-80g), or a YAML file"
     )
@@ -66,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from vescale.plan_search import search
 
     model = load_model(args.model)
-    batch = dict(parse_input(text) for text in args.batch)
+    batch = batch_of(model, args)
     try:
         if args.dtype is not None:
             model = model.to(parse_dtype(args.dtype))
@@ -95,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found.to_json())
     else:
-        _print(new_console(fits=True), found, args.top, args.rejected)
+        _print(new_console(), found, args.top, args.rejected)
     return 0 if found.fits else 1
 
 
@@ -115,7 +107,7 @@ def _print(console: Console, found: Search, top: int, with_rejected: bool) -> No
         console.print(sentence)
     if found.proposals:
         numbers = ("step ms", "compute", "memory", "exposed", "bubble", "host", "GiB")
-        table = new_table("", "plan", *numbers, "figures", right=("", *numbers), wrapped=("plan",))
+        table = new_table("", "plan", *numbers, "figures", right=("", *numbers))
         for number, one in enumerate(found.proposals[:top], 1):
             terms = (one.figures.terms[name] for name in ("compute", "memory", "exposed", "bubble", "host"))
             seconds = (f"{1e3 * value:.4g}" for value in (one.figures.step_seconds, *terms))
@@ -133,7 +125,7 @@ def _print(console: Console, found: Search, top: int, with_rejected: bool) -> No
         by_rule.setdefault(rejected.rule, Counter())[reason] += 1
     if by_rule:
         console.print("\nrejected (--rejected prints each)")
-    table = new_table("number", "rule", "reason", right=("number",), wrapped=("reason",))
+    table = new_table("number", "rule", "reason", right=("number",))
     for rule, reasons in by_rule.items():
         for reason, count in reasons.most_common(_SHOWN):
             table.add_row(str(count), rule, reason)
@@ -144,17 +136,7 @@ def _print(console: Console, found: Search, top: int, with_rejected: bool) -> No
 
 
 def _print_rejected(console: Console, found: Search) -> None:
-    table = new_table(
-        "\nrejected",
-        "ZeRO",
-        "checkpointing",
-        "stages",
-        "needs",
-        "rule",
-        "reason",
-        right=("needs",),
-        wrapped=("reason",),
-    )
+    table = new_table("\nrejected", "ZeRO", "checkpointing", "stages", "needs", "rule", "reason", right=("needs",))
     for one in found.rejected:
         mesh = ",".join(f"{axis}={size}" for axis, size in one.what["mesh"].items())
         stages = one.what.get("pipeline") or {}

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from vescale.simulation import Simulation
 
-__all__ = ["add_arguments", "run"]
-
 _FEW = 8  # ranks: all of them are simulated by default
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from vescale.static import RecordedProgram, RecordedType, Site
 
-__all__ = ["print_sites", "sites_as_dicts"]
-
 _ACTIONS = {"read_sizes": "returns global sizes", "take_sizes": "gets local sizes", "redistribute": "runs on DTensors"}
 
 

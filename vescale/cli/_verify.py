@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vescale.cli._console import new_console, print_json, working
-from vescale.cli._inputs import MODEL_HELP, PLAN_HELP, add_json, load_model, load_plan, parse_mesh
+from vescale.cli._inputs import MODEL_HELP, PLAN_HELP, add_inputs, add_json, load_model, load_plan, parse_mesh
 from vescale.cli._main import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["ModelFactory", "add_arguments", "run"]
 
 
 @dataclass(frozen=True)
@@ -32,16 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", action="append", metavar="AXES", help="sizes of the mesh's axes, as dp=2,tp=2; may be repeated"
     )
-    parser.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        metavar="NAME=SHAPE[:DTYPE]",
-        help="an input of the forward, as x=8x16 or ids=8x16:int64; random; default: input_ids and labels where the model "
-        "takes them",
-    )
-    parser.add_argument("--batch", type=int, default=4, metavar="N", help="size of input_ids (default: 4)")
-    parser.add_argument("--seq", type=int, default=16, metavar="N", help="length of input_ids (default: 16)")
+    add_inputs(parser, 4, 16, "4")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="training steps (default: 2)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the model and the inputs (default: 0)")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds until a hang is reported")

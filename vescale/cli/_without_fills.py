@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WithoutFills"]
-
 _FILLS = frozenset(getattr(torch.Tensor, name) for name in ("uniform_", "normal_", "fill_", "zero_"))
 
 

@@ -11,8 +11,6 @@ from vescale.cli._hf_config import CONFIG_HELP, config_file
 from vescale.cli._inputs import add_json, add_mesh, load_model, parse_mesh
 from vescale.cli._main import UsageError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
@@ -49,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([{"name": one.name, "axes": list(one.axes), "description": one.description} for one in about])
         return 0
-    table = new_table("plan", "axes", "description", wrapped=("description",))
+    table = new_table("plan", "axes", "description")
     for one in about:
         table.add_row(one.name, ", ".join(one.axes), one.description)
-    new_console(fits=True).print(table)
+    new_console().print(table)
     return 0
 
 

@@ -14,15 +14,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from vescale.errors import Coded
+from vescale.errors import ProcessFailed
 
 _PRELOAD = ("torch", "torch.distributed.tensor")
-
-
-class ProcessFailed(Coded, RuntimeError):
-    """A local process raised an exception or died."""
-
-    code = "VS0212"
 
 
 def messages(

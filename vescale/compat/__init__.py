@@ -79,7 +79,7 @@ from vescale.compat.op_info import *
 from vescale.compat.optimizers import note_writes
 from vescale.compat.out_arguments import with_out_variants
 from vescale.compat.patches import *
-from vescale.compat.patches import require_native_static
+from vescale.compat.patches import install, patch_states, require_native_static, uninstall
 from vescale.compat.process_groups import *
 from vescale.compat.sharding_caches import begin_world, clear_sharding_caches
 from vescale.compat.tensor_bytes import *
@@ -94,74 +94,4 @@ from vescale.compat.tensor_subclasses import (
 from vescale.compat.weak_tables import *
 from vescale.compat.wrapper_names import *
 
-__all__ = [
-    "OBSERVATION",
-    "CheckpointHooks",
-    "DTensorHooks",
-    "DispatchListener",
-    "FakeTensor",
-    "Layout",
-    "ModelHooks",
-    "OpHandler",
-    "TorchDispatchMode",
-    "UnsupportedTorchError",
-    "begin_world",
-    "clear_sharding_caches",
-    "counts_local_writes",
-    "detached_below_autograd",
-    "dispatch_counts",
-    "filter_functions",
-    "group_description",
-    "has_empty_shards",
-    "held_tensors",
-    "intern_spec",
-    "is_native",
-    "native_conversions",
-    "native_hooks",
-    "native_require_current",
-    "native_static",
-    "native_tape",
-    "no_torch_function",
-    "note_writes",
-    "on_completion",
-    "require",
-    "require_native_static",
-    "reset_dispatch_counts",
-    "runs_on_locals",
-    "self_check",
-    "some_rank_holds_nothing",
-    "stock",
-    "stock_dispatch",
-    "take_moves",
-    "tell_draw",
-    "tell_move",
-    "tell_moved_operand",
-    "tell_plain_value",
-    "tell_read",
-    "tell_write",
-    "tree_leaves",
-    "tree_map",
-    "weak_node",
-    "with_empty_shards",
-    "with_out_variants",
-    "with_torch_function",
-    "without_modes",
-]
-__all__ += arrival_count.__all__
-__all__ += async_tensors.__all__
-__all__ += autograd.__all__
-__all__ += containers.__all__
-__all__ += dtensor.__all__
-__all__ += foreach.__all__
-__all__ += fsdp2.__all__
-__all__ += gradient_rows.__all__
-__all__ += hook_gate.__all__
-__all__ += ledger.__all__
-__all__ += meshes.__all__
-__all__ += module_calls.__all__
-__all__ += op_info.__all__
-__all__ += patches.__all__
-__all__ += process_groups.__all__
-__all__ += tensor_bytes.__all__
-__all__ += weak_tables.__all__
-__all__ += wrapper_names.__all__
+__all__ = ["UnsupportedTorchError", "install", "patch_states", "self_check", "uninstall"]

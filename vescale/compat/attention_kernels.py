@@ -12,8 +12,6 @@ from torch import library
 
 from vescale.compat.ledger import note
 
-__all__ = ["attention_by", "host_has_attention_kernel"]
-
 _OP = torch.ops.aten.scaled_dot_product_attention.default
 _MATH = 0  # of torch.nn.attention.SDPBackend
 _THREAD = threading.local()

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["backward_by_rows"]
-
 _enter: Callable[[], int] | None = getattr(torch._C, "_vmapmode_increment_nesting", None)
 
 

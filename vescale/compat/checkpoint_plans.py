@@ -21,14 +21,6 @@ from vescale.compat.needs import lacking, require
 from vescale.compat.patching import Changes
 from vescale.errors import ShardedStateError
 
-__all__ = [
-    "CheckpointHooks",
-    "refuse_lossy_safetensors",
-    "wrap_full_state_dicts",
-    "wrap_plans",
-    "wrap_protocol",
-]
-
 
 @dataclass(frozen=True)
 class CheckpointHooks:

@@ -29,8 +29,6 @@ from vescale.compat.patching import HOOKS
 from vescale.compat.result_metas import result_meta, result_rule
 from vescale.compat.sharding_caches import FORMS
 
-__all__ = ["FormKey", "Parts", "Result", "communicates_operands", "form_key", "known_form", "remember_form"]
-
 # The specs of a result's tensors, and the positions of the arguments that are returned in its place, or whose storage it
 # shares; -1 for none.
 Result = tuple[tuple[DTensorSpec | None, ...], int, int]

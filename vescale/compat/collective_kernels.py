@@ -16,8 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vescale.compat.patching import Changes
 
-__all__ = ["group_description", "on_completion", "register_collective_kernels"]
-
 # The key at which the kernels stand. BackendSelect is passed by every call, with tensors of any device or none.
 _KEY = "BackendSelect"
 

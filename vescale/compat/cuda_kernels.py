@@ -10,8 +10,6 @@ import torch
 
 from vescale.errors import CudaError
 
-__all__ = ["compile_kernel", "fused_dropout"]
-
 
 def compile_kernel(source: str, name: str) -> Callable[..., None]:
     """A launcher ``kernel(blocks, threads, *arguments)``, on the current stream of the current device.

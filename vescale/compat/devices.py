@@ -8,23 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "WITH_FOREACH",
-    "WITH_LOWER_RIGHT_MASKS",
-    "accelerator_module",
-    "default_generator_of",
-    "is_capturing",
-    "memory_pool",
-    "modules_of_scripts",
-    "pin",
-    "random_states",
-    "running_accelerator",
-    "set_random_states",
-    "synchronize",
-    "unpin",
-    "use_memory_pool",
-]
-
 WITH_LOWER_RIGHT_MASKS = ("cuda", "xpu")
 """Attention kernels support a causal mask that is aligned to the last key, without materializing it."""
 

@@ -28,22 +28,6 @@ from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.result_metas import result_rule
 from vescale.compat.sharding_caches import REPLICAS
 
-__all__ = [
-    "DISPATCHER",
-    "HANDLERS",
-    "handlers_of_dtensor",
-    "has_local_shapes",
-    "keeps_operands",
-    "no_torch_function",
-    "specs_on_replicas",
-    "stock_dispatch",
-    "take_over_handled_ops",
-    "take_over_mixed_ops",
-    "take_over_undecided_ops",
-    "with_torch_function",
-]
-
-
 # Whether an op on the local tensors has results of the shapes that a sharding decision says. A strategy of PyTorch's
 # says where dims go and does not run the op. Where an op treats an operand by its sizes (``solve`` takes a matrix for a
 # batch of vectors, others broadcast a dim of size 1), the local tensors may mean something else than the global ones.

@@ -25,20 +25,6 @@ from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import begin_world
 from vescale.errors import DistributeError, SetDataError
 
-__all__ = [
-    "DTensorHooks",
-    "format_scalars",
-    "key_compiled_code",
-    "read_whole_values",
-    "refuse_early_lookups",
-    "stock",
-    "wrap_conversions",
-    "wrap_data",
-    "wrap_distribute_tensor",
-    "wrap_local_gradient",
-    "wrap_set_item",
-]
-
 
 @dataclass(frozen=True)
 class DTensorHooks:

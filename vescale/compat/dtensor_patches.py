@@ -28,16 +28,6 @@ from vescale.compat.native_dispatch import native_passes
 from vescale.compat.patching import Changes
 from vescale.errors import DTensorStorageError, SavedPartWarning
 
-__all__ = [
-    "pass_methods",
-    "reduce_all_where_none_is_named",
-    "refuse_storages",
-    "search_in_one_order",
-    "wrap_copying",
-    "wrap_redistribute_local",
-]
-
-
 # One order of candidates in PyTorch's searches for placements. PyTorch keeps candidates in sets. The hash of a
 # ``Partial`` is that of a string, which differs between processes (unless PYTHONHASHSEED is set), and with it the
 # order: where two candidates cost the same, ranks chose different ones, and called different collectives.

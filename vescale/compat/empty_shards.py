@@ -17,8 +17,6 @@ from torch.distributed.tensor._ops import utils
 
 from vescale.compat.patching import Changes
 
-__all__ = ["has_empty_shards", "let_shards_be_empty", "some_rank_holds_nothing", "with_empty_shards"]
-
 _DECIDING = threading.local()
 
 

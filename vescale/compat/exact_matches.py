@@ -28,8 +28,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from vescale.compat.patching import Changes
 
-__all__ = ["ask_for_few", "search_only_mismatches"]
-
 Placements = tuple[Any, ...]
 Line = Sequence[Any]
 """Placements of the results and of the operands on one axis."""

@@ -11,8 +11,6 @@ from vescale.compat.dispatch import HANDLERS, handlers_of_dtensor
 from vescale.compat.dtensor import local_of, make_dtensor, make_spec
 from vescale.compat.patching import Changes
 
-__all__ = ["take_over_unscaling", "unscale"]
-
 
 def take_over_unscaling(changes: Changes, _: Any) -> None:
     op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

@@ -18,8 +18,6 @@ from torch import _meta_registrations
 from vescale.compat.ledger import note
 from vescale.compat.patching import Changes, undo
 
-__all__ = ["take_more_dtypes", "taking_more_dtypes"]
-
 _LOCK = threading.Lock()
 _USES: list[Changes] = []  # the same changes for each use; the last one to end takes them back
 

@@ -10,8 +10,6 @@ import torch
 
 from vescale import csrc
 
-__all__ = ["held_tensors", "weak_node"]
-
 
 def weak_node(tensor: torch.Tensor) -> Callable[[], Any]:
     """A function that returns the node that made the tensor, while the graph exists; without a compiler, while the tensor

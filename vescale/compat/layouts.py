@@ -16,8 +16,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from vescale.compat.sharding_caches import INTERNED_SPECS, LAYOUT_OF_SPEC, LAYOUTS, make_room
 
-__all__ = ["Layout", "intern", "layout_of", "local_sizes"]
-
 _PLAIN = frozenset([Replicate, Shard, Partial])
 _NUMBERS = itertools.count()
 

@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from vescale.compat.patching import Changes
 
-__all__ = ["forget_metas", "has_meta_kernel", "meta_of_result", "result_on_meta", "run_on_meta"]
-
 _aten = torch.ops.aten
 
 # Beside views and elementwise ops.

@@ -21,8 +21,6 @@ from vescale.compat.dispatch import handlers_of_dtensor
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
 
-__all__ = ["install_mixed_calls"]
-
 _without_overrides = torch._C.DisableTorchFunctionSubclass
 Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

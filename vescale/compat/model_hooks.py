@@ -16,23 +16,6 @@ from torch.distributed.tensor import DTensor
 from vescale.compat.dtensor import DTensorSpec
 from vescale.compat.patching import HOOKS
 
-__all__ = [
-    "ASKED_GRADIENTS",
-    "CHECKPOINTED_APART",
-    "DRAW_LISTENERS",
-    "REFUSES_REENTRANT",
-    "AskedGradients",
-    "DispatchListener",
-    "ModelHooks",
-    "OpHandler",
-    "model_hooks",
-    "tell_draw",
-    "tell_move",
-    "tell_moved_operand",
-    "tell_write",
-    "telling",
-]
-
 
 class AskedGradients(NamedTuple):
     """For programs that differentiate by tensors which graphs have something else in the place of.

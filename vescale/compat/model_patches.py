@@ -35,22 +35,6 @@ from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
 from vescale.errors import ForeignToolError
 
-__all__ = [
-    "accept_plain_operands",
-    "log_once_a_job",
-    "note_data_views",
-    "observe_backwards",
-    "observe_redistributions",
-    "observe_registrations",
-    "observe_writes",
-    "refuse_swaps",
-    "run_autocast_on_meta",
-    "run_backwards_in_modules",
-    "tell_of_exports",
-    "wrap_checkpointed_functions",
-]
-
-
 _ONCE_A_JOB = ("does not support alltoall yet", "operations will be performed. This is suboptimal")
 
 

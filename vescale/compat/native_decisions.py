@@ -13,8 +13,6 @@ from vescale.compat.layouts import intern, layout_of, local_sizes
 from vescale.compat.op_info import OutputSharding, is_view
 from vescale.compat.patching import HOOKS
 
-__all__ = ["STOCK_PLACEMENTS", "intern_spec", "local_arguments", "parts_of_arguments", "results_of"]
-
 _aten = torch.ops.aten
 STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
 

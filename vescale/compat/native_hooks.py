@@ -10,8 +10,6 @@ from vescale import csrc
 from vescale.compat.autograd import set_compiler
 from vescale.compat.native_dispatch import native_boundaries
 
-__all__ = ["native_hooks"]
-
 
 def native_hooks() -> Any:
     """The module with ``Timeline``, and the hooks ``Enter`` and ``Leave``; None where it or the C++ dispatcher has

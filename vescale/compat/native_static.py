@@ -12,9 +12,6 @@ from vescale import csrc
 from vescale.compat.containers import tensors_in
 from vescale.errors import StaticHelpersError
 
-__all__ = ["NativeStatic", "native_static", "native_tape"]
-
-
 _TAPES: list[Any] = []  # the module, once it is set up
 
 

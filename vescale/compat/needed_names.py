@@ -12,24 +12,6 @@ tests/compat/test_needed_names.py compares the tables with the source: a name th
 
 from __future__ import annotations
 
-__all__ = [
-    "ATTENTION_KERNELS",
-    "BATCHED_GRADIENTS",
-    "CHECKPOINTS",
-    "COMPILED_CODE",
-    "COUNTED_HOLDERS",
-    "CUDA_KERNELS",
-    "ESTIMATES",
-    "EXACT_MATCHES",
-    "GROUPED_PRODUCTS",
-    "KNOWN_FIELDS",
-    "NATIVE_NAMES",
-    "OBSERVATION",
-    "OPTIONAL_NAMES",
-    "PIPELINES",
-    "REQUIRED_NAMES",
-]
-
 # Optional features, as errors and `vescale env` name them.
 ATTENTION_KERNELS = "attention kernels of some devices and versions (their ops are not met without)"
 BATCHED_GRADIENTS = "batches of gradients of DTensors (torch.autograd.grad(..., is_grads_batched=True))"

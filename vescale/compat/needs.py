@@ -28,8 +28,6 @@ from vescale.errors import (
     torch_promise,
 )
 
-__all__ = ["KNOWN", "NEEDS", "OPTIONAL", "Need", "Record", "lacking", "require", "self_check"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Need:

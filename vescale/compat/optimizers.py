@@ -29,8 +29,6 @@ from vescale.compat.dtensor import DTensorSpec
 from vescale.compat.model_hooks import model_hooks
 from vescale.compat.patching import Changes
 
-__all__ = ["note_writes", "run_on_local_tensors"]
-
 
 @dataclass(frozen=True)
 class _Optimizer:

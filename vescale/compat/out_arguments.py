@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat.model_hooks import OpHandler
 
-__all__ = ["is_into_empty", "run_into_empty", "with_out_variants"]
-
 
 @functools.cache
 def _out_names(op: Any) -> tuple[str, ...]:

@@ -40,8 +40,6 @@ from vescale.compat.native_dispatch import install_native_dispatch
 from vescale.compat.needed_names import CHECKPOINTS, COMPILED_CODE, EXACT_MATCHES, OBSERVATION
 from vescale.compat.patching import Changes
 
-__all__ = ["PATCHES", "Patch"]
-
 
 @dataclass(frozen=True)
 class Patch:

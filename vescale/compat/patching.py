@@ -15,8 +15,6 @@ from typing import Any
 
 from vescale import csrc
 
-__all__ = ["HOOKS", "Changes", "name_of", "rebind", "undo"]
-
 # What runs in the places that are patched, by part ("placements", "models", "random"), of the parts that are installed.
 HOOKS: dict[str, Any] = {}
 

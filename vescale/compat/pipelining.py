@@ -18,20 +18,6 @@ from vescale.compat.needed_names import PIPELINES
 from vescale.compat.needs import require
 from vescale.compat.patching import Changes
 
-__all__ = [
-    "OverStages",
-    "agree_on_sizes",
-    "dry_run",
-    "schedule_class",
-    "schedule_from_text",
-    "schedule_order",
-    "schedule_with_comms",
-    "share_overflows",
-    "take_no_parameters",
-    "take_norms",
-]
-
-
 require(PIPELINES)  # this module is no part of what vescale imports at first
 
 

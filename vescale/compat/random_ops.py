@@ -25,21 +25,6 @@ from vescale.compat.model_hooks import tell_draw, telling
 from vescale.compat.native_dispatch import registered_kernels
 from vescale.compat.patching import Changes
 
-__all__ = [
-    "Handler",
-    "RandomHooks",
-    "correct_inplace_view",
-    "count_forward",
-    "fill_natively",
-    "has_composite_kernel",
-    "is_symbolic",
-    "key_by_memory_format",
-    "seeded_ops",
-    "without_native_fills",
-    "wrap_initial_values",
-    "wrap_random_ops",
-]
-
 # (op, args, kwargs) with DTensors as they are; consulted by DTensor's dispatcher before its sharding rules.
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 

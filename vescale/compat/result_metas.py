@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-__all__ = ["result_meta", "result_rule"]
-
 _aten = torch.ops.aten
 _OPERANDS = (DTensorSpec, TensorMeta)
 # Sizes of a new, contiguous result; sizes and strides of a view; None: the op has to be run.

@@ -13,8 +13,6 @@ from torch.nn.utils import rnn
 
 from vescale.compat.patching import Changes
 
-__all__ = ["pad_dtensors"]
-
 
 def pad_dtensors(changes: Changes, _: Any) -> None:
     """``pad_sequence`` of DTensors, which ``pack_sequence`` calls: each is padded by itself."""

@@ -19,19 +19,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from vescale import csrc
 from vescale.compat.meta_shapes import forget_metas
 
-__all__ = [
-    "FORMS",
-    "INTERNED_SPECS",
-    "LAYOUTS",
-    "LAYOUT_OF_SPEC",
-    "MADE_SPECS",
-    "REPLICAS",
-    "begin_world",
-    "clear_sharding_caches",
-    "forget_sizes",
-    "make_room",
-]
-
 # Equal specs of one mesh object, by layout and sizes: calls are compared by the address of the one that is kept. Other
 # meshes that are equal may belong to destroyed process groups.
 INTERNED_SPECS: dict[tuple[Any, ...], DTensorSpec] = {}

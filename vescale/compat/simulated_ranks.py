@@ -31,15 +31,6 @@ from vescale.compat.needs import require
 from vescale.compat.patching import Changes, rebind, undo
 from vescale.compat.sharding_caches import clear_sharding_caches
 
-__all__ = [
-    "OnHost",
-    "become_rank",
-    "fake_world",
-    "reduction_name",
-    "work_of",
-]
-
-
 require(ESTIMATES)  # this module is no part of what vescale imports at first
 
 

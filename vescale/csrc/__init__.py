@@ -2,14 +2,3 @@
 
 from vescale.csrc._loader import dispatcher, helper_states, load, load_module, missing_helpers, step_marks, tape
 from vescale.csrc._rebuild import rebuild_command
-
-__all__ = [
-    "dispatcher",
-    "helper_states",
-    "load",
-    "load_module",
-    "missing_helpers",
-    "rebuild_command",
-    "step_marks",
-    "tape",
-]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vescale.comm import ProcessFailed, messages
+from vescale.comm import messages
 from vescale.debug._breakpoint import breakpoint, on_exception
 from vescale.debug._hang_report import HangReport, hang_report, start_from_environment
 from vescale.debug._host_profile import DispatchStats, OpDispatch, dispatch_stats
@@ -24,15 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "CommBudgetError",
     "CommTrace",
-    "DispatchStats",
-    "Divergence",
-    "HangReport",
     "HostProfile",
-    "MeshVerification",
     "Monitor",
-    "OpDispatch",
-    "PlanMismatchError",
-    "ProcessFailed",
     "StepRecord",
     "Verification",
     "assert_comms",
@@ -42,14 +35,9 @@ __all__ = [
     "dispatch_stats",
     "flops_per_token",
     "hang_report",
-    "messages",
     "monitor",
-    "newest_socket",
     "on_exception",
-    "place_of_traceback",
     "profile_host",
-    "running_place",
-    "start_from_environment",
     "verify",
 ]
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.comm import ProcessFailed, messages
+from vescale.comm import messages
 from vescale.debug._hang_report import hang_report
 from vescale.debug._verify_job import Divergence, Job, run_mesh, run_one_device
-from vescale.errors import VerifyError
+from vescale.errors import ProcessFailed, VerifyError
 from vescale.plans import MeshAxes, Plan
 
 MeshSizes = str | Mapping[str, int] | MeshAxes

@@ -44,7 +44,7 @@ class UnsafePickleError(CheckpointError):
 
 
 class UnknownFormatError(CheckpointError):
-    """A path is no checkpoint in a format that can be read."""
+    """A path is not a checkpoint in a format that can be read."""
 
     code = "VS0904"
 
@@ -117,5 +117,11 @@ class ConvertError(CheckpointError):
 
 class UnknownDtypeError(CheckpointError):
     """A checkpoint names a dtype that the installed torch does not know."""
+
+    code = "VS0904"
+
+
+class ManifestError(Coded, ValueError):
+    """A manifest is damaged, or ranks hold what cannot be one checkpoint."""
 
     code = "VS0904"

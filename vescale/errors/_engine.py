@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vescale.errors._coded import Coded
 
 # Errors of `fully_shard`.
@@ -171,3 +173,55 @@ class ParameterHookError(Coded, ValueError):
     """A parameter that is going to be replaced has gradient hooks, which would never run."""
 
     code = "VS0223"
+
+
+class GradientMismatchError(Coded, RuntimeError):
+    """The gradients of the ranks differ, so that their collectives would not match."""
+
+    code = "VS0703"
+
+
+class ConsensusError(Coded, RuntimeError):
+    """Other ranks did not come to a round in time, or one of them has failed in it.
+
+    Attributes:
+        ranks: which ones.
+        elsewhere: where ranks wait for each other, so that they do not come.
+        failure: of the rank that has failed.
+    """
+
+    code = "VS0212"
+
+    def __init__(self, problem: str, ranks: Sequence[int], elsewhere: str = "", failure: str = "") -> None:
+        super().__init__(problem)
+        self.ranks, self.elsewhere, self.failure = tuple(ranks), elsewhere, failure
+
+
+class LateRanksWarning(Coded, UserWarning):
+    """Some ranks have come to a round and wait for others."""
+
+    code = "VS0212"
+
+
+class RankGoneError(Coded, RuntimeError):
+    """The process of another rank has ended; ``rank``: which one."""
+
+    code = "VS0212"
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"the process of rank {rank} has ended")
+        self.rank = rank
+
+
+class OrderMismatchError(Coded, RuntimeError):
+    """Ranks have gathered, or reduced, different units in one place of their order, so that the contents were mixed, or wait
+    for each other in collectives that do not pair.
+
+    ``ranks``: those that differ from the majority.
+    """
+
+    code = "VS0301"
+
+    def __init__(self, problem: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(problem)
+        self.ranks = tuple(ranks)

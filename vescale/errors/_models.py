@@ -109,12 +109,6 @@ class StrayParameterError(PlanError):
     code = "VS0223"
 
 
-class UnusedEntryWarning(Coded, UserWarning):
-    """An entry of a plan for an item of an output names none that the module returns."""
-
-    code = "VS0100"
-
-
 class TransformError(Coded, NotImplementedError):
     """A transform of `torch.func`, or forward-mode differentiation, reaches what has no rule for it: the boundaries of a
     parallelized model, or a module that `fully_shard` gathers."""
@@ -225,3 +219,9 @@ class PipelineRowsError(PlanError):
     """A forward computes something across the rows of its batch, of which each micro-batch has a part."""
 
     code = "VS1008"
+
+
+class RepeatedPartsWarning(Coded, UserWarning):
+    """Ranks that give different parts of a batch (`given="local"`) gave the same values in all of the first forwards."""
+
+    code = "VS0302"

@@ -57,3 +57,9 @@ class OptimizerReportError(Coded, NotImplementedError):
     """`report` cannot plan the states of an optimizer that has not stepped yet."""
 
     code = "VS0802"
+
+
+class UnevenBlocksError(Coded, ValueError):
+    """No placement describes where the blocks of a tensor are on a mesh, although none is cut."""
+
+    code = "VS0804"

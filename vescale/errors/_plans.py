@@ -55,7 +55,7 @@ class PhaseError(Coded, ValueError):
 
 
 class PlacementTextError(Coded, ValueError):
-    """A text is no placement, or a placement cannot be written as text."""
+    """A text is not a placement, or a placement cannot be written as text."""
 
     code = "VS0401"
 
@@ -130,3 +130,15 @@ class UnknownZooPlanError(PlanError):
     """The plan zoo has no plan of that name."""
 
     code = "VS0130"
+
+
+class BufferMismatchError(Coded, ValueError):
+    """Ranks of one process group have planned different buffers."""
+
+    code = "VS0201"
+
+
+class ShardingMismatchError(PlanMismatchError, BufferMismatchError):
+    """Ranks have given different parameters, or options, to ``fully_shard``."""
+
+    code = "VS0201"

@@ -63,3 +63,9 @@ class VerifyError(Coded, ValueError, TypeError):
     """`verify` cannot train the model on meshes with what it was given."""
 
     code = "VS1502"
+
+
+class ProcessFailed(Coded, RuntimeError):
+    """A local process raised an exception or died."""
+
+    code = "VS0212"

@@ -259,7 +259,7 @@ def device_of(device: str | Device) -> Device:
             data = yaml.safe_load(stream)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise DeviceTableError(f"{file}: this is no YAML that can be read: {reason}") from None
+        raise DeviceTableError(f"{file}: this is not YAML that can be read: {reason}") from None
     if not isinstance(data, dict):
         raise DeviceTableError(f"{file}: a table is a mapping; see vescale/estimation/devices/schema.json")
     return Device.from_data({"name": file.stem, **data}, str(file))

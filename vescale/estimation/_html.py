@@ -8,6 +8,7 @@ from typing import Any
 from vescale.comm import bytes_text
 from vescale.estimation._estimate import Estimate
 from vescale.estimation._memory_timeline import CATEGORIES
+from vescale.ir import merge_repeats
 
 _COLORS = ("#1f6feb", "#2da44e", "#8250df", "#bf8700", "#cf222e", "#0598bc", "#8c959f", "#bc4c00", "#57606a")
 _WIDTH, _HEIGHT = 1000, 260
@@ -39,30 +40,32 @@ def page(estimate: Estimate, title: str) -> str:
     """
     peak = estimate.peak
     sums = {name: _sum(size) for name, size in peak.categories.items()}
+    terms = estimate.time.terms()
     verdict = "It fits" if estimate.fits else "It does not fit"
     key = "".join(f"<span><i style='background:{c}'></i>{n}</span>" for n, c in zip(CATEGORIES, _COLORS))
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{verdict}: {bytes_text(estimate.needed_bytes)} on rank {estimate.peak_rank} of {escape(str(estimate.axes))} "
         f"({escape(estimate.device.name)}); the peak is at <b>{escape(peak.peak_at)}</b>. A step takes "
-        f"{estimate.step_seconds:.4g} s: {estimate.time.mfu:.1%} of the device's peak.</p>",
+        f"{1e3 * estimate.step_seconds:.4g} ms, with an MFU of {estimate.time.mfu:.1%} (of the device's peak).</p>",
         f"<h2>Memory during a step</h2><div class=key>{key}</div>{_areas(peak.timeline)}",
-        "<h2>At the peak</h2>"
-        + _table(("category", "bytes", ""), [(n, f"{v:,}", bytes_text(v)) for n, v in sums.items()]),
-        "<h2>Activations by module</h2>" + _bars(peak.categories["activations"]),
+        "<h2>At the peak</h2>" + _table(("category", "size"), [(n, bytes_text(v)) for n, v in sums.items()]),
+        "<h2>Activations by module</h2><p class=muted>A module's own; modules inside of it have rows of their own.</p>"
+        + _bars(_merged(peak.categories["activations"])),
         "<h2>Ranks</h2>" + _bars({_ranks(r.ranks): r.peak_bytes for r in estimate.ranks}),
+        "<h2>Time of a step</h2>"
+        + _table(("term", "ms"), [(n, _ms(terms[n])) for n in ("compute", "memory", "exposed", "bubble", "host")]),
         "<h2>Collectives</h2>"
         + _table(
-            ("axes and op", "bytes", "seconds"),
-            [
-                (n, bytes_text(t["bytes"]), f"{t['seconds']:.4g}")
-                for n, t in estimate.time.terms()["collectives"].items()
-            ],
+            ("axes and op", "size", "ms"),
+            [(n, bytes_text(t["bytes"]), _ms(t)) for n, t in terms["collectives"].items()],
         ),
     ]
-    for name, table in (("what_if", estimate.what_if), ("stage", estimate.zero_table)):
+    for name, heading, table in (("what_if", "What if", estimate.what_if), ("stage", "ZeRO", estimate.zero_table)):
         if table:
-            parts.append(_table((name.replace("_", " "), "peak", "seconds", ""), [_row(name, row) for row in table]))
+            parts.append(
+                f"<h2>{heading}</h2>" + _table(("choice", "peak", "ms", ""), [_row(name, row) for row in table])
+            )
     parts += [f"<p class=muted>{escape(note)}</p>" for note in estimate.notes]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
@@ -76,7 +79,7 @@ def _row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row[name],
         bytes_text(row["peak_bytes"]),
-        f"{row['step_seconds']:.4g}",
+        f"{1e3 * row['step_seconds']:.4g}",
         "fits" if row["fits"] else "does not fit",
     )
 
@@ -121,6 +124,18 @@ def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks[:4])) + (f", ... ({len(ranks)} ranks)" if len(ranks) > 4 else "")
+
+
+def _ms(term: dict[str, Any]) -> str:
+    return f"{1e3 * term['seconds']:.4g}"
+
+
+def _merged(sizes: dict[str, int]) -> dict[str, int]:
+    """Equal modules that follow each other as one row, with what they have together."""
+    return {
+        f"{path} ({count} modules)" if count > 1 else path: size * count
+        for path, size, count in merge_repeats(sizes.items())
+    }
 
 
 def _sum(size: Any) -> int:

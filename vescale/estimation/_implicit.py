@@ -1,4 +1,4 @@
-"""What a step says of a plan: communication without an entry, entries that name nothing; without numbers and ranks."""
+"""What a step communicates without an entry of the plan; without numbers and ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 
 from vescale._parallelize import parallelize
 from vescale.compat.simulated_ranks import fake_world
-from vescale.errors import UnusedEntryWarning
 from vescale.estimation._depth import first_and_last_of
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._rehearsal import apart, given
@@ -23,15 +22,10 @@ from vescale.ir import repeats_of
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationWarning
 
-_RULES: dict[Any, str] = {ImplicitCommunicationWarning: "implicit", UnusedEntryWarning: "unused-output"}
 
-
-def forward_reports(
-    model: nn.Module, plan: Plan, inputs: Mapping[str, Any], loss: Any = None
-) -> tuple[tuple[str, str], ...]:
-    """What a forward and backward of rank 0 tell of the plan: (rule, text). Of equal blocks that follow each other, the
-    first and the last run. ``implicit``: communication without an entry, one for each entry that would place the operands,
-    layers merged; ``unused-output``: an entry for an item of an output that the module does not return.
+def forward_reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], loss: Any = None) -> tuple[str, ...]:
+    """What a forward and backward of rank 0 communicate without an entry: a text for each entry that would place the
+    operands, layers merged. Of equal blocks that follow each other, the first and the last run.
 
     Args:
         model: as before ``parallelize``, on any device; it is left as it is.
@@ -52,20 +46,18 @@ def forward_reports(
         return _reports(skeleton_of(model), plan, inputs, loss)  # the forward, or the plan, names modules by number
 
 
-def _reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], loss: Any) -> tuple[tuple[str, str], ...]:
+def _reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], loss: Any) -> tuple[str, ...]:
     mode = UnfilledTensors(MemoryLog(lambda: Instant(0, "forward", None)), Routing(), lambda *_: None)
     with fake_world(math.prod(plan.axes.sizes), 0), apart(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
-        for kind in _RULES:
-            warnings.simplefilter("always", kind)
+        warnings.simplefilter("always", ImplicitCommunicationWarning)
         parallelize(model, plan if plan.mesh is None else plan.without_mesh())
         with mode:
             with values_are_of_no_interest():
                 model.to_empty(device="cpu")
             batch = {name: given(mode, _whole(value)) for name, value in inputs.items()}
             (loss or loss_of)(model(**batch), batch).backward()
-    rules = [(_RULES.get(type(each.message)), str(each.message)) for each in caught]
-    return tuple((rule, text) for rule, text in rules if rule is not None)
+    return tuple(str(each.message) for each in caught if isinstance(each.message, ImplicitCommunicationWarning))
 
 
 def _whole(value: Any) -> Any:

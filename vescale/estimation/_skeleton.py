@@ -15,7 +15,7 @@ from torch import nn
 
 from vescale.errors import ArgumentTypeError, EstimateError, did_you_mean, kind_of
 from vescale.estimation._compare import EstimateWarning
-from vescale.ir import copy_model, random_inputs
+from vescale.ir import copy_model, dtype_of_input, random_inputs
 from vescale.rng import is_deferred
 from vescale.runtime import Runtime
 
@@ -128,8 +128,7 @@ def _tensor(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value if value.device.type == "cpu" else torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, tuple | list) and value and all(type(n) is int for n in value):
-        is_index = name.endswith(("ids", "labels", "mask", "timestep"))
-        return torch.empty(value, dtype=torch.int64 if is_index else torch.get_default_dtype(), device="meta")
+        return torch.empty(value, dtype=dtype_of_input(name), device="meta")
     return value
 
 

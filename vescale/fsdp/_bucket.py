@@ -20,12 +20,12 @@ from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.checks import sum_of_bits
 from vescale.comm import Pending
 from vescale.compat import DATA_VIEWS, local_of, mesh_over, set_local, set_versions
-from vescale.errors import GatherHookError, WrittenParameterError
+from vescale.errors import GatherHookError, ShardingMismatchError, WrittenParameterError
 from vescale.fsdp._extensions import gather_inputs, refuse_hooks, require_hooks, unsharded_of
 from vescale.fsdp._gather import BufferGather, all_gather
 from vescale.fsdp._layout import CallerLayout, Layout, PlannedLayout, equal_pieces
 from vescale.fsdp._parameter import ManagedParameter
-from vescale.fsdp._preflight import ShardingMismatchError, compare_inputs
+from vescale.fsdp._preflight import compare_inputs
 from vescale.fsdp._shards import BufferShards, Shards, SubclassShards
 from vescale.gradients import DataParallelAxes, GradientPlace, OrderedUnit, ShardedGradients, UnreducedGradients
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from vescale.buffer import Allocation
 from vescale.comm import SideStream
-from vescale.gradients import CollectiveOrder, DataParallelAxes, OrderMismatchError, ShardedReduction
+from vescale.errors import OrderMismatchError
+from vescale.gradients import CollectiveOrder, DataParallelAxes, ShardedReduction
 
 
 class RootOrders:

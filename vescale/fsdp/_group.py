@@ -408,7 +408,7 @@ def _leaves(inputs: Sequence[Any], *, returns_graph: bool) -> list[Any] | None:
     if returns_graph:
         raise UnsupportedParameterError(
             f"torch.autograd.grad(..., create_graph=True) of parameter {asked.name!r} of shape {asked.global_shape}, "
-            "which fully_shard or a unit of a plan gathers: the reduction over ranks is no part of the graph. Expected "
+            "which fully_shard or a unit of a plan gathers: the reduction over ranks is not part of the graph. Expected "
             "gradients of inputs and activations, create_graph=False, or a plan that keeps this parameter whole "
             "(no entry with phase=INIT)"
         )

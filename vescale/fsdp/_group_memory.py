@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from vescale.buffer import Allocation, PendingBuffer
 from vescale.comm import group_of_ranks
 from vescale.compat import backend_memory_pool, local_of, profiled, write_counts
-from vescale.errors import GroupMemoryError
+from vescale.errors import GroupMemoryError, OrderMismatchError
 from vescale.fsdp._context import CommContext, RootOrders
 from vescale.fsdp._contract import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._parameter import ManagedParameter
 from vescale.fsdp._sharded_parameters import ShardedParameters
-from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, next_unit_number
+from vescale.gradients import GradientPlace, OrderedUnit, next_unit_number
 
 _WITHOUT_PARAMETERS = (Residency.SHARDED, Residency.KEPT_PIECE)
 _WITH_PARAMETERS = (Residency.GATHERED, Residency.UNSHARDED)

@@ -7,17 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from vescale.agreement import ConsensusError, Description, Round, compare_descriptions
-from vescale.buffer import BufferMismatchError
-from vescale.plans import PlanMismatchError
+from vescale.agreement import Description, Round, compare_descriptions
+from vescale.errors import ConsensusError, ShardingMismatchError
 
 Rows = Sequence[tuple[str, str]]
-
-
-class ShardingMismatchError(PlanMismatchError, BufferMismatchError):
-    """Ranks have given different parameters, or options, to ``fully_shard``."""
-
-    code = "VS0201"
 
 
 def compare_groups(model: str, parameters: Rows, buffers: Rows, numbers: Rows, along: dist.ProcessGroup) -> None:

@@ -11,9 +11,10 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from vescale.agreement import ConsensusError, Round, Watch
+from vescale.agreement import Round, Watch
 from vescale.comm import all_gather_into
-from vescale.gradients._order_mismatch import GATHER, OrderMismatchError
+from vescale.errors import ConsensusError, OrderMismatchError
+from vescale.gradients._order_mismatch import GATHER
 
 _FEW_RANKS = 64  # numpy, which a step uses nowhere else, takes longer for as many: its code is in no cache
 _MARK = 0x7FF9_A57C_7FFB_3E61  # not a number in float64, and in each half as float32 and bfloat16

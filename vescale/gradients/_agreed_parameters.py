@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.agreement import Round, compare_descriptions
 from vescale.compat import ParameterRow
-from vescale.errors import Coded
+from vescale.errors import GradientMismatchError
 from vescale.gradients._data_parallel_axes import unite
 from vescale.gradients._hooked_parameters import HookedParameters
 from vescale.gradients._parameter import GradientRule, ReducedParameter
@@ -22,12 +22,6 @@ from vescale.gradients._reducer_turns import ReducerTurn
 from vescale.gradients._reduction import Arrival
 
 # What ranks must agree on before their collectives match: the parameters of a reducer, and how gradients arrive.
-
-
-class GradientMismatchError(Coded, RuntimeError):
-    """The gradients of the ranks differ, so that their collectives would not match."""
-
-    code = "VS0703"
 
 
 @dataclass(frozen=True)

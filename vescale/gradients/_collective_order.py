@@ -30,6 +30,7 @@ from vescale.agreement import (
 )
 from vescale.comm import look_while_waiting
 from vescale.compat import is_alone
+from vescale.errors import OrderMismatchError
 from vescale.gradients._agreed_collectives import AgreedCollectives, has_notice
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._order_mismatch import (
@@ -38,7 +39,6 @@ from vescale.gradients._order_mismatch import (
     GATHER,
     KEPT_GATHER,
     REDUCTION,
-    OrderMismatchError,
     different_modules,
     waiting_ranks,
 )

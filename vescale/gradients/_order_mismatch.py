@@ -1,26 +1,11 @@
-"""``OrderMismatchError``: ranks communicate for different units, or models, at one place of their order."""
+"""What an ``OrderMismatchError`` says: ranks communicate for different units, or models, at one place of their order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from vescale.agreement import Apart
-from vescale.errors import Coded
-
-
-class OrderMismatchError(Coded, RuntimeError):
-    """Ranks have gathered, or reduced, different units in one place of their order, so that the contents were mixed, or wait
-    for each other in collectives that do not pair.
-
-    ``ranks``: those that differ from the majority.
-    """
-
-    code = "VS0301"
-
-    def __init__(self, problem: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(problem)
-        self.ranks = tuple(ranks)
-
+from vescale.errors import OrderMismatchError
 
 GATHER, REDUCTION, COMPARISON, END_OF_BACKWARD, KEPT_GATHER = range(5)
 _KINDS = (

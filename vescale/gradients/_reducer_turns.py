@@ -12,20 +12,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from vescale.agreement import (
-    FIRST_MESSAGES,
-    Board,
-    ConsensusError,
-    CrossWaitError,
-    RankGoneError,
-    Round,
-    first_difference,
-    wait_limit,
-)
+from vescale.agreement import FIRST_MESSAGES, Board, CrossWaitError, Round, first_difference, wait_limit
 from vescale.comm import all_reduce_, group_of_ranks, waits_for
 from vescale.compat import default_timeout, is_alone
+from vescale.errors import ConsensusError, OrderMismatchError, RankGoneError
 from vescale.gradients._one_backward import OneBackward
-from vescale.gradients._order_mismatch import OrderMismatchError
 
 
 class ReducerTurn:

@@ -17,12 +17,12 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.buffer import DBuffer
 from vescale.comm import Pending, SideStream, all_reduce_, reduce_scatter_into
 from vescale.compat import DTensorSpec, make_dtensor, note, permit_gradients_of_any_dtype, run_post_accumulate_hooks
+from vescale.errors import OrderMismatchError
 from vescale.gradients._arrival_hooks import hooks_of_programs
 from vescale.gradients._buffer_reduction import BufferReduction
 from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit
 from vescale.gradients._complete_gradient import add_contribution, added, gradient_spec, local_part
 from vescale.gradients._data_parallel_axes import AxisSet, DataParallelAxes
-from vescale.gradients._order_mismatch import OrderMismatchError
 from vescale.gradients._parameter import pending_axes
 from vescale.gradients._reduction import Reduction, Stage, divide_
 from vescale.gradients._unreduced_gradients import GatheredParameter, UnreducedGradients

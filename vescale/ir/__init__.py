@@ -1,6 +1,6 @@
 """The plan's intermediate representation: instructions, programs, and lowering."""
 
-from vescale.ir._example_inputs import example_inputs, hf_inputs, random_inputs
+from vescale.ir._example_inputs import dtype_of_input, example_inputs, hf_inputs, random_inputs
 from vescale.ir._expert_sharding import stand_in_for_experts
 from vescale.ir._findings import Finding, LoweringError, merge_repeats, name_list
 from vescale.ir._forward_state import ForwardState, KnownState
@@ -31,58 +31,4 @@ from vescale.ir._skeleton import skeleton_of
 from vescale.ir._uneven_cuts import UnevenCut, uneven_cuts, uneven_inputs
 from vescale.ir._units import UnitBucket, join_placements, ragged_positions, unit_buckets
 
-__all__ = [
-    "Annotate",
-    "Attention",
-    "Change",
-    "Checkpoint",
-    "Collective",
-    "Coverage",
-    "Factory",
-    "Finding",
-    "FlowMode",
-    "ForwardState",
-    "Hook",
-    "Instruction",
-    "KnownState",
-    "Local",
-    "LoweringError",
-    "NewPlan",
-    "Op",
-    "Packing",
-    "Place",
-    "Precision",
-    "PredictedBucket",
-    "Prediction",
-    "Program",
-    "ProgramDiff",
-    "Redistribute",
-    "Repeats",
-    "Stage",
-    "UnevenCut",
-    "Unit",
-    "UnitBucket",
-    "Wrap",
-    "check",
-    "copy_model",
-    "coverage",
-    "example_inputs",
-    "hf_inputs",
-    "join_placements",
-    "lower",
-    "merge_repeats",
-    "name_list",
-    "new_plan",
-    "packed_dims",
-    "predict",
-    "predict_buckets",
-    "ragged_positions",
-    "random_inputs",
-    "refuse_part_of_replicas",
-    "repeats_of",
-    "skeleton_of",
-    "stand_in_for_experts",
-    "uneven_cuts",
-    "uneven_inputs",
-    "unit_buckets",
-]
+__all__ = ["Finding", "LoweringError", "Program", "check", "coverage", "example_inputs", "lower", "new_plan", "predict"]

@@ -61,6 +61,12 @@ def _guesses(model: nn.Module, batch: int, length: int) -> Iterator[torch.Tensor
         return
 
 
+def dtype_of_input(name: str) -> torch.dtype:
+    """What an input of a model of transformers has, by its name: token ids, labels, masks and time steps are integers."""
+    is_index = name.endswith(("ids", "labels", "mask", "timestep"))
+    return torch.int64 if is_index else torch.get_default_dtype()
+
+
 def hf_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
     """Token ids with labels, images or sounds, for models of transformers; nothing for others."""
     names = inspect.signature(model.forward).parameters

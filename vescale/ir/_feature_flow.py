@@ -139,7 +139,7 @@ class FeatureGroups:
         """Note that the code splits the features; false, and whole from now on, if it did so otherwise before."""
         group = self.of(weight)
         if group.num_parts not in (1, num_parts):
-            self.keep_whole(weight, "the code takes the features apart in different ways")
+            self.keep_whole(weight, "the code splits the features in different ways")
         group.num_parts = num_parts
         return not group.whole
 
@@ -214,6 +214,8 @@ def moved_dims(
     if name == "movedim":
         marked = torch.empty(tuple(range(2, 2 + ndim)), device="meta").movedim(*args[1:], **kwargs)
         return tuple(list(marked.shape).index(d + 2) for d in dims)
+    if name in ("view_as_complex", "view_as_real"):  # the last dim: a pair of numbers, or none
+        return tuple(d for d in dims if d < ndim - (name == "view_as_complex"))
     if name == "squeeze":
         given = (*args[1:], *kwargs.values())
         chosen = (
@@ -305,14 +307,12 @@ class FeatureFlow(ABC):
                 or tensor.shape[features.dims[0]] != result.shape[dims[0]]
             ):
                 for _, _, each in moved:
-                    self._keep_whole(each, f"{name} meets features along different dims")
+                    self._keep_whole(each, f"{name} combines features along different dims")
                 return
             self.groups.join(first.weight, features.weight, first.is_part, features.is_part)
         for tensor in tensors:
             if self._of(tensor) is None and not self._fits(tensor, dims, result, first, is_part):
-                self._keep_whole(
-                    first, f"{name} adds what is whole" if "add" in name else f"{name} meets what is whole"
-                )
+                self._keep_whole(first, f"{name} takes a replicated operand, too")
         self._features[result] = replace(first, dims=dims, is_part=is_part)
 
     def _fits(
@@ -352,6 +352,8 @@ class FeatureFlow(ABC):
                 if not dims:
                     self._keep_whole(found, f"{name} takes some of them")
                 else:
+                    if name == "view_as_real" and dims[-1] == x.ndim - 1:
+                        dims = (*dims, x.ndim)
                     self._features[result] = replace(found, dims=dims)
             else:
                 self._spread[result] = dims
@@ -415,7 +417,7 @@ class FeatureFlow(ABC):
             return
         taken = list(indexed_dims(args[1], x.ndim))
         if not taken:
-            self._keep_whole(features, "they are picked by index")
+            self._keep_whole(features, "they are selected by index")
             return
         dims, is_part = [], features.is_part
         for before, item, after in taken:

@@ -233,12 +233,13 @@ def _operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     return given[0], given[1], given[2] if name == "linear" else None
 
 
+_PAIRS = ("view_as_complex", "view_as_real")
 _PRODUCTS = {"linear", "addmm", "matmul", "mm", "embedding"}
 _Handler = Callable[[FeatureTrace, str, tuple[Any, ...], dict[str, Any], Any], None]
 _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(("view", "reshape", "reshape_as", "flatten", "unflatten"), FeatureTrace._view),
     **dict.fromkeys(
-        ("transpose", "swapaxes", "swapdims", "permute", "unsqueeze", "squeeze", "movedim", "t", "T", "mT"),
+        ("transpose", "swapaxes", "swapdims", "permute", "unsqueeze", "squeeze", "movedim", "t", "T", "mT", *_PAIRS),
         FeatureTrace._move,
     ),
     **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "iter"), FeatureTrace._split),

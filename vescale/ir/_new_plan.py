@@ -60,7 +60,7 @@ class Coverage:
         largest = ", ".join(f"{name} ({size:,})" for name, size in self.whole[:5])
         return (
             f"{self.parameters:.1%} of the parameters are sharded, and {self.activations:.1%} of the modules' outputs have "
-            "entries" + (f"; the largest parameters that stay whole: {largest}" if largest else "")
+            "entries" + (f"; the largest replicated ones: {largest}" if largest else "")
         )
 
 
@@ -181,13 +181,13 @@ def new_plan(
         faulty = [cut for cut in cuts if cut.concerns(names)]
         if not faulty:
             break
-        dropped += [f"{cut.title}: lint would find fault with it" for cut in faulty]
+        dropped += [f"{cut.title} is replicated: lint would report an error" for cut in faulty]
         cuts = [cut for cut in cuts if cut not in faulty]
     head = [f"Written by `vescale plan new` for {type(model).__name__}: {coverage(written, meta)}"]
     reasons: dict[str, list[str]] = {}
     for name, why in whole.items():
         reasons.setdefault(why, []).append(wildcard(name))
-    head += [f"Whole, as {why}: {', '.join(dict.fromkeys(names))}" for why, names in reasons.items()]
+    head += [f"Replicated, because {why}: {', '.join(dict.fromkeys(names))}" for why, names in reasons.items()]
     written.head = head + list(dict.fromkeys(dropped)) + notes
     return written
 
@@ -260,7 +260,9 @@ def _written(
     for number, name in enumerate(_batched(model, given) if data else ()):
         plan.shard(f"<in:{name}>", {each: Shard(0) for each in data}, source=_SOURCE)
         if number == 0:
-            plan.comments[f"<in:{name}>"] = f"The batch, over {' and '.join(data)}. Inputs without an entry are whole."
+            plan.comments[f"<in:{name}>"] = (
+                f"The batch, over {' and '.join(data)}. Inputs without an entry are replicated."
+            )
     kinds: dict[tuple[str, str], list[Cut]] = {}
     for cut in cuts:
         kinds.setdefault((cut.title, cut.why), []).append(cut)

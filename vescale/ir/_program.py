@@ -315,7 +315,7 @@ def _read_methods(data: Mapping[str, Any], axes: MeshAxes) -> tuple[AttentionMet
     for axis, method in data.items():
         axes.index(axis)
         if method not in ATTENTION_METHODS:
-            raise ProgramTextError(f"{method!r} is no method of attention")
+            raise ProgramTextError(f"{method!r} is not a method of attention")
     return tuple(data.get(axis) for axis in axes)
 
 
@@ -327,7 +327,7 @@ def _text(value: Any) -> str:
 
 def _texts(values: Any) -> tuple[str, ...]:
     if isinstance(values, str):
-        raise ProgramTextError(f"{values!r} is no list")
+        raise ProgramTextError(f"{values!r} is not a list")
     return tuple(_text(value) for value in values)
 
 

@@ -102,7 +102,10 @@ class _Chooser:
 
     def _cut_vocabulary(self, weight: str, products: list[Product]) -> None:
         tied = len({p.in_dim < 0 for p in products}) > 1
-        cut = Cut(weight, "The vocabulary: each rank has a part of its rows" + (", of the head, too." if tied else "."))
+        cut = Cut(
+            weight,
+            "The vocabulary: each rank holds a part of its rows" + (", also for the tied head." if tied else "."),
+        )
         for product in products:
             by_tokens = product.in_dim >= 0 and product.num_dims == {3} and not product.splits_tokens
             for path in product.layers:
@@ -115,9 +118,9 @@ class _Chooser:
             if product.in_dim < 0:
                 continue
             cut.why += (
-                " Scores of all of the vocabulary for a part of the tokens are made by one all-to-all."
+                " One all-to-all gives each rank all logits of its part of the tokens."
                 if by_tokens
-                else " Scores are gathered."
+                else " Logits are gathered."
             )
         self._take(cut)
 
@@ -129,7 +132,7 @@ class _Chooser:
         for group in candidates:
             weights = {*group.members, *(p.weight for p in group.consumers)}
             if weights & self.taken:
-                group.whole = "another pair cuts one of its weights"
+                group.whole = "another pair shards one of its weights"
                 continue
             self._cut_pair(group)
 
@@ -141,16 +144,16 @@ class _Chooser:
             return "nothing sums over its features"
         products = [p for p in group.producers if p.in_dim >= 0]
         if not products:
-            return "a table makes its features"
+            return "its features come from an embedding"
         if not all(p.is_layer for p in (*products, *group.consumers)):
-            return "it is no layer of its own"
+            return "it is not a layer of its own"
         if any(
             None in p.inputs or len({self.trace.groups.root(w) for w in p.inputs if w}) > 1 for p in group.consumers
         ):
-            return "its layer that sums also runs on other features"
+            return "the layer that sums over its features also runs on others"
         own = {p.weight for p in group.producers}
         if any(p.weight in own for p in group.consumers):
-            return "a layer makes features for itself"
+            return "a layer reads the features that it computes"
         return ""
 
     def _elements(self, group: FeatureGroup) -> int:
@@ -195,9 +198,9 @@ class _Chooser:
                 p.shape[0] in numbers and p.shape[0] % self.size == 0 for _, p in module.named_parameters()
             )
             why = (
-                f"Experts: whole ones on each rank, {next(iter(numbers)) // self.size} of {next(iter(numbers))}."
+                f"Experts: each rank holds {next(iter(numbers)) // self.size} of {next(iter(numbers))}."
                 if spread
-                else (f"Experts stay whole: {self.size} ranks do not divide them.")
+                else (f"Experts are replicated: {self.size} ranks do not divide them.")
             )
             cut = Cut(wildcard(path), why, experts=[path])
             for name, _ in module.named_parameters():
@@ -218,7 +221,7 @@ class _Chooser:
                 continue
             if product.weight in self.trace.groups:
                 group = self.trace.groups.of(product.weight)
-                found[product.weight] = self._refusal(group) or "another pair cuts one of its weights"
+                found[product.weight] = self._refusal(group) or "another pair shards one of its weights"
         return found
 
     # Helpers
@@ -249,7 +252,7 @@ _SMALL = 1024  # elements: smaller weights are not worth a comment
 def _why(group: FeatureGroup) -> str:
     packed = f", each of {group.num_parts} fused parts" if group.num_parts > 1 else ""
     if group.uses_attention:
-        return f"Attention: cut between heads{packed}; the output layer sums over them."
+        return f"Attention: sharded by heads{packed}; the output projection sums over them."
     if len([p for p in group.producers if p.in_dim >= 0]) > 1:
-        return f"A gated pair: output features are cut{packed}, and the next layer sums over them."
-    return f"A pair: output features of the first are cut{packed}, and the second sums over them."
+        return f"A gated MLP: output features are sharded{packed}, and the next layer sums over them."
+    return f"A pair of layers: output features of the first are sharded{packed}, and the second sums over them."

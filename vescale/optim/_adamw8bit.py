@@ -16,10 +16,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import is_alone, local_of, make_dtensor, make_spec, without_modes
-from vescale.errors import CutBlockError, OptimizerOptionError, OptimizerParameterError, OptimizerStateError
+from vescale.errors import (
+    CutBlockError,
+    OptimizerOptionError,
+    OptimizerParameterError,
+    OptimizerStateError,
+    UnevenBlocksError,
+)
 from vescale.optim._adamw8bit_native import is_native, update_all
 from vescale.optim._adamw8bit_update import Scalars, Update, compute_dtype, device_scalars, host_scalars, update
-from vescale.optim._blocks import Blocks, Part, UnevenBlocksError
+from vescale.optim._blocks import Blocks, Part
 from vescale.optim._dynamic_map import dynamic_map
 from vescale.optim._flat_blocks import FlatBlocks
 from vescale.optim._graph_capture import check_no_capture, eagerly

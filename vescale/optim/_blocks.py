@@ -15,14 +15,8 @@ import numpy as np
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.errors import Coded
+from vescale.errors import UnevenBlocksError
 from vescale.placements import RaggedShard, Region, coordinates, largest_shape, local_region, ragged_axis, shard_dim
-
-
-class UnevenBlocksError(Coded, ValueError):
-    """No placement describes where the blocks of a tensor are on a mesh, although none is cut."""
-
-    code = "VS0804"
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from vescale.agreement import ConsensusError, Round, await_posts, post, wait_limit
+from vescale.agreement import Round, await_posts, post, wait_limit
 from vescale.comm import all_reduce_, group_of_ranks
 from vescale.compat import default_timeout, is_alone, root_mesh, without_modes
-from vescale.errors import MissingGradientError
+from vescale.errors import ConsensusError, MissingGradientError
 from vescale.gradients import shares_of
 
 FINITE = "finite gradients"

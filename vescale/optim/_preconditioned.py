@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
-from vescale.agreement import ConsensusError, Round
+from vescale.agreement import Round
 from vescale.comm import join_axes
 from vescale.compat import is_alone, make_dtensor, make_spec, without_modes
-from vescale.errors import OptimizerOptionError, OptimizerParameterError
+from vescale.errors import ConsensusError, OptimizerOptionError, OptimizerParameterError
 from vescale.gradients import shares_of
 from vescale.optim._graph_capture import check_no_capture
 from vescale.optim._matrix_exchange import OwnedMatrix

@@ -10,21 +10,4 @@ from vescale.pipeline._runner import Runner
 from vescale.pipeline._schedule import Action, Schedule, make_schedule, schedule_page
 from vescale.pipeline._staged_program import StagedProgram, check_stages, program_of_stages, without_guesses
 
-__all__ = [
-    "Action",
-    "Cut",
-    "PipelineModule",
-    "Runner",
-    "Schedule",
-    "StagedProgram",
-    "check_stages",
-    "current_run",
-    "install_stages",
-    "make_schedule",
-    "measure_costs",
-    "partition",
-    "program_of_stages",
-    "schedule_page",
-    "state_bytes",
-    "without_guesses",
-]
+__all__ = ["Cut", "PipelineModule", "StagedProgram", "make_schedule", "measure_costs", "partition", "schedule_page"]

@@ -212,7 +212,7 @@ class _Analysis:
         if packet in (aten.mul, aten.mul_, aten.div, aten.div_):
             return self._scaled(one, other, pairs)
         if packet not in _LINEAR:
-            raise self._refuse(f"is no sum over rows: {one.func} is taken of a sum or mean over them")
+            raise self._refuse(f"is not a sum over rows: {one.func} is taken of a sum or mean over them")
         scales = [self._of_operand(a, b) for a, b in pairs if a.depends]
         # What does not depend on the batch is the same in each micro-batch, as a mean is on average.
         constant = packet in (aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub) and self._adds_constant(one)
@@ -262,13 +262,13 @@ class _Analysis:
             if argument.name == "reduction":
                 given = node.args[number] if number < len(node.args) else argument.default_value
                 return 1.0 if node.kwargs.get("reduction", given) == 2 else 1.0 / self._count
-        raise self._refuse(f"is no sum over rows: {node.func} is taken of them")
+        raise self._refuse(f"is not a sum over rows: {node.func} is taken of them")
 
     def _scaled(self, one: _Node, other: _Node, pairs: list[tuple[_Operand, _Operand]]) -> float | None:
         moving = [(a, b) for a, b in pairs if a.depends and a.of_batch]
         divides = one.func.overloadpacket in (aten.div, aten.div_)
         if len(moving) != 1 or (divides and moving[0][0].tensor is not one.args[0]):
-            raise self._refuse(f"is no sum over rows: {one.func} is taken of sums or means over them")
+            raise self._refuse(f"is not a sum over rows: {one.func} is taken of sums or means over them")
         scale = self._of_operand(*moving[0])
         if scale is None:
             return None

@@ -124,18 +124,28 @@ class Schedule:
         """The form that ``schedule=`` of a plan takes."""
         return "".join(",".join(map(str, actions)) + "\n" for actions in self.actions)
 
-    def draw(self) -> str:
-        """A line for each rank, a column for each unit of time; dots where it waits."""
+    def draw(self, columns: int = 100_000) -> str:
+        """A line for each rank, a column for each unit of time; dots where it waits.
+
+        Args:
+            columns: of characters; a longer schedule is continued in lines below.
+        """
         width = max(len(str(action)) for actions in self.actions for action in actions) + 1
-        lines = []
-        for rank, (actions, starts) in enumerate(zip(self.actions, self.starts)):
+        rows = []
+        for actions, starts in zip(self.actions, self.starts):
             cells = ["."] * self.length
             for action, start in zip(actions, starts):
                 cells[start] = str(action)
                 for more in range(1, DURATIONS[action.kind]):
                     cells[start + more] = "-"
-            lines.append(f"rank {rank}: " + "".join(cell.ljust(width) for cell in cells).rstrip())
-        return "\n".join(lines) + "\n"
+            rows.append([cell.ljust(width) for cell in cells])
+        titles = [f"rank {rank}: " for rank in range(len(rows))]
+        most = max(1, (columns - len(titles[-1])) // width)
+        parts = []
+        for start in range(0, self.length, most):
+            lines = (title + "".join(cells[start : start + most]) for title, cells in zip(titles, rows))
+            parts.append("".join(line.rstrip() + "\n" for line in lines))
+        return "\n".join(parts)
 
 
 def _covers(many: Mapping[int, int], few: Mapping[int, int]) -> bool:

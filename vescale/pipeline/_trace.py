@@ -106,7 +106,7 @@ class Carried:
             if id(tensor) not in self._origins:
                 raise PipelineTraceError(
                     f"pipeline: {where}, in stage {last}, has a tensor of shape {tuple(tensor.shape)} that was made in a "
-                    f"module of stage {made}, and is no part of what the module returns; return it, or begin the stages "
+                    f"module of stage {made}, and is not part of what the module returns; return it, or begin the stages "
                     "before other modules",
                     self._source,
                 )

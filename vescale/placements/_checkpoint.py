@@ -87,7 +87,7 @@ def check_load(fqn: str, dtensor: DTensor, saved: Any) -> None:
     _refuse_partial(fqn, dtensor)
     if not isinstance(saved, TensorStorageMetadata):
         raise ShardedStateError(
-            f"{fqn}: the checkpoint holds an object that is no tensor, but the state dict has a DTensor of shape "
+            f"{fqn}: the checkpoint holds an object that is not a tensor, but the state dict has a DTensor of shape "
             f"{tuple(dtensor.shape)} placed as {dtensor.placements}; load into the kind of value that was saved"
         )
     if tuple(saved.size) != tuple(dtensor.shape):

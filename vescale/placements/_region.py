@@ -53,7 +53,7 @@ def middle_chunks(
     length, period = shape[placement.dim], placement.size * placement.inner
     if length % period:
         raise PlacementError(
-            f"{placement!r}: dim {placement.dim} of the tensor of shape {shape} is no flattening of dims of sizes (..., "
+            f"{placement!r}: dim {placement.dim} of the tensor of shape {shape} is not a flattening of dims of sizes (..., "
             f"{placement.size}, {placement.inner}); its size {length} has to be a multiple of {period}"
         )
     low, high = (bound * placement.inner for bound in _chunk(placement.size, num_ranks, index))

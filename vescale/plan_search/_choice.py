@@ -107,10 +107,13 @@ class Choice:
 
     def __str__(self) -> str:
         sizes = ",".join(f"{name}={size}" for name, size in self.axes.items() if size > 1) or "one device"
-        parts = [sizes, f"ZeRO-{self.zero}" if self.zero else "no ZeRO"]
+        parts = [sizes]
+        if self.zero:
+            parts.append(f"ZeRO-{self.zero}")
         if self.tp > 1 and not self.source.sequence:
             parts.append("whole sequences")
-        parts.append("no checkpointing" if self.checkpoint == "none" else f"{self.checkpoint} checkpointing")
+        if self.checkpoint != "none":
+            parts.append(f"{self.checkpoint} checkpointing")
         if self.pp > 1:
             parts.append(f"{self.schedule}, {self.microbatches} micro-batches")
         return ", ".join(parts)

@@ -566,5 +566,5 @@ def _sizes(inputs: Mapping[str, Any]) -> tuple[int, int | None, int]:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ArgumentTypeError(f"precision {name!r} is no dtype; write bfloat16, float16 or float32")
+        raise ArgumentTypeError(f"precision {name!r} is not a dtype; write bfloat16, float16 or float32")
     return found

@@ -40,7 +40,7 @@ class MeshAxes:
             wrong = next((f"{name!r}: {size!r}" for name, size in mesh.items() if not _is_size(name, size)), None)
             if wrong is not None:
                 raise MeshAxesError(
-                    f"mesh {{{wrong}}} is no axis and size; give names and whole numbers, as {{'dp': 2, 'tp': 4}}"
+                    f"mesh {{{wrong}}} is not an axis and size; give names and whole numbers, as {{'dp': 2, 'tp': 4}}"
                 )
             return cls(tuple(mesh), tuple(int(size) for size in mesh.values()))
         if not isinstance(mesh, DeviceMesh):

@@ -79,7 +79,7 @@ class _Reader:
             isinstance(patterns, Mapping | None) for patterns in found.values()
         ):
             raise ParallelPlanError(
-                f"{self.kind}.get_parallel_plan() returns {type(given).__name__}, which is no parallel plan; expected an "
+                f"{self.kind}.get_parallel_plan() returns {type(given).__name__}, which is not a parallel plan; expected an "
                 "extra_parallel_plan of {axis: {parameter pattern: placement}}, or an ep_plan of {pattern: placement}"
             )
         return {str(name): patterns for name, patterns in found.items() if patterns}

@@ -180,7 +180,7 @@ class Path:
         stray = _STRAY.search(path.pattern)
         if stray is not None:
             raise PathError(
-                f"{text[stray.start() :]!r} in the path {text!r} is no input or output; end the path with .<in>, "
+                f"{text[stray.start() :]!r} in the path {text!r} is not an input or output; end the path with .<in>, "
                 ".<in:name>, .<in:0>, .<out> or .<out:0>"
             )
         try:

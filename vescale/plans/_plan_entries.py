@@ -211,7 +211,7 @@ class PlanEntries:
                 )
             if name not in ATTENTION_METHODS:
                 raise EntryError(
-                    f"attention {path!r}: {name!r} on {axis} is no method; use one of {', '.join(ATTENTION_METHODS)}"
+                    f"attention {path!r}: {name!r} on {axis} is not a method; use one of {', '.join(ATTENTION_METHODS)}"
                     f"{did_you_mean(str(name), ATTENTION_METHODS)}",
                     source,
                 )

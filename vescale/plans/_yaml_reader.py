@@ -79,7 +79,7 @@ def _includes(document: Document, data: Mapping[str, Any], chain: tuple[Path, ..
         source = document.at(("include", index))
         if not chain:
             raise IncludeError(
-                f"include {text!r}: a plan that is no file has no folder; give the path of the file", source
+                f"include {text!r}: a plan that is not a file has no folder; give the path of the file", source
             )
         folder = chain[0].parent
         try:
@@ -94,7 +94,7 @@ def _includes(document: Document, data: Mapping[str, Any], chain: tuple[Path, ..
                 source,
             )
         if not is_file:
-            raise IncludeError(f"cannot include {text!r}: {path} is no file; give the path of a YAML file", source)
+            raise IncludeError(f"cannot include {text!r}: {path} is not a file; give the path of a YAML file", source)
         yield path
 
 

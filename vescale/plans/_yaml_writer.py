@@ -35,7 +35,7 @@ _PLAIN = regex.compile(r"[A-Za-z0-9_<($.\\][A-Za-z0-9_.\\<>()|${}:+*?]*(?<!:)")
 # The repeated layers of a model at the beginning of a path.
 _LAYERS = regex.compile(r"([A-Za-z0-9_.]+\.\\d\+)\.")
 _MIN_USES = 3  # of a variable
-_COMMENT_WIDTH = 118
+_COMMENT_WIDTH = 78
 
 
 def plan_text(plan: PlanEntries, comments: Mapping[str, str] | None = None, head: Sequence[str] = ()) -> str:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale.agreement import ConsensusError, Round, compare_descriptions
-from vescale.errors import MeshAxesError, MeshSizeError, RestartedStoreError, kind_of
+from vescale.agreement import Round, compare_descriptions
+from vescale.errors import ConsensusError, MeshAxesError, MeshSizeError, RestartedStoreError, kind_of
 from vescale.plans import MeshAxes, PlanMismatchError, axis_sizes
 
 

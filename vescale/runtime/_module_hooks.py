@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import in_dual_level, in_transform, map_tensors, no_torch_function, spec_of, tensors_in
-from vescale.errors import EntryError, NotParallelizedError, UnusedEntryWarning
+from vescale.errors import EntryError, NotParallelizedError
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert, refuse_transforms, with_cut_gradient
 from vescale.runtime._activation import THREAD, module_of_node
@@ -229,8 +228,8 @@ class _Instructions:
         return output
 
     def _place_item(self, placing: Placing, output: Any) -> Any:
-        """One item of an output, by position or name. An item that only some calls return may be missing in others; an entry
-        that has named none yet is told of, and refused in strict mode."""
+        """One item of an output, by position or name. A field of a dataclass may be missing in a call, and so may an item
+        that was there before; an entry that has named none is refused."""
         items = _items(output)
         index = str(placing.index)
         key = next((key for position, key in enumerate(items) if index in (key, str(position))), None)
@@ -240,17 +239,14 @@ class _Instructions:
                 return output
             placed = placing(items[key])
             return placed if output is items[key] else _with_item(output, key, items[key], placed)
-        if placing not in self._found and output is not None:
-            self._found.add(placing)
+        fields = dataclasses.fields(output) if dataclasses.is_dataclass(output) else ()
+        if placing not in self._found and output is not None and index not in {field.name for field in fields}:
             names = f"a {type(output).__name__} with the items {list(items)}" if items else f"a {type(output).__name__}"
-            text = (
+            raise EntryError(
                 f"the entry {placing.target_text} names nothing: the module returns {names}. Write <out> for a single "
-                "output, or the position or name of one of these items"
+                "output, or the position or name of one of these items",
+                placing.instruction.source,
             )
-            if self.runtime.strict:
-                raise EntryError(text, placing.instruction.source)
-            if self.runtime.is_first_rank:
-                warnings.warn(f"{placing.instruction.source}: {text}", UnusedEntryWarning, stacklevel=2)
         return output
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.agreement import ConsensusError, Description, Difference, Round, compare_descriptions
+from vescale.agreement import Description, Difference, Round, compare_descriptions
+from vescale.errors import ConsensusError
 from vescale.ir import Program
 from vescale.plans import Phase, Plan, PlanMismatchError, phase_text, placement_text
 from vescale.rng import fingerprint, is_deferred

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.agreement import ConsensusError, Round
+from vescale.agreement import Round
 from vescale.compat import note
-from vescale.errors import RankFailedError, SavePretrainedError
+from vescale.errors import ConsensusError, RankFailedError, SavePretrainedError
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
 

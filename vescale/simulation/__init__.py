@@ -3,4 +3,4 @@
 from vescale.simulation._records import Collective, RankRecord
 from vescale.simulation._simulate import Finding, Job, Simulation, simulate, simulate_jobs
 
-__all__ = ["Collective", "Finding", "Job", "RankRecord", "Simulation", "simulate", "simulate_jobs"]
+__all__ = ["Collective", "Finding", "RankRecord", "Simulation", "simulate"]

@@ -37,9 +37,11 @@ class Collective:
 
     @property
     def is_message(self) -> bool:
+        """Between two ranks."""
         return self.op in ("send", "recv")
 
     def text(self) -> str:
+        """A line for people."""
         over = f"axis {self.axis!r}" if self.axis else "ranks"
         if self.op == COMPARISON:
             return f"{self.about} of ranks {ranks_text(self.ranks)} at {self.site}"
@@ -74,7 +76,8 @@ class RankRecord:
     Attributes:
         calls: collectives, and where groups were made and descriptions compared, in the order in which they were started.
         order: ``n`` where call n was started, ``~n`` where the program waited for it.
-        peak_bytes: of memory; ``categories``: those of :mod:`vescale.estimation` at that instant.
+        rank: its global number; ``ending``: how its program ended.
+        peak_bytes: of memory, at ``peak_at``; ``categories``: those of :mod:`vescale.estimation` at that instant.
         host_seconds: processor seconds of the program without those of the simulated ops.
     """
 
@@ -89,13 +92,16 @@ class RankRecord:
 
     @property
     def collectives(self) -> list[Collective]:
+        """Those of ``calls`` that move something."""
         return [one for one in self.calls if one.op not in (NEW_GROUP, COMPARISON)]
 
     def to_json(self) -> dict[str, Any]:
+        """As plain data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankRecord:
+        """What ``to_json`` returned, as ``data``."""
         calls = [Collective(**one) for one in data["calls"]]
         return cls(**{**data, "calls": calls, "ending": Ending(**data["ending"])})
 

@@ -30,7 +30,9 @@ class Finding:
     Attributes:
         kind: ``mismatch``: ranks call different collectives in one place; ``deadlock``: ranks wait for each other;
             ``never-comes``: ranks wait for one that does not come; ``error``: a program failed.
-        ranks: those concerned. at: the line of the program. text: a sentence.
+        ranks: those concerned.
+        at: the line of the program.
+        text: a sentence.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class Finding:
     text: str
 
     def to_json(self) -> dict[str, Any]:
+        """As plain data."""
         return {"kind": self.kind, "ranks": self.ranks, "at": self.at, "text": self.text}
 
 

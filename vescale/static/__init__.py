@@ -17,20 +17,15 @@ from vescale.static._recorded_program import RecordedProgram
 from vescale.static._report import EagerFunction, Fallback, StaticReport, report
 
 __all__ = [
-    "EagerFunction",
     "Fallback",
     "RecordedBoundary",
-    "RecordedFunction",
     "RecordedModule",
-    "RecordedPatch",
     "RecordedProgram",
     "RecordedSite",
     "RecordedStep",
     "RecordedType",
     "Site",
-    "StaticMode",
     "StaticReport",
     "program",
-    "read_record",
     "report",
 ]

@@ -479,7 +479,7 @@ class StaticProgram:
         code = patched_code(plan.source, plan.patch)
         own = code_of(function)
         if code is None or not isinstance(function, types.FunctionType) or own is None:
-            raise UnrecordedError(f"{function} is no function in Python")
+            raise UnrecordedError(f"{function} is not a function in Python")
         if self.originals.get(own, own) is not plan.code:
             raise UnrecordedError(f"{function} is another function than was recorded")
         self.needs_mode |= plan.runs_on_dtensors  # also in functions that are changed when they are called

@@ -162,7 +162,7 @@ def _code_of(module: nn.Module, path: str) -> CodeType:
     while isinstance(function, MethodType):
         function = function.__func__
     if not isinstance(function, FunctionType):
-        raise StaticRecordError(f"the forward of {path or 'the model'} is no Python function")
+        raise StaticRecordError(f"the forward of {path or 'the model'} is not a Python function")
     return function.__code__
 
 

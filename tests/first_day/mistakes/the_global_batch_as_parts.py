@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 from tests.first_day.start import Net, inputs, start
 from vescale import Plan, parallelize
-from vescale.checks import RepeatedPartsWarning
+from vescale.errors import RepeatedPartsWarning
 
 warnings.simplefilter("error", RepeatedPartsWarning)
 mesh = start(dp=2)

@@ -3,5 +3,3 @@
 from vescale.static.tape._analysis import RecordedTape, recorded_tape
 from vescale.static.tape._program import TapeProgram
 from vescale.static.tape._recorder import TapeRecorder
-
-__all__ = ["RecordedTape", "TapeProgram", "TapeRecorder", "recorded_tape"]
