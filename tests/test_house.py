@@ -288,10 +288,6 @@ ALLOWED_CALLS = {
     ("cli/_inputs.py", "importlib.import_module"): "MODEL, pkg.module:factory, is code that the user asks to run",
     ("simulation/_rank.py", "runpy.run_path"): "SCRIPT is code that the user asks to run",
     ("compat/needs.py", "importlib.import_module"): "names of torch's modules, from a table",
-    (
-        "static/_source.py",
-        "compile",
-    ): "functions of the model that runs, changed at some positions; nothing is executed",
     ("checkpoint/__init__.py", "importlib.import_module"): "the package's own modules, when they are first used",
     ("pipeline/_headers.py", "pickle.loads"): "from ranks of this job, as torch's object collectives do",
     ("gradients/_agreed_parameters.py", "pickle.loads"): "from ranks of this job, as torch's object collectives do",
@@ -550,9 +546,8 @@ def writes_to_torch(path: Path) -> list[str]:
 
 def test_nothing_but_the_table_writes_to_torch() -> None:
     # A row of the table registers kernels, a new process group is entered among PyTorch's, and estimates run attention of
-    # another device, which is undone at the end of their step. A static forward exchanges code of functions of the model and
-    # its libraries, never of PyTorch's, while it runs.
-    registered = {"collective_kernels.py", "process_groups.py", "attention_kernels.py", "_exchanged_code.py"}
+    # another device, which is undone at the end of their step.
+    registered = {"collective_kernels.py", "process_groups.py", "attention_kernels.py"}
     for path in sorted(PACKAGE.rglob("*.py")):
         found = writes_to_torch(path)
         assert not found or path.name in registered, found

@@ -79,8 +79,7 @@ TOPICS: dict[str, tuple[str, list[str]]] = {
     "static": (
         "Static mode",
         [
-            "vescale.static: report StaticReport Fallback program RecordedProgram RecordedStep RecordedModule",
-            "vescale.static: RecordedBoundary Site RecordedSite RecordedType",
+            "vescale.static: report StaticReport Fallback program RecordedProgram RecordedStep RecordedSite RecordedType",
         ],
     ),
     "debugging": (

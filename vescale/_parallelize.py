@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Literal, TypeVar
 
@@ -16,7 +15,7 @@ from vescale.ir import Unit, lower, refuse_part_of_replicas
 from vescale.pipeline import StagedProgram, install_stages
 from vescale.plans import MeshAxes, Plan
 from vescale.runtime import MissingValues, ModuleTables, Runtime, install, preflight, refuse_wrapped, run_eagerly
-from vescale.static import RecordedProgram, StaticMode
+from vescale.static import StaticMode
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,7 +27,6 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     strict: bool = False,
     mode: Literal["eager", "static"] = "eager",
-    record: RecordedProgram | str | os.PathLike[str] | None = None,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
 ) -> M:
     """Changes ``model`` in place, so that all ranks of a mesh together compute what one device would compute.
@@ -59,8 +57,6 @@ def parallelize(
         strict: raise an error at the first communication that no entry of the plan asks for, instead of a warning.
         mode: ``"eager"``, or ``"static"`` to run the model on local tensors after one recorded step
             (:mod:`vescale.static`).
-        record: with ``mode="static"``, a :class:`vescale.static.RecordedProgram` or the path of its YAML file, whose steps
-            are not recorded again.
         optimizer: an optimizer of the model's parameters, or several. Their parameter groups get the new parameters in
             place, so that schedulers keep working. States with the shape of a parameter are sharded like it.
 
@@ -74,7 +70,7 @@ def parallelize(
 
     After an error, the model is as it was before the call.
     """
-    static = _static_mode(mode, record)
+    static = _static_mode(mode)
     optimizers = listed_optimizers(optimizer, "parallelize")
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(f"plan is {kind_of(plan)}; pass a vescale.Plan (Plan.from_yaml reads a file)")
@@ -100,7 +96,7 @@ def parallelize(
             for unit in (instruction.op for instruction in program if isinstance(instruction.op, Unit)):
                 refuse_part_of_replicas(known, unit.shard)
         if static is not None:
-            static.check(program, known)
+            static.check()
     except Exception as problem:
         preflight(model, known, plan=plan, problem=problem)
         raise
@@ -123,14 +119,12 @@ def parallelize(
     return model
 
 
-def _static_mode(mode: str, record: RecordedProgram | str | os.PathLike[str] | None) -> StaticMode | None:
+def _static_mode(mode: str) -> StaticMode | None:
     """None: eager mode."""
     if mode == "static":
-        return StaticMode(record)
+        return StaticMode()
     if mode != "eager":
         raise ParallelizeError(f"mode={mode!r} is none of 'eager', 'static'; leave it out for 'eager'")
-    if record is not None:
-        raise ParallelizeError("record= is of static mode; give mode='static' with it")
     return None
 
 

@@ -56,7 +56,6 @@ NOT_NEEDED = {
     "_checkpoint_wrapped_module": "of wrappers, which names of parameters leave out",
     "_fsdp_wrapped_module": "of wrappers, which names of parameters leave out",
     "_orig_mod": "of wrappers, which names of parameters leave out",
-    "_is_torch_compile": "of compiled modules, whose fingerprint leaves it out",
     "_raw": "with _saved_ of autograd's nodes; only their objects have them, and their names are searched",
     "_raw_saved_": "of autograd's nodes; only their objects have them, and their names are searched",
     "_saved_": "of autograd's nodes; only their objects have them, and their names are searched",

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import gpu_capture
 from tests.static.models import mesh_of
-from tests.static.test_record import CASES, batch, built
+from tests.static.test_printed import CASES, batch, built
 from vescale.static import report
 
 pytestmark = pytest.mark.helper("dispatch")

@@ -22,7 +22,6 @@ from vescale.cli._inputs import (
 )
 from vescale.cli._main import UsageError
 from vescale.cli._pipeline_section import pipeline_as_dict, print_pipeline, write_page
-from vescale.cli._static_sites import print_sites, sites_as_dicts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from vescale.ir import Collective, Prediction, Program, UnitBucket
     from vescale.plans import Plan
-    from vescale.static import RecordedProgram
 
 _PHASES = {"forward": "fwd", "backward": "bwd"}
 _SECTIONS = ("memory", "collectives", "plan", "units", "checkpoints", "pipeline", "hooks", "ir")
@@ -43,9 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_inputs(parser)
     parser.add_argument("--only", choices=_SECTIONS, metavar="SECTION", help=f"show one of {', '.join(_SECTIONS)}")
     parser.add_argument("--html", metavar="FILE", help="draw the schedule of the plan's pipeline in an HTML file")
-    parser.add_argument(
-        "--static", metavar="FILE", help="show the sites of a record of static mode, beside its source lines"
-    )
     parser.add_argument(
         "--profile",
         action="store_true",
@@ -66,12 +61,8 @@ def run(args: argparse.Namespace) -> int:
         plan = load_plan(args.plan, mesh)
         program = lower(plan, model)
         staged = StagedProgram.of(plan, model, program) if plan.pipeline_entry is not None else None
-        record = _record(args.static, program) if args.static else None
     except PlanError as error:
         return _refused(error, args.json)
-    if record is not None:
-        print_json(sites_as_dicts(record)) if args.json else print_sites(new_console(), record)
-        return 0
     inputs = inputs_of(model, args)
     if args.profile:
         return _print_profile(model, plan, inputs, args.json)
@@ -106,12 +97,6 @@ def run(args: argparse.Namespace) -> int:
                 console.print("\n" * bool(number) + _title(name, plan, args), style="bold")
             section()
     return 0
-
-
-def _record(file: str, program: Program) -> RecordedProgram:
-    from vescale.static import read_record
-
-    return read_record(file, program)
 
 
 def _refused(error: Exception, as_json: bool) -> int:

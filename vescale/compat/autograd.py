@@ -25,7 +25,6 @@ __all__ = [
     "are_unheld",
     "at_end_of_backward",
     "before_backward",
-    "compiled_like",
     "current_autograd_node",
     "current_backward",
     "has_dispatch_modes",
@@ -45,7 +44,6 @@ __all__ = [
     "permit_writes",
     "profiled",
     "resume_compiling",
-    "run_compiled",
     "run_post_accumulate_hooks",
     "saved_operands",
     "sequence_number",
@@ -322,25 +320,6 @@ def suspend_compiling() -> Any:
 def resume_compiling(compiler: Any) -> None:
     if compiler is not None:
         set_compiler(compiler)
-
-
-def run_compiled(compiler: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function(*args, **kwargs)``, with what :func:`suspend_compiling` returned; its frame is the first to be compiled."""
-    set_compiler(compiler)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        set_compiler(None)
-
-
-def compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with the backend and options of ``compiled``, a function that ``torch.compile`` returned; ``function``
-    itself where these cannot be told."""
-    names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
-    cells = dict(zip(names, getattr(compiled, "__closure__", None) or ()))
-    context: Any = cells["self"].cell_contents if "self" in cells else None
-    # By its name: the module takes seconds to import, and without the class nothing is lost but the compilation.
-    return context(function) if type(context).__name__ == "OptimizeContext" else function
 
 
 _NOTHING = contextlib.nullcontext()

@@ -132,15 +132,9 @@ _ROWS: dict[str, tuple[str, str, str]] = {
         "environment, arguments, signals, threads, in processes for ranks", "a script runs as one rank of many", _END),
     "simulation._script_memory:torch": (
         "hooks of all modules and optimizers, in processes for ranks", "memory is counted by phase", _END),
-    "static._call_tree:process": ("sys.settrace, garbage collection", "a step is recorded", "at the end of the step"),
-    "static._exchanged_code:code": (
-        "functions of a model and its libraries, not of PyTorch", "they run on local tensors", "at the forward's end"),
-    "static._forward:process": (
-        "sys.settrace, garbage collection", "a step of a record is compared with its program", "at the end of the step"),
     "static._forward:instance": ("_compiled_call_impl of modules", "a step is recorded", "at the end of the step"),
     "static._install:instance": ("forward of a model in static mode", "it runs the tape of a step", _MODEL),
-    "static._held_values:instance": ("attributes that a recorded forward sets", "they are as before it", _CALL),
-    "static._source:instance": ("copies that vescale made of arguments", "they hold copies of attributes", "with the copy"),
+    "static._python_state:instance": ("attributes that a recorded forward sets", "they are as before it", _CALL),
 }  # fmt: skip
 
 OTHER_CHANGES: dict[str, OtherChange] = {key: OtherChange(*row) for key, row in _ROWS.items()}

@@ -8,7 +8,7 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -265,8 +265,17 @@ def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
     changes.attribute(dispatcher, "_try_replicate_spec_for_scalar_tensor", replicate_spec, DISPATCHER)
 
 
+def _followed(around: Generator[None], follow: Callable[[Any], None], given: Any) -> Generator[None]:
+    """What PyTorch has around a checkpointed function, with ``follow`` before and after that runs."""
+    for _ in around:
+        follow(given)
+        yield
+        follow(given)
+
+
 def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
-    """Have ``hooks.checkpointed(function, is_reentrant)`` checkpointed instead of ``function``, both reentrant and not.
+    """Have ``hooks.checkpointed(function, is_reentrant)`` computed again in backward instead of ``function``, both reentrant
+    and not. If that has ``follow``, ``follow((args, kwargs))`` is called before and after ``function`` runs in forward.
 
     It is called when ``torch.utils.checkpoint.checkpoint`` is, and returns ``function`` itself where nothing is to be done.
     The two names behind ``checkpoint`` are replaced, because callers have bound ``checkpoint`` itself. Since torch 2.14,
@@ -287,7 +296,13 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
             apart = _apart({name: given[name] for name in _OPTIONS if name in given})
             if apart is not None:
                 return _as_it_is(apart)
-        return original(hooks.checkpointed(fn, False), *args, **kwargs)
+        run = hooks.checkpointed(fn, False)
+        follow = getattr(run, "follow", None)
+        around = original(run, *args, **kwargs)
+        if follow is None:
+            return around
+        given = signature.bind_partial(fn, *args, **kwargs).arguments
+        return _followed(around, follow, (given.get("args", ()), given.get("kwargs", {})))
 
     def apply_reentrant(run_function: Any, preserve: bool, *args: Any) -> Any:
         apart = _apart({"preserve_rng_state": preserve})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -13,25 +12,6 @@ from vescale.compat.containers import tensors_in
 from vescale.errors import StaticHelpersError
 
 _TAPES: list[Any] = []  # the module, once it is set up
-
-
-class NativeLayerTrace(Protocol):
-    """``objects``: those of a trace that is kept, which it adds to, and with which others are compared."""
-
-    def note(
-        self,
-        objects: list[Any],
-        called: Any,
-        given: Any,
-        returned: Any,
-        names: dict[int, str],
-        is_recorded: Callable[[str], bool],
-        /,
-    ) -> None: ...
-
-    def end(self, objects: list[Any], /) -> None: ...
-
-    def differs(self) -> bool: ...
 
 
 class NativeStatic(Protocol):
@@ -62,24 +42,6 @@ class NativeStatic(Protocol):
             accept: called with the spec of the result where it is another one than before; may raise.
         """
 
-    def LayerTrace(
-        self, frame: types.FrameType, prefix: str, placements: dict[Any, Any], like: Any, /
-    ) -> NativeLayerTrace:
-        """As :class:`vescale.static._repeated_layers.LayerTrace`; ``prefix``: of the names of what is in the layer."""
-
-    def filter_trace(self, wants: Callable[[str], bool], /) -> None:
-        """Let the trace function of this thread see calls of functions only in files for which ``wants`` answers True, until
-        ``sys.settrace`` sets another one."""
-
-    def CheckedCall(
-        self, callee: Callable[..., Any] | None, check: Callable[[Any, tuple[Any, ...], dict[str, Any]], None], /
-    ) -> Callable[..., Any]:
-        """A function ``(f, *args, **kwargs)`` that runs ``callee``, or ``f`` if that is None, with the arguments.
-
-        ``check(f, args, kwargs)`` is called first, unless one of the last calls was alike: had tensors of these sizes, and
-        equal numbers, texts, containers and objects; of fractions, only 0 and 1 count. What it raises, the call raises.
-        """
-
     def kept(self, placements: tuple[Any, ...]) -> tuple[Any, ...]:
         """The one of all equal tuples of placements that is found without comparing."""
 
@@ -93,19 +55,8 @@ class NativeStatic(Protocol):
     def first_resized(self, dicts: Sequence[dict[str, Any]], sizes: Sequence[int]) -> int:
         """The first dictionary that has another number of entries; -1: there is none."""
 
-    def first_changed(
-        self, dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence[Any], by_identity: bool
-    ) -> int:
-        """The first entry that is missing or has another value; -1: there is none.
-
-        Args:
-            by_identity: another object is another value; otherwise, values are the same if they are equal and of one type.
-        """
-
-    def first_other_attribute(
-        self, holders: Sequence[Any], names: Sequence[str], values: Sequence[Any], start: int
-    ) -> int:
-        """The first attribute, from number ``start`` on, that is missing or another object; -1: there is none."""
+    def first_changed(self, dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence[Any]) -> int:
+        """The first entry that is missing or another object; -1: there is none."""
 
     def inputs_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
         """What decides about plain inputs: the settings of this thread, shapes, dtypes and devices of tensors without

@@ -29,7 +29,7 @@ REQUIRED_NAMES = """
 torch: Tensor._backward_hooks; Tensor._base; Tensor._cdata; Tensor._is_zerotensor; Tensor._make_subclass;
     Tensor._is_view; Tensor._make_wrapper_subclass; Tensor._post_accumulate_grad_hooks; Tensor._typed_storage;
     Tensor._version; Tensor.register_post_accumulate_grad_hook(hook); UntypedStorage._cdata; _assert_async; _foreach_copy_;
-    _foreach_mul_; _foreach_norm; _fused_sdp_choice; _jit_internal; _meta_registrations; _ops; _tensor;
+    _foreach_mul_; _foreach_norm; _fused_sdp_choice; _meta_registrations; _ops; _tensor;
     ops._c10d_functional; ops.aten._adaptive_avg_pool2d_backward.default;
     ops.aten._amp_foreach_non_finite_check_and_unscale_.default; ops.aten._convolution; ops.aten._ctc_loss;
     ops.aten._foreach_lerp_;
@@ -143,7 +143,6 @@ torch.optim: Adadelta._init_group; Adagrad._init_group; Adam._init_group; Adamax
     _need_device_dtype_check_for_fused
 torch.optim.optimizer: _global_optimizer_pre_hooks
 torch.overrides: _get_current_function_mode_stack; TorchFunctionMode
-torch.utils: _contextlib
 torch.utils._device: DeviceContext
 torch.utils._python_dispatch: TorchDispatchMode; _disable_current_modes; _get_current_dispatch_mode_stack;
     return_and_correct_aliasing(func, args, kwargs, out)
@@ -271,6 +270,6 @@ torch::autograd: AccumulateGrad, AnomalyMode::is_enabled, Edge, FunctionPreHook,
     set_history, utils::clone_obey_contract, variable_list
 torch::dynamo: autograd::CompiledNodeArgs, autograd::SwapSavedVariables
 torch::jit: tracer::isTracing
-THP: Device_Check, Dtype, Dtype_Check, Function, SizeType, Variable, VariableClass, Variable_Check, Variable_CheckExact,
+THP: Dtype, Dtype_Check, Function, Variable, VariableClass, Variable_Check, Variable_CheckExact,
     Variable_Unpack, Variable_Wrap
 """

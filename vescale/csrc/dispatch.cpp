@@ -9,14 +9,12 @@
 // torch, which its file name contains.
 
 #include "batched_matmul.h"
-#include "checked_call.h"
 #include "conversion.h"
 #include "function_filter.h"
 #include "function_passes.h"
 #include "held_tensors.h"
 #include "kernel.h"
 #include "layer_norm.h"
-#include "layer_trace.h"
 #include "linear.h"
 #include "links.h"
 #include "local_conversion.h"
@@ -26,7 +24,6 @@
 #include "plain_labels.h"
 #include "rms_norm.h"
 #include "thread_settings.h"
-#include "trace_filter.h"
 
 #include <algorithm>
 #include <string>
@@ -242,16 +239,8 @@ PYBIND11_MODULE(_dispatch, module) {
              py::object, const py::object&, const py::tuple&, const py::tuple&, const py::object&, py::object, py::object,
              py::object, const py::object&, py::object>())
         .def("__call__", torch::wrap_pybind_function(&vescale::convert_local));
-    py::class_<vescale::LayerTrace, std::shared_ptr<vescale::LayerTrace>>(module, "LayerTrace")
-        .def(py::init<const py::object&, std::string, const py::dict&, std::shared_ptr<vescale::LayerTrace>>())
-        .def("note", torch::wrap_pybind_function(&vescale::LayerTrace::note))
-        .def("end", &vescale::LayerTrace::end)
-        .def("differs", &vescale::LayerTrace::differs);
-    module.def("filter_trace", &vescale::filter_trace);
-    module.attr("CheckedCall") = vescale::CheckedCall::type();
     module.def("first_resized", torch::wrap_pybind_function(&vescale::first_resized));
     module.def("first_changed", torch::wrap_pybind_function(&vescale::first_changed));
-    module.def("first_other_attribute", torch::wrap_pybind_function(&vescale::first_other_attribute));
     module.def("inputs_key", &vescale::inputs_key);
     module.def("local_part", torch::wrap_pybind_function(&vescale::local_part));
     module.def("set_entries", torch::wrap_pybind_function(&vescale::set_entries));

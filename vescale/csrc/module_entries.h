@@ -33,48 +33,14 @@ inline Py_ssize_t first_resized(const py::list& dicts, const py::list& sizes) {
     return -1;
 }
 
-// The first entry that is missing or has another value; -1: there is none. `by_identity`: another object is another value;
-// otherwise values are the same if they are equal and of one type.
-inline Py_ssize_t first_changed(const py::list& dicts, const py::list& keys, const py::list& values, bool by_identity) {
+// The first entry that is missing or another object; -1: there is none.
+inline Py_ssize_t first_changed(const py::list& dicts, const py::list& keys, const py::list& values) {
     for (Py_ssize_t i = 0; i < length_of(dicts); ++i) {
-        PyObject* value = at(values, i);
         PyObject* found = PyDict_GetItemWithError(dict_at(dicts, i), at(keys, i));
-        if (found == value) {
-            continue;
-        }
         if (found == nullptr && PyErr_Occurred()) {
             throw python_error();
         }
-        if (found == nullptr || by_identity || Py_TYPE(found) != Py_TYPE(value)) {
-            return i;
-        }
-        const auto held = py::reinterpret_borrow<py::object>(found);
-        const auto expected = py::reinterpret_borrow<py::object>(value);
-        const int is_equal = PyObject_RichCompareBool(held.ptr(), expected.ptr(), Py_EQ);
-        if (is_equal < 0) {
-            throw python_error();
-        }
-        if (is_equal == 0) {
-            return i;
-        }
-    }
-    return -1;
-}
-
-// The first attribute, from `start` on, that is missing or another object; -1: there is none.
-inline Py_ssize_t first_other_attribute(const py::list& holders, const py::list& names, const py::list& values, Py_ssize_t start) {
-    for (Py_ssize_t i = start; i < length_of(holders); ++i) {
-        const auto holder = py::reinterpret_borrow<py::object>(at(holders, i));
-        const auto value = py::reinterpret_borrow<py::object>(at(values, i));
-        PyObject* found = PyObject_GetAttr(holder.ptr(), at(names, i));
-        if (found == nullptr) {
-            if (!PyErr_ExceptionMatches(PyExc_AttributeError) && !PyErr_ExceptionMatches(PyExc_ValueError)) {
-                throw python_error();
-            }
-            PyErr_Clear();  // an empty cell has a ValueError
-            return i;
-        }
-        if (!owned(found).is(value)) {
+        if (found != at(values, i)) {
             return i;
         }
     }

@@ -200,7 +200,25 @@ class Run {
         position_ = 0;
         num_inside_ = 0;
         has_left_ = false;
-        slots_.assign(tape_->num_values, WeakTensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()));
+        if (slots_.use_count() > 1) {  // parts of the last forward may run again
+            slots_ = std::make_shared<Slots>();
+        }
+        slots_->assign(tape_->num_values, nothing());
+    }
+
+    // The forward again, from a position on: a part that is computed again in backward. It has the values of the forward.
+    std::shared_ptr<Run> again(std::size_t position) const {
+        auto made = std::make_shared<Run>(tape_, left_);
+        made->slots_ = std::make_shared<Slots>(*slots_);
+        made->position_ = position;
+        return made;
+    }
+
+    // The values of this forward, which stay known when the next one begins.
+    std::shared_ptr<Run> kept() const {
+        auto made = std::make_shared<Run>(tape_, left_);
+        made->slots_ = slots_;
+        return made;
     }
 
     std::size_t position() const { return position_; }
@@ -208,7 +226,10 @@ class Run {
 
     void bind(std::int64_t number, PyObject* tensor) {
         const auto& held = THPVariable_Unpack(tensor);
-        auto& slot = slots_[static_cast<std::size_t>(number)];
+        if (static_cast<std::size_t>(number) >= slots_->size()) {
+            slots_->resize(static_cast<std::size_t>(number) + 1, nothing());
+        }
+        auto& slot = (*slots_)[static_cast<std::size_t>(number)];
         if (slot._unsafe_get_target() != held.unsafeGetTensorImpl()) {
             slot = WeakTensor(held.getIntrusivePtr());
         }
@@ -222,13 +243,13 @@ class Run {
 
     // Whether the value with a number is this tensor.
     bool is_value(std::int64_t number, PyObject* tensor) const {
-        return slots_[static_cast<std::size_t>(number)]._unsafe_get_target() ==
+        return (*slots_)[static_cast<std::size_t>(number)]._unsafe_get_target() ==
             THPVariable_Unpack(tensor).unsafeGetTensorImpl();
     }
 
     // Whether it is another tensor with the same memory, in the same form: units of a plan give their modules views.
     bool is_whole_of(std::int64_t number, PyObject* tensor) const {
-        const auto known = slots_[static_cast<std::size_t>(number)].lock();
+        const auto known = (*slots_)[static_cast<std::size_t>(number)].lock();
         if (!known) {
             return false;
         }
@@ -242,12 +263,24 @@ class Run {
     // The number that a tensor has got last; -1: it is none of the values.
     std::int64_t number_of(PyObject* tensor) const {
         const auto* found = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
-        for (auto i = static_cast<std::int64_t>(slots_.size()) - 1; i >= 0; --i) {
-            if (slots_[static_cast<std::size_t>(i)]._unsafe_get_target() == found) {
+        for (auto i = static_cast<std::int64_t>(slots_->size()) - 1; i >= 0; --i) {
+            if ((*slots_)[static_cast<std::size_t>(i)]._unsafe_get_target() == found) {
                 return i;
             }
         }
         return -1;
+    }
+
+    // All numbers of a tensor: a conversion that moves nothing returns what it got.
+    py::list numbers_of(PyObject* tensor) const {
+        py::list found;
+        const auto* wanted = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+        for (std::size_t i = 0; i < slots_->size(); ++i) {
+            if ((*slots_)[i]._unsafe_get_target() == wanted) {
+                found.append(i);
+            }
+        }
+        return found;
     }
 
     // A call of the forward. `kwargs` may be null.
@@ -270,7 +303,9 @@ class Run {
             const Numbers found = numbers_;  // the check may come by here
             const NoTorchFunction off;
             const auto named = kwargs == nullptr ? py::object(py::dict()) : py::reinterpret_borrow<py::object>(kwargs);
+            has_left_ = true;  // if it raises
             owned(PyObject_CallFunctionObjArgs(entry.accept.ptr(), function, args, named.ptr(), nullptr));
+            has_left_ = false;
             if (entry.accepted.size() >= kMaxAccepted) {
                 entry.accepted.pop_back();
             }
@@ -283,6 +318,7 @@ class Run {
             result = run(entry, function, args, kwargs);
         } catch (...) {
             --num_inside_;
+            has_left_ = true;  // the recorded call has raised nothing
             throw;
         }
         --num_inside_;
@@ -313,8 +349,8 @@ class Run {
     // Values that Python objects outside of autograd's graph hold.
     py::list held() const {
         py::list found;
-        for (std::size_t i = 0; i < slots_.size(); ++i) {
-            const auto tensor = slots_[i].lock();
+        for (std::size_t i = 0; i < slots_->size(); ++i) {
+            const auto tensor = (*slots_)[i].lock();
             if (!tensor) {
                 continue;
             }
@@ -439,7 +475,7 @@ class Run {
                 return overflow == 0 ? nullptr : "it gets a number that is too large";
             }
             case Kind::kFloat: {
-                if (!PyFloat_CheckExact(value)) {
+                if (!PyFloat_Check(value)) {  // also a scalar of numpy
                     return "it gets something else than a fraction";
                 }
                 const double number = PyFloat_AS_DOUBLE(value);
@@ -636,7 +672,12 @@ class Run {
 
     std::shared_ptr<Tape> tape_;
     py::object left_;
-    std::vector<WeakTensor> slots_;
+    using Slots = std::vector<WeakTensor>;
+    static WeakTensor nothing() {
+        return WeakTensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>());
+    }
+
+    std::shared_ptr<Slots> slots_ = std::make_shared<Slots>();
     std::size_t position_ = 0;
     bool has_left_ = false;
     int num_inside_ = 0;  // entries that run
@@ -710,8 +751,8 @@ void bind(Run& run, std::int64_t number, const py::object& tensor) {
     run.bind(number, tensor.ptr());
 }
 
-std::int64_t number_of(const Run& run, const py::object& tensor) {
-    return run.number_of(tensor.ptr());
+py::list numbers_of(const Run& run, const py::object& tensor) {
+    return run.numbers_of(tensor.ptr());
 }
 
 // What entries compare beside functions and arguments.
@@ -734,9 +775,11 @@ PYBIND11_MODULE(_tape, module) {
     py::class_<Run, std::shared_ptr<Run>>(module, "Run")
         .def(py::init<std::shared_ptr<Tape>, py::object>())
         .def("begin", &Run::begin)
+        .def("again", &Run::again)
+        .def("kept", &Run::kept)
         .def("bind", torch::wrap_pybind_function(&vescale::bind))
         .def("bind_all", torch::wrap_pybind_function(&Run::bind_all))
-        .def("number_of", torch::wrap_pybind_function(&vescale::number_of))
+        .def("numbers_of", torch::wrap_pybind_function(&vescale::numbers_of))
         .def("step", torch::wrap_pybind_function(&vescale::step))
         .def("end", torch::wrap_pybind_function(&Run::end))
         .def("held", torch::wrap_pybind_function(&Run::held))

@@ -167,9 +167,8 @@ KINDS: dict[str, Kind] = {
         '`rows="microbatch"`, or a normalization of individual rows.',
     ),
     "VS1101": Kind(
-        "A step or a record of static mode",
-        "Use the same outputs in every step, and record again after changes: remove `record=`, run a step, and "
-        'write `vescale.static.program(model).to_yaml(file)`; or use `mode="eager"`.',
+        "A step of static mode",
+        'Do in the first step what later ones do, with the same outputs in the loss; or use `mode="eager"`.',
     ),
     "VS1104": Kind(
         "C++ helpers that are missing",

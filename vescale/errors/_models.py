@@ -146,13 +146,14 @@ class StaticGradientError(Coded, RuntimeError):
 
 
 class StaticRecordError(PlanError):
-    """A record of static mode cannot be written or read, or does not fit the model, the plan, the mesh or PyTorch."""
+    """What a model in static mode runs was asked for before a step was recorded."""
 
     code = "VS1101"
 
 
 class StaticStepError(Coded, RuntimeError):
-    """A step in static mode met what was not recorded after it had written to a large tensor, or to a parameter."""
+    """A step in static mode met what was not recorded where it cannot be repeated: after a write to a large tensor or to a
+    parameter, in a recomputation, or because it keeps a tensor."""
 
     code = "VS1101"
 

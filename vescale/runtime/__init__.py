@@ -17,7 +17,7 @@ from vescale.runtime._install import (
 )
 from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._missing_values import MissingValues, MissingValuesWarning
-from vescale.runtime._module_calls import resumed, switch_on
+from vescale.runtime._module_calls import resumed, switch_on, warn_of_compiler
 from vescale.runtime._module_tables import ModuleTables
 from vescale.runtime._offloaded_tensors import observe_offloaded
 from vescale.runtime._op_saving import SavingRule

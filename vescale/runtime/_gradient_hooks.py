@@ -106,7 +106,7 @@ class GradientHooks:
             return True
         native = native_static()
         if native is not None:
-            return native.first_changed(*self._places, self._known, True) >= 0
+            return native.first_changed(*self._places, self._known) >= 0
         dicts, names = self._places
         return not all(map(operator.is_, map(dict.get, dicts, names), self._known))
 

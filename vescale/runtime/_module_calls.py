@@ -190,7 +190,7 @@ class Enter(_Hook):
         activation.frames.append(Frame(module, self.path, args, kwargs, compiler, where=where, placed=held))
         runtime.timeline.mark(where)
         if compiler is not None:
-            _warn_of_compiler(runtime, self.path)
+            warn_of_compiler(runtime, self.path)
         if self.around is not None:
             self.around(module)
         return placed
@@ -264,7 +264,7 @@ def module_hooks(
     native = runtime.native
     if native is None:
         return Enter(runtime, path, place_inputs, show), Leave(runtime, path, place_outputs, hide)
-    native.set_callbacks(THREAD, _begin, _end, _warn_of_compiler, _results, write_back)
+    native.set_callbacks(THREAD, _begin, _end, warn_of_compiler, _results, write_back)
     before = native.Enter(runtime, path, place_inputs, show, input_entries)
     return before, native.Leave(runtime, path, place_outputs, hide, output_entries)
 
@@ -383,10 +383,8 @@ def resumed(runtime: Runtime, module: nn.Module, path: str) -> Iterator[Activati
         _end(activation)
 
 
-def _warn_of_compiler(runtime: Runtime, path: str) -> None:
+def warn_of_compiler(runtime: Runtime, path: str) -> None:
     """Warn, once for a model and on its first rank, that compiling the module at ``path`` has no effect."""
-    if runtime.compiles:
-        return
     if not runtime.warned_of_compiler and runtime.is_first_rank:
         warnings.warn(
             f"torch.compile around {f'the module {path!r} of ' if path else ''}a parallelized model has no effect: its "

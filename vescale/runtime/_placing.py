@@ -135,9 +135,6 @@ class Placing:
         kind = type(value)
         if kind in _PLAIN:
             return value
-        recorder = _recorder()
-        if recorder is not None:
-            recorder.begin_boundary(self)
         place = self._place if placed is None else functools.partial(self._place_and_note, placed)
         result = place(value) if kind is DTensor else map_tensors(place, value)
         return map_tensors(self._handed_out, result) if self._is_handed_out else result

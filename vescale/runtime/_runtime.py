@@ -182,7 +182,6 @@ class Runtime:
         switches_on_later: whether the forward of the model itself switches the function mode on, where it needs it.
         early_inputs: ``(args, kwargs)`` of the model to what its forward gets in their place, and None; or to None, where
             the entries of the plan place them. None: there is no such function.
-        compiles: whether torch.compile has an effect on what the model runs.
         missing_values: parameters that had none when the model was parallelized; None: not known.
         saved: what the last forward held for its backward.
         num_training_forwards: how many forwards with gradients have begun.
@@ -208,7 +207,7 @@ class Runtime:
         self.native = native
         self.timeline = _timeline(native)
         self.warned_of_compiler = False
-        self.switches_on_later = self.compiles = False
+        self.switches_on_later = False
         self.early_inputs: Callable[..., Any] | None = None
         self.missing_values: MissingValues | None = None
         self.instructions: dict[str, Any] = {}

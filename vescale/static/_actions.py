@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.static._gradients import is_whole, without_single_ranks
 from vescale.static._local_functions import local_function
-from vescale.static._local_run import LocalRun
-from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS
+from vescale.static._local_run import SIZE_READERS, SIZE_TAKERS, LocalRun
 from vescale.static._step_records import Call
-from vescale.static._tensor_type import TensorType, merged_types, types_of
+from vescale.static._tensor_type import TensorType, types_of
 
 
 @dataclass(frozen=True)
@@ -50,22 +48,13 @@ class Eager:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A function that runs on the local tensors, if it may do so for the arguments of the step."""
-
-    function: Any
-    inputs: tuple[TensorType, ...]
-    outputs: tuple[TensorType, ...]
-
-
-@dataclass(frozen=True)
 class Problem:
     """What cannot be done at a call site; its module runs in eager mode."""
 
     reason: str
 
 
-Action = ReadSizes | TakeSizes | Eager | Checked
+Action = ReadSizes | TakeSizes | Eager
 
 _Tensor: Any = torch.Tensor
 # What they do is seen in the backward of this tensor alone.
@@ -81,11 +70,6 @@ def name_of(function: Any) -> str:
     owner = getattr(getattr(function, "__self__", None), "__name__", "")
     name = getattr(function, "__name__", str(function))
     return owner if name == "__get__" and owner else name
-
-
-def is_plain(call: Call, mesh: DeviceMesh) -> bool:
-    """Whether the function may simply run on the local tensors."""
-    return not _why_not_plain(call, mesh)
 
 
 def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
@@ -123,30 +107,6 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
             f"{name_of(call.function)} writes in place, with a gradient or between other elements, and {reason}"
         )
     return Eager(call.function, inputs, outputs, reason, tuple(call.communication))
-
-
-def checked_action(calls: Sequence[Call], mesh: DeviceMesh) -> Checked | Problem | None:
-    """What happens at the site of calls that run on the local tensors, but may get other arguments; None: whatever they
-    get, they may."""
-    if all(_is_whole(call, mesh) for call in calls):
-        return None
-    inputs = merged_types([types_of(call.inputs, mesh) for call in calls])
-    outputs = merged_types([types_of(call.outputs, mesh) for call in calls])
-    if inputs is None or outputs is None or len({call.function for call in calls}) > 1:
-        return Problem(f"{name_of(calls[0].function)} is called in several ways")
-    return Checked(calls[0].function, inputs, outputs)
-
-
-def merged_action(actions: Collection[Action | Problem]) -> Action | Problem | None:
-    """What several calls of one site have in common; None if they differ."""
-    first = next(iter(actions))
-    if len(actions) == 1 or not isinstance(first, Eager):
-        return first if len(actions) == 1 else None
-    eager = [action for action in actions if isinstance(action, Eager) and action.function == first.function]
-    inputs, outputs = merged_types([one.inputs for one in eager]), merged_types([one.outputs for one in eager])
-    if len(eager) < len(actions) or inputs is None or outputs is None:
-        return None
-    return Eager(first.function, inputs, outputs, first.reason, first.communication)
 
 
 def _why_not_plain(call: Call, mesh: DeviceMesh) -> str:

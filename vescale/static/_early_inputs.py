@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -44,19 +45,29 @@ class EarlyInputs:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, tuple[str, list[Cut | None]]] = {}
+        self._entries: dict[tuple[bytes, bool], tuple[str, weakref.ref[Any], list[Cut | None]]] = {}
         self._native = native_static()
         self._thread = threading.local()
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, list[Cut | None]] | None:
-        """The key of the program, and what happens to each input; None: inputs like these have not been seen."""
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_training: bool
+    ) -> tuple[str, weakref.ref[Any], list[Cut | None]] | None:
+        """The key of the program, that, and what happens to each input; None: inputs like these have not been seen."""
         if not self._entries:
             return None
         key = self._native.inputs_key(args, kwargs)
-        return None if key is None else self._entries.get(key)
+        return None if key is None else self._entries.get((key, is_training))
 
-    def remember(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame) -> None:
-        """After a static step: ``args`` and ``kwargs`` are what the entries of the plan have made of the inputs."""
+    def remember(
+        self,
+        key: str,
+        program: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: Frame,
+        is_training: bool,
+    ) -> None:
+        """After a static step of ``program``; ``args``, ``kwargs``: what the entries of the plan have made of the inputs."""
         placed = {id(one.result): one for one in frame.placed or ()}
         given, cuts = [], list[Cut | None]()
         for value in (*args, *kwargs.values()):
@@ -75,7 +86,7 @@ class EarlyInputs:
         if described is not None:
             if len(self._entries) >= _MAX_ENTRIES:
                 self._entries.clear()
-            self._entries[described] = key, cuts
+            self._entries[described, is_training] = key, weakref.ref(program), cuts
 
     def enter(
         self, key: str, program: Any, cuts: Sequence[Cut | None], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -127,7 +127,7 @@ def _sent(recorder: Recorder, mesh: DeviceMesh) -> dict[Value, set[Placements]]:
 def _passed_on(recorder: Recorder) -> set[Value]:
     """Values whose gradients are only moved by the backward of the function that returned them, without arithmetic. Their
     bits do not depend on the placements of the gradient."""
-    found = {b.output.value for calls in recorder.boundaries.values() for placed in calls for b in placed}
+    found = {b.output.value for b in recorder.boundaries}
     for call in recorder.calls:
         entry = entries().get(call.function)
         is_attention = call.changed == "registered function" and entry is not None and entry.backward == "custom"
@@ -139,9 +139,8 @@ def _passed_on(recorder: Recorder) -> set[Value]:
 def _by_module(recorder: Recorder, wrong: Mapping[Value, str]) -> dict[str, str]:
     """Reasons by the path of the innermost module that contains a value and all its uses."""
     paths: dict[Value, list[str]] = {value: [] for value in wrong}
-    records = [(call.site[0].module if call.site else "", (*call.inputs, *call.outputs)) for call in recorder.calls]
-    for placing, calls in recorder.boundaries.items():
-        records += [(placing.instruction.path, (b.input, b.output)) for found in calls for b in found]
+    records = [(call.module, (*call.inputs, *call.outputs)) for call in recorder.calls]
+    records += [(b.placing.instruction.path, (b.input, b.output)) for b in recorder.boundaries]
     for path, found in records:
         for record in found:
             if record.value in paths:
@@ -174,13 +173,13 @@ def _text(placements: set[Placements]) -> str:
 def _uses(recorder: Recorder) -> Iterator[TensorRecord]:
     for call in recorder.calls:
         yield from call.inputs
-    yield from (b.input for calls in recorder.boundaries.values() for found in calls for b in found)
+    yield from (b.input for b in recorder.boundaries)
 
 
 def _all(recorder: Recorder) -> Iterator[TensorRecord]:
     yield from _uses(recorder)
     for call in recorder.calls:
         yield from call.outputs
-    yield from (b.output for calls in recorder.boundaries.values() for found in calls for b in found)
+    yield from (b.output for b in recorder.boundaries)
     yield from recorder.inputs
     yield from recorder.outputs

@@ -9,7 +9,22 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import bytes_of, in_transform, local_of, map_tensors, no_torch_function, without_transforms
-from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS, VALUES_ARE_UNDEFINED
+
+# Functions that read sizes of a tensor, of which the model sees the global ones, with the reader in ``csrc/tape.cpp``.
+SIZE_READERS: dict[Any, int] = {
+    torch.Tensor.shape.__get__: 0,  # type: ignore[attr-defined]
+    torch.Tensor.size: 1,
+    torch.Tensor.__len__: 2,
+    torch.Tensor.numel: 3,
+    torch.Tensor.nelement: 3,
+    torch.numel: 3,
+}
+# Methods that are given the sizes of their result, as numbers or one sequence: the model gives global ones.
+SIZE_TAKERS = frozenset(
+    getattr(torch.Tensor, name) for name in ("view", "reshape", "expand", "new_empty", "new_zeros", "new_ones")
+)
+# Those of which only the form of the result can be compared.
+VALUES_ARE_UNDEFINED = frozenset((torch.Tensor.new_empty,))
 
 
 class LocalRun(enum.Enum):

@@ -1,130 +1,150 @@
-"""``StaticProgram``: the functions that run in a static forward, and what modules show meanwhile."""
+"""``TapeProgram``: a static forward, in which the model's own code runs, and a cursor in C++ compares every call."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import types
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from vescale.compat import (
     CALL_OVERRIDE,
     call_module,
-    compiled_call,
-    compiled_like,
+    map_tensors,
+    native_tape,
     no_torch_function,
-    run_compiled,
+    tensors_in,
     with_torch_function,
 )
+from vescale.errors import StaticStepError
 from vescale.fsdp import ManagedParameter, state_of
-from vescale.runtime import Runtime, current_activation, resumed
-from vescale.static._actions import Checked, Eager, ReadSizes, TakeSizes, name_of
-from vescale.static._analysis import FunctionPlan, ModulePlan
-from vescale.static._call_site_functions import EagerCall, map_in_order, read_sizes, take_sizes
-from vescale.static._checked_calls import checked_call
+from vescale.ir import Redistribute
+from vescale.runtime import Frame, Placing, Runtime, current_activation, resumed
+from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
+from vescale.static._analysis import RecordedTape
+from vescale.static._arguments import resolved
+from vescale.static._checks import check_of, needs_sizes
 from vescale.static._early_inputs import Entered
-from vescale.static._exchanged_code import code_of
+from vescale.static._gradients import is_whole
 from vescale.static._guards import Guards
 from vescale.static._hidden_tensors import hidden_slots
-from vescale.static._local_functions import local_function
+from vescale.static._local_functions import LocalFunction, local_function
 from vescale.static._local_parameter import LocalParameter
+from vescale.static._local_run import SIZE_READERS, LocalRun
 from vescale.static._missing_gradients import refuse_second_derivatives, without_gradient
-from vescale.static._patch import MARK, REFUSE, SLICE, callee_of, make_function, patched_code, site_name
-from vescale.static._placing import LocalPlacing
-from vescale.static._recorded import Recorded
+from vescale.static._placing import PlacedTensor
+from vescale.static._python_state import PythonState
+from vescale.static._record import (
+    BoundaryEvent,
+    CallEvent,
+    captured_tensors,
+    kept_tensors,
+    line_of_model,
+    still_kept,
+)
 from vescale.static._shown_entries import ShownEntries
-from vescale.static._source import code_objects
 from vescale.static._state import checkpoint_of, is_inside, own_forward
-from vescale.static._tensor_type import TensorType, UnrecordedError
+from vescale.static._step_records import Boundary
+from vescale.static._tensor_type import TensorType, UnrecordedError, map_in_order, types_of
 from vescale.static._units import ModelUnits, UnitForward
-from vescale.static._unreached import GuardedFunctions, UnreachedFunctions
 
-# ``torch.compile`` of models in static mode: forwards of modules are compiled, what moves tensors between them is not.
-
-
-class Compiling:
-    """What compilers see of the functions of a static forward.
-
-    Args:
-        is_on: whether a compiler is there; else all functions stay as they are.
-    """
-
-    def __init__(self, is_on: bool) -> None:
-        self.is_on = is_on
-        self._compiler: Any = None  # of the whole model, while it runs
-
-    def run(self, compiler: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)``, compiled by what ``suspend_compiling`` returned."""
-        if compiler is None or not self.is_on:
-            return function(*args, **kwargs)
-        self._compiler = compiler
-        try:
-            return run_compiled(compiler, function, args, kwargs)
-        finally:
-            self._compiler = None
-
-    def aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """It is not compiled, nor is what it calls, except :meth:`inside`."""
-        if not self.is_on:
-            return function
-        called: Any = function
-        return torch.compiler.disable(called if isinstance(function, types.FunctionType) else called.__call__)
-
-    def inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """It is compiled, though it is called by what is not."""
-        if not self.is_on:
-            return function
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._compiler is None:
-                return function(*args, **kwargs)
-            return run_compiled(self._compiler, function, args, kwargs)
-
-        return run
-
-    def as_the_module(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` is compiled if the user has compiled the module, in the same way."""
-        compiled = compiled_call(module) if self.is_on else None
-        return forward if compiled is None else compiled_like(compiled, forward)
+_LOCAL, _READ_SIZES, _TAKE_SIZES, _PYTHON = range(4)
+_NOTHING, _NUMBERS, _SIZES = range(3)
+_PLAIN = frozenset((type(None), bool, int, float, str))
+_Place = tuple[dict[str, Any], str]  # a module's attributes, and the name of one
 
 
-def has_compiled_parts(model: nn.Module) -> bool:
-    """Whether the user has compiled a module of the model (``module.compile()``), or the model."""
-    return any(compiled_call(module) is not None for module in model.modules())
-
-
-# What runs in a static forward where the model calls a module that has no static forward.
+# What runs in a static forward where the model calls something that runs on DTensors. The tape holds it, and the garbage
+# collector does not look into C++: it has the program by a weak reference.
 
 
 def on_dtensors(
-    module: nn.Module,
-    path: str,
-    inputs: Sequence[TensorType],
-    outputs: Sequence[TensorType],
-    as_in_eager_mode: Callable[[], AbstractContextManager[None]],
+    program: weakref.ref[TapeProgram], path: str, inputs: Sequence[TensorType], outputs: Sequence[TensorType]
 ) -> Callable[..., Any]:
-    """The module's call as in eager mode, between local tensors.
-
-    Args:
-        as_in_eager_mode: what the call runs in.
-    """
+    """A module's call as in eager mode, between local tensors, as ``(module, (args, kwargs), {})``."""
     to_global = [functools.partial(kind.to_global, op=path) for kind in inputs]
     to_local = [kind.to_local for kind in outputs]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_in_order((args, kwargs), to_global)
-        with as_in_eager_mode(), with_torch_function():
-            result = call_module(module, args, kwargs)
+    def call(_: Any, given: tuple[Any, ...], __: Any) -> Any:
+        found = program()
+        assert found is not None
+        args, kwargs = map_in_order(given, to_global)
+        with found.as_in_eager_mode(), with_torch_function():
+            result = call_module(found.modules[path], args, kwargs)
         return map_in_order(result, to_local)
 
     return call
+
+
+class EagerCall:
+    """Runs a torch function on DTensors, in the model's eager mode, or a function of local tensors with the same collectives
+    and results.
+
+    Args:
+        local: what runs on local tensors (:func:`local_function`); None: nothing.
+    """
+
+    def __init__(
+        self,
+        program: weakref.ref[TapeProgram],
+        path: str,
+        function: Any,
+        inputs: Sequence[TensorType],
+        outputs: Sequence[TensorType],
+        local: LocalFunction | None,
+    ) -> None:
+        self._program, self._path, self._local = program, path, local
+        name = getattr(function, "__name__", str(function))
+        self._to_global = [functools.partial(kind.to_global, op=name) for kind in inputs]
+        self._to_local = [kind.to_local for kind in outputs]
+
+    def __call__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        activation, program = current_activation(), self._program()
+        assert activation is not None and program is not None
+        runtime = activation.runtime
+        where = runtime.where(self._path)
+        activation.frames.append(Frame(program.modules[self._path], self._path, where=where))
+        runtime.timeline.mark(where)
+        try:
+            found = None if self._local is None else self._local(*args, **kwargs)
+            if found is not None:
+                return found
+            program.require_mode()
+            args, kwargs = map_in_order((args, kwargs), self._to_global)
+            with with_torch_function():
+                result = function(*args, **kwargs)
+            return map_in_order(result, self._to_local)
+        finally:
+            activation.frames.pop()
+
+
+def _place(held: weakref.ref[TapeProgram], placed: PlacedTensor, _: Any, args: Any, __: Any) -> torch.Tensor:
+    """An entry of the plan; of a conversion that other entries share, the one result."""
+    (x,), program = args, held()
+    assert program is not None
+    if placed.shared_key is None:
+        made: torch.Tensor = placed.convert(x)
+        return made
+    key = id(x), placed.shared_key, torch.is_grad_enabled()
+    known = program.shared.get(key)
+    if known is not None and known[0] is x and known[2] == x._version:
+        return cast(torch.Tensor, known[1])
+    made = placed.convert(x)
+    program.shared[key] = x, made, x._version
+    return made
+
+
+def _unmoved(_: Any, args: tuple[torch.Tensor], __: Any) -> torch.Tensor:
+    return args[0]
 
 
 def refused(reason: str) -> Callable[..., Any]:
@@ -161,122 +181,107 @@ def _hand_out(kind: TensorType, local: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# ``Swap``: which changed function runs where the model calls one.
+# The cursor
 
 
-class Swap:
-    """Looks up the patched function that is called at a place, where the recorded step called those with ``plans``.
-    ``originals``: the code of functions that were changed, by that which runs."""
+class _Cursor(TorchFunctionMode):
+    """The function mode of a static forward, in C++."""
 
-    def __init__(
-        self,
-        plans: Mapping[types.CodeType, FunctionPlan | None],
-        make: Callable[[Any, FunctionPlan], Any],
-        guarded: GuardedFunctions,
-        originals: Mapping[types.CodeType, types.CodeType],
-    ) -> None:
-        self.plans, self.make, self.guarded, self.originals = plans, make, guarded, originals
-        self.has_sites = _have_sites(plans)
-        self.is_guarded = False  # the functions that something else calls here
-        self.made: dict[types.FunctionType, Any] = {}
-
-    def __call__(self, called: Any) -> Any:
-        function, own = called, None
-        if type(called) is functools.partial and type(called.func) in (types.FunctionType, types.MethodType):
-            return functools.partial(self(called.func), *called.args, **called.keywords)
-        if type(called) is types.MethodType and type(called.__func__) is types.FunctionType:
-            function, own = called.__func__, called.__self__
-        elif type(called) is not types.FunctionType:
-            if isinstance(called, nn.Module):  # one that the function has made for itself
-                function, own = type(called).forward, called
-            else:
-                function, own = type(called).__call__, called
-            if code_of(function) not in self.plans and not self.has_sites:
-                if not self.is_guarded and isinstance(self.plans, dict):  # those of a file are not known in advance
-                    missing = self.guarded.add(self.plans, called)
-                    if missing:
-                        raise UnrecordedError(f"the function at {missing[0]} cannot be found")
-                    if any(plan is not None and plan.actions for plan in self.plans.values()):
-                        raise UnrecordedError(f"{called} calls functions of which the arguments cannot be checked")
-                self.is_guarded = True
-                return called  # getattr, or a class, which calls the recorded function in turn
-        made = self.made.get(function)
-        if made is None:
-            code = code_of(function)
-            if code is not None:  # a changed function has defined this one
-                code = self.originals.get(code, code)
-            if code is None or code not in self.plans:
-                raise UnrecordedError(f"{function} is another function than was recorded")
-            plan = self.plans[code]
-            made = self.made[function] = function if plan is None else self.make(function, plan)
-        return made if own is None else types.MethodType(made, own)
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.__torch_function__ = native_tape().make_cursor(weakref.ref(self), run)  # type: ignore[method-assign]
 
 
-def _have_sites(plans: Mapping[types.CodeType, FunctionPlan | None]) -> bool:
-    known: bool | None = getattr(plans, "has_sites", None)  # of functions that are looked up when they are called
-    return any(plan is not None and plan.has_sites for plan in plans.values()) if known is None else known
+def _left(position: int, reason: str, function: Any, args: Any, kwargs: Any) -> Any:
+    """Where a step differs from the tape."""
+    called = name_of(function) if callable(function) else "a function"
+    raise UnrecordedError(
+        f"{line_of_model(sys._getframe(1))}{called} was not recorded at this place (call {position}): "
+        f"{reason or 'the step has left its tape'}"
+    )
 
 
-_OTHER_PATH = "branches and loops ran in another order than in the recorded step"
-_Place = tuple[dict[str, Any], str]  # a module's attributes, and the name of one
+class _Boundary:
+    """An entry of the plan at a module's boundary: the cursor carries it out, if it is the next one on the tape.
+
+    Attributes:
+        index: which input or output, as in the instruction.
+    """
+
+    def __init__(self, placing: Placing, program: TapeProgram) -> None:
+        self.index = placing.index
+        self._placing, self._program = placing, program
+        self._moves = isinstance(placing.instruction.op, Redistribute)
+
+    def __call__(self, value: Any, placed: Any = None) -> Any:
+        if not self._moves or type(value) in _PLAIN:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._program.run_of_step.step(self._placing, (value,))
+        return map_tensors(lambda x: self._program.run_of_step.step(self._placing, (x,)), value)
 
 
-class StaticProgram:
+@dataclass(frozen=True)
+class SiteOfTape:
+    """A call that does not run the function on the local tensors as it is, or an entry of the plan."""
+
+    module: str
+    place: tuple[str, int]
+    what: Action | Boundary
+
+
+class TapeProgram:
     """What a recorded step became.
 
     Attributes:
-        plans: of the modules that ran, by path.
-        guards: what the program depends on.
+        modules: of the model, by path.
+        guards: what the program depends on; ``changed``: what the forward changes in Python.
         units: of the model.
         eager_modules: why modules run in eager mode, by path.
-        draws: whether the step drew random numbers.
+        sites: what is done in place of calls, in order.
+        run_of_step: the forward that runs, in C++.
         needs_mode: whether something runs on DTensors, in the model's function mode.
         steps: how many forwards ran.
-        is_proven: whether a static step has come to its end.
-        misses: how many steps in succession took branches that are not recorded.
+        is_proven: whether a static step has come to its end; is_again: whether a part of one is computed again in backward.
         writes: what a forward writes to (:meth:`WrittenTensors.written`); None: it is not known.
-        originals: the code of functions that were changed, by that which runs.
     """
 
     def __init__(
-        self, runtime: Runtime, model: nn.Module, recorded: Recorded, guards: Guards, compiles: bool = False
+        self, runtime: Runtime, model: nn.Module, taped: RecordedTape, guards: Guards, changed: PythonState
     ) -> None:
-        self.runtime, self.recorded = runtime, recorded
-        self._model = weakref.ref(model)
-        self.plans = recorded.plans
+        self.runtime, self.guards, self.changed = runtime, guards, changed
+        self._model, self._weak = weakref.ref(model), weakref.ref(self)
         self.units = ModelUnits(model)
-        self.guards = guards
-        self.compiling = Compiling(compiles)
-        self._modules = dict(model.named_modules())
-        self.eager_modules = {path: plan.problem for path, plan in self.plans.items() if plan.problem}
-        # Their inputs become DTensors, and nothing is changed while they run.
-        self._regions = frozenset(recorded.module_types) - self.eager_modules.keys()
-        self.draws = recorded.draws
+        self.modules = dict(model.named_modules())
+        self.eager_modules = {path: problem for path, problem in taped.problems.items() if problem}
+        self.draws, self.grads = taped.draws, taped.grads
         self.needs_mode = self._used_mode = False
-        self.is_proven = False
-        self.misses = 0
+        self.is_proven = self.is_again = False
         self.writes: frozenset[Any] | None = None
         self.steps = 0
         self.shared: dict[Any, Any] = {}
-        self.has_compiled_parts = has_compiled_parts(model)
-        self.originals: dict[types.CodeType, types.CodeType] = {}
-        self._inputs, self._hidden = recorded.inputs, recorded.hidden
-        self._outputs = [kind.with_kept_placements() for kind in recorded.outputs]
+        self.sites: list[SiteOfTape] = []
+        self.inputs, self.outputs, self.hidden = taped.inputs, taped.outputs, taped.hidden
+        self._handed_out = [kind.with_kept_placements() for kind in taped.outputs]
         self._shown = ShownEntries()
-        self._guarded = GuardedFunctions(UnreachedFunctions() if compiles else recorded.unreached)
-        self._path: list[int] = []  # of the last forward, of branches and loops
-        self._expected_path = list(recorded.path)
-        self._checks: dict[Any, Callable[..., Any]] = {}
         self._parameters: list[LocalParameter] = []  # of the model's own unit
         self._running_units: list[UnitForward] = []
         self._units_made: list[UnitForward] = []
+        self._on_dtensors: list[tuple[str, str, str]] = []
         self._root: Callable[..., Any] | None = None
-        if self._guarded.missing:
-            self.fail(
-                f"the function at {self._guarded.missing[0]} cannot be found, whose other branches are not recorded"
-            )
-        elif "" in self.plans and not self.plans[""].problem:
-            self._build(model, recorded)
+        self._tape = native_tape().Tape()
+        self._tape.num_values = taped.num_values
+        self.run_of_step: Any = native_tape().Run(self._tape, _left)
+        self._cursor = _Cursor(self.run_of_step)
+        self._input_numbers, self._output_numbers = list(taped.input_numbers), list(taped.output_numbers)
+        # Of values that may outlive the forward: plain ones are the same on every rank.
+        self._expected = {*taped.input_numbers, *taped.output_numbers, *taped.names.values(), *taped.plain}
+        self._captured: set[int] = set()  # ids of tensors that functions hold which run again in backward
+        self._static_paths = tuple(path for path, problem in taped.problems.items() if not problem)
+        if not taped.problems[""]:
+            self._build(model, taped)
+            self._add_entries(taped)
+            self._prepare_names(model, taped.names)
 
     def fail(self, reason: str) -> None:
         """Run the model in eager mode from now on."""
@@ -288,68 +293,105 @@ class StaticProgram:
 
     def static_modules(self) -> Iterator[str]:
         """Paths of the modules whose forward runs on local tensors."""
-        for path, plan in self.plans.items():
-            if not plan.problem and not any(is_inside(path, outer) for outer in self.eager_modules):
+        for path in self._static_paths:
+            if not any(is_inside(path, outer) for outer in self.eager_modules):
                 yield path
 
     def eager_calls(self) -> Iterator[tuple[str, str, str]]:
         """(module, function, reason) of each call that runs on DTensors."""
+        yield from self._on_dtensors
 
-        def of(plan: FunctionPlan, path: str) -> Iterator[tuple[str, str, str]]:
-            for action in plan.actions.values():
-                if isinstance(action, Eager) and self._local(action, path) is None:
-                    yield path, name_of(action.function), action.reason
-            for plans in plan.swaps.values():
-                for inner in filter(None, plans.values()):
-                    yield from of(inner, path)
+    # Running
 
-        for path in self.static_modules():
-            forward = self.plans[path].forward
-            if forward is not None:
-                yield from of(forward, path)
-
-    def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any = None, entered: Entered | None = None
-    ) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], entered: Entered | None = None) -> Any:
         """The forward on local tensors; takes and returns DTensors. Raises UnrecordedError.
 
         Args:
-            compiler: what compiles it, as ``suspend_compiling`` returns it; None: nothing.
             entered: local tensors in place of ``args`` and ``kwargs``; None: there are none.
         """
         assert self._root is not None
+        run = self.run_of_step
         with no_torch_function():
             if entered is None:
-                args, kwargs = map_in_order((args, kwargs), [t.to_local for t in self._inputs])
+                args, kwargs = map_in_order((args, kwargs), [t.to_local for t in self.inputs])
             else:
                 args, kwargs = entered.local_args, entered.local_kwargs
+            run.begin()
+            self._captured.clear()
             self._show()
-            self._path.clear()
             try:
-                result = self.compiling.run(compiler, self._root, args, kwargs)
-            except Exception as problem:  # on another path, eager mode tells whether it is the model's own
-                if self._path != self._expected_path[: len(self._path)]:
-                    raise UnrecordedError(_OTHER_PATH) from problem
-                raise
+                self._bind_parameters()
+                given = list(tensors_in((args, kwargs)))
+                if len(given) != len(self._input_numbers):
+                    raise UnrecordedError("the inputs have another number of tensors")
+                run.bind_all(self._input_numbers, given)
+                with with_torch_function(), self._cursor:
+                    result = self._root(*args, **kwargs)
             finally:
                 self._hide()
-            if self._path != self._expected_path:
-                raise UnrecordedError(_OTHER_PATH)
+            try:
+                returned = [*tensors_in(result), *(slot.get() for slot in hidden_slots(result))]
+            except ValueError as problem:
+                raise UnrecordedError(f"of an output, {problem}") from problem
+            reason = run.end(returned, self._output_numbers)
+            if reason:
+                raise UnrecordedError(reason)
+            del returned, given
+            self._refuse_kept()
             self.steps += 1
             self.needs_mode = self._used_mode
-            return handed_out(result, self._outputs, self._hidden)
+            return handed_out(result, self._handed_out, self.hidden)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a torch function has raised an error in the forward, which eager mode may not."""
+        return bool(self.run_of_step.has_left)
 
     def checkpointed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What the recomputation of ``function`` runs, which is part of a static forward, too, inside of the same units."""
+        """What runs when ``function`` is computed again in backward, which is compared with its part of the tape."""
         units = list(self._running_units)
+        is_of_plan = type(function).__module__.startswith("vescale.")
+        begun: tuple[Any, int, list[list[int]]] | None = None
+        self._captured.update(map(id, captured_tensors(function)))
+
+        def follow(given: Any) -> None:
+            nonlocal begun
+            of_step = self.run_of_step
+            with no_torch_function():
+                numbers = list(map(of_step.numbers_of, tensors_in(given)))
+                if begun is None:
+                    begun = of_step.kept(), of_step.position, numbers
+                else:  # views of units are known when they have been used
+                    begun = *begun[:2], [before or now for before, now in zip(begun[2], numbers, strict=True)]
 
         @functools.wraps(function, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._resumed(), ExitStack() as stack:
-                for unit in units:
-                    stack.enter_context(unit.shown())
-                return function(*args, **kwargs)
+            assert begun is not None
+            kept, position, numbers = begun
+            again, before, running = kept.again(position), (self.run_of_step, self.is_again), self._running_units[:]
+            self.run_of_step, self.is_again = again, True
+            self._running_units += units
+            try:
+                with self._resumed(), ExitStack() as stack:
+                    for unit in units:
+                        stack.enter_context(unit.shown())
+                    with no_torch_function():
+                        self._bind_parameters()
+                        for found, x in zip(numbers, tensors_in((args, kwargs)), strict=True):
+                            again.bind_all(found, [x] * len(found))
+                    # What the runtime does around the forward of a module is on no tape.
+                    around = no_torch_function() if is_of_plan else with_torch_function()
+                    with _Cursor(again), around:
+                        return function(*args, **kwargs)
+            except UnrecordedError as problem:
+                raise StaticStepError(
+                    f"a checkpointed function does something else when it is computed again in backward: {problem}"
+                ) from problem
+            finally:
+                self.run_of_step, self.is_again = before
+                self._running_units[:] = running
 
+        run.follow = follow  # type: ignore[attr-defined]
         return run
 
     @contextmanager
@@ -370,7 +412,6 @@ class StaticProgram:
                 self._hide()
 
     def _show(self) -> None:
-        self._guarded.show()
         self._shown.show()
         try:
             for parameter in self._parameters:
@@ -380,7 +421,6 @@ class StaticProgram:
             raise
 
     def _hide(self) -> None:
-        self._guarded.hide()
         self._hide_entries()
         self.shared.clear()
 
@@ -392,7 +432,7 @@ class StaticProgram:
             parameter.hide()
 
     @contextmanager
-    def _as_in_eager_mode(self) -> Iterator[None]:
+    def as_in_eager_mode(self) -> Iterator[None]:
         """All modules are as in eager mode: one that runs so may call any other, and use its parameters."""
         self._hide_entries()
         for unit in self._running_units:
@@ -400,32 +440,87 @@ class StaticProgram:
         try:
             yield
         finally:
-            self._shown.show_again()
-            for parameter in self._parameters:
-                parameter.show_again()
-            for unit in self._running_units:
-                unit.show_again()
+            self.show_again()
 
-    # Building
+    def show_again(self) -> None:
+        """What modules show, after somebody has set attributes to others."""
+        self._shown.show_again()
+        for parameter in self._parameters:
+            parameter.show_again()
+        for unit in self._running_units:
+            unit.show_again()
 
-    def _build(self, model: nn.Module, recorded: Recorded) -> None:
+    def require_mode(self) -> None:
+        activation = current_activation()
+        self.needs_mode = self._used_mode = True
+        if activation is None or activation.contexts is None:
+            raise UnrecordedError("a function runs on DTensors that did not in the steps before")
+
+    def _refuse_kept(self) -> None:
+        """A local tensor that outlives its forward, where the model keeps it, would later be taken for a whole one."""
+        kept = still_kept(self._kept)
+        if not kept:
+            return
+        if not self.is_proven:
+            self.fail("its forward keeps tensors, in a place that is not known")
+            raise UnrecordedError(self.eager_modules[""])
+        raise StaticStepError(
+            f"the forward has kept {len(kept)} of its tensors (the first of shape {kept[0][1].shape}, this rank's part) in "
+            "this step, and none in the recorded one. Keep them in the first step, too, so that the model runs in eager "
+            "mode, return them, or parallelize with mode='eager'"
+        )
+
+    def _kept(self) -> list[tuple[int, torch.Tensor]]:
+        """A tensor that was written to is several values, of which the last may be an output."""
+        found = kept_tensors(self.run_of_step, lambda *_: False)
+        known = self._captured.union(id(x) for number, x in found if number in self._expected)
+        return [(number, x) for number, x in found if id(x) not in known]
+
+    # Values
+
+    def _prepare_names(self, model: nn.Module, numbers: Mapping[str, int]) -> None:
+        """Which tensors that modules show are which values."""
+        names = self.units.names_in(model)
+        self._bound_numbers: list[int] = []
+        self._bound_entries: list[int] = []
+        for x, entry in self._shown.tensors():
+            number = numbers.get(names.get(id(x), ""))
+            if number is not None:
+                self._bound_numbers.append(number)
+                self._bound_entries.append(entry)
+        at_rest = [(names.get(id(p.sharded), ""), p) for p in dict.fromkeys(self.units.parameters.values())]
+        self._at_rest = [(numbers[name], p) for name, p in at_rest if name in numbers]
+        for parameters in (self._parameters, *(unit.parameters for unit in self._units_made)):
+            for parameter in parameters:
+                number = numbers.get(parameter.parameter_name)
+                if number is not None:
+                    parameter.on_show = functools.partial(_bind, self._weak, number)
+
+    def _bind_parameters(self) -> None:
+        shown = self._shown.last
+        self.run_of_step.bind_all(self._bound_numbers, [shown[entry] for entry in self._bound_entries])
+        for number, parameter in self._at_rest:
+            self.run_of_step.bind(number, parameter.sharded)
+
+    # Building: what modules show
+
+    def _build(self, model: nn.Module, taped: RecordedTape) -> None:
         parameters: dict[int, tuple[list[_Place], DTensor]] = {}
         of_units: dict[ManagedParameter, list[_Place]] = {}
-        running: list[tuple[str, nn.Module, Callable[..., Any]]] = []
-        for path, module in self._modules.items():
-            plan, held = self.plans.get(path), module.__dict__
-            outer = next((o for o in (*self.eager_modules, *self._regions) if path != o and is_inside(path, o)), None)
+        running: list[tuple[str, nn.Module]] = []
+        aside = [*self.eager_modules, *taped.regions]  # their inputs become DTensors, and nothing is changed in them
+        for path, module in self.modules.items():
+            held = module.__dict__
+            outer = next((outer for outer in aside if path != outer and is_inside(path, outer)), None)
             if outer is not None:
                 self._shown.add(held, CALL_OVERRIDE, refused(f"the module {path} is called outside of {outer}"))
-            elif plan is None:
-                call = self._unrecorded(path, module)
-                if call is not None:
-                    self._shown.add(held, CALL_OVERRIDE, call)
-            elif plan.problem or path in self._regions:
-                self._shown.add(held, CALL_OVERRIDE, self.compiling.aside(self._eager_module(path, module)))
+            elif path in aside:
+                self._shown.add(held, CALL_OVERRIDE, functools.partial(_step, self._weak, module))
                 self.needs_mode = self._used_mode = True
-            else:
-                running.append((path, module, self._forward(module, plan)))
+            elif path in taped.problems:
+                running.append((path, module))
+            elif self._has_own_entries(path, module):
+                self._shown.add(held, CALL_OVERRIDE, refused(f"the module {path} was not recorded"))
             for name, x in [*module._parameters.items(), *module._buffers.items()]:
                 of_unit = self.units.parameters.get((id(module), name))
                 if of_unit is not None:
@@ -434,140 +529,165 @@ class StaticProgram:
                     parameters.setdefault(id(x), ([], x))[0].append((held, name))
         names = self.units.names_in(model)
         for places, x in parameters.values():
-            grad = recorded.grads.get(names[id(x)]) if x.requires_grad else None
-            self._shown.add_tensor(x, places, grad)
-        for path, module, forward in running:
+            self._shown.add_tensor(x, places, self.grads.get(names[id(x)]) if x.requires_grad else None)
+        for path, module in running:
             state, shown = state_of(module), []
             for parameter in [p for group in state.groups for p in group.parameters] if state is not None else ():
-                grad = recorded.grads.get(parameter.name) if parameter.sharded.requires_grad else None
+                grad = self.grads.get(parameter.name) if parameter.sharded.requires_grad else None
                 gathered, places = functools.partial(_gathered, parameter), of_units.get(parameter, [])
                 if places:  # else no module of the model has it any more
                     shown.append(
                         LocalParameter(parameter.name, gathered, places, grad, parameter.sharded.requires_grad)
                     )
+            checkpoint, forward = checkpoint_of(module), own_forward(module, path)
+            if checkpoint is not None:
+                forward = checkpoint.around(functools.partial(_seen, self._weak, forward))
             if path == "":
-                self._root = self.compiling.as_the_module(module, forward)
+                self._root = forward
                 self._parameters += shown  # the hooks of its unit are around all of this
-            else:
-                unit = None if state is None else self._unit_forward(state, module, shown)
-                if unit is not None:
-                    self._units_made.append(unit)
-                call = self._placed(path, module, self.compiling.as_the_module(module, forward), unit)
-                self._shown.add(module.__dict__, CALL_OVERRIDE, call)
+                continue
+            unit = None if state is None else UnitForward(state, module, shown, self._running_units)
+            if unit is not None:
+                self._units_made.append(unit)
+            self._shown.add(module.__dict__, CALL_OVERRIDE, self._placed(path, forward, unit))
 
-    def _eager_module(self, path: str, module: nn.Module) -> Callable[..., Any]:
-        """What is called where the model calls a module that runs in eager mode."""
-        return on_dtensors(module, path, *self.recorded.module_types[path], self._as_in_eager_mode)
+    def _has_own_entries(self, path: str, module: nn.Module) -> bool:
+        """Whether there is more to a module's call than the cursor sees."""
+        instructions = self.runtime.instructions.get(path)
+        if getattr(instructions, "inputs", ()) or getattr(instructions, "outputs", ()):
+            return True
+        return any((id(module), name) in self.units.parameters for name in module._parameters)
 
-    def _unrecorded(self, path: str, module: nn.Module) -> Callable[..., Any] | None:
-        """The same for one that the recorded step did not call; None: it may run."""
-        return refused(f"the module {path} was not recorded")
-
-    def _unit_forward(self, state: Any, module: nn.Module, shown: list[LocalParameter]) -> UnitForward:
-        return UnitForward(state, module, shown, self._running_units)
-
-    def _forward(self, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
-        checkpoint = checkpoint_of(module)
-        forward = own_forward(module, plan.path)
-        if plan.forward is not None:
-            forward = self._patched(forward, plan.forward, module, plan.path)
-        return forward if checkpoint is None else checkpoint.around(forward)
-
-    def _patched(self, function: Any, plan: FunctionPlan, module: nn.Module, path: str) -> Any:
-        if isinstance(function, types.MethodType):
-            return types.MethodType(self._patched(function.__func__, plan, module, path), function.__self__)
-        code = patched_code(plan.source, plan.patch)
-        own = code_of(function)
-        if code is None or not isinstance(function, types.FunctionType) or own is None:
-            raise UnrecordedError(f"{function} is not a function in Python")
-        if self.originals.get(own, own) is not plan.code:
-            raise UnrecordedError(f"{function} is another function than was recorded")
-        self.needs_mode |= plan.runs_on_dtensors  # also in functions that are changed when they are called
-        self.originals.update(zip(code_objects(code), code_objects(plan.code), strict=False))
-        cells: dict[str, Any] = {REFUSE: functools.partial(_refuse, plan.code.co_filename), SLICE: slice}
-        cells[MARK] = self.compiling.aside(self._mark) if self.compiling.is_on else self._path.append
-        for node, action in plan.actions.items():
-            callee = callee_of(plan.source.nodes[node])
-            if isinstance(action, Checked):
-                cells[site_name(node)] = self._checked(action, callee, plan, node)
-            else:
-                cells[site_name(node)] = self._site(action, callee, path, module)
-        for node, plans in plan.swaps.items():
-            swap = Swap(
-                plans, functools.partial(self._patched, module=module, path=path), self._guarded, self.originals
-            )
-            cells[site_name(node)] = self.compiling.aside(swap)
-        return make_function(function, code, cells)
-
-    def _site(self, action: Eager | ReadSizes | TakeSizes, callee: Any, path: str, module: nn.Module) -> Any:
-        if isinstance(action, ReadSizes):
-            return read_sizes(action.function, callee, action.factors)
-        if isinstance(action, TakeSizes):
-            return take_sizes(action.factors)
-        local = self._local(action, path)
-        call = EagerCall(
-            self._require_mode, module, path, action.function, action.inputs, action.outputs, callee, local
-        )
-        return self.compiling.aside(call)
-
-    def _mark(self, node: int) -> None:
-        self._path.append(node)
-
-    def _checked(self, action: Checked, callee: Any, plan: FunctionPlan, node: int) -> Any:
-        """Layers share what they know about arguments."""
-        key = plan.code, node, action
-        found = self._checks.get(key)
-        if found is None:
-            where = f"{plan.code.co_filename}:{getattr(plan.source.nodes[node], 'lineno', 0)}"
-            found = self._checks[key] = checked_call(where, action.function, action.inputs, action.outputs, callee)
-        return self.compiling.aside(found)
-
-    def _local(self, action: Eager, path: str) -> Any:
-        methods = self.runtime.attention_methods(path)
-        return local_function(action.function, action.inputs, action.outputs, methods)
-
-    def _require_mode(self) -> None:
-        activation = current_activation()
-        self.needs_mode = self._used_mode = True
-        if activation is None or activation.contexts is None:
-            raise UnrecordedError("a function runs on DTensors that did not in the steps before")
-
-    def _placed(
-        self, path: str, module: nn.Module, forward: Callable[..., Any], unit: UnitForward | None
-    ) -> Callable[..., Any]:
+    def _placed(self, path: str, forward: Callable[..., Any], unit: UnitForward | None) -> Callable[..., Any]:
         """``forward`` between the entries of the plan at the module's boundary, and the hooks of its unit."""
         # None: of a copy of the model, which copies what there is to do.
         instructions = self.runtime.instructions.get(path)
-        placed_at = self.recorded.boundaries
-        inputs = [LocalPlacing.of(p, placed_at.get(p.name, ()), self) for p in getattr(instructions, "inputs", ())]
-        outputs = [LocalPlacing.of(p, placed_at.get(p.name, ()), self) for p in getattr(instructions, "outputs", ())]
-        if unit is None and not inputs and not outputs:
-            return forward
-        forward = self.compiling.inside(forward)
+        inputs = [_Boundary(p, self) for p in getattr(instructions, "inputs", ())]
+        outputs = [_Boundary(p, self) for p in getattr(instructions, "outputs", ())]
         if not inputs and not outputs:
-            return self.compiling.aside(functools.partial(_in_unit, unit, forward))
+            return forward if unit is None else functools.partial(_in_unit, unit, forward)
         local: Any = copy.copy(instructions)
         local.inputs, local.outputs = inputs, outputs
-
         is_any = len(inputs) == 1 and inputs[0].index is None  # of one entry for all inputs
-        position = local.position_of(inputs[0].index) if len(inputs) == 1 and not is_any else None
         is_whole = len(outputs) == 1 and outputs[0].index is None and not local.hands_out
-        place_output: Any = outputs[0] if is_whole else local.place_outputs if outputs else None
+
+        def placing_output(*args: Any, **kwargs: Any) -> Any:
+            result = forward(*args, **kwargs)
+            if is_whole:
+                return outputs[0](result)
+            with no_torch_function():
+                return local.place_outputs(result)
+
+        inner = placing_output if outputs else forward
 
         def placed(*args: Any, **kwargs: Any) -> Any:
             if is_any and not kwargs:
                 args = tuple(map(inputs[0], args))
-            elif position is not None and position < len(args):
-                args = (*args[:position], inputs[0](args[position]), *args[position + 1 :])
             elif inputs:
-                args, kwargs, _ = local.place_inputs(args, kwargs)
+                with no_torch_function():
+                    args, kwargs, _ = local.place_inputs(args, kwargs)
             return inner(*args, **kwargs) if unit is None else unit.run(inner, args, kwargs)
 
-        def placing_output(*args: Any, **kwargs: Any) -> Any:
-            return place_output(forward(*args, **kwargs))
+        return placed
 
-        inner = forward if place_output is None else placing_output
-        return self.compiling.aside(inner if unit is None and not inputs else placed)
+    # Building: the tape
+
+    def _add_entries(self, taped: RecordedTape) -> None:
+        conversions: dict[Any, Any] = {}
+        checks: dict[Any, Any] = {}
+        for event in taped.events:
+            if isinstance(event, CallEvent):
+                self._add_call(event, taped.actions.get(event.call), checks)
+            elif isinstance(event, BoundaryEvent):
+                self._add_boundary(event, conversions)
+            else:
+                mesh = self.runtime.mesh
+                types = types_of(event.inputs, mesh), types_of(event.outputs, mesh)
+                call = on_dtensors(self._weak, event.path, *types)
+                self._add(self.modules[event.path], event, _PYTHON, event.results, call)
+
+    def _add(
+        self,
+        function: Any,
+        event: Any,
+        action: int,
+        results: Sequence[int],
+        callable: Any = None,
+        reader: int = 0,
+        factors: Sequence[int] = (),
+        check: int = _NOTHING,
+        accept: Any = None,
+        writes: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        found = event.arguments
+        numbers = {_NOTHING: None, _NUMBERS: tuple(found.numbers), _SIZES: tuple(found.sizes)}[check]
+        args, kwargs = tuple(map(resolved, found.args)), {name: resolved(one) for name, one in found.kwargs.items()}
+        self._tape.add(
+            function, args, kwargs, event.settings, action, reader, tuple(factors), callable, check, accept,
+            numbers, tuple(results), tuple(writes),
+        )  # fmt: skip
+
+    def _add_call(self, event: CallEvent, action: Any, checks: dict[Any, Any]) -> None:
+        call, mesh = event.call, self.runtime.mesh
+        common: dict[str, Any] = {"results": event.results, "writes": event.writes}
+        if action is not None:
+            self.sites.append(SiteOfTape(event.module, call.place, action))
+        if isinstance(action, ReadSizes):
+            reader = SIZE_READERS[call.function]
+            self._add(call.function, event, _READ_SIZES, reader=reader, factors=action.factors, **common)
+            return
+        inputs, outputs = types_of(call.inputs, mesh), types_of(call.outputs, mesh)
+        if isinstance(action, Eager):
+            local = local_function(call.function, inputs, outputs, self.runtime.attention_methods(event.module))
+            if local is None:
+                self._on_dtensors.append((event.module, name_of(call.function), action.reason))
+                self.needs_mode = self._used_mode = True
+            run = EagerCall(self._weak, event.module, call.function, inputs, outputs, local)
+            self._add(call.function, event, _PYTHON, callable=run, **common)
+            return
+        found = event.arguments
+        records = (*call.inputs, *call.outputs)
+        grads = [p for r in records if r.value is not None for p in r.value.grads | r.grads]
+        whole = all(is_whole(p, mesh) for p in [*(r.placements for r in records), *grads])
+        check, accept = _NOTHING, None
+        of_sizes = needs_sizes(call.function, found.has_whole_numbers)
+        if (found.numbers or of_sizes) and not whole:
+            check = _SIZES if of_sizes else _NUMBERS
+            expected = LocalRun.TAKES_SIZES if isinstance(action, TakeSizes) else LocalRun.SAME
+            key = call.function, inputs, outputs, expected
+            accept = checks.get(key)
+            if accept is None:
+                accept = checks[key] = check_of(*key)
+        if isinstance(action, TakeSizes):
+            self._add(call.function, event, _TAKE_SIZES, factors=action.factors, check=check, accept=accept, **common)
+        else:
+            self._add(call.function, event, _LOCAL, check=check, accept=accept, **common)
+
+    def _add_boundary(self, event: BoundaryEvent, conversions: dict[Any, Any]) -> None:
+        boundary, mesh = event.boundary, self.runtime.mesh
+        if event.arguments.args[0][1:] == (event.result,):  # it has these placements
+            self._add(boundary.placing, event, _PYTHON, [-1], _unmoved)
+            return
+        self.sites.append(SiteOfTape(event.module, ("", 0), replace(boundary)))
+        (before,), (after,) = types_of([boundary.input], mesh), types_of([boundary.output], mesh)
+        key = boundary.placing, before, after
+        placed = conversions.get(key)
+        if placed is None:
+            placed = conversions[key] = PlacedTensor.of(*key)
+        self._add(boundary.placing, event, _PYTHON, [event.result], functools.partial(_place, self._weak, placed))
+
+
+def _step(program: weakref.ref[TapeProgram], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A module that runs in eager mode, or a region: the cursor carries out its call."""
+    found = program()
+    assert found is not None
+    return found.run_of_step.step(module, (args, kwargs))
+
+
+def _bind(program: weakref.ref[TapeProgram], number: int, x: torch.Tensor) -> None:
+    found = program()
+    assert found is not None
+    found.run_of_step.bind(number, x)
 
 
 def _gathered(parameter: ManagedParameter) -> DTensor:
@@ -578,13 +698,15 @@ def _gathered(parameter: ManagedParameter) -> DTensor:
     return x
 
 
-def _in_unit(unit: UnitForward | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    assert unit is not None
+def _seen(program: weakref.ref[TapeProgram], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that the plan checkpoints, seen by the cursor."""
+    found = program()
+    assert found is not None
+    if found.is_again:  # attributes are what they were when the forward began, but those that show parameters are not
+        found.show_again()
+    with with_torch_function():
+        return forward(*args, **kwargs)
+
+
+def _in_unit(unit: UnitForward, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return unit.run(forward, args, kwargs)
-
-
-def _refuse(file: str, line: int) -> None:
-    activation = current_activation()
-    if activation is None or activation.static is None:
-        return  # a function that was defined in the forward runs later, as a hook of a tensor
-    raise UnrecordedError(f"{file}:{line} was not recorded")

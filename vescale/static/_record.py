@@ -1,18 +1,24 @@
-"""One recorded step: what each torch function of a forward did to DTensors, and what its backward did to their gradients."""
+"""``Recorder``: one recorded step as a row of calls, with their tensors, and the gradients that came."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import gc
+import os
 import sys
+import sysconfig
+import time
 import types
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from vescale.comm import Ledger, record_comms
@@ -20,6 +26,7 @@ from vescale.compat import (
     call_module,
     hides_tensors,
     local_of,
+    native_tape,
     no_torch_function,
     spec_of,
     take_moves,
@@ -28,13 +35,88 @@ from vescale.compat import (
 )
 from vescale.ops import entries
 from vescale.runtime import Frame, Placing, Stages
-from vescale.static._call_tree import CallTree
-from vescale.static._given_arguments import held_in, num_values
+from vescale.static._arguments import Arguments
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_run import LocalRun, run_on_locals
 from vescale.static._observed_ops import ObservedOps, WithObservedOps, random_state
-from vescale.static._repeated_layers import RepeatedLayers
 from vescale.static._step_records import Boundary, Call, ModuleCall, TensorRecord, Value
+
+# Places in the model's code.
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARY = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")})
+_PACKAGES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")})
+
+
+@functools.cache
+def is_of_model(file: str) -> bool:
+    """Whether the functions of a file belong to models rather than to what they are made with."""
+    if file.startswith((_OURS, _TORCH, "<")):
+        return False
+    return file.startswith(_PACKAGES) or not file.startswith(_LIBRARY)
+
+
+def model_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """Of the innermost function that runs and is the model's."""
+    while frame is not None and not is_of_model(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def line_of_model(frame: types.FrameType | None) -> str:
+    """ "file:line " of the innermost function that runs and is the model's; "" if there is none."""
+    frame = model_frame(frame)
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} "
+
+
+# Events of a recorded step.
+
+
+@dataclass(eq=False)
+class CallEvent:
+    """A torch function.
+
+    Attributes:
+        settings: of gradients and autocast.
+        results: numbers of the tensors that it returned.
+        writes: which tensor among the arguments has become which value.
+    """
+
+    call: Call
+    module: str
+    arguments: Arguments
+    settings: tuple[bool, ...]
+    results: tuple[int, ...] = ()
+    writes: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(eq=False)
+class BoundaryEvent:
+    """An entry of the plan that brings a tensor to other placements."""
+
+    boundary: Boundary
+    module: str
+    arguments: Arguments
+    settings: tuple[bool, ...]
+    result: int
+
+
+@dataclass(eq=False)
+class ModuleEvent:
+    """The call of a module: its own events follow, up to number ``end``."""
+
+    path: str
+    arguments: Arguments
+    settings: tuple[bool, ...]
+    inputs: Sequence[TensorRecord]
+    outputs: Sequence[TensorRecord] = ()
+    results: tuple[int, ...] = ()
+    end: int = -1
+
+
+Event = CallEvent | BoundaryEvent | ModuleEvent
+
 
 # What hooks of a recorded step's graph note about gradients.
 
@@ -81,19 +163,19 @@ class Recorder(TorchFunctionMode):
         frames: the running modules.
         names: gives the names of parameters and buffers by ``id``.
         is_elsewhere: whether the parameter with a name belongs to a unit of which none of some modules is a part.
-        layers: those of which functions are not recorded.
+        on_frame: called with the frames of the model's functions that call torch functions.
 
     Attributes:
-        tree: the functions that ran.
-        calls: in order.
-        boundaries: what entries of the plan placed, for each call of each.
+        events: in order; those of a module follow it.
+        calls: of torch functions, in order; ``boundaries``: of what entries of the plan have placed.
         module_calls: tensors that the parts of the model got and returned in each call, by path.
         inputs, outputs: tensors of the forward; ``hidden``: those inside of objects in its output.
+        input_numbers, output_numbers: of the forward's tensors; -1: a plain tensor that no call has made.
         problems: what rules a static forward out, by the path of the module.
         regions: paths of the modules that run on local tensors by the plan.
         recomputes: whether there are checkpoints, whose recomputations run the ops of recorded functions.
-        guards: what the step depended on; changed_names: of globals and attributes that it has changed; written_names: of
-            buffers that modules have replaced. All are set by whoever records.
+        guards: what the step depended on; ``changed``: what it has changed in Python; ``written_names``: of buffers that
+            modules have replaced. All are set by whoever records.
     """
 
     def __init__(
@@ -101,23 +183,23 @@ class Recorder(TorchFunctionMode):
         frames: Sequence[Frame],
         names: Callable[[], dict[int, str]],
         is_elsewhere: Callable[[str, Iterable[nn.Module]], bool],
-        layers: RepeatedLayers,
+        on_frame: Callable[[types.FrameType], None],
     ) -> None:
         super().__init__()
-        self.layers = layers
-        self.tree = CallTree(lambda: (frames[-1].module, frames[-1].path))
-        self._frames, self._is_elsewhere = frames, is_elsewhere
+        self._frames, self._is_elsewhere, self._on_frame = frames, is_elsewhere, on_frame
+        self.events: list[Event] = []
         self.calls: list[Call] = []
-        self.boundaries: dict[Any, list[list[Boundary]]] = {}
+        self.boundaries: list[Boundary] = []
         self.module_calls: dict[str, list[ModuleCall]] = {}
         self.inputs: list[TensorRecord] = []
         self.outputs: list[TensorRecord] = []
         self.hidden: list[TensorRecord] = []
-        self.values_by_id: dict[int, Value] = {}
+        self.input_numbers: list[int] = []
+        self.output_numbers: list[int] = []
         self.problems: dict[str, str] = {}
         self.regions: frozenset[str] = frozenset()
         self.guards: Any = None
-        self.changed_names: frozenset[str] = frozenset()
+        self.changed: Any = None
         self.written_names: set[str] = set()
         self.named: dict[str, Value] = {}
         self._read_names = names
@@ -126,41 +208,73 @@ class Recorder(TorchFunctionMode):
         self._placed: list[tuple[DTensor, tuple[int, ...]]] = []  # by entries of the modules that run
         self._taken_over = ""
         self._is_unrecorded = False  # inside of a module that runs in eager mode, whatever its calls are
-        self._is_repeated = False  # inside of a layer that is compared with another
         self.recomputes = False
         self._known_ops: dict[Any, bool] = {}
-
-    # Values
+        self.numbers: dict[Value, int] = {}
+        self._plain: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.num_values = 0
+        self._views: dict[int, int] = {}
+        self._by_memory: dict[Any, tuple[int, Any]] = {}  # the last number of each form of memory, and that
+        self._settings = native_tape().settings
+        self._alive = native_tape().Run(native_tape().Tape(), None)  # DTensors by number
+        # Ids of those that are given, returned, or held by functions that run again in backward.
+        self._captured: set[int] = set()
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record ``forward(*args, **kwargs)``."""
-        for x in tensors_in((args, kwargs)):
+        given = list(tensors_in((args, kwargs)))
+        for x in given:
             if isinstance(x, DTensor):
                 self._value_of_result(x)
-        self.inputs = [self._record(x) for x in tensors_in((args, kwargs))]
-        held = list(held_in((args, kwargs)))
+        self.input_numbers = list(map(self._number_of_result, given))
+        self.inputs = [self._record(x) for x in given]
+        held = list(_held_in((args, kwargs)))
         try:
-            with self.tree, self:
+            with self:
                 result = forward(*args, **kwargs)
         finally:
             self._nodes.clear()  # they hold those that accumulate gradients of parameters, and hooks of units
-        if list(held_in((args, kwargs))) != held or any(map(hides_tensors, (*args, *kwargs.values()))):
-            self.problems[""] = "its forward changes what an input holds"
-        for call in self.tree.applied:
-            where = f"{call.code.co_filename}:{call.code.co_firstlineno}"
-            self.problems.setdefault(call.module, f"{where}: the backward of this function would get local gradients")
-        self.outputs = [self._record(x) for x in tensors_in(result)]
-        try:
-            self.hidden = [self._record(slot.get()) for slot in hidden_slots(result)]
-        except ValueError as problem:
-            self.problems[""] = f"of an output, {problem}"
+        with no_torch_function():
+            if list(_held_in((args, kwargs))) != held or any(map(hides_tensors, (*args, *kwargs.values()))):
+                self.problems[""] = "its forward changes what an input holds"
+            returned = list(tensors_in(result))
+            self.outputs = [self._record(x) for x in returned]
+            try:
+                inside = [slot.get() for slot in hidden_slots(result)]
+            except ValueError as problem:
+                self.problems[""] = f"of an output, {problem}"
+                return result
+            self.hidden = [self._record(x) for x in inside]
+            numbers = list(map(self.number_of, (*returned, *inside)))
+            self.output_numbers = [-1 if number is None else self._views.get(number, number) for number in numbers]
+            self._refuse_unseen(returned, None)
+            self._captured.update(map(id, (*given, *returned, *inside)))
         return result
+
+    def refuse_kept(self, known: Iterable[torch.Tensor]) -> None:
+        """After :meth:`run`: where DTensors that the forward has made outlive it, a static forward would make local tensors
+        of them. ``known``: those in attributes of modules, which run in eager mode."""
+        shared = (x for held in self._frames[0].converted.values() for x in held[:2])
+        expected = self._is_expected({*map(id, known), *map(id, shared), *self._captured})
+        kept = [] if "" in self.problems else still_kept(lambda: kept_tensors(self._alive, expected))
+        if kept:
+            event = next((e for e in self.events if isinstance(e, CallEvent) and kept[0][0] in e.results), None)
+            where = "" if event is None or not event.call.place[0] else "{}:{}: ".format(*event.call.place)
+            self.problems[""] = (
+                f"{where}its forward keeps tensors in a cache, a global, a closure or an object (the first of shape "
+                f"{tuple(kept[0][1].shape)})"
+            )
+
+    def _is_expected(self, known: set[int]) -> Callable[[int, torch.Tensor], bool]:
+        return lambda _, x: id(x) in known or bool(self.name_of(x))
 
     @property
     def is_complete(self) -> bool:
         """Whether the backward has been seen, if there is one."""
         linked = [r.value for r in self.outputs if r.requires_grad and r.value is not None]
         return "" in self.problems or not linked or any(value.grads for value in linked)
+
+    # Values
 
     def _value(self, x: DTensor) -> Value:
         found: Value | None = getattr(x, "_vescale_value", None)
@@ -169,8 +283,7 @@ class Recorder(TorchFunctionMode):
         name = self.name_of(x)
         if not name:  # made around the recorded functions: an input of a unit, which is a view of the module's
             return self._value_of_result(x)
-        found = self.values_by_id[id(x)] = self.named.setdefault(name, Value(name, True))
-        return found
+        return self.named.setdefault(name, Value(name, True))
 
     def name_of(self, x: torch.Tensor) -> str:
         """Of a parameter or a buffer; "" for others."""
@@ -188,16 +301,56 @@ class Recorder(TorchFunctionMode):
         shapes = tuple(spec.shape), tuple(local.shape), local.stride()
         return TensorRecord(spec.placements, *shapes, x.dtype, x.requires_grad, self._value(x))
 
-    def _refuse_unseen(self, tensors: Iterable[torch.Tensor], frame: types.FrameType) -> None:
+    def _next(self) -> int:
+        self.num_values += 1
+        return self.num_values - 1
+
+    def number_of(self, x: torch.Tensor) -> int | None:
+        """Of a tensor that is an input, a parameter, or the result of a call."""
+        if not isinstance(x, DTensor):
+            known = self._plain.get(id(x))
+            return known[1] if known is not None and known[0]() is x else None
+        is_made = getattr(x, "_vescale_value", None) is not None or bool(self.name_of(x))
+        value = self._value(x)
+        number = self.numbers.get(value)
+        if number is None:
+            number = self.numbers[value] = self._next()
+            self._alive.bind(number, x)
+            local = local_of(x)
+            if not local.is_meta:
+                key = local.data_ptr(), local.shape, local.stride()
+                same = self._by_memory.get(key)
+                if not is_made and same is not None and not same[1].expired():  # a unit has made it
+                    self._views[number] = same[0]
+                self._by_memory[key] = number, StorageWeakRef(local.untyped_storage())
+        return number
+
+    def _number_of_result(self, x: torch.Tensor) -> int:
+        number = self.number_of(x)
+        if number is None:
+            number = self._next()
+            self._plain[id(x)] = weakref.ref(x), number
+        return number
+
+    def _refuse_unseen(self, tensors: Iterable[torch.Tensor], frame: types.FrameType | None) -> None:
         """Where functions use a DTensor that no torch function of this thread has made in this forward."""
+        path = self._frames[-1].path
         for x in tensors:
-            if isinstance(x, DTensor) and not self._is_seen(x):
-                call = self.tree.running
-                path, where = ("", frame) if call is None else (call[1].module, call[0])
-                line = f"{where.f_code.co_filename}:{where.f_lineno}"
-                self.problems.setdefault(
-                    path, f"{line}: a tensor comes from another thread, another step, or compiled code"
-                )
+            if not isinstance(x, DTensor):
+                continue
+            if not self._is_seen(x):
+                why = "a tensor comes from another thread, another step, or compiled code"
+            elif not self._is_made_here(x):
+                why = "the backward of this function would get local gradients"
+            else:
+                continue
+            place = line_of_model(frame).rstrip()
+            self.problems.setdefault(path, f"{place}: {why}" if place else why)
+
+    def _is_made_here(self, x: torch.Tensor) -> bool:
+        """Whether no function of autograd that Python defines, outside of torch functions, stands behind a tensor."""
+        node = x.grad_fn
+        return node is None or node in self._nodes or not isinstance(node, torch.autograd.function.BackwardCFunction)
 
     def _is_seen(self, x: torch.Tensor) -> bool:
         """Units give their modules views of their inputs."""
@@ -234,7 +387,10 @@ class Recorder(TorchFunctionMode):
             waiting += [following for following, _ in edges if following is not None]
 
     def _value_of_result(self, x: DTensor) -> Value:
-        """The value of a new tensor, or of one that was written to."""
+        """The value of a new tensor, or of one that was written to; an input stays the value that it got first."""
+        known: Value | None = getattr(x, "_vescale_value", None)
+        if known is not None and known in self.numbers and not self.events:
+            return known
         value = x._vescale_value = Value()  # type: ignore[attr-defined]
         if x.grad_fn is not None:  # behind all hooks of the tensor, which may change the gradient
             x.grad_fn.register_prehook(functools.partial(note_arrival, self.problems, value, x.output_nr))
@@ -250,31 +406,49 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._is_unrecorded or ("" in self.problems and not self.recomputes):
-            return self.layers.note(self.names, func, (args, kwargs), func(*args, **kwargs))
-        caller = sys._getframe(1)
-        with self.tree.paused():
-            result = self._call(func, args, kwargs, caller)
-        return self.layers.note(self.names, func, (args, kwargs), result)
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: types.FrameType) -> Any:
-        """Call and record a torch function; ``caller``: what calls it."""
+            return func(*args, **kwargs)
         with no_torch_function():
-            found = self.tree.site(caller)
+            frame = model_frame(sys._getframe(1))
+            if frame is not None:
+                self._on_frame(frame)
             tensors = list(tensors_in((args, kwargs)))
-            self._refuse_unseen(tensors, caller)
-            site, is_direct = found if found is not None else (None, False)
-            call = Call(site, is_direct, func, [self._record(x) for x in tensors])
+            self._refuse_unseen(tensors, frame)
+            arguments, settings = Arguments(args, kwargs, self.number_of, self._views), self._settings()
+            before = list(map(self.number_of, tensors))
+            module = self._frames[-1].path
+            call = Call(module, func, [self._record(x) for x in tensors])
+            call.place = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+            del frame
             call.reads_other_unit = any(map(self._is_of_other_unit, call.inputs))
-            call.num_values = num_values(func, args, kwargs)
-            call.num_positional, call.num_keywords = len(args), len(kwargs)
+        self.calls.append(call)
+        try:
+            result, made = self._run(call, tensors, func, args, kwargs)
+        except BaseException:
+            self.problems.setdefault(module, f"{getattr(func, '__name__', func)} raised an error")
+            raise
+        with no_torch_function():
+            event = CallEvent(call, module, arguments, settings)
+            event.results = tuple(map(self._number_of_result, made))
+            event.writes = tuple(
+                (place, new)
+                for place, (x, old) in enumerate(zip(tensors, before, strict=True))
+                if (new := self.number_of(x)) != old and new is not None
+            )
+            self.events.append(event)
+        return result
+
+    def _run(
+        self, call: Call, tensors: list[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Call a torch function, and note what it does. Returns its result, and the tensors in it."""
+        with no_torch_function():
             edges = edges_of(tensors, call.inputs)
             versions = list(map(_versions, tensors))
         self._taken_over = ""
-        self.calls.append(call)
         before, own = random_state(), [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
         own_before = [generator.get_state() for generator in own]
         observer = ObservedOps(self._known_ops)
-        with observer, self.tree.around(func), record_comms() as ledger:
+        with observer, record_comms() as ledger:
             result = func(*args, **kwargs)
         call.communication = _collectives(ledger)
         is_random = observer.draws and not all(map(torch.equal, random_state(), before))
@@ -305,7 +479,7 @@ class Recorder(TorchFunctionMode):
                 if isinstance(x, DTensor) and id(x) not in given and not self.name_of(x):
                     self._value_of_result(x)
             call.outputs = [self._record(x) for x in made]
-        return result
+        return result, made
 
     def take_over(self, what: str) -> None:
         """The runtime runs something in place of the current call."""
@@ -324,6 +498,7 @@ class Recorder(TorchFunctionMode):
         if self._is_unrecorded or ("" in self.problems and not self.recomputes):
             return function
         self.recomputes = True
+        self._captured.update(map(id, captured_tensors(function)))
 
         @functools.wraps(function, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -336,72 +511,113 @@ class Recorder(TorchFunctionMode):
 
     def boundary(self, placing: Placing, x: DTensor, stages: Stages, is_shared: bool) -> DTensor:
         """A tensor that an entry of the plan brings to other placements at the boundary of a module."""
-        convert = stages.convert_once if is_shared else stages.convert
-        if self._is_repeated:
-            with no_torch_function():
-                made = convert(x, placing.requester, placing.outdated)
-                self.layers.note_part(self.names, placing.name, x, made)
-            return made
-        record = self._record(x)
-        if self._is_of_other_unit(record):
-            self.problems[placing.instruction.path] = "the plan places a parameter of a unit that does not run"
-        edges = edges_of([x], [record])
-        with no_torch_function(), record_comms() as ledger:
-            made = convert(x, placing.requester, placing.outdated)
-        if getattr(made, "_vescale_value", None) is None:
-            self._value_of_result(made)
-            if torch.is_grad_enabled():
-                self._watch([made], edges, None)
-        boundary = Boundary(placing, stages, is_shared, record, self._record(made), _collectives(ledger))
-        self.boundaries[placing][-1].append(boundary)
+        path = placing.instruction.path
         with no_torch_function():
+            is_known = getattr(x, "_vescale_value", None) is not None or bool(self.name_of(x))
+            arguments = Arguments((x,), {}, self.number_of if is_known else lambda _: None, self._views)
+            record = self._record(x)
+            if self._is_of_other_unit(record):
+                self.problems[path] = "the plan places a parameter of a unit that does not run"
+            edges = edges_of([x], [record])
+            convert = stages.convert_once if is_shared else stages.convert
+            with record_comms() as ledger:
+                made = convert(x, placing.requester, placing.outdated)
+            if getattr(made, "_vescale_value", None) is None:
+                self._value_of_result(made)
+                if torch.is_grad_enabled():
+                    self._watch([made], edges, None)
+            found = Boundary(placing, record, self._record(made), _collectives(ledger))
+            self.boundaries.append(found)
             self._placed.append((made, versions(made)))
-            self.layers.note_part(self.names, placing.name, x, made)
+            result = self._number_of_result(made)
+            self.events.append(BoundaryEvent(found, path, arguments, self._settings(), result))
         return made
-
-    def begin_boundary(self, placing: Placing) -> None:
-        if not self._is_repeated:
-            self.boundaries.setdefault(placing, []).append([])
 
     def call_module(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call of a part of the model."""
-        if self._is_repeated:
-            return self._call_repeated(path, module, args, kwargs)
         with no_torch_function():
+            given = list(tensors_in((args, kwargs)))
             if not self._is_unrecorded:
-                self._refuse_unseen(tensors_in((args, kwargs)), sys._getframe(2))
-            inputs = [self._record(x) for x in tensors_in((args, kwargs))]
-            is_unrecorded = self._is_unrecorded
-            is_repeated = not is_unrecorded and self.layers.begin(self, path, (args, kwargs), inputs)
-        num_placed = len(self._placed)
-        self._is_repeated = is_repeated
-        self._is_unrecorded = is_unrecorded or is_repeated or path in self.problems
+                self._refuse_unseen(given, sys._getframe(2))
+            arguments = Arguments((args, kwargs), {}, self.number_of, self._views)
+            inputs = [self._record(x) for x in given]
+            del given
+        event = ModuleEvent(path, arguments, self._settings(), inputs)
+        self.events.append(event)
+        is_unrecorded, num_placed = self._is_unrecorded, len(self._placed)
+        self._is_unrecorded = is_unrecorded or path in self.problems
         try:
-            with self.tree.paused() if is_repeated else contextlib.nullcontext():
-                result = call_module(module, args, kwargs)
-        except BaseException:
-            self.layers.abandon(path)
-            raise
+            result = call_module(module, args, kwargs)
         finally:
-            self._is_unrecorded, self._is_repeated = is_unrecorded, False
+            self._is_unrecorded = is_unrecorded
         with no_torch_function():
-            self.layers.note_part(self.names, (path, ""), (args, kwargs), result)
-            self.layers.end(self, path)
-            outputs = [self._record(x) for x in tensors_in(result)]
-            is_written = any(versions(x) != before for x, before in self._placed[num_placed:])
-        if is_written:
-            self.problems[""] = f"{path} writes to an input that the plan places"
-        del self._placed[num_placed:]
-        self.module_calls.setdefault(path, []).append((inputs, outputs))
+            if any(versions(x) != before for x, before in self._placed[num_placed:]):
+                self.problems[""] = f"{path} writes to an input that the plan places"
+            del self._placed[num_placed:]
+            made = list(tensors_in(result))
+            event.outputs = [self._record(x) for x in made]
+            event.results = tuple(map(self._number_of_result, made))
+            event.end = len(self.events)
+        self.module_calls.setdefault(path, []).append((inputs, list(event.outputs)))
         return result
 
-    def _call_repeated(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The call of a part of a layer that is compared with another."""
-        result = call_module(module, args, kwargs)
-        with no_torch_function():
-            self.layers.note_part(self.names, (path, ""), (args, kwargs), result)
-        self.module_calls.setdefault(path, self.module_calls.get(self.layers.origin(path), []))
-        return result
+    def events_outside(self, paths: frozenset[str]) -> Iterator[Event]:
+        """All events but those inside of modules at ``paths``, and the calls of other modules."""
+        place = 0
+        while place < len(self.events):
+            event = self.events[place]
+            place += 1
+            if not isinstance(event, ModuleEvent):
+                yield event
+            elif event.path in paths:
+                yield event
+                place = event.end
+
+
+def captured_tensors(function: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a function holds: arguments of a partial one, and what its closure has."""
+    held = [*getattr(function, "args", ()), *getattr(function, "keywords", {}).values()]
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # it is empty
+            continue
+    for value in held:
+        if isinstance(value, types.FunctionType | functools.partial):
+            yield from captured_tensors(value)
+        else:
+            yield from tensors_in(value)
+
+
+def kept_tensors(run: Any, is_expected: Callable[[int, torch.Tensor], bool]) -> list[tuple[int, torch.Tensor]]:
+    """Values of a forward that Python objects outside of autograd's graph hold."""
+    return [(number, x) for number, x in run.held() if not is_expected(number, x)]
+
+
+_PAUSES = [0.001 * 2**number for number in range(11)]  # two seconds
+
+
+def still_kept(find: Callable[[], list[tuple[int, torch.Tensor]]]) -> list[tuple[int, torch.Tensor]]:
+    """What ``find`` finds, and does not only because nobody has let go of it yet: a cycle of garbage, or a thread of gloo
+    that waits for the interpreter's lock. Other ranks may find nothing, and take the step as a static one."""
+    if not find():  # which must not hold them when they are asked again
+        return []
+    gc.collect()
+    for pause in _PAUSES:
+        if not find():
+            return []
+        time.sleep(pause)
+    return find()
+
+
+def _held_in(value: Any) -> Iterator[Any]:
+    """What lists and dictionaries hold, in order."""
+    if isinstance(value, dict):
+        yield tuple(value)
+    if isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield id(item) if isinstance(item, torch.Tensor) else type(item)
+            yield from _held_in(item)
 
 
 def _collectives(ledger: Ledger) -> list[str]:

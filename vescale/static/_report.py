@@ -83,14 +83,12 @@ def report(model: nn.Module) -> StaticReport:
     fallbacks = [Fallback("", *_split(reason), steps) for reason, steps in forward.fallbacks.items()]
     static: dict[str, None] = {}
     functions: dict[EagerFunction, None] = {}
-    for key, program in forward.programs.items():
+    for _, program in forward.programs():
         if not program.is_static:
             continue
-        compiled = forward.compiled.get(key)
-        steps = program.steps + (compiled.steps if compiled is not None else 0)
         static.update(dict.fromkeys(program.static_modules()))
         functions.update({EagerFunction(*call): None for call in program.eager_calls()})
-        fallbacks += [Fallback(path, *_split(reason), steps) for path, reason in program.eager_modules.items()]
+        fallbacks += [Fallback(path, *_split(reason), program.steps) for path, reason in program.eager_modules.items()]
     return StaticReport(tuple(static), tuple(fallbacks), tuple(functions), forward.recordings, forward.static_steps)
 
 

@@ -7,8 +7,8 @@ import types
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from vescale.compat import CALL_OVERRIDE, HOOKS_OF_MODULES, tensors_in
 from vescale.fsdp import state_of
@@ -31,7 +31,7 @@ class ModuleStates:
         self._before = [(path, module, _Held(module)) for path, module in modules.items()]
 
     def changes(self) -> Iterator[tuple[str, str]]:
-        """(path, attribute) of each attribute that was written to, with a tensor in it or a number."""
+        """(path, attribute) of each attribute that was written to, with a DTensor in it."""
         holds: dict[int, bool] = {}  # whether there are tensors in an object, which modules may share
         for path, module, held in self._before:
             now = _Held(module)
@@ -112,22 +112,18 @@ def _num_ours(kind: str, module: nn.Module) -> int:
 
 
 def _state(module: int, held: _Held, managed: Collection[tuple[int, str]], holds: dict[int, bool]) -> dict[str, Any]:
-    """Attributes of a module, by identity, and the sizes of those that can grow. ``module``: its ``id``."""
+    """Attributes of a module that hold DTensors, by identity. ``module``: its ``id``."""
     state: dict[str, Any] = {}
     for name, value in held.attributes.items():
-        if name in _OURS:
+        if name in _OURS or type(value) in _PLAIN:
             continue
-        if type(value) in _PLAIN or isinstance(value, bool | int | float | str):
-            state[name] = value
-        elif name in held.sizes:
-            state[name] = id(value), held.sizes[name]
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, _CONTAINERS):
+            state[name] = tuple(id(x) for x in tensors_in(value) if isinstance(x, DTensor))
+            continue
+        if id(value) not in holds:
+            holds[id(value)] = any(isinstance(x, DTensor) for x in tensors_in(value))
+        if holds[id(value)]:
             state[name] = id(value)
-        else:
-            if id(value) not in holds:
-                holds[id(value)] = any(True for _ in tensors_in(value))
-            if holds[id(value)]:
-                state[name] = id(value)
     for kind, tensors in held.tensors:
         state.update((f"{kind}.{name}", id(x)) for name, x in tensors.items() if (module, name) not in managed)
     return state

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.runtime import Placing, Stages
-from vescale.static._call_tree import Site
+from vescale.runtime import Placing
 from vescale.static._local_run import LocalRun
 
 Placements = tuple[Placement, ...]
@@ -62,8 +61,7 @@ class Call:
     """One call of a torch function.
 
     Attributes:
-        site: where it was called; None if the code around it was not recorded.
-        is_direct: whether the site's own instruction calls the function.
+        module: path of the module that runs.
         changed: why the call is not that of the function on the local tensors; "" if it is.
         local_run: what the function did on the local tensors.
         moves_gradients: whether its backward moved tensors.
@@ -71,14 +69,11 @@ class Call:
         is_random: whether it drew random numbers.
         writes: whether it wrote to one of its arguments.
         communication: collectives that it started, as ``all_reduce over tp``.
-        num_values: how many of the arguments that it was given are tensors, lists of them, or numbers other than whole ones:
-            other ones of these decide about nothing.
         reads_other_unit: whether it got a parameter of a unit that was not running, and may have another form later.
-        num_positional: how many it got by position; num_keywords: and by name.
+        place: the file and line of the model's code.
     """
 
-    site: Site | None
-    is_direct: bool
+    module: str
     function: Any
     inputs: list[TensorRecord]
     outputs: list[TensorRecord] = field(default_factory=list)
@@ -89,10 +84,8 @@ class Call:
     is_random: bool = False
     writes: bool = False
     communication: Sequence[str] = ()
-    num_values: int = 0
     reads_other_unit: bool = False
-    num_positional: int = 0
-    num_keywords: int = 0
+    place: tuple[str, int] = ("", 0)
 
 
 ModuleCall = tuple[list[TensorRecord], list[TensorRecord]]
@@ -103,8 +96,6 @@ class Boundary:
     """One tensor that an entry of the plan places at a module's boundary."""
 
     placing: Placing
-    stages: Stages
-    is_shared: bool
     input: TensorRecord
     output: TensorRecord
     communication: Sequence[str] = ()

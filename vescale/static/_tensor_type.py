@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, local_of, native_static, spec_of
+from vescale.compat import DTensorSpec, local_of, map_tensors, native_static, spec_of
 from vescale.ops import convert, cut, enter_local, leave_local
 from vescale.static._gradients import local_gradient
 from vescale.static._step_records import TensorRecord
@@ -185,20 +185,27 @@ def _type_of(record: TensorRecord, mesh: DeviceMesh, grads: Collection[tuple[Pla
     return TensorType(mesh, record.placements, grad, tuple(factors), sizes)
 
 
-def merged_types(calls: Sequence[Sequence[TensorType]]) -> tuple[TensorType, ...] | None:
-    """The types of tensors that several calls were given or returned; None if they differ in more than that some have no
-    gradient."""
-    if len({len(types) for types in calls}) > 1:
-        return None
-    merged = []
-    for types in zip(*calls, strict=True):
-        grads = {kind.grad for kind in types} - {None}
-        if len(grads) > 1 or len({replace(kind, grad=None) for kind in types}) > 1:
-            return None
-        merged.append(replace(types[0], grad=next(iter(grads), None)))
-    return tuple(merged)
-
-
 def types_of(records: Sequence[TensorRecord], mesh: DeviceMesh) -> tuple[TensorType, ...]:
     """The types of recorded tensors, with the gradients of their values."""
     return tuple(_type_of(r, mesh, r.value.grads if r.value is not None else ()) for r in records)
+
+
+def map_in_order(value: Any, changes: Sequence[Callable[[torch.Tensor], Any]]) -> Any:
+    """``value`` with its tensors changed, each by the next of ``changes``; one that occurs twice becomes one."""
+    waiting, made = iter(changes), {}
+    count = 0
+
+    def change(x: torch.Tensor) -> Any:
+        nonlocal count
+        count += 1
+        function = next(waiting, None)
+        if function is None:
+            raise UnrecordedError("more tensors than recorded")
+        if id(x) not in made:
+            made[id(x)] = x, function(x)
+        return made[id(x)][1]
+
+    result = map_tensors(change, value)
+    if count != len(changes):
+        raise UnrecordedError("fewer tensors than recorded")
+    return result

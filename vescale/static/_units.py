@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from vescale.compat import no_torch_function, with_torch_function
 from vescale.fsdp import ManagedParameter, ModuleState, state_of
 from vescale.static._local_parameter import LocalParameter
 
@@ -87,13 +88,19 @@ class UnitForward:
         self._running, self._is_shown = running, False
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The unit's hooks run aside of the cursor."""
+        with no_torch_function():
+            return self._run(forward, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state, module = self._state, self._module
         try:
             args, kwargs = state.before_forward(module, args, kwargs)
             with self.shown():
                 self._running.append(self)
                 try:
-                    result = forward(*args, **kwargs)
+                    with with_torch_function():
+                        result = forward(*args, **kwargs)
                 finally:
                     self._running.pop()
             result = state.after_forward(module, args, result)

@@ -9,13 +9,10 @@ import torch
 
 from vescale.ops import entries
 from vescale.static._actions import name_of
-from vescale.static._call_site_functions import map_in_order
-from vescale.static._checked_calls import _OnlyLocalOps
 from vescale.static._local_run import LocalRun, run_on_locals
-from vescale.static._observed_ops import random_state, set_random_state
-from vescale.static._tensor_type import TensorType, UnrecordedError
+from vescale.static._observed_ops import ObservedOps, random_state, set_random_state
+from vescale.static._tensor_type import TensorType, UnrecordedError, map_in_order
 
-_Tensor: Any = torch.Tensor
 # Functions whose whole numbers are dims, or sizes that are equal on all ranks: what they do to placements does not depend on
 # other sizes.
 _OF_DIMS = frozenset((
@@ -59,7 +56,7 @@ def check_of(
                     if not entry.is_local(*given, **named):
                         raise UnrecordedError(f"{name} gets other arguments than in the recorded step")
                     return
-                with _OnlyLocalOps(name):
+                with OnlyLocalOps(name):
                     result = called(*given, **named)
                 local = run_on_locals(called, again, again_named, result, False)
                 map_in_order(result, [kind.to_local for kind in outputs])
@@ -73,3 +70,19 @@ def check_of(
             raise UnrecordedError(f"{name} takes no sizes, given other arguments")
 
     return check
+
+
+class OnlyLocalOps(ObservedOps):
+    """Refuses ops on DTensors that do not run on the local tensors as they are, or draw random numbers."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def __torch_dispatch__(
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random or not self.runs_on_locals(func, args, kwargs or {}):
+            raise UnrecordedError(f"{self._where} gets other arguments than in the recorded step")
+        return func(*args, **(kwargs or {}))

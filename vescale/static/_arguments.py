@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,7 @@ class Arguments:
             self.has_whole_numbers = True
             self._note(value)
             return (_INT,)
-        if kind is float:
+        if isinstance(value, float):
             self._note(0 if value == 0.0 else 1 if value == 1.0 else 2)
             return (_FLOAT,)
         if isinstance(value, tuple | list):
@@ -69,4 +70,20 @@ class Arguments:
             return _DICT, tuple(value), tuple(map(self._expected, value.values()))
         if kind is slice:
             return _SLICE, None, tuple(map(self._expected, (value.start, value.stop, value.step)))
-        return (_EQUAL if isinstance(value, _EQUAL_TYPES) else _SAME), value
+        if isinstance(value, _EQUAL_TYPES):
+            return _EQUAL, value
+        try:
+            return _SAME, weakref.ref(value)  # what the forward has made ends with it
+        except TypeError:
+            return _SAME, value
+
+
+def resolved(expected: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What :class:`Arguments` has found, with the objects themselves that still exist; no argument is one of the others."""
+    kind = expected[0]
+    if kind == _SAME and isinstance(expected[1], weakref.ref):
+        found = expected[1]()
+        return kind, object() if found is None else found
+    if kind in (_SEQUENCE, _DICT, _SLICE):
+        return *expected[:2], tuple(map(resolved, expected[2]))
+    return expected
