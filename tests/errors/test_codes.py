@@ -47,7 +47,6 @@ PLAIN = {
     "pipeline/_schedule.py:_ranks_of": "caught by make_schedule",
     "cli/_pipeline_section.py:write_page": "becomes a UsageError",
     "static/_hidden_tensors.py:_slots": "caught by the recorder",
-    "static/_record_loading.py:__getitem__": "Python's protocol of mappings",
 }
 # Exceptions of vescale that are caught inside of it, and reach no user.
 INTERNAL = {
