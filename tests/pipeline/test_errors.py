@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.pipeline.steps import Net, mesh_of, token_batch
-from tests.ranks import RankPools
+from tests.ranks import RankError, RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import parallelize
 from vescale.checks import InputMismatchError, StepMismatchError
@@ -279,3 +280,26 @@ def test_forwards_that_read_what_depends_on_parameters() -> None:
         PlanError, match=r"branches on values of parameters, or takes them to Python .* use torch\.where"
     ):
         StagedProgram.of(pipeline(), Logging())
+
+
+def token_out_of_range() -> None:
+    """Caught by the script, which goes on; the next stage waits for a message of this one."""
+    plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, mesh="pp", loss="out.loss")
+    model: Any = parallelize(Net(tied=False), plan)
+    model.step(**token_batch(0, names=NAMES))
+    batch = token_batch(1, names=NAMES)
+    batch["ids"][5, 2] = 99
+    with contextlib.suppress(IndexError):
+        model.step(**batch)
+    model.step(**token_batch(2, names=NAMES))
+
+
+def test_an_error_of_one_stage_ends_the_others_soon() -> None:
+    pools = RankPools()
+    started = time.monotonic()
+    try:
+        with pytest.raises(RankError, match="rank 0 has failed: IndexError: index out of range"):
+            pools.run(token_out_of_range, world_size=2)
+    finally:
+        pools.close()
+    assert time.monotonic() - started < 45  # gloo's limit is 60 s

@@ -20,4 +20,4 @@ from vescale.agreement._posts import (
 )
 from vescale.agreement._round import HandedIn, Round
 from vescale.agreement._store import wait_limit
-from vescale.agreement._watch import Apart, Watch, end_soon
+from vescale.agreement._watch import Apart, Watch, end_for, end_soon

@@ -228,6 +228,16 @@ def end_soon(error: Exception) -> None:
         faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True)
 
 
+def end_for(error: Exception, thread: int) -> None:
+    """End this process in the place of a thread that waits and cannot raise ``error``: it is printed with the thread's
+    stack."""
+    frame = sys._current_frames().get(thread)
+    with suppress(OSError, ValueError):
+        sys.stderr.write("".join(traceback.format_stack(frame)) + f"{type(error).__name__}: {error}\n")
+    _APART.append(error)
+    _end_if_apart()
+
+
 @functools.cache
 def _look_for_waiting_threads() -> None:
     """In the place of threads that wait for messages, which cannot look, nor raise: the process ends."""
@@ -242,10 +252,7 @@ def _look_for_waiting_threads() -> None:
                 with contextlib.suppress(dist.DistError):  # the store is gone
                     look(None, "a collective")
             except Exception as error:
-                frame = sys._current_frames().get(thread)
-                with suppress(OSError, ValueError):
-                    sys.stderr.write("".join(traceback.format_stack(frame)) + f"{type(error).__name__}: {error}\n")
-                _end_if_apart()
+                end_for(error, thread)
 
     threading.Thread(target=run, daemon=True, name="vescale watch").start()
 

@@ -35,6 +35,7 @@ from vescale.pipeline._schedule import Action, Schedule, build, releases
 from vescale.pipeline._stage import ModelStage
 from vescale.pipeline._stage_run import StageRun
 from vescale.pipeline._staged_program import stages_of_unit
+from vescale.pipeline._step_failures import StepFailures
 from vescale.pipeline._traced import Origin, Trace
 from vescale.plans import PipelineEntry
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
@@ -152,6 +153,7 @@ class Runner:
         self._resident: set[int] = set()
         self._ended: dict[int, set[int]] = {}  # the stages whose backward of a micro-batch has ended
         self.ties = Ties(model, cut, schedule, group, self.rank)
+        self._failures = StepFailures(group, place)
         self._share_out()
         runtime = Runtime.of(model)
         for budget in runtime.budgets.values() if runtime is not None else ():
@@ -200,7 +202,7 @@ class Runner:
                 "pipeline: .step() inside of no_sync() with hooks on the gradient of a parameter that several stages use: "
                 "the gradient is complete when stages have added theirs; call .step() outside of no_sync()"
             )
-        with self._on(batch), hooks.muted():
+        with self._on(batch), hooks.muted(), self._failures.shared():
             before_hooks = self._without_gradients(hooks.parameters)
             earlier = self._without_gradients(self.model.parameters()) if scales else []
             self.ties.set_aside(syncs=syncs)
@@ -230,7 +232,7 @@ class Runner:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            with torch.no_grad(), self._on(batch):
+            with torch.no_grad(), self._on(batch), self._failures.shared():
                 with self._gathering():
                     self._forward_only()
                 return self._global_loss()[0]
@@ -445,6 +447,7 @@ class Runner:
 
     def _begin(self, stage: int, microbatch: int, kind: str) -> None:
         """Let parameters go that no stage needs soon."""
+        self._failures.note()
         gone = self._let_go.get(Action(stage, kind, microbatch), ())
         self._resident = (self._resident - set(gone)) | {stage}
         if gone:
