@@ -124,8 +124,6 @@ def frozen(kept: Sequence[str]) -> float:
 def test_stages_that_are_frozen(ranks: RankPools) -> None:
     for kept in (["head"], ["embed", "blocks.0"]):
         assert max(ranks.run(frozen, kept, world_size=2)) < 1e-12
-    with pytest.raises(ValueError, match="empty parameter list"):
-        torch.optim.SGD([])
 
 
 def refused(norm: Callable[[], nn.Module], stages: Sequence[Sequence[str]]) -> str:

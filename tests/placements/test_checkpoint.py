@@ -470,7 +470,7 @@ def load_wrong(folder: Path, case: str) -> None:
     ("case", "parts"),
     [
         ("shape", ["block.weight", r"\(12, 8\)", r"\(8, 12\)", "RaggedShard", "build the model"]),
-        ("bytes", ["note", "no tensor", r"\(8, 12\)", "InterleavedShard", "that was saved"]),
+        ("bytes", ["note", "not a tensor", r"\(8, 12\)", "InterleavedShard", "that was saved"]),
         ("local", ["block.weight", r"\(40,\)|\(56,\)", r"\(7,\)", "RaggedShard", "from_local"]),
     ],
 )

@@ -30,6 +30,7 @@ __all__ = [
     "has_dispatch_modes",
     "has_function_modes",
     "has_hooks",
+    "has_saved_tensors_hooks",
     "has_tangent",
     "in_backward",
     "in_dual_level",
@@ -110,6 +111,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def num_storage_users(tensor: torch.Tensor) -> int:
     """How many tensors and Python objects hold the memory of ``tensor``: to compare with what it was before."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether hooks get what ops of this thread save for their backward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 DATA_VIEWS = "_vescale_data_views"

@@ -54,6 +54,7 @@ torch._C: Argument.alias_info; Argument.default_value; Argument.has_default_valu
     _functorch.peek_interpreter_stack; _len_torch_dispatch_stack; _len_torch_function_stack; _storage_Use_Count;
     _jit_get_all_schemas; _will_engine_execute_node
 torch._C._autograd: CreationMeta.DEFAULT; _get_creation_meta; _get_sequence_nr; _set_creation_meta;
+    _top_saved_tensors_default_hooks;
     _unsafe_set_version_counter
 torch._C._distributed_c10d: Backend.Options._timeout; Backend.mem_allocator; _register_work
 torch._guards: detect_fake_mode(inputs)

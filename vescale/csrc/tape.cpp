@@ -14,6 +14,8 @@
 
 #include <structmember.h>
 
+
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -105,6 +107,7 @@ struct Entry {
     mutable std::vector<Numbers> accepted;  // the last ones first
     std::vector<std::int64_t> results;  // numbers of the tensors that it returns
     std::vector<std::pair<std::int64_t, std::int64_t>> writes;  // which tensor among the arguments becomes which value
+    bool may_be_missing = false;  // no later entry takes what it returns
 };
 
 // `tensors_in` of vescale.compat, for containers of unknown types.
@@ -183,6 +186,10 @@ class Tape {
         entries.push_back(std::move(made));
     }
 
+    void let_be_missing(std::size_t position) {
+        entries.at(position).may_be_missing = true;
+    }
+
     std::vector<Entry> entries;
     std::size_t num_values = 0;
 };
@@ -192,8 +199,8 @@ constexpr std::size_t kMaxAccepted = 64;
 // One forward.
 class Run {
   public:
-    // `left(position, reason, function, args, kwargs)`: what happens where a call is not the recorded one; its result is the
-    // call's.
+    // `left(position, reason, function, args, kwargs, may_observe)`: what happens where a call is not the recorded one; its
+    // result is the call's, and the next call may be the recorded one, with `may_observe`.
     Run(std::shared_ptr<Tape> tape, py::object left) : tape_(std::move(tape)), left_(std::move(left)) {}
 
     void begin() {
@@ -289,16 +296,12 @@ class Run {
             return owned(PyObject_Call(function, args, kwargs)).release().ptr();
         }
         if (has_left_) {
-            return leave("", function, args, kwargs);
+            return leave("", function, args, kwargs, false);
         }
-        if (position_ >= tape_->entries.size()) {
-            return leave("the recorded step had ended", function, args, kwargs);
+        if (const char* reason = find(function, args, kwargs)) {
+            return leave(reason, function, args, kwargs, true);
         }
         const auto& entry = tape_->entries[position_];
-        numbers_.clear();
-        if (const char* reason = difference(entry, function, args, kwargs)) {
-            return leave(reason, function, args, kwargs);
-        }
         if (entry.check != Check::kNothing && !is_accepted(entry)) {
             const Numbers found = numbers_;  // the check may come by here
             const NoTorchFunction off;
@@ -330,7 +333,8 @@ class Run {
 
     // Whether the forward has made all recorded calls, and returned the values with these numbers: "", or what differs.
     std::string end(const py::list& tensors, const py::list& numbers) const {
-        if (position_ != tape_->entries.size()) {
+        if (std::any_of(tape_->entries.begin() + static_cast<std::ptrdiff_t>(position_), tape_->entries.end(),
+                        [](const Entry& entry) { return !entry.may_be_missing; })) {
             return "fewer torch functions were called than in the recorded step";
         }
         if (PyList_GET_SIZE(tensors.ptr()) != PyList_GET_SIZE(numbers.ptr())) {
@@ -364,15 +368,35 @@ class Run {
     }
 
   private:
-    PyObject* leave(const char* reason, PyObject* function, PyObject* args, PyObject* kwargs) {
+    // Go to the entry of a call: the next one, or one behind entries that may be missing. What differs from the next one, if
+    // there is none.
+    const char* find(PyObject* function, PyObject* args, PyObject* kwargs) {
+        const char* first = position_ < tape_->entries.size() ? nullptr : "the recorded step had ended";
+        for (auto at = position_; at < tape_->entries.size(); ++at) {
+            numbers_.clear();
+            const auto& entry = tape_->entries[at];
+            const char* reason = difference(entry, function, args, kwargs);
+            if (reason == nullptr) {
+                position_ = at;
+                return nullptr;
+            }
+            first = first == nullptr ? reason : first;
+            if (!entry.may_be_missing) {
+                break;
+            }
+        }
+        return first;
+    }
+
+    PyObject* leave(const char* reason, PyObject* function, PyObject* args, PyObject* kwargs, bool may_observe) {
         has_left_ = true;
         const auto named = kwargs == nullptr ? py::object(py::dict()) : py::reinterpret_borrow<py::object>(kwargs);
         const auto place = owned(PyLong_FromSize_t(position_));
         const auto text = owned(PyUnicode_FromString(reason));
-        return owned(PyObject_CallFunctionObjArgs(
-                         left_.ptr(), place.ptr(), text.ptr(), function, args, named.ptr(), nullptr))
-            .release()
-            .ptr();
+        auto result = owned(PyObject_CallFunctionObjArgs(
+            left_.ptr(), place.ptr(), text.ptr(), function, args, named.ptr(), may_observe ? Py_True : Py_False, nullptr));
+        has_left_ = false;
+        return result.release().ptr();
     }
 
     static bool is_same_function(PyObject* recorded, PyObject* called) {
@@ -565,7 +589,7 @@ class Run {
             case Action::kTakeSizes: {
                 const auto local = local_sizes(entry, args);
                 return local ? owned(PyObject_Call(function, local.ptr(), kwargs))
-                             : owned(leave("a size does not divide evenly", function, args, kwargs));
+                             : owned(leave("a size does not divide evenly", function, args, kwargs, false));
             }
             case Action::kPython: {
                 const auto named = kwargs == nullptr ? py::object(py::dict()) : py::reinterpret_borrow<py::object>(kwargs);
@@ -651,7 +675,8 @@ class Run {
             has_left_ = true;
             owned(PyObject_CallFunctionObjArgs(
                 left_.ptr(), owned(PyLong_FromSize_t(position_ - 1)).ptr(),
-                owned(PyUnicode_FromString("it returns another number of tensors")).ptr(), Py_None, Py_None, Py_None, nullptr));
+                owned(PyUnicode_FromString("it returns another number of tensors")).ptr(), Py_None, Py_None, Py_None, Py_False,
+                nullptr));
         }
         if (!entry.writes.empty()) {
             std::int64_t place = 0;
@@ -770,6 +795,7 @@ PYBIND11_MODULE(_tape, module) {
     py::class_<Tape, std::shared_ptr<Tape>>(module, "Tape")
         .def(py::init<>())
         .def("add", torch::wrap_pybind_function(&Tape::add))
+        .def("let_be_missing", &Tape::let_be_missing)
         .def_readwrite("num_values", &Tape::num_values)
         .def("__len__", [](const Tape& tape) { return tape.entries.size(); });
     py::class_<Run, std::shared_ptr<Run>>(module, "Run")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class Arguments:
         self.kwargs = {name: self._expected(value) for name, value in kwargs.items()}
         del self._number_of, self._views
 
+    def taken(self) -> list[int | None]:
+        """Of each tensor, in order, its number; None of one that no recorded call has made."""
+        return [number for expected in (*self.args, *self.kwargs.values()) for number in _numbers_in(expected)]
+
     def _note(self, number: int) -> None:
         self.numbers.append(number)
         self.sizes.append(number)
@@ -76,6 +80,16 @@ class Arguments:
             return _SAME, weakref.ref(value)  # what the forward has made ends with it
         except TypeError:
             return _SAME, value
+
+
+def _numbers_in(expected: tuple[Any, ...]) -> Iterator[int | None]:
+    if expected[0] in (_VALUE, _VIEW):
+        yield expected[1]
+    elif expected[0] == _PLAIN:
+        yield None
+    elif expected[0] in (_SEQUENCE, _DICT):
+        for item in expected[2]:
+            yield from _numbers_in(item)
 
 
 def resolved(expected: tuple[Any, ...]) -> tuple[Any, ...]:

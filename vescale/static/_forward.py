@@ -21,6 +21,7 @@ from vescale.compat import (
     CALL_OVERRIDE,
     GLOBAL_HOOKS,
     compiled_call,
+    has_saved_tensors_hooks,
     hides_tensors,
     in_transform,
     is_native,
@@ -265,6 +266,8 @@ class StaticForward:
         found = self._early.find(args, kwargs, model.training)
         if found is None or current_activation() is not None or num_function_modes() or in_transform():
             return None
+        if has_saved_tensors_hooks():
+            return None
         program = self.tapes[found[0]].first()
         is_known = program is found[1]()
         if program is None or not is_known or not program.is_static or found[0] in self._recorders:
@@ -411,6 +414,8 @@ class StaticForward:
             return f"an input is {kind_of(hidden)}, which may hold tensors"
         if num_function_modes() > (activation.contexts is not None):
             return "a TorchFunctionMode is on, which gets the DTensors (torch.set_default_device, torch.device)"
+        if has_saved_tensors_hooks():
+            return "hooks for saved tensors are on (torch.autograd.graph.saved_tensors_hooks, save_on_cpu)"
         if in_transform():
             return "the model runs inside of a function transform (torch.func, torch.vmap)"
         return ""

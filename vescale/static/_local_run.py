@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+import numpy
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -104,6 +105,8 @@ def _is_same(expected: Any, found: Any) -> bool:
         return len(expected) == len(found) and all(map(_is_same, expected, found))
     if isinstance(expected, dict):
         return list(expected) == list(found) and all(map(_is_same, expected.values(), found.values()))
+    if isinstance(expected, numpy.ndarray):
+        return expected.dtype == found.dtype and numpy.array_equal(expected, found)
     return bool(expected == found)
 
 

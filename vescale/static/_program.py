@@ -41,6 +41,7 @@ from vescale.static._local_functions import LocalFunction, local_function
 from vescale.static._local_parameter import LocalParameter
 from vescale.static._local_run import SIZE_READERS, LocalRun
 from vescale.static._missing_gradients import refuse_second_derivatives, without_gradient
+from vescale.static._observed_ops import random_state, set_random_state
 from vescale.static._placing import PlacedTensor
 from vescale.static._python_state import PythonState
 from vescale.static._record import (
@@ -192,13 +193,33 @@ class _Cursor(TorchFunctionMode):
         self.__torch_function__ = native_tape().make_cursor(weakref.ref(self), run)  # type: ignore[method-assign]
 
 
-def _left(position: int, reason: str, function: Any, args: Any, kwargs: Any) -> Any:
-    """Where a step differs from the tape."""
+def _left(
+    program: weakref.ref[TapeProgram],
+    position: int,
+    reason: str,
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    may_observe: bool,
+) -> Any:
+    """Where a step differs from the tape: the result of a call that only looks at tensors."""
+    found = program()
+    assert found is not None
     called = name_of(function) if callable(function) else "a function"
-    raise UnrecordedError(
+    problem = found.difference = found.difference or (
         f"{line_of_model(sys._getframe(1))}{called} was not recorded at this place (call {position}): "
         f"{reason or 'the step has left its tape'}"
     )
+    if may_observe:
+        try:
+            return found.observe(function, args, kwargs)
+        except Exception as error:
+            raise UnrecordedError(problem) from error
+    raise UnrecordedError(problem)
+
+
+_MOST_OBSERVED = 32  # calls of a forward
+_CHANGING = {"__set__", "__delete__", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"}
 
 
 class _Boundary:
@@ -269,9 +290,15 @@ class TapeProgram:
         self._units_made: list[UnitForward] = []
         self._on_dtensors: list[tuple[str, str, str]] = []
         self._root: Callable[..., Any] | None = None
+        self.difference = ""  # the first one of this forward
+        self._types: dict[int, TensorType] = {}  # of values
+        self._observed: list[
+            weakref.ref[torch.Tensor]
+        ] = []  # what calls have returned that are on no tape, with a graph
+        self._num_observed = 0
         self._tape = native_tape().Tape()
         self._tape.num_values = taped.num_values
-        self.run_of_step: Any = native_tape().Run(self._tape, _left)
+        self.run_of_step: Any = native_tape().Run(self._tape, functools.partial(_left, self._weak))
         self._cursor = _Cursor(self.run_of_step)
         self._input_numbers, self._output_numbers = list(taped.input_numbers), list(taped.output_numbers)
         # Of values that may outlive the forward: plain ones are the same on every rank.
@@ -318,6 +345,8 @@ class TapeProgram:
                 args, kwargs = entered.local_args, entered.local_kwargs
             run.begin()
             self._captured.clear()
+            self._observed.clear()
+            self.difference, self._num_observed = "", 0
             self._show()
             try:
                 self._bind_parameters()
@@ -334,8 +363,8 @@ class TapeProgram:
             except ValueError as problem:
                 raise UnrecordedError(f"of an output, {problem}") from problem
             reason = run.end(returned, self._output_numbers)
-            if reason:
-                raise UnrecordedError(reason)
+            if reason or any(x() is not None for x in self._observed):
+                raise UnrecordedError(self.difference or reason)
             del returned, given
             self._refuse_kept()
             self.steps += 1
@@ -346,6 +375,36 @@ class TapeProgram:
     def has_failed(self) -> bool:
         """Whether a torch function has raised an error in the forward, which eager mode may not."""
         return bool(self.run_of_step.has_left)
+
+    def observe(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """A call that was not recorded, on DTensors, as eager mode makes it: in a step that otherwise makes the recorded
+        ones, it looks at tensors, on one rank, say, which must not leave the tape alone, because it would communicate once
+        more. If anything else comes of it, a recorded call gets another tensor, or the forward returns one, or keeps one
+        that requires gradients.
+
+        Raises what the call raises, or UnrecordedError where it changes something.
+        """
+        name = getattr(function, "__name__", "")
+        self._num_observed += 1
+        is_torch = not isinstance(function, nn.Module | Placing)
+        if not is_torch or name in _CHANGING or "out" in kwargs or self._num_observed > _MOST_OBSERVED:
+            raise UnrecordedError(self.difference)
+        given = list(tensors_in((args, kwargs)))
+        if not given:  # it sets gradient mode, say
+            raise UnrecordedError(self.difference)
+        versions, state = [x._version for x in given], random_state()
+
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            return x if isinstance(x, DTensor) else self._types[self.run_of_step.numbers_of(x)[-1]].to_global(x, name)
+
+        args, kwargs = map_tensors(whole, args), map_tensors(whole, kwargs)
+        # The text of a DTensor is another one; Tensor's reads all values.
+        result = repr(args[0]) if name == "__repr__" else function(*args, **kwargs)
+        if versions != [x._version for x in given] or not all(map(torch.equal, random_state(), state)):
+            set_random_state(state)
+            raise UnrecordedError(self.difference)
+        self._observed += [weakref.ref(x) for x in tensors_in(result) if x.requires_grad]
+        return result
 
     def checkpointed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What runs when ``function`` is computed again in backward, which is compared with its part of the tape."""
@@ -595,6 +654,16 @@ class TapeProgram:
     def _add_entries(self, taped: RecordedTape) -> None:
         conversions: dict[Any, Any] = {}
         checks: dict[Any, Any] = {}
+        self._types.update(zip(taped.input_numbers, taped.inputs, strict=False))
+        used = {*taped.output_numbers, *taped.names.values()}
+        missing: list[int] = []
+        for position, event in reversed(list(enumerate(taped.events))):
+            taken = event.arguments.taken()
+            if isinstance(event, CallEvent) and not event.writes and used.isdisjoint(event.results):
+                missing.append(position)
+            else:
+                used.update(number for number in taken if number is not None)
+            self._note_types(taken, event)
         for event in taped.events:
             if isinstance(event, CallEvent):
                 self._add_call(event, taped.actions.get(event.call), checks)
@@ -605,6 +674,21 @@ class TapeProgram:
                 types = types_of(event.inputs, mesh), types_of(event.outputs, mesh)
                 call = on_dtensors(self._weak, event.path, *types)
                 self._add(self.modules[event.path], event, _PYTHON, event.results, call)
+        for position in missing:
+            self._tape.let_be_missing(position)
+
+    def _note_types(self, taken: Sequence[int | None], event: Any) -> None:
+        """Of the values that an event takes and makes."""
+        if isinstance(event, BoundaryEvent):
+            results: Sequence[int] = (event.result,)
+            given, made = [event.boundary.input], [event.boundary.output]
+        else:
+            of = event.call if isinstance(event, CallEvent) else event
+            results, given, made = event.results, of.inputs, of.outputs
+        for numbers, records in ((taken, given), (results, made)):
+            if len(numbers) == len(records):
+                kinds = zip(numbers, types_of(records, self.runtime.mesh), strict=True)
+                self._types.update((number, kind) for number, kind in kinds if number is not None and number >= 0)
 
     def _add(
         self,
