@@ -35,7 +35,7 @@ struct Expected {
     Kind kind;
     std::int64_t number = 0;  // of a value; dims of a plain tensor
     std::int64_t base = 0;  // of a view: which value it is the whole of
-    py::object object;  // the object itself; the type of a sequence; names of a dictionary; the dtype of a plain tensor
+    py::object object;  // the object itself, or a weak reference to it; the type of a sequence; names of a dictionary; the dtype of a plain tensor
     bool requires_grad = false;
     std::vector<Expected> items;
 
@@ -413,6 +413,20 @@ class Run {
         return found == 1;
     }
 
+    // Whether `value` is what a weak reference refers to.
+    static bool is_referent(PyObject* reference, PyObject* value) {
+        if (!PyWeakref_CheckRef(reference) || value == Py_None) {
+            return false;
+        }
+#if PY_VERSION_HEX >= 0x030D0000
+        PyObject* found = nullptr;
+        const bool is_alive = PyWeakref_GetRef(reference, &found) == 1;
+        return is_alive && owned(found).ptr() == value;
+#else
+        return PyWeakref_GET_OBJECT(reference) == value;
+#endif
+    }
+
     // What differs from the recorded call; null: nothing that matters without looking at `numbers_`.
     const char* difference(const Entry& entry, PyObject* function, PyObject* args, PyObject* kwargs) {
         if (!is_same_function(entry.function.ptr(), function)) {
@@ -507,7 +521,8 @@ class Run {
                 return nullptr;
             }
             case Kind::kSame:
-                return expected.object.ptr() == value ? nullptr : "it gets another object";
+                return expected.object.ptr() == value || is_referent(expected.object.ptr(), value) ? nullptr
+                                                                                                   : "it gets another object";
             case Kind::kEqual: {
                 if (expected.object.ptr() == value) {
                     return nullptr;

@@ -90,14 +90,3 @@ def _numbers_in(expected: tuple[Any, ...]) -> Iterator[int | None]:
     elif expected[0] in (_SEQUENCE, _DICT):
         for item in expected[2]:
             yield from _numbers_in(item)
-
-
-def resolved(expected: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What :class:`Arguments` has found, with the objects themselves that still exist; no argument is one of the others."""
-    kind = expected[0]
-    if kind == _SAME and isinstance(expected[1], weakref.ref):
-        found = expected[1]()
-        return kind, object() if found is None else found
-    if kind in (_SEQUENCE, _DICT, _SLICE):
-        return *expected[:2], tuple(map(resolved, expected[2]))
-    return expected

@@ -31,7 +31,6 @@ from vescale.ir import Redistribute
 from vescale.runtime import Frame, Placing, Runtime, current_activation, resumed
 from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import RecordedTape
-from vescale.static._arguments import resolved
 from vescale.static._checks import check_of, needs_sizes
 from vescale.static._early_inputs import Entered
 from vescale.static._gradients import is_whole
@@ -231,7 +230,7 @@ class _Boundary:
 
     def __init__(self, placing: Placing, program: TapeProgram) -> None:
         self.index = placing.index
-        self._placing, self._program = placing, program
+        self._placing, self._program = weakref.ref(placing), program  # as the tape has it
         self._moves = isinstance(placing.instruction.op, Redistribute)
 
     def __call__(self, value: Any, placed: Any = None) -> Any:
@@ -386,7 +385,7 @@ class TapeProgram:
         """
         name = getattr(function, "__name__", "")
         self._num_observed += 1
-        is_torch = not isinstance(function, nn.Module | Placing)
+        is_torch = not isinstance(function, weakref.ref)
         if not is_torch or name in _CHANGING or "out" in kwargs or self._num_observed > _MOST_OBSERVED:
             raise UnrecordedError(self.difference)
         given = list(tensors_in((args, kwargs)))
@@ -673,7 +672,9 @@ class TapeProgram:
                 mesh = self.runtime.mesh
                 types = types_of(event.inputs, mesh), types_of(event.outputs, mesh)
                 call = on_dtensors(self._weak, event.path, *types)
-                self._add(self.modules[event.path], event, _PYTHON, event.results, call)
+                # Weak, here and of entries of the plan: they may hold the model, and the garbage collector does not look into
+                # C++.
+                self._add(weakref.ref(self.modules[event.path]), event, _PYTHON, event.results, call)
         for position in missing:
             self._tape.let_be_missing(position)
 
@@ -705,9 +706,8 @@ class TapeProgram:
     ) -> None:
         found = event.arguments
         numbers = {_NOTHING: None, _NUMBERS: tuple(found.numbers), _SIZES: tuple(found.sizes)}[check]
-        args, kwargs = tuple(map(resolved, found.args)), {name: resolved(one) for name, one in found.kwargs.items()}
         self._tape.add(
-            function, args, kwargs, event.settings, action, reader, tuple(factors), callable, check, accept,
+            function, found.args, found.kwargs, event.settings, action, reader, tuple(factors), callable, check, accept,
             numbers, tuple(results), tuple(writes),
         )  # fmt: skip
 
@@ -750,7 +750,7 @@ class TapeProgram:
     def _add_boundary(self, event: BoundaryEvent, conversions: dict[Any, Any]) -> None:
         boundary, mesh = event.boundary, self.runtime.mesh
         if event.arguments.args[0][1:] == (event.result,):  # it has these placements
-            self._add(boundary.placing, event, _PYTHON, [-1], _unmoved)
+            self._add(weakref.ref(boundary.placing), event, _PYTHON, [-1], _unmoved)
             return
         self.sites.append(SiteOfTape(event.module, ("", 0), replace(boundary)))
         (before,), (after,) = types_of([boundary.input], mesh), types_of([boundary.output], mesh)
@@ -758,14 +758,16 @@ class TapeProgram:
         placed = conversions.get(key)
         if placed is None:
             placed = conversions[key] = PlacedTensor.of(*key)
-        self._add(boundary.placing, event, _PYTHON, [event.result], functools.partial(_place, self._weak, placed))
+        self._add(
+            weakref.ref(boundary.placing), event, _PYTHON, [event.result], functools.partial(_place, self._weak, placed)
+        )
 
 
 def _step(program: weakref.ref[TapeProgram], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A module that runs in eager mode, or a region: the cursor carries out its call."""
     found = program()
     assert found is not None
-    return found.run_of_step.step(module, (args, kwargs))
+    return found.run_of_step.step(weakref.ref(module), (args, kwargs))
 
 
 def _bind(program: weakref.ref[TapeProgram], number: int, x: torch.Tensor) -> None:
