@@ -672,8 +672,7 @@ class TapeProgram:
                 mesh = self.runtime.mesh
                 types = types_of(event.inputs, mesh), types_of(event.outputs, mesh)
                 call = on_dtensors(self._weak, event.path, *types)
-                # Weak, here and of entries of the plan: they may hold the model, and the garbage collector does not look into
-                # C++.
+                # Weak, here and of entries of the plan: they may hold the model, and no garbage collector looks into C++.
                 self._add(weakref.ref(self.modules[event.path]), event, _PYTHON, event.results, call)
         for position in missing:
             self._tape.let_be_missing(position)
