@@ -197,10 +197,6 @@ void require_current_dtensor(const at::Tensor& tensor) {
     }
 }
 
-std::size_t num_links() {
-    return all_links().size();
-}
-
 std::size_t num_entries() {
     return self().num_entries;
 }
@@ -257,7 +253,6 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("share_version", torch::wrap_pybind_function(&vescale::share_version_with));
     module.def("settle_view", torch::wrap_pybind_function(&vescale::settle_view));
     module.def("settle_group", torch::wrap_pybind_function(&vescale::settle_group));
-    module.def("num_links", &vescale::num_links);
     module.def("counts", &vescale::counts);
     module.def("reset_counts", &vescale::reset_counts);
     module.def("take_other", &vescale::take_other);

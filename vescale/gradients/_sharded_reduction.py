@@ -73,7 +73,8 @@ class ShardedGradients:
             note("gradients._sharded_reduction:instance", self)
             pending = {self.axes.shard, *self.axes.replicate}
             for index in range(len(self._parameters)):
-                self._show(index, self.unreduced.shown(index), pending)
+                if self._show(index, self.unreduced.shown(index), pending):
+                    self.unreduced.keep(index)
 
     def _show_carried(self) -> None:
         """The same for what only waits for the sum over the replicas."""
@@ -82,13 +83,14 @@ class ShardedGradients:
                 if received:
                     self._show(index, self._part(self.carried[0], index), set(self.axes.replicate))
 
-    def _show(self, index: int, local: torch.Tensor, pending: set[int]) -> None:
+    def _show(self, index: int, local: torch.Tensor, pending: set[int]) -> bool:
+        """Whether a gradient that had been reduced was added to ``local``."""
         parameter = self._parameters[index]
         sharded, op = parameter.sharded, "sum" if self.unreduced.are_of_one_loss else "avg"
         assert isinstance(sharded, DTensor)
         if not sharded.requires_grad:
-            return
-        earlier = sharded.grad
+            return False
+        earlier, is_added = sharded.grad, False
         if earlier is None or (index not in self._stand_ins and not hooks_of_programs(sharded)):
             also = {self.axes.resting(axis) for axis in parameter.contribution.pending}
             placements: list[Placement] = list(sharded.placements)
@@ -99,10 +101,10 @@ class ShardedGradients:
                 if local.dtype != sharded.dtype:
                     permit_gradients_of_any_dtype(sharded)
                 sharded.grad = self._stand_ins[index] = make_dtensor(local, spec)
-                if earlier is not None:
-                    self.unreduced.keep(index)
+                is_added = earlier is not None
         setattr(sharded.grad, _COUNTS_WITH_UNREDUCED, True)
         self._shown.add(index)
+        return is_added
 
     def drop_cleared(self) -> None:
         """Forget what belongs to a ``.grad`` that the user has cleared, or replaced, since it was shown."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from vescale.agreement import end_for, post, posted
-from vescale.compat import is_alone
+from vescale.compat import is_alone, living_items
 from vescale.errors import PipelineCallError
 
 _PATIENCE = (
@@ -41,7 +41,7 @@ class StepFailures:
         if self._num_ranks == 1 or is_alone():
             yield
             return
-        _WATCHED.add(self)
+        _WATCHED[self] = None
         _watch()
         self._thread = threading.get_ident()
         self.note()
@@ -76,7 +76,7 @@ class StepFailures:
                 end_for(PipelineCallError(problem), self._thread)
 
 
-_WATCHED: weakref.WeakSet[StepFailures] = weakref.WeakSet()
+_WATCHED: weakref.WeakKeyDictionary[StepFailures, None] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def _watch() -> None:
     def run() -> None:
         while True:
             time.sleep(1.0)
-            for each in list(_WATCHED):
+            for each, _ in living_items(_WATCHED):
                 each.look()
 
     threading.Thread(target=run, daemon=True, name="vescale pipeline").start()

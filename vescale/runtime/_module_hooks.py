@@ -190,10 +190,6 @@ class _Instructions:
             {key: value if ("kwargs", key) in named else placing(value, placed) for key, value in kwargs.items()},
         )
 
-    def position_of(self, index: int | str) -> int | None:
-        """Where an input is that was given by position; None: it has to be given by name."""
-        return index if isinstance(index, int) else self._positions.get(index)
-
     def _find(
         self, index: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str | None, int | str | None]:
