@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from vescale.checks import RegisteredParameters, adopt_optimizers, check_optimizers, listed_optimizers
 from vescale.errors import ArgumentTypeError, ParallelizeError, kind_of
 from vescale.ir import Unit, lower, refuse_part_of_replicas
-from vescale.pipeline import StagedProgram, install_stages
 from vescale.plans import MeshAxes, Plan
 from vescale.runtime import MissingValues, ModuleTables, Runtime, install, preflight, refuse_wrapped, run_eagerly
 from vescale.static import StaticMode
@@ -89,9 +88,13 @@ def parallelize(
                 f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(known)}; give the plan's mesh"
             )
         program = lower(plan, model)
-        staged = StagedProgram.of(plan, model, program) if plan.pipeline_entry is not None else None
-        if staged is not None and staged.problem is not None:
-            raise staged.problem
+        staged = None
+        if plan.pipeline_entry is not None:
+            from vescale.pipeline import StagedProgram, install_stages  # PyTorch's pipelines load its compiler
+
+            staged = StagedProgram.of(plan, model, program)
+            if staged.problem is not None:
+                raise staged.problem
         if plan.mesh is None and known is not None:  # else lower has looked at it
             for unit in (instruction.op for instruction in program if isinstance(instruction.op, Unit)):
                 refuse_part_of_replicas(known, unit.shard)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import Variable, forward_ad, profiler
@@ -16,6 +16,9 @@ from torch.utils import checkpoint as checkpointing
 
 from vescale import csrc
 from vescale.compat.ledger import note
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 __all__ = [
     "DATA_VIEWS",
@@ -27,6 +30,7 @@ __all__ = [
     "before_backward",
     "current_autograd_node",
     "current_backward",
+    "eagerly",
     "has_dispatch_modes",
     "has_function_modes",
     "has_hooks",
@@ -326,6 +330,20 @@ def suspend_compiling() -> Any:
 def resume_compiling(compiler: Any) -> None:
     if compiler is not None:
         set_compiler(compiler)
+
+
+def eagerly(function: Callable[P, R]) -> Callable[P, R]:
+    """Make ``torch.compile`` call a function as it is: owners, stores, hooks and kernels in C++ are nothing that can be
+    traced. (``torch.compiler.disable`` as a decorator loads the compiler, half a second, and costs each call a
+    microsecond.)"""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 _NOTHING = contextlib.nullcontext()

@@ -21,9 +21,6 @@ from vescale.compat import (
 from vescale.compat import (
     dtensor_patches as dtensor_copies,
 )
-from vescale.compat import (
-    pipelining as gradients_of_stages,
-)
 from vescale.compat.collective_kernels import register_collective_kernels
 from vescale.compat.dtensor_patches import (
     pass_methods,
@@ -33,7 +30,7 @@ from vescale.compat.dtensor_patches import (
 )
 from vescale.compat.empty_shards import let_shards_be_empty
 from vescale.compat.exact_matches import search_only_mismatches
-from vescale.compat.gradient_scaling import take_over_unscaling
+from vescale.compat.gradient_scaling import share_overflows, take_no_parameters, take_norms, take_over_unscaling
 from vescale.compat.grouped_products import take_more_dtypes
 from vescale.compat.meta_shapes import run_on_meta
 from vescale.compat.native_dispatch import install_native_dispatch
@@ -173,11 +170,11 @@ PATCHES: tuple[Patch, ...] = (
           "PyTorch dispatches each op, 2 to 10 times the step on local tensors, and keeps a spec a parameter and step",
           "ops", optimizers.run_on_local_tensors, "pytorch#188174"),
     Patch("clip_grad_norm_ takes the norm over all stages of a model", "PyTorch takes this rank's gradients for all",
-          "stages", gradients_of_stages.take_norms),
+          "stages", take_norms),
     Patch("an optimizer may have no parameters where a model is in stages", "PyTorch raises where all that a rank has is "
-          "frozen, and other ranks wait", "stages", gradients_of_stages.take_no_parameters),
+          "frozen, and other ranks wait", "stages", take_no_parameters),
     Patch("GradScaler sees overflows in all stages of a model", "PyTorch takes this rank's gradients for all", "stages",
-          gradients_of_stages.share_overflows),
+          share_overflows),
     Patch("observers are told of each collective, then the backend's kernel is called",
           "PyTorch has no hook for collectives of C++ and Python alike", "observation", register_collective_kernels,
           "pytorch#186300", feature=OBSERVATION),

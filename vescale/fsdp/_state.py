@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale.compat import FSDP2State, guard_call, hides_tensors, in_backward, map_tensors
+from vescale.compat import FSDP2State, eagerly, guard_call, hides_tensors, in_backward, map_tensors
 from vescale.errors import RootModuleError
 from vescale.fsdp._calls import Call, Calls, watch_outputs
 from vescale.fsdp._context import CommContext
@@ -220,7 +220,7 @@ class ModuleState(FSDP2State):
 
     # Forward
 
-    @torch.compiler.disable
+    @eagerly
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._has_ended = False
         if self.iteration.is_broken_off:
@@ -250,7 +250,7 @@ class ModuleState(FSDP2State):
                     group.unshard()
         return args, kwargs
 
-    @torch.compiler.disable
+    @eagerly
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         output = self._after_forward(output)
         self._has_ended = True
@@ -308,7 +308,7 @@ class ModuleState(FSDP2State):
         """Whether a part is called that uses what the root's forward has left."""
         return self._running_part is not None and all(group.memory.is_current for group in self.groups)
 
-    @torch.compiler.disable
+    @eagerly
     def after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
         """Parameters are at rest, and the next forward begins anew. Also called when there was no exception: then the
         forward has ended already."""
@@ -356,7 +356,7 @@ class ModuleState(FSDP2State):
             return True
         return watch_outputs(output, call, self._before_backward) or not hides_tensors(output)
 
-    @torch.compiler.disable
+    @eagerly
     def _before_backward(self, *_: Any) -> None:
         self.iteration.follow_backward()
         self._move(Move.BEGIN_BACKWARD)
@@ -366,7 +366,7 @@ class ModuleState(FSDP2State):
             for group in reversed(other.groups):
                 group.prefetch_for_backward()
 
-    @torch.compiler.disable
+    @eagerly
     def _after_backward(self) -> None:
         self.iteration.follow_backward()
         is_last = not self._calls.are_awaited

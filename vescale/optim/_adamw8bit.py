@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import is_alone, local_of, make_dtensor, make_spec, without_modes
+from vescale.compat import eagerly, is_alone, local_of, make_dtensor, make_spec, without_modes
 from vescale.errors import (
     CutBlockError,
     OptimizerOptionError,
@@ -28,7 +28,7 @@ from vescale.optim._adamw8bit_update import Scalars, Update, compute_dtype, devi
 from vescale.optim._blocks import Blocks, Part
 from vescale.optim._dynamic_map import dynamic_map
 from vescale.optim._flat_blocks import FlatBlocks
-from vescale.optim._graph_capture import check_no_capture, eagerly
+from vescale.optim._graph_capture import check_no_capture
 from vescale.optim._report import ParameterReport, compare_parameters, shown_names
 from vescale.optim._row_blocks import RowBlocks
 from vescale.optim._state_loading import ExactStates

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from vescale.compat import note_writes
+from vescale.compat import eagerly, note_writes
 from vescale.errors import OptimizerOptionError, OptimizerParameterError, OptimizerStateError
-from vescale.optim._graph_capture import check_no_capture, eagerly
+from vescale.optim._graph_capture import check_no_capture
 from vescale.optim._linked_ranks import LinkedRanks
 from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep, OwnedMatrix, plan_rounds

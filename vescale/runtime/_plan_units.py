@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import outside_of_kept
-from vescale.compat import in_backward, local_of, make_dtensor, make_spec, no_torch_function
+from vescale.compat import eagerly, in_backward, local_of, make_dtensor, make_spec, no_torch_function
 from vescale.errors import UnitSubclassError
 from vescale.fsdp import (
     DataParallelAxes,
@@ -196,7 +196,7 @@ class UnitState(ModuleState):
     stays_gathered = False
     """Inside of :func:`kept_gathered`: parameters do not change there."""
 
-    @torch.compiler.disable
+    @eagerly
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with no_torch_function(), outside_of_kept():
             return super().before_forward(module, args, kwargs)
@@ -219,7 +219,7 @@ class UnitState(ModuleState):
             if not getattr(state, "stays_gathered", False):
                 state.to_rest()
 
-    @torch.compiler.disable
+    @eagerly
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         is_last = self.iteration.forward_root is self
         with no_torch_function(), outside_of_kept():
@@ -228,12 +228,12 @@ class UnitState(ModuleState):
                 self._all_to_rest()  # no backward will come
             return output
 
-    @torch.compiler.disable
+    @eagerly
     def _before_backward(self, *gradients: Any) -> None:
         with no_torch_function():
             super()._before_backward(*gradients)
 
-    @torch.compiler.disable
+    @eagerly
     def _after_backward(self, *gradients: Any) -> None:
         with no_torch_function():
             super()._after_backward(*gradients)
