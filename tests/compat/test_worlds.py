@@ -1,7 +1,7 @@
 """What is remembered of decisions holds for one world: a process may become another rank of an equal mesh."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.simulate import simulate
 from tests.whole import whole
-from vescale import parallelize
+from vescale import parallelize, placements
 from vescale.plans import Plan
 
 _VALUES = torch.arange(20.0).reshape(5, 4).sin()
@@ -61,6 +61,24 @@ def test_a_process_becomes_another_rank() -> None:
         _become(rank)
         for found, expected in zip(_rows_of_results(), _expected_rows(rank), strict=True):
             assert torch.equal(found, expected), f"rank {rank} has the part of another one"
+
+
+@pytest.mark.parametrize(
+    "make", [distribute_tensor, placements.distribute_tensor, DTensor.from_local, placements.from_local]
+)
+def test_tensors_without_a_model(make: Callable[..., DTensor]) -> None:
+    """Results are on the mesh of this world, however the tensor was made."""
+    placements.RaggedShard()  # the hooks
+    for rank in (0, 3, 1, 2):
+        _become(rank)
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        if "from_local" in make.__qualname__:
+            local = torch.tensor_split(_VALUES[:4], 4)[rank]
+            x = make(local, mesh, [Shard(0)])
+        else:
+            x = make(_VALUES, mesh, [Shard(0)], src_data_rank=None)
+        for result in (x.detach(), x * 2, nn.Parameter(x)):
+            assert result.device_mesh.get_coordinate() == (rank,), f"rank {rank} has the mesh of another one"
 
 
 def test_simulated_ranks_whose_threads_had_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

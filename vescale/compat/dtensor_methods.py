@@ -129,6 +129,7 @@ def _apply_from_local(hooks: DTensorHooks) -> Callable[..., Any]:
     def apply(
         local: Any, mesh: Any, placements: Any, run_check: Any, shape: Any, stride: Any, *grad_placements: Any
     ) -> Any:
+        begin_world()
         gradient = grad_placements[0] if grad_placements else None  # before 2.12 there is none
         if not (has_custom(placements) or (gradient and has_custom(gradient))):
             return original(local, mesh, placements, run_check, shape, stride, *grad_placements)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import axis_group
-from vescale.compat import current_mesh, make_dtensor, rank_in_mesh, stock
+from vescale.compat import begin_world, current_mesh, make_dtensor, rank_in_mesh, stock
 from vescale.errors import DistributeError, FromLocalError
 from vescale.placements._custom_placement import has_custom
 from vescale.placements._dtensor_specs import contiguous_spec, resolve_gradient
@@ -78,6 +78,7 @@ def from_local(
         ValueError: no ``shape`` for a ragged placement; a local tensor of another size than the placements give this
             rank; gradient placements that give some rank other elements than ``placements``.
     """
+    begin_world()
     placements = list(placements) if placements is not None else None
     if not has_custom([*(placements or ()), *(grad_placements or ())]):
         newer = {} if grad_placements is None else {"grad_placements": grad_placements}  # before 2.12 there are none
@@ -249,6 +250,7 @@ def distribute_tensor(
         ValueError: placements that do not fit the tensor or the mesh, on every rank before any communication.
         RuntimeError: a tensor that is not a leaf.
     """
+    begin_world()
     placements = list(placements) if placements is not None else None
     if placements is None or not has_custom(placements):
         return stock().distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
