@@ -66,6 +66,7 @@ _ROWS: dict[str, tuple[str, str, str]] = {
         "torch._meta_registrations._meta_grouped_mm_common", "models are walked before anything is installed", _CALL),
     "compat.native_dispatch:torch": (
         "C++ hooks of parameters", "hooks that would do nothing are skipped", "when the gradients' hooks are removed"),
+    "compat.mixed_calls:instance": ("storages that .data of a DTensor has given out", _OWN, "with the storage"),
     "compat.module_calls:instance": (
         "_compiled_call_impl of modules of a model", "a call runs the hooks without nn.Module's Python", _MODEL),
     "compat.native_dispatch:instance": (

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vescale.compat.dispatch import handlers_of_dtensor
+from vescale.compat.ledger import note
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
 
@@ -104,6 +105,7 @@ def _give_out(x: DTensor, data: DTensor) -> DTensor:
     """``data`` has a version of its own, and so do local tensors of its views."""
     storage = data._local_tensor.untyped_storage()
     known = [pair for pair in getattr(storage, _GIVEN_OUT, ()) if pair[1]() is not None]
+    note("compat.mixed_calls:instance", storage)
     setattr(storage, _GIVEN_OUT, [*known, (weakref.ref(x._local_tensor), weakref.ref(data))])
     return data
 
