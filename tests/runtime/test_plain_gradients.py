@@ -1,8 +1,8 @@
 <<<<<<< Updated upstream
 """Plain numbers that require a gradient among a model's outputs: penalties, and scales that are learned outside of it."""
 =======
-"""Plain tensors that require a gradient among a model's outputs: penalties, inputs, heads and scales that are learned outside
-of the model, and outputs that the plan has made plain."""
+"""Plain tensors that require a gradient among a model's outputs: penalties, inputs, heads and scales that are learned
+outside of the model, and outputs that the plan has made plain."""
 >>>>>>> Stashed changes
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ def _name_operand(
         wanted = Replicate()
     if named is None and _is_placed(running, key, axis, wanted):
         edit = (
-            f"compute what {op} takes in a module of its own, whose output an entry can place: it is made inside of this one, "
-            "and no entry names it"
+            f"compute what {op} takes in a module of its own, whose output an entry can place: it is made inside of this "
+            "one, and no entry names it"
         )
         return name, source, target, edit
     edit = f"write `{key}: {{{running.runtime.axes.names[axis]}: {one_placement_text(wanted)}}}` in the plan's shard section"
