@@ -1,33 +1,20 @@
-<<<<<<< Updated upstream
-"""Plain numbers that require a gradient among a model's outputs: penalties, and scales that are learned outside of it."""
-=======
 """Plain tensors that require a gradient among a model's outputs: penalties, inputs, heads and scales that are learned
 outside of the model, and outputs that the plan has made plain."""
->>>>>>> Stashed changes
 
 from __future__ import annotations
 
 import copy
-<<<<<<< Updated upstream
-=======
 import random
->>>>>>> Stashed changes
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-<<<<<<< Updated upstream
-from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
-
-=======
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.examples import examples
->>>>>>> Stashed changes
 from tests.ranks import RankPools
 from tests.whole import whole
 from vescale import parallelize
@@ -87,8 +74,6 @@ def same(is_checkpointed: bool) -> None:
 def test_gradients_are_plain(ranks: RankPools, is_checkpointed: bool) -> None:
     """The penalty's gradient was a DTensor, and came to the local tensors behind an entry inside of another DTensor."""
     ranks.run(same, is_checkpointed, world_size=2)
-<<<<<<< Updated upstream
-=======
 
 
 class TwoHeads(nn.Module):
@@ -156,4 +141,3 @@ def drawn(seeds: range) -> None:
 
 def test_drawn_losses_with_learned_tensors_outside(ranks: RankPools) -> None:
     ranks.run(drawn, range(examples(200)), world_size=2)
->>>>>>> Stashed changes

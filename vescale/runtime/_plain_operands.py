@@ -201,9 +201,9 @@ def _refuse_parts(op: Any, tensors: list[torch.Tensor]) -> None:
             shape = tuple(whole[d] if d in cut else size for d, size in enumerate(x.shape))
             more = f"shape={shape}, stride={contiguous_stride(shape)}"
             raise MixedTensorsError(
-                f"{_short_name(op)} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, and a plain "
-                f"tensor of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors beside a model's outputs "
-                "are global. Make it a part, "
+                f"{_short_name(op)} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, and a "
+                f"plain tensor of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors beside a "
+                "model's outputs are global. Make it a part, "
                 f"`DTensor.from_local(x, out.device_mesh, {placements}, {more})`, or compute with it in the model's "
                 'forward, as an input of the plan that is given="local"'
             )
@@ -227,9 +227,9 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = next((x for x in tensors_in((args, kwargs)) if isinstance(x, DTensor) and x.requires_grad), None)
     if found is not None and torch.is_grad_enabled():
         raise MixedTensorsError(
-            f"{_short_name(op)} writes a DTensor of shape {tuple(found.shape)} that requires a gradient to a plain tensor: "
-            "autograd cannot continue from one to the other. Write the value alone (x.detach(), or x.item()), or make a new tensor "
-            "(total = total + x)"
+            f"{_short_name(op)} writes a DTensor of shape {tuple(found.shape)} that requires a gradient to a plain "
+            "tensor: autograd cannot continue from one to the other. Write the value alone (x.detach(), or x.item()), or "
+            "make a new tensor (total = total + x)"
         )
     also = next((x for x in written_tensors(op, args, kwargs) if isinstance(x, DTensor)), None)
     if also is not None:
