@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.examples import examples
+from tests.examples import NIGHTLY
 from tests.ranks import RankPools
 from tests.whole import whole
 from vescale import parallelize
@@ -140,4 +140,4 @@ def drawn(seeds: range) -> None:
 
 
 def test_drawn_losses_with_learned_tensors_outside(ranks: RankPools) -> None:
-    ranks.run(drawn, range(examples(200)), world_size=2)
+    ranks.run(drawn, range(200 if NIGHTLY else 8), world_size=2)
