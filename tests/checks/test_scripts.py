@@ -332,8 +332,8 @@ def a_sum_of_losses_with_gradients() -> None:
     total += step(parallel(), batch())
 
 
-def a_plain_parameter_outside_of_the_model() -> None:
-    (parallel()(batch()) * nn.Parameter(torch.ones(2))).sum().backward()
+def a_plain_parameter_of_each_rank() -> None:
+    (parallel()(batch()) * nn.Parameter(torch.full((2,), 1.0 + dist.get_rank()))).sum().backward()
 
 
 MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
@@ -376,7 +376,7 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (different_weights_of_a_loss, InputMismatchError, "'other of mul' of the backward of forward 1 of Net"),
     (a_collective_of_gradients, OpPlacementError, "collective allreduce on a DTensor.*leave the collective out"),
     (a_sum_of_losses_with_gradients, MixedTensorsError, r"add_ writes a DTensor .*x\.detach\(\)"),
-    (a_plain_parameter_outside_of_the_model, MixedTensorsError, r"mul of DTensors and a plain tensor of shape \(2,\) t"),
+    (a_plain_parameter_of_each_rank, InputMismatchError, "'other of mul' of the backward of forward 1 of Net"),
     (threads_in_another_order, StepMismatchError, "in training.*in evaluation.*several threads run forwards"),
 ]  # fmt: skip
 

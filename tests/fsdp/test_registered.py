@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.device import device_type
 from tests.ranks import RankPools, run_cases
-from tests.whole import whole_tensors
+from tests.whole import whole, whole_tensors
 from vescale import INIT, RUN, Plan, RaggedShard, no_sync, parallelize
 from vescale.checks import StepMismatchError
 from vescale.errors import UnsupportedParameterError, WrittenParameterError
@@ -550,3 +550,80 @@ def test_drawn_programs_on_replicas(ranks: RankPools) -> None:
 @pytest.mark.slow
 def test_many_drawn_programs(ranks: RankPools) -> None:
     ranks.run(programs, KINDS, range(12, 212), world_size=2, timeout=3000)
+
+
+def derivatives_of_reduced_gradients(kind: str) -> None:
+    """One device differentiates the penalty; where a gradient is reduced over ranks, what does so raises, and what does not
+    is right."""
+    torch.manual_seed(0)
+    one = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    model, x = copy.deepcopy(one), torch.randn(4, 4)
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
+    if kind == "fsdp":
+        fully_shard(model, mesh=mesh)
+    else:
+        plan = Plan(mesh).shard("<in>", Shard(0), mesh="dp")
+        parallelize(model, plan.zero(3) if kind == "zero" else plan)
+
+    def loss(each: Any) -> torch.Tensor:
+        found: torch.Tensor = each(x).square().mean()
+        return found
+
+    for _ in range(2):
+        for each in (one, model):
+            each.zero_grad()
+            loss(each).backward(create_graph=True)
+        for p, q in zip(one.parameters(), model.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            torch.testing.assert_close(whole(q.grad.detach()), p.grad.detach())
+    penalty = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+    with pytest.raises(UnsupportedParameterError, match=r"is differentiated.*torch\.autograd\.grad"):
+        penalty.backward() if kind == "fsdp" else (loss(model) + penalty).backward()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (one, model)]
+    for set_to_none in (False, True, True):
+        for each, optimizer in zip((one, model), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss(each).backward()
+            torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            optimizer.step()
+    for p, q in zip(one.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(q.detach()), p.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero", "plan"])
+def test_derivatives_of_reduced_gradients_are_refused(ranks: RankPools, kind: str) -> None:
+    ranks.run(derivatives_of_reduced_gradients, kind, world_size=2)
+
+
+def cleared_after_an_exception(kind: str) -> None:
+    """Gradients are there, a second backward raises between two layers, and zero_grad() clears all that there is."""
+    torch.manual_seed(0)
+    one = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    model, x = copy.deepcopy(one), torch.randn(4, 4)
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
+    if kind == "fsdp":
+        fully_shard(model, mesh=mesh)
+    else:
+        plan = Plan(mesh).shard("<in>", Shard(0), mesh="dp")
+        parallelize(model, plan.zero(3) if kind == "zero" else plan)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("a hook fails")
+
+    for set_to_none in (True, False):
+        for each in (one, model):
+            each(x).square().mean().backward()
+            handle = each[1].register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
+            with pytest.raises(ValueError, match="a hook fails"):
+                each(x).square().mean().backward()
+            handle.remove()
+            each.zero_grad(set_to_none=set_to_none)
+            each(x).square().mean().backward()
+        for p, q in zip(one.parameters(), model.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            torch.testing.assert_close(whole(q.grad), p.grad)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero", "plan"])
+def test_gradients_are_cleared_after_an_exception(ranks: RankPools, kind: str) -> None:
+    ranks.run(cleared_after_an_exception, kind, world_size=2)

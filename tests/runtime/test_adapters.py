@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.ranks import RankPools
+from tests.examples import daily_sample
+from tests.ranks import RankPools, run_cases
 from tests.runtime.hf import quiet
 from tests.runtime.llama import make_mesh
 from tests.runtime.test_generate import build
 from tests.whole import whole, whole_tensors
-from vescale import parallelize, plan_zoo
+from vescale import Plan, parallelize, plan_zoo
+from vescale.errors import NotPicklableError
 from vescale.runtime import implicit_communication
 
 peft = pytest.importorskip("peft")
@@ -197,3 +200,91 @@ def shared_matrices() -> None:
 
 def test_matrices_that_layers_share(ranks: RankPools) -> None:
     ranks.run(shared_matrices, world_size=2)
+
+
+_ALL = ["q_proj", "down_proj"]
+METHODS: dict[str, dict[str, Any]] = {
+    "LoraConfig": {"r": 4, "target_modules": _ALL, "init_lora_weights": False, "use_dora": True},
+    "LoraConfig, saved head": {"r": 4, "target_modules": _ALL, "modules_to_save": ["lm_head"]},
+    "LNTuningConfig": {"target_modules": ["input_layernorm"]},
+    "VeraConfig": {"r": 4, "target_modules": _ALL},
+    "RandLoraConfig": {"r": 4, "target_modules": ["q_proj"]},
+    "BOFTConfig": {"boft_block_size": 4, "target_modules": ["q_proj"]},
+    "OFTConfig": {"oft_block_size": 4, "r": 0, "target_modules": ["q_proj"]},
+    "IA3Config": {"target_modules": ["v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "LoHaConfig": {"r": 4, "target_modules": _ALL, "init_weights": False},
+    "FourierFTConfig": {"n_frequency": 10, "target_modules": _ALL},
+    "VBLoRAConfig": {"num_vectors": 8, "vector_length": 4, "topk": 2, "target_modules": _ALL},
+    "PromptTuningConfig": {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3},
+    "PromptEncoderConfig": {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, "encoder_hidden_size": 8},
+    "PrefixTuningConfig": {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3},
+    "AdaptionPromptConfig": {"task_type": "CAUSAL_LM", "adapter_len": 2, "adapter_layers": 1},
+}
+
+
+def plan_named(name: str) -> Plan:
+    if name == "zero":
+        return Plan(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))).zero(3)
+    return plan_zoo.load("llama", make_mesh(**{"dp": 1, "tp": 1, name: 2}))
+
+
+def method_follows(method: str, plan: str, folder: str) -> None:
+    """Two steps, the adapter's file, tokens, and the model into which the adapter is merged."""
+    quiet()
+    rank, ids = torch.distributed.get_rank(), torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+    found: list[list[Any]] = []
+    for is_parallel in (False, True):
+        torch.manual_seed(3)
+        base = build("llama").float().train()
+        torch.manual_seed(5)
+        model: Any = peft.get_peft_model(base, getattr(peft, method.split(",")[0])(**METHODS[method]))
+        if is_parallel:
+            parallelize(model, plan_named(plan))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        losses = []
+        for step in range(2):
+            torch.manual_seed(step)
+            losses.append(model(input_ids=ids, labels=ids).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        file = f"{folder}/{method}, {plan}, {is_parallel}"
+        if is_parallel or rank == 0:
+            model.save_pretrained(file)
+        torch.distributed.barrier()
+        kept = peft.load_peft_weights(file, device="cpu")
+        mask = torch.ones_like(ids[:2])
+        tokens = model.generate(input_ids=ids[:2], attention_mask=mask, max_new_tokens=3, do_sample=False)
+        results = [*(whole(loss.detach()) for loss in losses), tokens, *(kept[name] for name in sorted(kept))]
+        if hasattr(model.base_model, "merge_and_unload") and "Adaption" not in method:
+            model = model.merge_and_unload()
+            results.append(whole(model(input_ids=ids).logits.detach()))
+            results += [x for _, x in sorted(whole_tensors(dict(model.named_parameters())).items())]
+        found.append(results)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-4)
+
+
+def methods(names: tuple[str, ...], folder: str) -> None:
+    run_cases(
+        method_follows, daily_sample([(name, plan, folder) for name in names for plan in ("tp", "zero", "dp")], 3)
+    )
+
+
+DAILY = "VeraConfig", "BOFTConfig", "LNTuningConfig", "PromptEncoderConfig"
+
+
+@pytest.mark.parametrize("names", [DAILY, pytest.param(tuple(METHODS), marks=pytest.mark.slow)], ids=["daily", "all"])
+def test_methods_of_peft(ranks: RankPools, tmp_path: Path, names: tuple[str, ...]) -> None:
+    ranks.run(methods, names, str(tmp_path), world_size=2)
+
+
+def copies_of_parts() -> None:
+    model = parallelize(build("llama"), plan_named("zero"))
+    with pytest.raises(NotPicklableError, match=r"cannot be copied alone.*before parallelize"):
+        peft.get_peft_model(model, peft.LoraConfig(**METHODS["LoraConfig, saved head"]))
+
+
+def test_parts_of_units_are_not_copied_alone(ranks: RankPools) -> None:
+    ranks.run(copies_of_parts, world_size=2)

@@ -40,7 +40,7 @@ from vescale.compat.collective_kernels import group_description, on_completion
 from vescale.compat.containers import *
 from vescale.compat.dispatch import no_torch_function, stock_dispatch, with_torch_function
 from vescale.compat.dtensor import *
-from vescale.compat.dtensor_methods import DTensorHooks, stock
+from vescale.compat.dtensor_methods import DTensorHooks, read_only, stock
 from vescale.compat.empty_shards import has_empty_shards, some_rank_holds_nothing, with_empty_shards
 from vescale.compat.fsdp2 import *
 from vescale.compat.gradient_rows import *

@@ -297,6 +297,13 @@ def format_scalars(changes: Changes, _: Any) -> None:
         changes.attribute(DTensor, "__format__", __format__)
 
 
+def read_only(x: DTensor, read: Any) -> Any:
+    """What was read of ``x``; of an array, writes raise where it is a copy: they would be lost, which one device shows."""
+    if hasattr(read, "setflags") and not all(placement.is_replicate() for placement in x.placements):
+        read.setflags(write=False)
+    return read
+
+
 def read_whole_values(changes: Changes, _: Any) -> None:
     """``tolist``, ``numpy`` and ``numpy.asarray`` of a DTensor: the whole value, which all ranks read together."""
 
@@ -307,7 +314,7 @@ def read_whole_values(changes: Changes, _: Any) -> None:
         def read(self: Any, *args: Any, **kwargs: Any) -> Any:
             if torch._C._len_torch_function_stack() or not isinstance(self, DTensor):
                 return original(self, *args, **kwargs)  # a model's mode answers
-            return original(self.full_tensor(), *args, **kwargs)
+            return read_only(self, original(self.full_tensor(), *args, **kwargs))
 
         return read
 

@@ -217,21 +217,22 @@ def refuse_storages(changes: Changes, _: Any) -> None:
     def is_shared(self: Any) -> bool:
         return local_of(self).is_shared()
 
-    def refusing(advice: str) -> Callable[..., NoReturn]:
-        def refused(self: Any) -> NoReturn:
+    def refusing(name: str, advice: str) -> Callable[..., NoReturn]:
+        def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
             raise DTensorStorageError(
-                f"storage() of a DTensor of shape {tuple(self.shape)} placed as {tuple(self.placements)}: it has no memory "
-                f"of its own, and to_local() is this rank's part. {advice}"
+                f"{name.strip('_')}() of a DTensor of shape {tuple(self.shape)} placed as {tuple(self.placements)}: it has "
+                f"no memory of its own, and to_local() is this rank's part. {advice}"
             )
 
         return refused
 
     changes.attribute(DTensor, "is_shared", is_shared)
     for name, advice in _NO_MEMORY.items():
-        changes.attribute(DTensor, name, refusing(advice))
+        changes.attribute(DTensor, name, refusing(name, advice))
 
 
 _NO_MEMORY = {
+    "__dlpack__": "Give the other library x.to_local(), or x.full_tensor() on all ranks",
     "storage": "To write a file (safetensors), give it whole tensors, x.full_tensor() on all ranks, or save with "
     "vescale.checkpoint.save, and export (`vescale ckpt export`)",
     # Of share_memory(), where the process would crash, and of FullyShardedDataParallel, which frees what it has flattened.

@@ -121,6 +121,9 @@ class DispatchListener:
     def begins_backward(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
         """Before a backward of the losses, tensors or edges of graphs, with the gradients that it is given."""
 
+    def recorded_backward(self, losses: Sequence[Any]) -> None:
+        """After a backward of the losses with ``create_graph=True`` that has accumulated gradients."""
+
     def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
         """Before ``tensor.redistribute(placements=placements)``, or before an op of ours moves it; ``how``: its name."""
 

@@ -93,6 +93,14 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
             for loss, x in zip(losses, gradients, strict=True)
         )
         returns = not kwargs.get("accumulate_grad")
+        result = answered(losses, gradients, keep, creates_graph, inputs, returns, args, kwargs)
+        if creates_graph and not returns:
+            hooks.listener.recorded_backward(losses)
+        return result
+
+    def answered(
+        losses: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any, returns: bool, args: Any, kwargs: Any
+    ) -> Any:
         for leaves, answers in ASKED_GRADIENTS if inputs else ():
             found = leaves(inputs, returns_graph=returns and bool(creates_graph))
             if found is not None:

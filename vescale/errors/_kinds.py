@@ -213,8 +213,8 @@ KINDS: dict[str, Kind] = {
     ),
     "VS1607": Kind(
         "Ordinary tensors together with DTensors",
-        "Use the parameter inside of the model, or write `x.detach()`. Convert labels of this rank by the line in "
-        "the message.",
+        "Use the parameter inside of the module's forward, or write `x.detach()`. Convert labels of this rank by the line "
+        "in the message.",
     ),
     "VS1701": Kind(
         "The installed PyTorch or CUDA",

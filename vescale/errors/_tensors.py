@@ -33,8 +33,8 @@ class LabelError(Coded, IndexError):
 
 
 class MixedTensorsError(Coded, RuntimeError):
-    """A plain tensor that requires a gradient meets DTensors outside of a parallelized model, or one of them that requires a
-    gradient is written to a plain tensor."""
+    """Plain tensors of the size of this rank's part meet outputs of a model, parameters of `fully_shard` meet plain tensors
+    outside of their module's forward, or a DTensor that requires a gradient is written to a plain tensor."""
 
     code = "VS1607"
 

@@ -254,8 +254,7 @@ class ManagedParameter:
                 data = make_dtensor(local, make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, local.dtype))
             self.unsharded = nn.Parameter(data, requires_grad=self.requires_grad)
             for key, value in self.sharded.__dict__.items():
-                if key != _LEAF:
-                    self.unsharded.__dict__.setdefault(key, value)
+                self.unsharded.__dict__.setdefault(key, value)
         return self.unsharded
 
     def copy(self) -> ManagedParameter:
@@ -313,6 +312,13 @@ def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
     """What a graph has in the place of a sharded parameter that a group gathers; of other tensors themselves."""
     managed = managed_by(parameter)
     return parameter if managed is None or managed.unsharded is None else managed.unsharded
+
+
+def registered_of(leaf: torch.Tensor) -> torch.Tensor:
+    """The sharded parameter in whose place a graph has ``leaf``; other tensors themselves."""
+    found = leaf.__dict__.get(_LEAF)
+    managed = None if found is None else found.managed()
+    return leaf if managed is None else managed.sharded
 
 
 def find_slots(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, list[Slot]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale.compat import FSDP2State, eagerly, guard_call, hides_tensors, in_backward, map_tensors
-from vescale.errors import RootModuleError
+from vescale.errors import NotPicklableError, RootModuleError
 from vescale.fsdp._calls import Call, Calls, watch_outputs
 from vescale.fsdp._context import CommContext
 from vescale.fsdp._contract import MODULE, Move, ResidencyError, Stage
@@ -426,6 +426,15 @@ class ModuleState(FSDP2State):
             twin._running_part = None
             made.append(twin)
         return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Of a part that is copied without its unit."""
+        kinds = ", ".join(type(module).__name__ for module in self.modules)
+        raise NotPicklableError(
+            f"a part of {kinds} cannot be copied alone: fully_shard, or a unit of a plan, keeps its parameters in one "
+            "memory with others. Copy the whole model; what makes copies of parts (PEFT's modules_to_save, LN tuning) "
+            "comes before parallelize and fully_shard"
+        )
 
     def take_place(self, memo: dict[int, Any]) -> None:
         """Belong to the copies of the modules."""

@@ -255,7 +255,7 @@ class GradientReducer:
         """A context that :meth:`no_sync` enters as well."""
         self.before_finish: Callable[[], None] = lambda: None
         """What :meth:`finish` calls first."""
-        self._backward = BackwardTracker(self._end)
+        self._backward = BackwardTracker(self._end, self._show_previous)
         self._complete = CompleteArrivals()
         self._is_begun = False  # a backward has begun, and its end has not been handled
         self._is_synced = self._arrived = False
@@ -510,6 +510,12 @@ class GradientReducer:
         self._backward.forget()
         self._parameters.drop_gradients()
         self._finish_step()
+
+    def _show_previous(self) -> None:
+        """An exception has ended a backward: where nothing is to be seen of it, ``.grad`` is what it was before, for the
+        program to read or clear until the step is broken off."""
+        for reduced in self._parameters if self._has_previous else ():
+            reduced.restore_previous()
 
     def _break_off(self) -> None:
         """Finish a backward that an exception ended, if there was one. Collectives that other ranks may have started are

@@ -13,12 +13,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 # Names without wrappers: a plan for a model also reaches it inside of PEFT's classes. PEFT puts a model at
-# ``base_model.model`` and replaces the modules that it adapts: ``q_proj`` becomes a module that holds the old one as
-# ``q_proj.base_layer`` beside ``q_proj.lora_A.default``, or as ``lm_head.original_module`` beside
+# ``base_model.model``, or, with methods that adapt prompts, at ``base_model``, and replaces the modules that it adapts:
+# ``q_proj`` becomes a module that holds the old one as ``q_proj.base_layer`` beside ``q_proj.lora_A.default``, or as
+# ``lm_head.original_module`` beside
 # ``lm_head.modules_to_save.default``. For a plan, ``q_proj.weight`` is then the weight of the base layer,
 # ``q_proj.<out>`` the output of the whole module, and ``lm_head.weight`` both weights.
-
-_ROOT = "base_model.model"
 
 
 def unwrapped(
@@ -28,12 +27,14 @@ def unwrapped(
 
     ``modules``: by first name; ``module_names``: every name of a module -> its first one.
     """
-    has_root = _ROOT in module_names and hasattr(modules[""], "peft_config")
+    base = modules.get(module_names.get("base_model", ""))
+    has_root = base is not None and hasattr(modules[""], "peft_config")
+    root = "base_model.model" if base is not None and _is_adapted(base) else "base_model"
     found: dict[str, list[str]] = {}
     for name, first in names.items():
         short = name
-        if has_root and (name == _ROOT or name.startswith(f"{_ROOT}.")):
-            short = name[len(_ROOT) + 1 :]
+        if has_root and (name == root or name.startswith(f"{root}.")):
+            short = name[len(root) + 1 :]
         short = ".".join(_plain_parts(short, name, modules, module_names))
         if short not in names and short:
             found.setdefault(short, []).append(first)

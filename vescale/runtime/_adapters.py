@@ -31,9 +31,8 @@ from vescale.runtime._runtime import Runtime
 from vescale.runtime._saving import add_save_pretrained
 from vescale.runtime._tensor_placement import place_tensor
 
-# Whose parameter, and its name; what is shown in its place.
-_Shown = tuple[nn.Module, str, nn.Parameter]
-
+# Where a sharded tensor is registered, its name, and the tensor itself, in whose place a whole one is shown.
+_Shown = tuple[dict[str, Any], str, DTensor]
 
 _BEFORE_INJECTION = "_pre_injection_hook"
 
@@ -72,24 +71,25 @@ def _with_whole_parameters(name: str, runtime: Runtime, module: nn.Module, *args
 
 
 def _show_whole(module: nn.Module) -> Iterator[_Shown]:
-    """Hide sharded parameters behind whole ones, where they are not yet."""
-    for name, parameter in module._parameters.items():
-        if isinstance(parameter, DTensor) and name not in module.__dict__:
-            whole = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
-            module.__dict__[name] = whole
-            yield module, name, whole
+    """Put whole plain tensors in the place of sharded parameters and buffers."""
+    tensors: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for registered in tensors:
+        for name, own in registered.items():
+            if isinstance(own, DTensor):
+                whole: torch.Tensor = own.detach().full_tensor()  # type: ignore[attr-defined]
+                is_parameter = isinstance(own, nn.Parameter)
+                registered[name] = nn.Parameter(whole, requires_grad=own.requires_grad) if is_parameter else whole
+                yield registered, name, own
 
 
-def _write_back(shown_parameters: list[_Shown]) -> None:
-    """Show the sharded parameters again, with the values that the whole ones have. (What PEFT writes to ``weight.data`` does
-    not count as a version of the parameter.)"""
-    for module, name, whole in shown_parameters:
-        shown = module.__dict__.pop(name, whole)
-        own = module._parameters[name]
-        assert isinstance(own, DTensor)
-        if not shown.is_meta:
+def _write_back(shown: list[_Shown]) -> None:
+    """Put the sharded tensors back, with the values that stand in their place. (What PEFT writes to ``weight.data`` does not
+    count as a version of the parameter.)"""
+    for registered, name, own in shown:
+        whole, registered[name] = registered.get(name), own
+        if whole is not None and not whole.is_meta:
             with torch.no_grad():
-                own.copy_(place_tensor(shown.detach(), own.device_mesh, own.placements, name))
+                own.copy_(place_tensor(whole.detach(), own.device_mesh, own.placements, name))
 
 
 def _show_before_injection(tuner: nn.Module, model: nn.Module) -> None:

@@ -7,15 +7,17 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import unserializable_hook
 
 from vescale.compat import local_of, make_dtensor, make_spec, native_static, no_torch_function
-from vescale.fsdp import ManagedParameter
+from vescale.errors import UnsupportedParameterError
+from vescale.fsdp import ManagedParameter, registered_of
 from vescale.gradients import GradientReducer, GradientRule, OneBackward
 from vescale.ir import Annotate, Instruction, Program, Redistribute
 from vescale.ops import convert, wrap_global
@@ -190,3 +192,29 @@ def full_name(instruction: Instruction) -> str:
 def _accumulating(hooks: weakref.ref[GradientHooks]) -> contextlib.AbstractContextManager[None]:
     found = hooks()
     return contextlib.nullcontext() if found is None else found._accumulating()
+
+
+def refuse_derivatives(losses: Sequence[Any]) -> None:
+    """After a backward with ``create_graph=True``: the reduction over ranks is not part of the graph, so that what
+    differentiates a parameter's ``.grad`` raises."""
+    waiting: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, torch.Tensor)]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        parameter = None if leaf is None else registered_of(leaf)
+        if isinstance(parameter, DTensor) and parameter.grad is not None and not parameter.grad.requires_grad:
+            parameter.grad.requires_grad_().register_hook(functools.partial(_refuse, tuple(parameter.shape)))
+
+
+@unserializable_hook
+def _refuse(shape: tuple[int, ...], _: torch.Tensor) -> NoReturn:
+    raise UnsupportedParameterError(
+        f"the .grad of a parameter of shape {shape} is differentiated, which backward(create_graph=True) has reduced over "
+        "ranks: the reduction is not part of the graph. Expected gradients by torch.autograd.grad(loss, parameters, "
+        "create_graph=True), for parameters that the plan keeps whole (no entry with phase=INIT, no fully_shard)"
+    )

@@ -57,6 +57,7 @@ from vescale.placements import contiguous_stride, is_pending, stride_like, witho
 from vescale.runtime._activation import current_activation
 from vescale.runtime._adapters import AdapterWatch
 from vescale.runtime._foreign_tools import refuse_export
+from vescale.runtime._gradient_hooks import refuse_derivatives
 from vescale.runtime._input_checks import check_move, check_read, note_draw, note_plain_value
 from vescale.runtime._module_calls import checkpointed, in_backward_of
 from vescale.runtime._plain_operands import run_mixed
@@ -406,6 +407,9 @@ class _Listener(DispatchListener):
     def begins_backward(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
         if follows_graphs() and running_module() is None:
             describe_graphs(losses, gradients, creates_graph=creates_graph)
+
+    def recorded_backward(self, losses: Sequence[Any]) -> None:
+        refuse_derivatives(losses)
 
     def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
         if step_checks(tensor.device_mesh) is not None:

@@ -10,12 +10,13 @@ import regex
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.checks import step_checks
 from vescale.compat import local_of, tensors_in
-from vescale.placements import RaggedShard
+from vescale.ir import Redistribute
+from vescale.placements import RaggedShard, at_dim, shard_dim
 from vescale.plans import MeshAxes
 from vescale.runtime._activation import RunningModule, current_activation, locate
 from vescale.runtime._implicit_site import (
@@ -60,12 +61,12 @@ class RuntimeObserver:
         if running is None or not communicates(source, target, tuple(running.runtime.mesh.shape)):
             return
         runtime = running.runtime
-        operand, usual_edit = _name_operand(running, op, operand, local, source, target)
-        edit = edit or _edit_of_keys(running, op, source, target) or usual_edit
         sizes = tuple(runtime.mesh.shape)
         moved = sent_bytes(local.numel() * local.element_size(), source, target, sizes) if local is not None else 0
+        edit = edit or _edit_of_keys(running, op, source, target)
+        operand, source, target, usual_edit = _name_operand(running, op, operand, local, tuple(source), tuple(target))
         site = ImplicitSite(
-            running.path, running.phase, op, operand, tuple(source), tuple(target), edit, num_bytes=moved
+            running.path, running.phase, op, operand, source, target, edit or usual_edit, num_bytes=moved
         )
         if runtime.strict:
             raise ImplicitCommunicationError(_with_line(site).message(runtime.axes))
@@ -107,53 +108,108 @@ def _edit_of_keys(
     )
 
 
+_Placements = tuple[Placement, ...]
+
+
 def _name_operand(
     running: RunningModule,
     op: str,
     operand: str | None,
     local: torch.Tensor | None,
-    source: Sequence[Placement],
-    target: Sequence[Placement],
-) -> tuple[str, str]:
-    """(The name of the operand in the model, the plan entry that would place it before the op)."""
-    changes = [(a, t) for a, s, t in zip(running.runtime.axes, source, target) if s != t]
-    moving = (a for a, s, t in zip(running.runtime.axes, source, target) if s != t and not s.is_replicate())
-    axis = next(moving, changes[0][0])
-    wanted = dict(changes)[axis]
-    placement = one_placement_text(wanted)
+    source: _Placements,
+    target: _Placements,
+) -> tuple[str, _Placements, _Placements, str]:
+    """(The name of the operand in the model, its placements and those that are needed, in the dims of what is named, the
+    plan entry that would place it before the op)."""
+    axis = next((a for a, (s, t) in enumerate(zip(source, target)) if s != t and not s.is_replicate()), None)
+    axis = next(a for a, (s, t) in enumerate(zip(source, target)) if s != t) if axis is None else axis
     pattern = running.runtime.pattern(running.path)
     prefix = f"{pattern}." if pattern else ""
-    # A gradient that arrives in backward is that of the module's output.
-    if operand is None:
-        name, key = "an operand", None
-    else:
-        name, key = f"its operand '{operand}'", f"{prefix}<{'out' if operand.startswith('grad') else 'in'}>"
+    name, key = "an operand" if operand is None else f"its operand '{operand}'", None
+    named: torch.Tensor | None = None  # what has the name, where that is known
+    if operand is not None:  # a gradient that arrives in backward is that of the module's output
+        key = _cut_by(running, axis) or f"<{'out' if operand.startswith('grad') else 'in'}>"
+        key = f"{prefix}{key}"
     frame = running.frame
     if local is not None and not local.is_meta and frame is not None:
         pointer = local.data_ptr()
         for parameter, value in frame.module.named_parameters(recurse=False):
             if isinstance(value, DTensor) and local_of(value).data_ptr() == pointer:
-                name, key = f"the parameter '{parameter}'", f"{prefix}{parameter}"
+                name, key, named = f"the parameter '{parameter}'", f"{prefix}{parameter}", local_of(value)
                 outside = _called_outside_of_its_unit() if any(isinstance(p, RaggedShard) for p in source) else None
                 if outside is not None:
-                    return name, (
+                    edit = (
                         f"write `units: ['{outside}']` in the plan: the module is called from outside of the unit that it "
                         "belongs to, whose parameters are whole only while it runs"
                     )
+                    return name, source, target, edit
         for child, result in frame.results:
             if result == pointer:
-                name, key = f"the output of '{child}'", f"{running.runtime.pattern(child)}.<out>"
+                name, key, named = f"the output of '{child}'", f"{running.runtime.pattern(child)}.<out>", None
         for index, value in enumerate((*frame.args, *frame.kwargs.values())):
-            if any(isinstance(t, DTensor) and local_of(t).data_ptr() == pointer for t in tensors_in(value)):
-                name, key = f"its input {index}", f"{prefix}<in:{index}>"
+            for t in tensors_in(value):
+                if isinstance(t, DTensor) and local_of(t).data_ptr() == pointer:
+                    name, key, named = f"its input {index}", f"{prefix}<in:{index}>", local_of(t)
     if key is None:
-        return name, (
+        edit = (
             "place what it takes in the plan. To avoid it: give the op a rule, "
             f"`vescale.ops.register_rule(torch.ops.{op}, rule)`; none tells how it runs on parts of its operands"
         )
-    if isinstance(wanted, Shard) and wanted.dim == 0 and "<" in key:  # DTensor's choice; it would cut the batch
-        placement = "R"
-    return name, f"write `{key}: {{{axis}: {placement}}}` in the plan's shard section"
+        return name, source, target, edit
+    wanted = target[axis]
+    if named is not None and local is not None:
+        dims = _dims_in(named, local)
+        if all(shard_dim(p) in dims for p in (*source, *target) if shard_dim(p) is not None):
+            source, target = (_in_dims(placements, dims) for placements in (source, target))
+            wanted = target[axis]
+        else:
+            name, named = f"a view of {name}", None
+    if isinstance(wanted, Shard) and (named is None or (wanted.dim == 0 and "<" in key)):  # which would cut the batch
+        wanted = Replicate()
+    if named is None and _is_placed(running, key, axis, wanted):
+        edit = (
+            f"compute what {op} takes in a module of its own, whose output an entry can place: it is made inside of this "
+            "one, and no entry names it"
+        )
+        return name, source, target, edit
+    edit = f"write `{key}: {{{running.runtime.axes.names[axis]}: {one_placement_text(wanted)}}}` in the plan's shard section"
+    return name, source, target, edit
+
+
+def _cut_by(running: RunningModule, axis: int) -> str | None:
+    """Of what a module made an operand: an input, else a parameter of its own, that is not whole along ``axis``; None: the
+    module does not run, or has neither."""
+    if running.frame is None:
+        return None
+    inputs = [
+        (f"<in:{i}>", t)
+        for i, x in enumerate((*running.frame.args, *running.frame.kwargs.values()))
+        for t in tensors_in(x)
+    ]
+    for key, x in (*inputs, *running.frame.module.named_parameters(recurse=False)):
+        if isinstance(x, DTensor) and not x.placements[axis].is_replicate():
+            return "<in>" if key.startswith("<") else key
+    return None
+
+
+def _is_placed(running: RunningModule, key: str, axis: int, wanted: Placement) -> bool:
+    """Whether an entry for all inputs, or all outputs, of the running module says so."""
+    own = running.runtime.instructions.get(running.path)
+    if own is None or not key.endswith(("<in>", "<out>")):
+        return False
+    ops = [placing.instruction.op for placing in (own.inputs if key.endswith("<in>") else own.outputs)]
+    return any(isinstance(op, Redistribute) and op.dst[axis] == wanted for op in ops)
+
+
+def _dims_in(named: torch.Tensor, view: torch.Tensor) -> dict[int, int]:
+    """By dims of a view of ``named`` that begins where that does: the dims there with the same size and stride."""
+    own = {(size, stride): dim for dim, (size, stride) in enumerate(zip(named.shape, named.stride()))}
+    seen = enumerate(zip(view.shape, view.stride()))
+    return {dim: own[key] for dim, key in seen if key in own}
+
+
+def _in_dims(placements: _Placements, dims: dict[int, int]) -> _Placements:
+    return tuple(p if (dim := shard_dim(p)) is None else at_dim(p, dims[dim]) for p in placements)
 
 
 def _called_outside_of_its_unit() -> str | None:

@@ -9,8 +9,7 @@ those with DTensors, run apart.
 a plain tensor                               the op
 ===========================================  ====================================================================
 is read                                      runs as if it were a DTensor, Replicate on each axis
-is read, and requires a gradient             MixedTensorsError: its gradient would be a DTensor; a number (a penalty, a
-                                             learned scale) is taken, and its gradient is made plain: the whole value
+is read, and requires a gradient             the same; its gradient is made plain: the whole value
 is written to (``total += loss.detach()``)   writes the whole value, which all ranks gather
 is written to by what requires a gradient    MixedTensorsError: autograd would have to continue through both
 ===========================================  ====================================================================
@@ -69,10 +68,9 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op is not torch.ops.aten.broadcast_tensors.default or not _fit(tensors):
             _refuse_parts(op, tensors)
         return NotImplemented
-    if torch.is_grad_enabled():
-        _refuse_gradients(op, tensors, bool(written))
     if written:
         return _write(op, args, kwargs)
+    _keep_gradients_plain(tensors, mesh)
     names = iter(_names(op, args, kwargs))
 
     def wrapped(x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +79,7 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return x
         if x.ndim:
             note_plain_value(str(op), name, x, mesh)
-        return make_dtensor(x, make_spec(mesh, (Replicate(),) * mesh.ndim, x.shape, x.stride(), x.dtype))
+        return make_dtensor(x.detach(), make_spec(mesh, (Replicate(),) * mesh.ndim, x.shape, x.stride(), x.dtype))
 
     args, kwargs = map_tensors(wrapped, tuple(args)), map_tensors(wrapped, dict(kwargs))
     try:
@@ -120,12 +118,12 @@ def _run_apart(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return results if op._schema.returns else None
 
 
-# Numbers that have the hook; leaves are used in every step.
+# Tensors that have the hook; leaves are used in every step.
 _WITH_HOOK: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()
 
 
 def _keep_gradients_plain(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Of numbers among DTensors, outside of a model: what made them, and their optimizer, take plain tensors."""
+    """Of plain tensors among DTensors, outside of a model: what made them, and their optimizer, take plain ones."""
     if not torch.is_grad_enabled() or running_module() is not None or step_checks(mesh) is None:
         return
     for x in tensors:
@@ -136,11 +134,11 @@ def _keep_gradients_plain(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None
 
 @unserializable_hook
 def _whole_gradient(grad: torch.Tensor) -> torch.Tensor | None:
-    """Communication: the number, where its gradient is a pending sum."""
+    """Communication: the whole gradient, where it is pending or cut."""
     if not isinstance(grad, DTensor):
         return None
     whole = (Replicate(),) * grad.device_mesh.ndim
-    return enter_local(convert(grad, whole, requester="gradient of a plain number"), whole)
+    return enter_local(convert(grad, whole, requester="gradient of a plain tensor"), whole)
 
 
 def _on_replicas(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
@@ -200,16 +198,19 @@ def _refuse_parts(op: Any, tensors: list[torch.Tensor]) -> None:
             if not cut:
                 continue
             placements = tuple(p if shard_dim(p) in cut else Replicate() for p in output.placements)
-            name = str(op).removeprefix("aten.").partition(".")[0]
             shape = tuple(whole[d] if d in cut else size for d, size in enumerate(x.shape))
             more = f"shape={shape}, stride={contiguous_stride(shape)}"
             raise MixedTensorsError(
-                f"{name} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, and a plain tensor "
-                f"of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors beside a model's outputs "
-                "are global. Make it a part, "
+                f"{_short_name(op)} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, and a "
+                f"plain tensor of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors beside a "
+                "model's outputs are global. Make it a part, "
                 f"`DTensor.from_local(x, out.device_mesh, {placements}, {more})`, or compute with it in the model's "
                 'forward, as an input of the plan that is given="local"'
             )
+
+
+def _short_name(op: Any) -> str:
+    return str(op).removeprefix("aten.").partition(".")[0]
 
 
 def _names(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -218,37 +219,18 @@ def _names(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     return [name for name, value in given for _ in tensors_in(value)]
 
 
-def _refuse_gradients(op: Any, tensors: list[torch.Tensor], writes: bool) -> None:
-    name = str(op).removeprefix("aten.").partition(".")[0]
-    if writes:
-        found = next((x for x in tensors if isinstance(x, DTensor) and x.requires_grad), None)
-        if found is not None:
-            raise MixedTensorsError(
-                f"{name} writes a DTensor of shape {tuple(found.shape)} that requires a gradient to a plain tensor: "
-                "autograd cannot continue from one to the other. Write the value alone (x.detach(), or x.item()), "
-                "or make a new tensor (total = total + x)"
-            )
-        return
-    for x in tensors:
-        if not isinstance(x, DTensor) and x.requires_grad and x.ndim:
-            what = f"{name} of DTensors and a plain tensor of shape {tuple(x.shape)} that requires a gradient"
-            if x.is_leaf:
-                raise MixedTensorsError(
-                    f"{what}, outside of the parallelized model: nothing places its gradient. Make it a parameter of the "
-                    "model before parallelize, compute with it inside of the model's forward, or detach it"
-                )
-            raise MixedTensorsError(
-                f"{what}, outside of the parallelized model. If the plain one is an output of the model, which the plan has "
-                "made whole (`<out>: R`), make the others whole as well, by the same entry or by x.full_tensor(); if it was "
-                "computed from other parameters, compute it inside of the model's forward, or detach it"
-            )
-
-
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op on whole values, into plain tensors.
 
-    Raises MixedTensorsError where it would write to DTensors, too.
+    Raises MixedTensorsError where it would write to DTensors, too, and for what requires a gradient.
     """
+    found = next((x for x in tensors_in((args, kwargs)) if isinstance(x, DTensor) and x.requires_grad), None)
+    if found is not None and torch.is_grad_enabled():
+        raise MixedTensorsError(
+            f"{_short_name(op)} writes a DTensor of shape {tuple(found.shape)} that requires a gradient to a plain "
+            "tensor: autograd cannot continue from one to the other. Write the value alone (x.detach(), or x.item()), or "
+            "make a new tensor (total = total + x)"
+        )
     also = next((x for x in written_tensors(op, args, kwargs) if isinstance(x, DTensor)), None)
     if also is not None:
         raise MixedTensorsError(

@@ -77,21 +77,36 @@ def _save_pretrained(
         raise SavePretrainedError(
             f"save_pretrained: {missing[0]} and {len(missing) - 1} more are on the meta device, without values"
         )
+    prompts = _prompts(module)
     state = whole_state_dict(module, writes, kwargs.pop("state_dict", None))
     problem: Exception | None = None
     result = None
     if writes:
         kwargs["is_main_process"] = True
         note("runtime._saving:instance", module)
-        vars(module)["state_dict"] = lambda *_, **__: dict(state)
+        replaced: dict[str, Any] = {"state_dict": lambda *_, **__: dict(state)}
+        if prompts:
+            replaced["get_prompt_embedding_to_save"] = prompts.__getitem__
+        vars(module).update(replaced)
         try:
             result = type(module).save_pretrained(module, save_directory, *args, **kwargs)
         except Exception as error:
             problem = error
         finally:
-            del vars(module)["state_dict"]
+            for name in replaced:
+                del vars(module)[name]
     _finish(round_, problem)
     return result
+
+
+def _prompts(module: Any) -> dict[str, torch.Tensor]:
+    """Of PEFT's methods that adapt prompts: what their encoders give for each adapter. All ranks run these parts of the
+    model."""
+    configs = getattr(module, "peft_config", {})
+    names = [name for name, config in configs.items() if getattr(config, "is_prompt_learning", False)]
+    with torch.no_grad():
+        found = {name: module.get_prompt_embedding_to_save(name) for name in names if name in module.prompt_encoder}
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
 
 
 def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -> Round | None:
