@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, _decompositions
+from torch.distributed.tensor import DTensor, Partial, Replicate, _decompositions
 from torch.distributed.tensor import _redistribute as tensor_redistribute
 from torch.distributed.tensor._ops import _math_ops, single_dim_strategy
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
-from vescale.compat.dtensor import expanded_as, local_of, make_dtensor, spec_of
+from vescale.compat.dispatch import HANDLERS, handlers_of_dtensor
+from vescale.compat.dtensor import expanded_as, local_of, make_dtensor, make_spec, spec_of
 from vescale.compat.dtensor_methods import DTensorHooks
 from vescale.compat.native_dispatch import native_passes
 from vescale.compat.patching import Changes
@@ -277,3 +278,33 @@ def _aligned(x: Any) -> DTensor:
     twin = make_dtensor(local, spec_of(x), requires_grad=x.requires_grad)
     twin.__dict__.update(x.__dict__)
     return twin
+
+
+# What ``torch.amp.GradScaler`` asks of gradients that are DTensors.
+
+
+def take_over_unscaling(changes: Changes, _: Any) -> None:
+    op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    changes.entry(handlers_of_dtensor, op, unscale, HANDLERS)
+
+
+def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``GradScaler.unscale_``: whether any gradient has an inf or a nan on any rank. PyTorch's reduces over the axes along
+    which the first gradient of the list is cut, so that ranks may skip different steps."""
+    grads, found_inf, inv_scale = args
+    found = _plain(found_inf)
+    op([_plain(x) for x in grads], found, _plain(inv_scale), **kwargs)
+    cut: dict[Any, set[int]] = {}
+    for x in grads:
+        if isinstance(x, DTensor):
+            axes = cut.setdefault(x.device_mesh, set())
+            axes.update(axis for axis, placement in enumerate(x.placements) if not placement.is_replicate())
+    for mesh, axes in cut.items():
+        placements = [Partial("max") if axis in axes else Replicate() for axis in range(mesh.ndim)]
+        spec = make_spec(mesh, placements, found.shape, found.stride(), found.dtype)
+        if axes:
+            found.copy_(make_dtensor(found.clone(), spec).full_tensor())
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return local_of(x) if isinstance(x, DTensor) else x

@@ -111,7 +111,6 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "plan_search._search:process": ("threads of torch, in processes for a search", "they share the cores", _END),
     "rng._materialize:instance": ("attributes that hold deferred tensors", "they hold real ones", "never"),
     "runtime._adapters:instance": ("sharded parameters of modules with adapters", "PEFT sees whole ones", _CALL),
-    "runtime._bound_method:instance": ("methods of a model (generate, _apply, ...)", "they know of the mesh", _MODEL),
     "runtime._checkpointed_forward:instance": (
         "forward of checkpointed modules; their parameters in a forward", "they are recomputed as placed", _MODEL),
     "runtime._expert_region:instance": (
@@ -126,7 +125,8 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "runtime._local_region:instance": ("forward, parameters of modules of a local entry", "they are local", _MODEL),
     "runtime._module_hooks:instance": ("parameters of modules in a forward", "placed as the plan says", _CALL),
     "runtime._module_tables:class": ("modules of a model that parallelize could not change", "they are as before", "never"),
-    "runtime._runtime:instance": ("modules of a model", _OWN, _MODEL),
+    "runtime._runtime:instance": (
+        "modules of a model; its methods (generate, _apply, ...)", "they know of their model and its mesh", _MODEL),
     "runtime._saving:instance": ("state_dict of a model in save_pretrained", "it gives whole values", _CALL),
     "simulation._rank:process": (
         "environment, arguments, signals, threads, in processes for ranks", "a script runs as one rank of many", _END),

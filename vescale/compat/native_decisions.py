@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from vescale.compat.closed_forms import Parts, Result
+from vescale.compat.closed_forms import Parts, Result, intern, layout_of, local_sizes
 from vescale.compat.dtensor import DTensorSpec, StridedShard, rank_in_mesh
-from vescale.compat.layouts import intern, layout_of, local_sizes
 from vescale.compat.op_info import OutputSharding, is_view
 from vescale.compat.patching import HOOKS
 
