@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import regex
 from torch.distributed.tensor import Replicate, Shard
@@ -43,6 +44,8 @@ from vescale.plans import (
     UnitEntry,
     placement_text,
 )
+
+AnyEntry = TypeVar("AnyEntry", LocalEntry, PrecisionEntry, UnitEntry, CheckpointEntry)
 
 # Matches paths with the tensors and modules of a model within a time budget, and explains paths without a match.
 
@@ -449,49 +452,38 @@ class _Resolver:
                     )
 
     def local(self, entry: LocalEntry) -> None:
-        for path in self._called_modules(entry, "local"):
-            before = self.resolution.locals.setdefault(path, entry)
-            if before != entry:
-                self.findings.error(
-                    "conflict",
-                    f"{{names}}: local '{entry.path}' and local '{before.path}' ({before.source}) both match and "
-                    "differ; keep one of the two",
-                    entry.source,
-                    path,
-                )
+        self._keep(self.resolution.locals, entry, "local", "differ", lambda before: before == entry)
 
     def precision(self, entry: PrecisionEntry) -> None:
-        for path in self._called_modules(entry, "precision"):
-            before = self.resolution.precisions.setdefault(path, entry)
-            if replace(before, path=entry.path) != entry:
-                self.findings.error(
-                    "conflict",
-                    f"{{names}}: precision '{entry.path}' and '{before.path}' ({before.source}) both match, and give "
-                    "different dtypes; keep one of the two",
-                    entry.source,
-                    path,
-                )
+        self._keep(
+            self.resolution.precisions,
+            entry,
+            "precision",
+            "give different dtypes",
+            lambda before: _alike(before, entry),
+        )
 
     def unit(self, entry: UnitEntry) -> None:
-        for path in self._called_modules(entry, "unit"):
-            before = self.resolution.units.setdefault(path, entry)
-            if replace(before, path=entry.path) != entry:
-                self.findings.error(
-                    "conflict",
-                    f"{{names}}: unit '{entry.path}' and unit '{before.path}' ({before.source}) both match, and say "
-                    "different things of resharding, mixed precision or offload; keep one of the two",
-                    entry.source,
-                    path,
-                )
+        differ = "say different things of resharding, mixed precision or offload"
+        self._keep(self.resolution.units, entry, "unit", differ, lambda before: _alike(before, entry))
 
     def checkpoint(self, entry: CheckpointEntry) -> None:
-        for path in self._called_modules(entry, "checkpoint"):
-            before = self.resolution.checkpoints.setdefault(path, entry)
-            if before is not entry and (before.policy, before.budget_gib) != (entry.policy, entry.budget_gib):
+        def is_same(before: CheckpointEntry) -> bool:
+            return (before.policy, before.budget_gib) == (entry.policy, entry.budget_gib)
+
+        self._keep(self.resolution.checkpoints, entry, "checkpoint", "differ", is_same)
+
+    def _keep(
+        self, table: dict[str, AnyEntry], entry: AnyEntry, what: str, differ: str, is_same: Callable[[AnyEntry], bool]
+    ) -> None:
+        """The first entry for each module that is called; others have to say the same."""
+        for path in self._called_modules(entry, what):
+            before = table.setdefault(path, entry)
+            if before is not entry and not is_same(before):
                 self.findings.error(
                     "conflict",
-                    f"{{names}}: checkpoint '{entry.path}' and checkpoint '{before.path}' ({before.source}) both match, and "
-                    "differ; keep one of the two",
+                    f"{{names}}: {what} '{entry.path}' and {what} '{before.path}' ({before.source}) both match, and "
+                    f"{differ}; keep one of the two",
                     entry.source,
                     path,
                 )
@@ -670,6 +662,10 @@ class _Resolver:
                 entry.source,
                 shown,
             )
+
+
+def _alike(before: PrecisionEntry | UnitEntry, entry: PrecisionEntry | UnitEntry) -> bool:
+    return replace(before, path=entry.path) == entry
 
 
 def _is_model_input(boundary: Boundary) -> bool:

@@ -4,6 +4,7 @@ Importing the package registers the op families, and changes nothing in PyTorch;
 placement that is constructed calls.
 """
 
+# The files of op families: each registers its ops in the registry when it is imported.
 from vescale.ops import (
     attention,
     batch_norm,
@@ -91,24 +92,3 @@ __all__ = [
     "register_rule",
     "strict_placements",
 ]
-
-# The files of op families. Each registers its ops in the registry when it is imported.
-FAMILY_FILES = (
-    attention,
-    batch_norm,
-    concatenation,
-    convolution,
-    elementwise,
-    embedding,
-    factories,
-    indexing,
-    interleaved,
-    losses,
-    norms,
-    pooling,
-    recurrent,
-    reductions,
-    slicing,
-    statistics,
-    views,
-)

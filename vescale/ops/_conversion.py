@@ -197,7 +197,7 @@ def _error(where: str) -> TransformError:
 
 def _moved(x: DTensor, target: Placements, requester: str) -> DTensor:
     """Redistribute ``x`` outside of autograd; the result is a fresh DTensor also when the placements are the same."""
-    result: DTensor | None = _native.move(x, target)
+    result: DTensor | None = NATIVE.move(x, target)
     return _moved_in_python(x, target, requester) if result is None else result
 
 
@@ -292,7 +292,7 @@ def convert(
         None if grad_target is None else tuple(grad_target),
         passes_gradient,
     )
-    result: DTensor | None = _native.convert(x, target, stages, requester, outdated)
+    result: DTensor | None = NATIVE.convert(x, target, stages, requester, outdated)
     if result is not None:
         return result
     require_current(x)
@@ -307,7 +307,7 @@ def convert(
             return passed
         made: DTensor = apply_outside(_Convert, x, complete, stages, requester, where=requester)
     if outdated is not None:
-        _native.link_copy(x, made, outdated)
+        NATIVE.link_copy(x, made, outdated)
     return pass_boundary(x, made, outdated)
 
 
@@ -321,7 +321,7 @@ class PreparedConversion:
         self._native, self._others = (self.target, self.stages, who, None), (complete, self.stages, who)
 
     def __call__(self, x: DTensor) -> DTensor:
-        made: DTensor | None = _native.convert(x, *self._native)
+        made: DTensor | None = NATIVE.convert(x, *self._native)
         return made if made is not None else apply_outside(_Convert, x, *self._others, where=self._others[2])
 
 
@@ -401,7 +401,7 @@ def enter_local(
             of ``x``, Replicate for Partial.
         always: pass a gradient of zeros on ranks that do not use the result, where other ranks may.
     """
-    entered = _native.enter((x,), (grad_placements,), always)
+    entered = NATIVE.enter((x,), (grad_placements,), always)
     if entered is not None:
         local: torch.Tensor = entered[0]
         return local
@@ -417,7 +417,7 @@ def enter_together(
     operands: Sequence[DTensor], grad_placements: Sequence[tuple[Placement, ...]]
 ) -> tuple[torch.Tensor, ...]:
     """:func:`enter_local` of each operand, for one op that takes them all."""
-    entered: tuple[torch.Tensor, ...] | None = _native.enter(tuple(operands), tuple(grad_placements), False)
+    entered: tuple[torch.Tensor, ...] | None = NATIVE.enter(tuple(operands), tuple(grad_placements), False)
     if entered is not None:
         return entered
     for x in operands:
@@ -462,7 +462,7 @@ def leave_local(
     """A DTensor of global ``shape`` with the local tensor ``local``. Its gradient is redistributed to ``grad_placements``,
     by default its own (Replicate for Partial), and the local part of that is the gradient of ``local``; ``op`` is the name
     under which this communication is reported."""
-    left: DTensor | None = _native.leave(local, mesh, placements, shape, op, grad_placements)
+    left: DTensor | None = NATIVE.leave(local, mesh, placements, shape, op, grad_placements)
     if left is not None:
         return left
     spec = make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype)
@@ -500,14 +500,14 @@ def _wrap_gradient(grad: DTensor, mesh: DeviceMesh, requester: str) -> torch.Ten
 
 def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], requester: str = "") -> DTensor:
     """A DTensor with ``placements`` of a tensor that is the same on every rank. No communication in forward."""
-    result: DTensor | None = _native.wrap(x, mesh, placements, requester)
+    result: DTensor | None = NATIVE.wrap(x, mesh, placements, requester)
     if result is not None:
         return result
     with no_torch_function():
         return apply_outside(_WrapGlobal, x, mesh, tuple(placements), requester, where=requester)
 
 
-_native = NATIVE = native_conversions(
+NATIVE = native_conversions(
     plan=plan_move,
     move=_move,
     differentiate=_differentiated,
@@ -535,17 +535,17 @@ def write_back(x: DTensor, written: torch.Tensor, target: DTensorSpec) -> None:
 def link_view(local: torch.Tensor, copy: torch.Tensor, update: Callable[[torch.Tensor], None]) -> bool:
     """Have ``update(tensor with the storage of copy)`` called before an op reads ``copy``, which is viewed in place of
     ``local``, after a write to ``local``. False where nothing watches for that."""
-    return bool(_native.link_view(local, copy, update))
+    return bool(NATIVE.link_view(local, copy, update))
 
 
 def share_version(x: torch.Tensor, copy: DTensor) -> None:
     """Writes to one of the two count as writes to both, for autograd, as far as there is C++ for it."""
-    _native.share_version(copy, x)
+    NATIVE.share_version(copy, x)
 
 
 def settle_view(copy: torch.Tensor) -> None:
     """An op has written to a copy that is viewed, and its source has the same values by now."""
-    _native.settle_view(copy)
+    NATIVE.settle_view(copy)
 
 
 def settle(written: DTensor, other: DTensor) -> None:
@@ -553,7 +553,7 @@ def settle(written: DTensor, other: DTensor) -> None:
     if IN_PYTHON:
         _settle(local_of(written), local_of(other))
     else:
-        _native.settle_group(local_of(written), local_of(other))
+        NATIVE.settle_group(local_of(written), local_of(other))
 
 
 # Replicated gradients of sharded tensors, such as that of ``x.sum()``: one number, expanded to the shape of ``x``.

@@ -124,15 +124,15 @@ def _runs_as_is(call: OpCall, decision: Decision) -> bool:
         return False
     if call.mutated:
         return True  # results are the written operands: nothing depends on other arguments
-    if call.schema_info is None:  # the key has the tensors alone
-        return decision.outputs is None or takes_only_tensors(call.op)
-    if call.schema_info.needs_pytree:  # the key leaves numbers out: right as long as they cannot change a dtype
-        return all(spec.tensor_meta is not None and spec.tensor_meta.dtype.is_floating_point for spec in call.operands)
+    # The key leaves numbers out: right as long as they cannot change a dtype.
+    are_floating = all(spec.tensor_meta and spec.tensor_meta.dtype.is_floating_point for spec in call.operands)
+    if call.schema_info is None:  # it has the tensors alone
+        return decision.outputs is None or takes_only_tensors(call.op, factors=are_floating)
+    if call.schema_info.needs_pytree:
+        return are_floating
     known = static_keywords(call.schema_info)
     others = [name for name in call.kwargs if name not in known]
-    if any(name in _FORMATS for name in others):
-        return False
-    return not others or all(spec.tensor_meta.dtype.is_floating_point for spec in call.operands if spec.tensor_meta)
+    return not any(name in _FORMATS for name in others) and (not others or are_floating)
 
 
 @functools.lru_cache(maxsize=8192)
