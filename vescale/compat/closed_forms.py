@@ -136,9 +136,10 @@ def local_sizes(layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
 # The specs of a result's tensors, and the positions of the arguments that are returned in its place, or whose storage it
 # shares; -1 for none.
 Result = tuple[tuple[DTensorSpec | None, ...], int, int]
-# What ranks take of operands that are whole on an axis: ``(position, dim, number of parts, this rank's)`` for an equal part
-# along a dim; with a dim of -1, one of equal summands.
-Parts = tuple[tuple[int, int, int, int], ...]
+# What ranks take of operands that are whole on an axis: ``(position, dim, number of parts, this rank's, chunks)`` for an
+# equal part along a dim, or of each of its chunks; with a dim of -1, one of equal summands.
+Part = tuple[int, int, int, int, int]
+Parts = tuple[Part, ...]
 Replaced = tuple[tuple[int, tuple[int, ...]], ...]
 _OWN_RULES = "torch.distributed.tensor._ops."
 

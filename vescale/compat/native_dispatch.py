@@ -408,7 +408,7 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
 
     A result is ``(specs, written, viewed)``: the specs of its tensors, and the positions of the arguments that are returned
     in its place, or whose storage it shares; -1 for none. A replaced argument is ``(position, sizes)``, a part of one
-    ``(position, dim, number of parts, this rank's)``, with a dim of -1 for one of equal summands.
+    ``(position, dim, number of parts, this rank's, chunks)``, with a dim of -1 for one of equal summands.
     """
     op = _op(name, overload)
     if op in _NEVER or op in DTensor._op_dispatcher._random_ops or is_into_empty(op, kwargs):

@@ -71,7 +71,7 @@ class Parts {
     struct Known {
         bool is_local = false;
         std::vector<const Spec*> specs;  // of the results; null: undefined
-        std::vector<std::array<std::int64_t, 4>> parts;  // of the divisible operand: dim, number, this rank's, behind a position
+        std::vector<Part> parts;         // of the divisible operand
     };
     using Table = std::unordered_map<Key, Known, KeyHash>;
 

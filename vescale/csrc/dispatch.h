@@ -17,20 +17,28 @@ struct Result {
     int viewed = -1;                 // the argument whose storage the results share
 };
 
+// What a rank takes of a whole argument: its position, the dim (-1: one of equal summands), the number of parts, this rank's, and
+// the number of chunks side by side that are cut alike.
+using Part = std::array<std::int64_t, 5>;
+
 // What runs for calls with one key: the op on the local tensors, or whatever PyTorch does.
 struct Entry {
     bool is_stock = true;
     std::vector<Result> results;
     std::vector<std::pair<int, c10::IValue>> replaced;  // arguments that differ on the local tensors: sizes of views
-    std::vector<std::array<std::int64_t, 4>> parts;  // of arguments: position, dim (-1: summands), number, this rank's
+    std::vector<Part> parts;
 };
 
 // One of equal summands of a whole tensor (dim -1), or of equal parts, in memory of its own, as PyTorch makes it. Dims along
 // which the tensor is expanded stay expanded, because strides decide about those of results.
-inline at::Tensor part_of(const at::Tensor& whole, const std::array<std::int64_t, 4>& taken) {
-    const auto& [position, dim, num_parts, ours] = taken;
+inline at::Tensor part_of(const at::Tensor& whole, const Part& taken) {
+    const auto& [position, dim, num_parts, ours, chunks] = taken;
     if (dim < 0) {
         return whole.div(num_parts);
+    }
+    if (chunks > 1) {
+        const auto parts = whole.unflatten(dim, {chunks, num_parts, whole.size(dim) / (chunks * num_parts)});
+        return parts.select(dim + 1, ours).clone(at::MemoryFormat::Contiguous).flatten(dim, dim + 1);
     }
     const auto length = whole.size(dim) / num_parts;
     at::Tensor part = whole.narrow(dim, ours * length, length).clone();
@@ -67,7 +75,7 @@ class WatchCalls {
     WatchCalls& operator=(const WatchCalls&) = delete;
 
     bool all_local() const { return all_local_; }
-    const std::vector<std::array<std::int64_t, 4>>& parts() const { return parts_; }
+    const std::vector<Part>& parts() const { return parts_; }
 
     static void note_other() {
         has_other() = true;
@@ -76,7 +84,7 @@ class WatchCalls {
         }
     }
 
-    static void note_part(const at::Tensor& whole, const std::array<std::int64_t, 4>& taken) {
+    static void note_part(const at::Tensor& whole, const Part& taken) {
         if (current() == nullptr || !current()->divided_.is_same(whole)) {
             return note_other();
         }
@@ -99,7 +107,7 @@ class WatchCalls {
     WatchCalls* outer_;
     at::Tensor divided_;
     bool all_local_ = true;
-    std::vector<std::array<std::int64_t, 4>> parts_;
+    std::vector<Part> parts_;
 };
 
 using EntryTable = std::unordered_map<Key, Entry, KeyHash>;

@@ -419,7 +419,6 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
 inline Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments) {
     using Results = std::vector<std::tuple<py::tuple, int, int>>;  // specs, written, viewed
     using Replaced = std::vector<std::pair<int, std::vector<std::int64_t>>>;  // position, sizes
-    using Parts = std::vector<std::array<std::int64_t, 4>>;  // position, dim, number of parts, this rank's
     Entry entry;
     const WatchCalls unrelated;
     struct Restore {
@@ -431,7 +430,7 @@ inline Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> 
     if (decision.is_none()) {
         return entry;
     }
-    auto [results, replaced, parts] = decision.cast<std::tuple<Results, Replaced, Parts>>();
+    auto [results, replaced, parts] = decision.cast<std::tuple<Results, Replaced, std::vector<Part>>>();
     for (const auto& [specs, written, viewed] : results) {
         Result result{{}, written, viewed};
         for (const auto& spec : specs) {

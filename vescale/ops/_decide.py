@@ -106,7 +106,8 @@ def _written_back(call: OpCall, decision: Decision) -> Decision:
 def cached_sharding(call: OpCall, decision: Decision) -> OutputSharding | None:
     """The decision for DTensor's dispatcher to cache and follow, or None where it cannot: the op itself runs on the local
     tensors as they are, with the given arguments or with local sizes."""
-    if _runs_as_is(call, decision):
+    stays = all(spec.placements == wanted for spec, wanted in zip(call.operands, decision.inputs))
+    if stays and runs_by_key(call, decision):
         return OutputSharding(cached(output_specs, call, decision))
     if decision.local_sizes is None or len(call.args) != 2 or call.kwargs or call.schema_info is None:
         return None
@@ -116,11 +117,9 @@ def cached_sharding(call: OpCall, decision: Decision) -> OutputSharding | None:
     return sized_locally(call.op, spec, decision.local_sizes, cached(output_specs, call, decision))
 
 
-def _runs_as_is(call: OpCall, decision: Decision) -> bool:
-    """Whether the dispatcher can run the op on the local tensors and cache that, under the key that it uses."""
+def runs_by_key(call: OpCall, decision: Decision) -> bool:
+    """Whether the dispatcher can run the op itself on local tensors, and remember that under the key that it uses."""
     if decision.local is not None or decision.prepare or decision.redispatch:
-        return False
-    if any(spec.placements != wanted for spec, wanted in zip(call.operands, decision.inputs)):
         return False
     if call.mutated:
         return True  # results are the written operands: nothing depends on other arguments

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import (
     DTensorSpec,
+    OpSchema,
     OutputSharding,
     StridedShard,
     begin_world,
@@ -40,7 +41,7 @@ from vescale.compat import (
 from vescale.errors import Coded, OpPlacementError
 from vescale.ops._call import Decision, OpCall, placements_text, substitute, with_placements
 from vescale.ops._conversion import write_back
-from vescale.ops._decide import cached, cached_sharding, decide, output_specs
+from vescale.ops._decide import cached, cached_sharding, decide, output_specs, runs_by_key
 from vescale.ops._registry import has_user_rules
 from vescale.ops._regrouped_dims import is_cut_unevenly
 from vescale.ops._sizes import sizes_of
@@ -289,8 +290,8 @@ def _has_numbers_for_tensors(call: OpCall) -> bool:
 
 
 def keeps_operands(op: Any, schema: Any) -> OutputSharding | None:
-    """The decision to run an op on the local tensors as they are, or None. Runs nothing; the caller's key holds the op, the
-    specs of the operands and, where rules may read them, all other arguments.
+    """The decision to run an op on the local tensors as they are, or on moved ones, or None. Runs nothing; the caller's key
+    holds the op, the specs of the operands and, where rules may read them, all other arguments.
 
     Raises what :func:`run_op` raises when it decides.
     """
@@ -298,7 +299,21 @@ def keeps_operands(op: Any, schema: Any) -> OutputSharding | None:
     decision: Decision = cached(decide, call)
     if decision.fallback or (has_user_rules(op) and _has_numbers_for_tensors(call)):
         return None
-    return cached_sharding(call, decision)
+    return cached_sharding(call, decision) or _on_parts(call, decision)
+
+
+def _on_parts(call: OpCall, decision: Decision) -> OutputSharding | None:
+    """The decision to run an op on the local tensors, and on parts of operands that ranks have whole: of a rotary table
+    beside a sequence in chunks. The caller finds out whether it is no other move."""
+    if call.mutated or is_view(call.op) or not runs_by_key(call, decision):
+        return None
+    wanted = [
+        spec if spec.placements == placements else with_placements(spec, placements)
+        for spec, placements in zip(call.operands, decision.inputs)
+    ]
+    args, kwargs = substitute(call.args, call.kwargs, wanted, DTensorSpec)
+    schema = OpSchema(call.op, args, kwargs, schema_info=call.schema_info)
+    return OutputSharding(cached(output_specs, call, decision), schema, needs_redistribute=True)
 
 
 def _followed(call: OpCall, decision: Decision) -> Any:
