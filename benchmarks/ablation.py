@@ -57,8 +57,7 @@ def leave_out(row: str) -> None:
     if "conversions" in missing:
         dispatch = module("compat.native_dispatch")
         idle = dispatch.NativeConversions(*(dispatch._nothing,) * len(dispatch.NativeConversions._fields))
-        conversion, links = module("ops._conversion"), module("ops._links")
-        conversion._native = conversion.NATIVE = links._native = idle
+        module("ops._conversion").NATIVE = idle
     if "hooks" in missing:
         module("runtime._module_calls").filter_functions = lambda *_: None
         module("runtime._install").native_hooks = lambda: None

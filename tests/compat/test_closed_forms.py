@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.examples import NIGHTLY
 from vescale import Plan, parallelize
 from vescale.compat import clear_sharding_caches, make_dtensor, make_spec, native_dispatch, sharding_caches
-from vescale.compat.layouts import layout_of, local_sizes
+from vescale.compat.closed_forms import layout_of, local_sizes
 from vescale.placements import own_region
 
 aten = torch.ops.aten

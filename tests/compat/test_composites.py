@@ -163,6 +163,29 @@ def test_linear_saves_the_same_on_each_call(world: dict[str, DeviceMesh]) -> Non
     assert [type(t) for t in saved] == [DTensor, DTensor] and saved[0] is x and saved[1] is w
 
 
+@pytest.mark.parametrize("mesh_name", ["1-D", "2-D"])
+@pytest.mark.parametrize("shape", [(8, 12), (2, 4, 12)])
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_linear_takes_its_part_of_a_whole_bias(
+    world: dict[str, DeviceMesh], mesh_name: str, shape: tuple[int, ...], cut: str
+) -> None:
+    """A layer of which each rank has a term of the sum, or some features, and the bias that every rank has: one op."""
+    of_input, of_weight = (Shard(len(shape) - 1), Shard(1)) if cut == "rows" else (Replicate(), Shard(0))
+
+    def run() -> tuple[DTensor, torch.Tensor]:
+        x, w, b = leaves_of((shape, (16, 12), (16,)), world[mesh_name], (of_input, of_weight, Replicate()))
+        y: Any = F.linear(x, w, b)
+        return y, torch.autograd.grad(y, b, torch.ones_like(y))[0]
+
+    with without_native():
+        expected = run()
+    run()
+    reset_dispatch_counts()
+    found = run()
+    assert dispatch_counts()["linear"][:2] == (1, 0)
+    assert_same(Outcome("", list(found), [], []), Outcome("", list(expected), [], []), True)
+
+
 def test_linear_refuses_changed_and_freed_operands(world: dict[str, DeviceMesh]) -> None:
     x, w = leaves_of(((2, 4, 12), (16, 12)), world["1-D"], (Replicate(), Shard(0)))
     result = F.linear(x, w)

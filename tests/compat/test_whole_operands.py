@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.compat.test_passed_functions import mesh
 from vescale.compat import dispatch_counts, reset_dispatch_counts
 from vescale.compat.native_dispatch import without_native
+from vescale.placements import InterleavedShard
 
 __all__ = ["mesh"]  # a fixture
 
@@ -74,3 +75,27 @@ def test_values(mesh: DeviceMesh) -> None:
     part = DTensor.from_local(torch.tensor([[2.0]]), mesh, [Shard(0)], run_check=False)
     part.sum().item()  # a value that ranks have parts of is read by all of them
     assert dispatch_counts()["aten::_local_scalar_dense"][3]
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_chunks_beside_whole_operands(mesh: DeviceMesh, dim: int, chunks: int) -> None:
+    """This rank takes its piece of each chunk of a whole operand, where that is not broadcast: a rotary table of a sequence
+    in chunks."""
+    shape, placements = (12, 24, 36), [InterleavedShard(dim, chunks)]
+
+    def part(full: torch.Tensor) -> torch.Tensor:
+        pieces = full.unflatten(dim, (chunks, mesh.size(), -1))
+        return pieces.select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1)
+
+    full = torch.randn(shape)
+    x = DTensor.from_local(part(full), mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    for other in (shape, shape[1:], (12, 1, 36), (1, 24, 1), (12, 24, 1)):
+        y = torch.randn(other)
+        for function in (torch.mul, torch.sub, torch.maximum, lambda a, b: torch.where(a > 0, a, b)):
+            function(x, whole(y, mesh))
+            reset_dispatch_counts()
+            found = function(x, whole(y, mesh))
+            assert not any(stock for _, _, _, stock in dispatch_counts().values()), (other, function)
+            assert found.placements == tuple(placements)
+            assert torch.equal(found.to_local(), part(function(full, y)))

@@ -23,14 +23,13 @@ from vescale.compat import local_of, spec_of
 from vescale.placements import RaggedShard, local_region
 from vescale.rng import (
     _deferred_replay,
-    _rejection_initializers,
+    _engine,
     deferred_init,
     is_deferred,
     materialize,
     materialize_tensor,
 )
-from vescale.rng._deferred_graph import next_time
-from vescale.rng._deferred_replay import part_values
+from vescale.rng._deferred_replay import next_time, part_values
 from vescale.rng._deferred_tensor import view_of
 
 
@@ -173,7 +172,7 @@ def test_overwritten_draws_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) 
 
 def test_rejections_are_counted_a_stretch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator ends where the stretch with the most rounds leaves it, wherever that one lies."""
-    monkeypatch.setattr(_rejection_initializers, "_CHUNK_ELEMENTS", 16)
+    monkeypatch.setattr(_engine, "_CHUNK_ELEMENTS", 16)
 
     def build() -> nn.Module:
         shapes = ((40, 5), (3, 7), (0, 4), (16, 16))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.examples import NIGHTLY
 from tests.rng import cases
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _cpu_engine, _random_ops, _self_checks
+from vescale.rng import _cpu_engine, _random_ops
 from vescale.rng._cpu_engine import fill_region
 from vescale.rng._fill_request import Fill
 from vescale.rng._random_ops import RandomOp
@@ -171,7 +171,7 @@ def test_a_build_that_draws_otherwise_is_noticed(
         torch.empty(1, dtype=torch.uint8).random_(generator=generator)
         return native(self, out, generator, parameter)  # type: ignore[arg-type]
 
-    _self_checks._holds.cache_clear()
+    _cpu_engine._holds.cache_clear()
     monkeypatch.setattr(_cpu_engine, "_warned", set())
     monkeypatch.setattr(RandomOp, "fill", other)
     try:
@@ -187,7 +187,7 @@ def test_a_build_that_draws_otherwise_is_noticed(
                     assert torch.equal(generator.get_state(), expected.get_state())
         assert len(caught) == 1
     finally:
-        _self_checks._holds.cache_clear()
+        _cpu_engine._holds.cache_clear()
 
 
 @pytest.mark.parametrize("follows_last_block", [True, False])
@@ -210,12 +210,12 @@ def test_probes_refuse_a_wrong_rule() -> None:
     from vescale.rng._draw_rules import NormalBlocks, NormalPairs, WordsPerElement
 
     op = RandomOp("uniform_")
-    assert _self_checks.rule_holds(op, torch.float32, WordsPerElement(1))
-    assert not _self_checks.rule_holds(op, torch.float32, WordsPerElement(2))
-    assert not _self_checks.rule_holds(RandomOp("normal_"), torch.float32, NormalBlocks(1, True))
-    assert not _self_checks.rule_holds(RandomOp("normal_"), torch.bfloat16, NormalBlocks(1, False))
-    assert not _self_checks.rule_holds(RandomOp("log_normal_"), torch.float32, WordsPerElement(2))
-    assert not _self_checks.rule_holds(op, torch.float32, NormalPairs(False))
+    assert _cpu_engine.rule_holds(op, torch.float32, WordsPerElement(1))
+    assert not _cpu_engine.rule_holds(op, torch.float32, WordsPerElement(2))
+    assert not _cpu_engine.rule_holds(RandomOp("normal_"), torch.float32, NormalBlocks(1, True))
+    assert not _cpu_engine.rule_holds(RandomOp("normal_"), torch.bfloat16, NormalBlocks(1, False))
+    assert not _cpu_engine.rule_holds(RandomOp("log_normal_"), torch.float32, WordsPerElement(2))
+    assert not _cpu_engine.rule_holds(op, torch.float32, NormalPairs(False))
 
 
 @pytest.mark.parametrize(

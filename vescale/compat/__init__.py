@@ -8,50 +8,33 @@ from vescale.errors import UnsupportedTorchError
 # Before anything imports a private name: all that the package does with torch comes by here.
 self_check()
 
-from vescale.compat import (
-    arrival_count,
-    async_tensors,
-    autograd,
-    containers,
-    dtensor,
-    fsdp2,
-    gradient_rows,
-    ledger,
-    meshes,
-    module_calls,
-    op_info,
-    patches,
-    process_groups,
-    tensor_bytes,
-    weak_tables,
-    wrapper_names,
-)
-from vescale.compat import (
-    gradient_rows as foreach,
-)
-from vescale.compat import (
-    native_dispatch as hook_gate,
-)
 from vescale.compat.arrival_count import *
 from vescale.compat.async_tensors import *
 from vescale.compat.autograd import *
 from vescale.compat.checkpoint_plans import CheckpointHooks
+from vescale.compat.closed_forms import Layout
 from vescale.compat.collective_kernels import group_description, on_completion
 from vescale.compat.containers import *
-from vescale.compat.dispatch import no_torch_function, stock_dispatch, with_torch_function
+from vescale.compat.dispatch import (
+    has_empty_shards,
+    no_torch_function,
+    some_rank_holds_nothing,
+    stock_dispatch,
+    with_empty_shards,
+    with_out_variants,
+    with_torch_function,
+)
 from vescale.compat.dtensor import *
 from vescale.compat.dtensor_methods import DTensorHooks, read_only, stock
-from vescale.compat.empty_shards import has_empty_shards, some_rank_holds_nothing, with_empty_shards
 from vescale.compat.fsdp2 import *
 from vescale.compat.gradient_rows import *
-from vescale.compat.held_tensors import held_tensors, weak_node
-from vescale.compat.layouts import Layout
 from vescale.compat.ledger import *
 from vescale.compat.meshes import *
 from vescale.compat.model_hooks import (
     DispatchListener,
     ModelHooks,
     OpHandler,
+    ask_mixed,
     tell_draw,
     tell_move,
     tell_moved_operand,
@@ -62,27 +45,13 @@ from vescale.compat.model_hooks import (
 from vescale.compat.module_calls import *
 from vescale.compat.native_decisions import intern_spec
 from vescale.compat.native_dispatch import *
-from vescale.compat.native_dispatch import (
-    counts_local_writes,
-    dispatch_counts,
-    filter_functions,
-    is_native,
-    native_conversions,
-    native_require_current,
-    reset_dispatch_counts,
-    runs_on_locals,
-    take_moves,
-)
-from vescale.compat.native_hooks import native_hooks
 from vescale.compat.native_static import native_static, native_tape
 from vescale.compat.op_info import *
 from vescale.compat.optimizers import note_writes
-from vescale.compat.out_arguments import with_out_variants
 from vescale.compat.patches import *
 from vescale.compat.patches import install, patch_states, require_native_static, uninstall
 from vescale.compat.process_groups import *
 from vescale.compat.sharding_caches import begin_world, clear_sharding_caches
-from vescale.compat.tensor_bytes import *
 from vescale.compat.tensor_subclasses import (
     FakeTensor,
     TorchDispatchMode,
@@ -91,7 +60,5 @@ from vescale.compat.tensor_subclasses import (
     tree_map,
     without_modes,
 )
-from vescale.compat.weak_tables import *
-from vescale.compat.wrapper_names import *
 
 __all__ = ["UnsupportedTorchError", "install", "patch_states", "self_check", "uninstall"]

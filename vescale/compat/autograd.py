@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "has_hooks",
     "has_saved_tensors_hooks",
     "has_tangent",
+    "held_tensors",
     "in_backward",
     "in_dual_level",
     "in_transform",
@@ -55,6 +57,7 @@ __all__ = [
     "set_versions",
     "suspend_compiling",
     "version_holder",
+    "weak_node",
     "will_run",
     "without_transforms",
 ]
@@ -352,3 +355,69 @@ _NOTHING = contextlib.nullcontext()
 def profiled(name: str) -> contextlib.AbstractContextManager[Any]:
     """``torch.profiler.record_function``, whose two calls of the dispatcher are left out while no profiler runs."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
+
+
+# What the autograd graph of a forward holds until its backward: read from the nodes, without unpacking anything.
+
+
+def weak_node(tensor: torch.Tensor) -> Callable[[], Any]:
+    """A function that returns the node that made the tensor, while the graph exists; without a compiler, while the tensor
+    exists. It returns None for a view whose base was written to where autograd does not allow it: using it raises."""
+    module: Any = csrc.dispatcher()
+    if module is not None:
+        try:
+            found: Callable[[], Any] = module.WeakNode(tensor)
+        except RuntimeError:  # from grad_fn
+            return lambda: None
+        return found
+    reference = weakref.ref(tensor)
+
+    def node() -> Any:
+        alive = reference()
+        return None if alive is None else alive.grad_fn
+
+    return node
+
+
+def held_tensors(roots: Iterable[Any], stop: Iterable[Any] = ()) -> Iterator[tuple[Any, torch.Tensor]]:
+    """(node, tensor) for all that the graph from the nodes ``roots`` to those of ``stop`` has saved. What hooks have packed
+    into something else than a tensor is left out, and so is what a backward has released."""
+    module: Any = csrc.dispatcher()
+    stack, seen = [node for node in roots if node is not None], {node for node in stop if node is not None}
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for saved in _saved_variables(node):
+            data = _data(saved)
+            if isinstance(data, torch.Tensor):
+                yield node, data
+        if module is not None:
+            for tensor in module.held_by(node):
+                yield node, tensor
+        stack.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def _saved_variables(node: Any) -> Iterator[Any]:
+    kind = type(node)
+    names = _NAMES.get(kind)
+    if names is None:
+        names = _NAMES[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
+    for name in names:
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # released
+            continue
+        yield from value if isinstance(value, tuple | list) else (value,)
+
+
+def _data(saved: Any) -> Any:
+    try:
+        return getattr(saved, "data", None)
+    except RuntimeError:
+        return None
+
+
+# The attributes of each kind of node that hold saved variables.
+_NAMES: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["hides_tensors", "map_tensors", "tensors_in"]
+__all__ = [
+    "AVERAGED_MODULES",
+    "WRAPPER_MODULES",
+    "bytes_of",
+    "hides_tensors",
+    "living_items",
+    "map_tensors",
+    "tensors_in",
+    "unwrapped_model",
+    "unwrapped_name",
+]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Tensor)
 
@@ -85,3 +99,47 @@ def _fields(value: Any) -> dict[str, Any]:
     except AttributeError:  # it has slots
         return {name: getattr(value, name, None) for name in names}
     return {name: held.get(name) for name in names}
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of the elements in row-major order, flat: in the tensor's memory if it is contiguous, else of a copy.
+
+    A tensor of one element counts as contiguous whatever its strides, and ``view(torch.uint8)`` refuses all but 1.
+    """
+    flat = tensor.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+AVERAGED_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Those whose parameters are averages for the moment, and no state to go on training from."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+_GONE: Any = object()
+
+
+def living_items(table: weakref.WeakKeyDictionary[K, V]) -> list[tuple[K, V]]:
+    """What is in the table now. Its own iterators run Python between two items, and an entry that another thread adds
+    meanwhile ends them with a RuntimeError."""
+    keys = [key for reference in table.keyrefs() if (key := reference()) is not None]
+    found = [(key, table.get(key, _GONE)) for key in keys]
+    return [(key, value) for key, value in found if value is not _GONE]
+
+
+# What PyTorch's wrappers of modules add to the names of parameters.
+
+WRAPPER_MODULES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+"""Modules around the one that the script has named: activation checkpointing, ``torch.compile``, PyTorch's first FSDP."""
+
+_PARTS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(WRAPPER_MODULES)})\.")
+
+
+def unwrapped_name(name: str) -> str:
+    """The name of a parameter, buffer or module in the model without wrappers."""
+    return _PARTS.sub("", name)
+
+
+def unwrapped_model(model: nn.Module) -> nn.Module:
+    """Without ``DistributedDataParallel``, whose names begin with ``module.``."""
+    return model.module if isinstance(model, DistributedDataParallel) else model

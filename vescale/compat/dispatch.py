@@ -8,8 +8,10 @@ DTensor's decision is kept, it is cached, and the next call does not reach Pytho
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +19,124 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._ops import utils
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
-from vescale.compat.empty_shards import has_empty_shards
-from vescale.compat.model_hooks import DispatchListener, ModelHooks, model_hooks, telling
+from vescale.compat.meta_shapes import result_rule
+from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
 from vescale.compat.op_info import OutputSharding, decompose, is_view, iterate_specs, with_aliasing
-from vescale.compat.out_arguments import run_into_empty
 from vescale.compat.patching import HOOKS, Changes
-from vescale.compat.result_metas import result_rule
 from vescale.compat.sharding_caches import REPLICAS
+
+# ``torch.mul(x, y, out=z)``: an empty ``z`` gets the shape of the result, in stock DTensor only its local tensor does.
+#
+# What runs in place of an op runs in place of the same op with ``out``, too.
+
+
+@functools.cache
+def _out_names(op: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in op._schema.arguments if argument.is_out)
+
+
+def is_into_empty(op: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an ``out`` argument has no elements: it takes the shape of the result."""
+    outs = (kwargs.get(name) for name in _out_names(op))
+    return any(isinstance(out, DTensor) and out.numel() == 0 for out in outs)
+
+
+def run_into_empty(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The op without ``out``, and its results in the tensors that were given; NotImplemented where these have elements."""
+    if not is_into_empty(op, kwargs):
+        return NotImplemented
+    return _run_into(getattr(torch.ops.aten, op._schema.name.removeprefix("aten::")), op, args, kwargs)
+
+
+def with_out_variants(handlers: Mapping[Any, OpHandler]) -> dict[Any, OpHandler]:
+    """The handlers, and for the overloads with ``out=`` of their ops: these handlers, and a copy of the results."""
+    found = dict(handlers)
+    for op, handler in handlers.items():
+        for out in _out_variants(op):
+            found.setdefault(out, OpHandler(functools.partial(_run_into, op), _applies_to(op, handler)))
+    return found
+
+
+def _out_variants(op: Any) -> list[Any]:
+    packet = op.overloadpacket
+    taken = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    return [
+        other
+        for other in overloads
+        if other is not op
+        and _out_names(other)
+        and [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out] == taken
+    ]
+
+
+def _applies_to(op: Any, handler: OpHandler) -> Callable[[Any, Any], bool]:
+    return lambda _, schema: handler.applies(op, schema)
+
+
+def _run_into(function: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    names = _out_names(op)
+    found = function(*args, **{name: value for name, value in kwargs.items() if name not in names})
+    outs: list[Any] = [kwargs[name] for name in names]
+    for out, result in zip(outs, found if isinstance(found, tuple) else (found,), strict=True):
+        if out.shape == result.shape:
+            out.copy_(result)
+        else:
+            out.data = result
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+# PyTorch's sharding decisions for dims with fewer elements than ranks: a batch of 1 over 2.
+#
+# PyTorch's rules do not shard a dim of which ranks would hold nothing, although they are the same for any size.
+
+_DECIDING = threading.local()
+
+
+def let_shards_be_empty(changes: Changes, _: Any) -> None:
+    """Within :func:`with_empty_shards`, PyTorch's rules shard any dim."""
+    original = utils.is_tensor_shardable
+
+    @functools.wraps(original)
+    def is_tensor_shardable(*args: Any, **kwargs: Any) -> bool:
+        return getattr(_DECIDING, "now", False) or original(*args, **kwargs)
+
+    changes.function(original, is_tensor_shardable)
+
+
+@contextlib.contextmanager
+def with_empty_shards() -> Iterator[None]:
+    """Decide on this thread as if each sharded dim had an element for each rank. The caller has to see that the op takes
+    empty local tensors, and that nothing is computed from a rank's share of elements."""
+    _DECIDING.now = True
+    try:
+        yield
+    finally:
+        _DECIDING.now = False
+
+
+def has_empty_shards(spec: DTensorSpec) -> bool:
+    """Whether a dim has fewer elements than the axes that shard it have ranks."""
+    parts: dict[int, int] = {}
+    for axis, placement in enumerate(spec.placements):
+        if type(placement) is Shard:
+            parts[placement.dim] = parts.get(placement.dim, 1) * spec.mesh.size(axis)
+    return any(dim < len(spec.shape) and spec.shape[dim] < number for dim, number in parts.items())
+
+
+def some_rank_holds_nothing(spec: DTensorSpec) -> bool:
+    """Whether a rank has no element of a dim: of fewer elements than ranks, and of 5 over 4, as parts are 2, 2, 1 and 0."""
+    smallest = list(spec.shape)
+    for axis, placement in enumerate(spec.placements):
+        if type(placement) is Shard and placement.dim < len(smallest):
+            size, number = smallest[placement.dim], spec.mesh.size(axis)
+            smallest[placement.dim] = max(0, size - -(-size // number) * (number - 1))
+    return 0 in smallest and 0 not in spec.shape
+
 
 # Whether an op on the local tensors has results of the shapes that a sharding decision says. A strategy of PyTorch's
 # says where dims go and does not run the op. Where an op treats an operand by its sizes (``solve`` takes a matrix for a
@@ -264,80 +374,84 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
             found = _on_placements(op_call, args, kwargs, op_info.schema)
         if found is not NotImplemented:
             return found
-        return decided(op_call, args, kwargs, op_info, try_cache)
+        return _decided(original, op_call, args, kwargs, op_info, try_cache)
 
     def without_handlers(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         found = _on_placements(op_call, args, kwargs, op_info.schema)
-        return decided(op_call, args, kwargs, op_info, try_cache) if found is NotImplemented else found
-
-    def decided(*call: Any) -> Any:
-        models = model_hooks()
-        if models is None:
-            return original(*call)
-        # A function mode may be on where no torch function leads here (torch.vmap views its results): none of a model's is
-        # for the tensors that shapes are found with.
-        with no_torch_function():
-            return _decided(original, models.listener, *call)
+        if found is not NotImplemented:
+            return found
+        return _decided(original, op_call, args, kwargs, op_info, try_cache)
 
     propagate.without_handlers = without_handlers  # type: ignore[attr-defined]
     changes.attribute(dispatcher, "_propagate_op_sharding_dispatch_slow_path", propagate, DISPATCHER)
 
 
-def _decided(
-    original: Any,
-    listener: DispatchListener,
-    op_call: Any,
-    args: Any,
-    kwargs: Any,
-    op_info: Any,
-    try_cache: bool,
-) -> Any:
-    """PyTorch's decision, or what the listener makes of an op that PyTorch has no rule for, or moves operands for. The op
-    has no handler, or that has declined the call."""
-    # The C++ caller takes anything that is no OutputSharding as the op's own result.
-    has_strided = _has_strided(op_info.schema)
-    may_keep = has_strided or _has_empty(op_info.schema)
-    if has_strided and op_info.compute_mesh.ndim >= _LONG_SEARCH:
-        kept = listener.interleaved(op_call, args, kwargs, op_info.schema)
-        if kept is not None:
+def _decided(original: Any, op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+    """The decision of :func:`_decide`, for PyTorch to cache and follow, or the op's result. The op has no handler that takes
+    the call."""
+    found = _decide(op, op_info.schema, lambda: original(op, args, kwargs, op_info, try_cache))
+    if not isinstance(found, OutputSharding):
+        found = found(args, kwargs)
+    # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
+    moves = isinstance(found, OutputSharding) and found.needs_redistribute
+    if moves and (_moves_written(found, op_info.schema) or _has_number(op, args)):
+        return _follow(op, args, kwargs, op_info, found)
+    return found  # the C++ caller takes anything that is no OutputSharding as the op's own result
+
+
+def _decide(op: Any, schema: Any, propagate: Callable[[], Any]) -> Any:
+    """The sharding decision for a call on stock placements; or a function of ``(args, kwargs)`` that runs it, each time.
+    ``propagate``: PyTorch's decision, which is put right here."""
+    models = model_hooks()
+    # A function mode may be on where no torch function leads here (torch.vmap views its results): none of a model's is for
+    # the tensors that shapes are found with.
+    with no_torch_function():
+        if models is None:
+            return _as_found(propagate())
+        ask = models.listener
+        specs = tuple(iterate_specs((*schema.args_schema, *schema.kwargs_schema.values())))
+        has_strided = any(isinstance(placement, StridedShard) for spec in specs for placement in spec.placements)
+        keeps = ask.interleaved if has_strided or any(map(has_empty_shards, specs)) else _nothing
+        if has_strided and specs[0].mesh.ndim >= _LONG_SEARCH and (kept := keeps(schema)) is not None:
             return kept
-    try:
-        sharding = original(op_call, args, kwargs, op_info, try_cache)
-    except RuntimeError as error:
-        if not _lacks_rule(error, op_info.schema):
-            raise
-        if may_keep and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
-            return kept
-        if (kept := listener.view_of_uneven_shards(args, kwargs, op_info.schema)) is not None:
-            return kept
-        result = listener.no_strategy(op_call, args, kwargs)
-        if result is NotImplemented:
-            raise
-        return result
-    if not has_local_shapes(op_call, op_info.schema, sharding):
-        return sharding if (found := listener.no_strategy(op_call, args, kwargs)) is NotImplemented else found
-    follows_sizes = not getattr(sharding, "needs_redistribute", False)  # or gives the ranks others
-    if not follows_sizes:
-        if may_keep and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
-            return kept
-        if (kept := listener.moves_nothing(op_call, op_info.schema, sharding)) is not None:
-            return kept
-        follows_sizes = sharding.use_val_from_redistribute_schema
+        try:
+            sharding = propagate()
+        except RuntimeError as error:
+            if not _lacks_rule(error, schema):
+                raise
+            return keeps(schema) or ask.view_of_uneven_shards(schema) or functools.partial(_gathered, ask, op, error)
+        if not isinstance(sharding, OutputSharding):
+            return _as_found(sharding)
+        gathered = functools.partial(_gathered, ask, op, sharding)
+        if not has_local_shapes(op, schema, sharding):
+            return gathered
+        follows_sizes = not sharding.needs_redistribute  # or gives the ranks others
         if not follows_sizes:
-            kept = listener.view_of_uneven_shards(args, kwargs, op_info.schema)
-            if kept is not None:
+            if (kept := keeps(schema) or ask.moves_nothing(schema, sharding)) is not None:
                 return kept
-    if follows_sizes and (kept := listener.misjudged_view(args, kwargs, op_info.schema, sharding)) is not None:
-        if kept is NotImplemented:
-            kept = listener.no_strategy(op_call, args, kwargs)
-        return sharding if kept is NotImplemented else kept
-    if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
-        result = listener.no_strategy(op_call, args, kwargs)
-        # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
-        return _follow(op_call, args, kwargs, op_info, sharding) if result is NotImplemented else result
-    if getattr(sharding, "needs_redistribute", False) and _has_number(op_call, args):
-        return _follow(op_call, args, kwargs, op_info, sharding)
-    return sharding
+            follows_sizes = sharding.use_val_from_redistribute_schema
+            if not follows_sizes and (kept := ask.view_of_uneven_shards(schema)) is not None:
+                return kept
+        if follows_sizes and (kept := ask.misjudged_view(schema, sharding)) is not None:
+            return gathered if kept is NotImplemented else kept
+        return gathered if _moves_written(sharding, schema) else sharding
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def _as_found(sharding: Any) -> Any:
+    """What PyTorch has decided, or the result of the op, which it has run."""
+    return sharding if isinstance(sharding, OutputSharding) else lambda args, kwargs: sharding
+
+
+def _gathered(ask: DispatchListener, op: Any, otherwise: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op's result on gathered operands; where the listener leaves it to PyTorch, its decision or error ``otherwise``."""
+    result = ask.no_strategy(op, args, kwargs)
+    if result is NotImplemented and isinstance(otherwise, RuntimeError):
+        raise otherwise
+    return otherwise if result is NotImplemented else result
 
 
 _OF_NUMBERS = frozenset((torch.float64, torch.int64, torch.bool, torch.complex128))
@@ -387,26 +501,8 @@ def keeps_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         return schema, placements.keeps_operands(op, schema)
     if any(spec.mesh is not specs[0].mesh for spec in specs):
         return schema, None
-    with no_torch_function():
-        try:
-            sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
-        except RuntimeError:
-            sharding = None if models is None else models.listener.view_of_uneven_shards(None, kwargs, schema)
-            if sharding is None:
-                raise
-            return schema, sharding
-        if not isinstance(sharding, OutputSharding):
-            return schema, None
-        if models is not None and not has_local_shapes(op, schema, sharding):
-            return schema, None
-        if sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema:
-            ask = None if models is None else models.listener
-            kept = ask and (ask.view_of_uneven_shards(None, kwargs, schema) or ask.moves_nothing(op, schema, sharding))
-            return schema, kept or sharding
-        right = None if models is None else models.listener.misjudged_view(None, kwargs, schema, sharding)
-        if right is not None:
-            return schema, None if right is NotImplemented else right
-    return schema, sharding
+    found = _decide(op, schema, lambda: dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema))
+    return schema, found if isinstance(found, OutputSharding) else None
 
 
 def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -418,20 +514,11 @@ def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return _follow(op, args, kwargs, info, sharding) if isinstance(sharding, OutputSharding) else sharding
 
 
-def _has_strided(schema: Any) -> bool:
-    specs = iterate_specs((*schema.args_schema, *schema.kwargs_schema.values()))
-    return any(isinstance(placement, StridedShard) for spec in specs for placement in spec.placements)
-
-
-def _has_empty(schema: Any) -> bool:
-    return any(map(has_empty_shards, iterate_specs((*schema.args_schema, *schema.kwargs_schema.values()))))
-
-
 def _moves_written(sharding: Any, schema: Any) -> bool:
     """Whether a rule wants what an in-place op writes to elsewhere: stock DTensor would write to a copy, and label the
     tensor, which stays where it is, with the copy's placements."""
-    wanted = getattr(sharding, "redistribute_schema", None)
-    if wanted is None or not isinstance(schema.args_schema[0], DTensorSpec):
+    wanted = sharding.redistribute_schema
+    if wanted is None or not schema.op._schema.is_mutable or not isinstance(schema.args_schema[0], DTensorSpec):
         return False
     written = schema.op._schema.arguments[0].alias_info
     if written is None or not written.is_write or not isinstance(wanted.args_schema[0], DTensorSpec):

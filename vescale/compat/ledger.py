@@ -66,11 +66,11 @@ _ROWS: dict[str, tuple[str, str, str]] = {
         "torch._meta_registrations._meta_grouped_mm_common", "models are walked before anything is installed", _CALL),
     "compat.native_dispatch:torch": (
         "C++ hooks of parameters", "hooks that would do nothing are skipped", "when the gradients' hooks are removed"),
-    "compat.mixed_calls:instance": ("storages that .data of a DTensor has given out", _OWN, "with the storage"),
     "compat.module_calls:instance": (
         "_compiled_call_impl of modules of a model", "a call runs the hooks without nn.Module's Python", _MODEL),
     "compat.native_dispatch:instance": (
-        "__torch_function__ of the mode of vescale's forwards", "C++ calls it where it does something", _MODEL),
+        "__torch_function__ of the mode of vescale's forwards; storages that .data of a DTensor has given out",
+        "C++ calls it where it does something; writes to them are counted", _MODEL),
     "compat.pipelining:instance": (
         "_warmup_backward_result of a simulated stage", "the other stages do not exist", _MODEL),
     "debug._breakpoint:process": ("SIGTERM and others", "a session ends with its ranks", "when the breakpoint is left"),
@@ -112,7 +112,6 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "plan_search._search:process": ("threads of torch, in processes for a search", "they share the cores", _END),
     "rng._materialize:instance": ("attributes that hold deferred tensors", "they hold real ones", "never"),
     "runtime._adapters:instance": ("sharded parameters of modules with adapters", "PEFT sees whole ones", _CALL),
-    "runtime._bound_method:instance": ("methods of a model (generate, _apply, ...)", "they know of the mesh", _MODEL),
     "runtime._checkpointed_forward:instance": (
         "forward of checkpointed modules; their parameters in a forward", "they are recomputed as placed", _MODEL),
     "runtime._expert_region:instance": (
@@ -127,7 +126,8 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "runtime._local_region:instance": ("forward, parameters of modules of a local entry", "they are local", _MODEL),
     "runtime._module_hooks:instance": ("parameters of modules in a forward", "placed as the plan says", _CALL),
     "runtime._module_tables:class": ("modules of a model that parallelize could not change", "they are as before", "never"),
-    "runtime._runtime:instance": ("modules of a model", _OWN, _MODEL),
+    "runtime._runtime:instance": (
+        "modules of a model; its methods (generate, _apply, ...)", "they know of their model and its mesh", _MODEL),
     "runtime._saving:instance": ("state_dict of a model in save_pretrained", "it gives whole values", _CALL),
     "simulation._rank:process": (
         "environment, arguments, signals, threads, in processes for ranks", "a script runs as one rank of many", _END),

@@ -89,27 +89,24 @@ class DispatchListener:
         out."""
         return NotImplemented
 
-    def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
-        """Stock DTensor would move operands of ``op``, of which one is a ``_StridedShard``, or has empty shards: return a
-        sharding decision that does not, for it to cache, or the op's result, or None."""
-        return None
+    # The next four return a sharding decision, for the dispatcher to cache, or a function of ``(args, kwargs)`` to the op's
+    # result, or None.
 
-    def view_of_uneven_shards(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any) -> Any:
+    def interleaved(self, schema: Any) -> Any:
+        """Stock DTensor would move operands of ``schema.op``, of which one is a ``_StridedShard``, or has empty shards: what
+        does not."""
+
+    def view_of_uneven_shards(self, schema: Any) -> Any:
         """Stock DTensor would move the operand of ``schema.op``, or refuses it: for a view that flattens or splits a dim of
-        uneven shards, return a sharding decision that moves nothing, or the op's result, or None. Without ``args``, only
-        a decision."""
-        return None
+        uneven shards, what moves nothing."""
 
-    def misjudged_view(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any, sharding: Any) -> Any:
+    def misjudged_view(self, schema: Any, sharding: Any) -> Any:
         """Stock DTensor would run ``schema.op`` on the operands as they are by the decision ``sharding``: None if that is
-        right; for a view after which ranks would hold other elements, what ``view_of_uneven_shards`` returns, or
-        NotImplemented to have it gathered."""
-        return None
+        right; for a view after which ranks would hold other elements, what runs instead, or NotImplemented to have it
+        gathered."""
 
-    def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
-        """Stock DTensor would move operands of ``op`` by the decision ``sharding``: return one that does not, for it to
-        cache, or None."""
-        return None
+    def moves_nothing(self, schema: Any, sharding: Any) -> Any:
+        """Stock DTensor would move operands of ``schema.op`` by the decision ``sharding``: what does not."""
 
     def reads(self, tensor: DTensor, how: str, for_python: bool) -> None:
         """Before the parts of ``tensor`` meet: the value is for Python (``item()``, ``full_tensor()``), or for an op of ours
@@ -208,6 +205,12 @@ def tell_plain_value(op: Any, name: str, tensor: Any, mesh: Any) -> None:
     models = model_hooks()
     if models is not None and isinstance(tensor, torch.Tensor) and tensor.ndim:
         models.listener.plain_value(op, name, tensor, mesh)
+
+
+def ask_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a call with plain tensors among DTensors; NotImplemented where PyTorch answers it."""
+    models = model_hooks()
+    return NotImplemented if models is None else models.listener.mixed(op, args, kwargs)
 
 
 # Asked when a program checkpoints a function, with the options of ``checkpoint``: a context in which it runs as it is,

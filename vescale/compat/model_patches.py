@@ -8,11 +8,12 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
 from torch import nn
 from torch.autograd.function import BackwardCFunction
@@ -22,10 +23,10 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils import rnn
 from torch.utils.hooks import BackwardHook
 
 from vescale.compat.autograd import DATA_VIEWS
-from vescale.compat.batched_gradients import backward_by_rows
 from vescale.compat.containers import tensors_in
 from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
@@ -448,3 +449,67 @@ def run_autocast_on_meta(changes: Changes, _: ModelHooks) -> None:
         original(self, device_type, *args, **kwargs)
 
     changes.attribute(torch.autocast, "__init__", __init__)
+
+
+# Batches of gradients, ``torch.autograd.grad(..., is_grads_batched=True)``, for which collectives have no rule.
+
+_enter: Callable[[], int] | None = getattr(torch._C, "_vmapmode_increment_nesting", None)
+
+
+def backward_by_rows(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward of DTensors by ``run``, once for each gradient of a batch; without one, and of plain tensors, ``run``."""
+
+    def backward(
+        losses: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any = (), *args: Any, **kwargs: Any
+    ) -> Any:
+        level = 0 if _enter is None or not any(isinstance(x, DTensor) for x in (*losses, *inputs)) else _level(_enter)
+        if not level:
+            return run(losses, gradients, keep, creates_graph, inputs, *args, **kwargs)
+        rows: list[tuple[Any, ...]] = list(
+            zip(*([None] if x is None else torch._remove_batch_dim(x, level, 1, 0) for x in gradients))
+        )
+        found: Sequence[Any] = [
+            run(losses, row, keep or index < len(rows) - 1, creates_graph, inputs, *args, **kwargs)
+            for index, row in enumerate(rows)
+        ]
+        return tuple(None if each[0] is None else _batched(torch.stack(each), level) for each in zip(*found))
+
+    return backward
+
+
+def _level(enter: Callable[[], int]) -> int:
+    """How many batches this thread is in."""
+    level = enter() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
+
+
+def _batched(x: torch.Tensor, level: int) -> torch.Tensor:
+    batched: torch.Tensor = torch._add_batch_dim(x, 0, level)
+    return batched
+
+
+# Sequences of unequal lengths: PyTorch writes them to a buffer, which for DTensors would be a plain tensor.
+
+
+def pad_dtensors(changes: Changes, _: Any) -> None:
+    """``pad_sequence`` of DTensors, which ``pack_sequence`` calls: each is padded by itself."""
+    original = rnn.pad_sequence
+
+    @functools.wraps(original)
+    def pad_sequence(
+        sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+    ) -> Any:
+        if padding_side not in ("left", "right") or not any(isinstance(x, DTensor) for x in sequences):
+            return original(sequences, batch_first, padding_value, padding_side)
+        return _padded(list(sequences), 0 if batch_first else 1, padding_value, padding_side == "left")
+
+    changes.function(original, pad_sequence)
+
+
+def _padded(sequences: Sequence[torch.Tensor], dim: int, value: float, is_left: bool) -> torch.Tensor:
+    length = max(len(x) for x in sequences)
+    missing = [length - len(x) for x in sequences]
+    inner = (0, 0) * (sequences[0].ndim - 1)
+    sides = [(*inner, *((size, 0) if is_left else (0, size))) for size in missing]
+    return torch.stack([F.pad(x, each, value=value) if any(each) else x for x, each in zip(sequences, sides)], dim)

@@ -9,8 +9,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from vescale import csrc
+from vescale.compat.autograd import set_compiler
 from vescale.compat.ledger import note
+from vescale.compat.native_dispatch import native_boundaries
 
 __all__ = [
     "CALL_OVERRIDE",
@@ -21,6 +25,7 @@ __all__ = [
     "compiled_call",
     "forward_hooks",
     "guard_call",
+    "native_hooks",
     "shorten_call",
 ]
 
@@ -131,3 +136,17 @@ def _fail(
         del (
             error
         )  # its traceback has this frame: the tensors of all frames would stay until the garbage collector comes
+
+
+# The forward hooks of a parallelized model's modules in C++ (``csrc/module_hooks.cpp``).
+
+
+def native_hooks() -> Any:
+    """The module with ``Timeline``, and the hooks ``Enter`` and ``Leave``; None where it or the C++ dispatcher has
+    not been built, or ``VESCALE_DISPATCH`` leaves everything to Python."""
+    functions = native_boundaries()
+    module: Any = csrc.load_module("module_hooks") if functions is not None else None
+    if module is not None:
+        slots = [DTensor.__dict__[name] for name in ("_spec", "_local_tensor")]
+        module.install(DTensor, *slots, set_compiler, functions)
+    return module

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from vescale.compat.closed_forms import Parts, Result
+from vescale.compat.closed_forms import Part, Parts, Result, intern, layout_of, local_sizes
 from vescale.compat.dtensor import DTensorSpec, StridedShard, rank_in_mesh
-from vescale.compat.layouts import intern, layout_of, local_sizes
 from vescale.compat.op_info import OutputSharding, is_view
 from vescale.compat.patching import HOOKS
 
 _aten = torch.ops.aten
+_PLAIN = frozenset([Replicate, Shard, Partial])
 STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
 
 
@@ -45,7 +46,7 @@ def parts_of_arguments(op: Any, schema: Any, sharding: OutputSharding) -> Parts 
         return None
     if len(wanted.args_schema) != len(schema.args_schema):
         return None
-    parts: list[tuple[int, int, int, int]] = []
+    parts: list[Part] = []
     for index, (given, target) in enumerate(zip(schema.args_schema, wanted.args_schema)):
         if given == target:
             continue
@@ -60,12 +61,12 @@ def parts_of_arguments(op: Any, schema: Any, sharding: OutputSharding) -> Parts 
     return tuple(parts)
 
 
-def _parts_of(index: int, given: DTensorSpec, target: DTensorSpec) -> list[tuple[int, int, int, int]] | None:
+def _parts_of(index: int, given: DTensorSpec, target: DTensorSpec) -> list[Part] | None:
     mesh, meta, coordinate = given.mesh, given.tensor_meta, given.mesh.get_coordinate()
-    layout = layout_of(target)
-    if meta is None or coordinate is None or not (layout.is_plain and layout_of(given).is_plain):
+    kinds = (*given.placements, *target.placements)
+    if meta is None or coordinate is None or not all(type(p) in _PLAIN or hasattr(p, "num_chunks") for p in kinds):
         return None
-    parts: list[tuple[int, int, int, int]] = []
+    parts: list[Part] = []
     for axis, (before, after) in enumerate(zip(given.placements, target.placements)):
         size = mesh.size(axis)
         if before == after or size == 1:
@@ -73,14 +74,17 @@ def _parts_of(index: int, given: DTensorSpec, target: DTensorSpec) -> list[tuple
         if not before.is_replicate():
             return None
         if type(after) is Partial and after.reduce_op == "sum" and meta.dtype.is_floating_point:
-            parts.append((index, -1, size, 0))
-        elif isinstance(after, Shard) and after not in given.placements[axis + 1 :]:
-            num_parts = dict(layout.shards)[after.dim]
-            if not meta.shape[after.dim] or meta.shape[after.dim] % num_parts:
-                return None
-            parts.append((index, after.dim, size, coordinate[axis]))
-        else:
+            parts.append((index, -1, size, 0, 1))
+            continue
+        dim = getattr(after, "dim", None)
+        cuts = [a for a, p in enumerate(target.placements) if getattr(p, "dim", None) == dim and mesh.size(a) > 1]
+        chunks = [getattr(target.placements[a], "num_chunks", 1) for a in cuts]
+        num_parts = math.prod(chunks) * math.prod(map(mesh.size, cuts))
+        if dim is None or after in given.placements[axis + 1 :] or (len(cuts) > 1 and max(chunks) > 1):
             return None
+        if not meta.shape[dim] or meta.shape[dim] % num_parts:
+            return None
+        parts.append((index, dim, size, coordinate[axis], max(chunks)))
     return parts
 
 

@@ -109,9 +109,13 @@ def written_tensors(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return found
 
 
-def takes_only_tensors(op: Any) -> bool:
-    """Whether the op has no other arguments, so that what it is called on decides all."""
-    return all(isinstance(a.type, torch.TensorType) for a in op._schema.arguments)
+def takes_only_tensors(op: Any, factors: bool = False) -> bool:
+    """Whether the op has no other arguments, so that what it is called on decides all. ``factors``: but for numbers that are
+    given by name (``alpha``, ``beta``)."""
+    return all(
+        isinstance(a.type, torch.TensorType) or (factors and a.kwarg_only and isinstance(a.type, torch.NumberType))
+        for a in op._schema.arguments
+    )
 
 
 def has_results(op: Any) -> bool:

@@ -16,21 +16,23 @@ from vescale.compat import (
     model_patches,
     optimizers,
     random_ops,
-    sequences,
 )
 from vescale.compat import (
     dtensor_patches as dtensor_copies,
 )
 from vescale.compat.collective_kernels import register_collective_kernels
+from vescale.compat.dispatch import let_shards_be_empty
 from vescale.compat.dtensor_patches import (
     pass_methods,
     reduce_all_where_none_is_named,
     search_in_one_order,
+    share_overflows,
+    take_no_parameters,
+    take_norms,
+    take_over_unscaling,
     wrap_redistribute_local,
 )
-from vescale.compat.empty_shards import let_shards_be_empty
 from vescale.compat.exact_matches import search_only_mismatches
-from vescale.compat.gradient_scaling import share_overflows, take_no_parameters, take_norms, take_over_unscaling
 from vescale.compat.grouped_products import take_more_dtypes
 from vescale.compat.meta_shapes import run_on_meta
 from vescale.compat.native_dispatch import install_native_dispatch
@@ -153,7 +155,8 @@ PATCHES: tuple[Patch, ...] = (
           "PyTorch calls the mode for each, 1 to 3 us", "models", pass_methods),
     Patch("a checkpointed function is recomputed in the module whose forward checkpointed it",
           "a recomputation runs outside of the model's forward", "models", model_patches.wrap_checkpointed_functions),
-    Patch("pad_sequence takes DTensors", "PyTorch writes them to a plain buffer", "models", sequences.pad_dtensors, _FILE),
+    Patch("pad_sequence takes DTensors", "PyTorch writes them to a plain buffer", "models",
+          model_patches.pad_dtensors, _FILE),
     Patch("a program's own code in a backward runs in the module whose forward made the node: functions, hooks",
           "what it makes would be no DTensors, unlike in the forward", "models", model_patches.run_backwards_in_modules),
     Patch("random ops draw one device's numbers; item() is the value of the whole tensor",

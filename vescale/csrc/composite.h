@@ -2,7 +2,8 @@
 //
 // A composite's forward and backward are functions of tensors, which call the same ops as PyTorch's own. A function runs on
 // DTensors first. If each op in it ran on the local tensors as they are, the whole function does so from then on, for
-// operands with these specs. Sizes that it passes on are therefore those of the tensors that it computes with.
+// operands with these specs. Sizes that it passes on are therefore those of the tensors that it computes with. Of one operand,
+// which the function reads once, ops may take this rank's part or summand: as of a bias that every rank has whole.
 
 #pragma once
 
@@ -30,7 +31,10 @@ inline std::vector<Parts*>& all_parts() {
 // Functions of one composite, by the specs of their operands. Lives as long as the process.
 class Parts {
   public:
-    explicit Parts(std::string name) : name_(std::move(name)) { all_parts().push_back(this); }
+    // `divisible`: the operand that each function reads once; -1: none.
+    explicit Parts(std::string name, int divisible = -1) : name_(std::move(name)), divisible_(divisible) {
+        all_parts().push_back(this);
+    }
 
     // The function's results. `operands`: exact DTensors, or undefined. `words` distinguish calls with equal operands. If
     // `kept` is given, results after the first are for the backward alone: local tensors, with their specs in `kept`.
@@ -49,7 +53,7 @@ class Parts {
                 }
                 if (found->second.is_local) {
                     counts_.hits += 1;
-                    return run_on_locals(found->second.specs, operands, function, kept);
+                    return run_on_locals(found->second, operands, function, kept);
                 }
             }
         }
@@ -67,6 +71,7 @@ class Parts {
     struct Known {
         bool is_local = false;
         std::vector<const Spec*> specs;  // of the results; null: undefined
+        std::vector<Part> parts;         // of the divisible operand
     };
     using Table = std::unordered_map<Key, Known, KeyHash>;
 
@@ -86,10 +91,11 @@ class Parts {
     }
 
     template <class Function>
-    static std::vector<at::Tensor> run_on_locals(
-        const std::vector<const Spec*>& specs, c10::ArrayRef<at::Tensor> operands, const Function& function,
-        std::vector<py::object>* kept) {
-        const Running running;  // specs stay while the lock is given up
+    std::vector<at::Tensor> run_on_locals(
+        const Known& known, c10::ArrayRef<at::Tensor> operands, const Function& function,
+        std::vector<py::object>* kept) const {
+        const Running running;  // what is known stays while the lock is given up
+        const auto& specs = known.specs;
         std::int64_t numel = 0;
         c10::SmallVector<at::Tensor, 4> locals;
         for (const at::Tensor& operand : operands) {
@@ -100,6 +106,10 @@ class Parts {
         {
             c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
             Unlocked unlocked(numel > kLargeCall);
+            for (const auto& part : known.parts) {
+                locals[divisible_] = part_of(locals[divisible_], part);
+                WatchCalls::note_other();
+            }
             results = function(locals);
         }
         for (const auto i : c10::irange(results.size())) {
@@ -143,11 +153,12 @@ class Parts {
         std::vector<at::Tensor> results;
         {
             Unlocked unlocked(true);
-            const WatchCalls watch;
+            const WatchCalls watch(divisible_ < 0 ? at::Tensor() : operands[divisible_]);
             results = function(operands);
             known.is_local = watch.all_local();
+            known.parts = watch.parts();
         }
-        if (!known.is_local) {
+        if (!known.is_local || !known.parts.empty()) {
             WatchCalls::note_other();
         }
         counts_.misses += 1;
@@ -166,6 +177,7 @@ class Parts {
     }
 
     std::string name_;
+    int divisible_;
     Table table_;
     Counts counts_;
 };

@@ -17,13 +17,41 @@ struct Result {
     int viewed = -1;                 // the argument whose storage the results share
 };
 
+// What a rank takes of a whole argument: its position, the dim (-1: one of equal summands), the number of parts, this rank's, and
+// the number of chunks side by side that are cut alike.
+using Part = std::array<std::int64_t, 5>;
+
 // What runs for calls with one key: the op on the local tensors, or whatever PyTorch does.
 struct Entry {
     bool is_stock = true;
     std::vector<Result> results;
     std::vector<std::pair<int, c10::IValue>> replaced;  // arguments that differ on the local tensors: sizes of views
-    std::vector<std::array<std::int64_t, 4>> parts;  // of arguments: position, dim (-1: summands), number, this rank's
+    std::vector<Part> parts;
 };
+
+// One of equal summands of a whole tensor (dim -1), or of equal parts, in memory of its own, as PyTorch makes it. Dims along
+// which the tensor is expanded stay expanded, because strides decide about those of results.
+inline at::Tensor part_of(const at::Tensor& whole, const Part& taken) {
+    const auto& [position, dim, num_parts, ours, chunks] = taken;
+    if (dim < 0) {
+        return whole.div(num_parts);
+    }
+    if (chunks > 1) {
+        const auto parts = whole.unflatten(dim, {chunks, num_parts, whole.size(dim) / (chunks * num_parts)});
+        return parts.select(dim + 1, ours).clone(at::MemoryFormat::Contiguous).flatten(dim, dim + 1);
+    }
+    const auto length = whole.size(dim) / num_parts;
+    at::Tensor part = whole.narrow(dim, ours * length, length).clone();
+    auto strides = part.strides().vec();
+    bool is_expanded = false;
+    for (const auto i : c10::irange(whole.dim())) {
+        if (whole.size(i) > 1 && part.size(i) > 1 && whole.stride(i) == 0) {
+            strides[i] = 0;
+            is_expanded = true;
+        }
+    }
+    return is_expanded ? part.as_strided(part.sizes(), strides) : part;
+}
 
 inline double seconds_now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -37,22 +65,31 @@ struct Counts {
     std::unordered_map<const char*, std::pair<std::uint64_t, double>> stock;  // reason -> calls, seconds
 };
 
-// Learns whether all ops that the thread runs on DTensors, while this exists, run on the local tensors as they are. A watch
-// inside of another hides what it sees from that one: deciding about an op runs others.
+// Learns whether all ops that the thread runs on DTensors, while this exists, run on the local tensors as they are, or with
+// parts of `divided`. A watch inside of another hides what it sees from that one: deciding about an op runs others.
 class WatchCalls {
   public:
-    WatchCalls() : outer_(current()) { current() = this; }
+    explicit WatchCalls(const at::Tensor& divided = {}) : outer_(current()), divided_(divided) { current() = this; }
     ~WatchCalls() { current() = outer_; }
     WatchCalls(const WatchCalls&) = delete;
     WatchCalls& operator=(const WatchCalls&) = delete;
 
     bool all_local() const { return all_local_; }
+    const std::vector<Part>& parts() const { return parts_; }
 
     static void note_other() {
         has_other() = true;
         if (current() != nullptr) {
             current()->all_local_ = false;
         }
+    }
+
+    static void note_part(const at::Tensor& whole, const Part& taken) {
+        if (current() == nullptr || !current()->divided_.is_same(whole)) {
+            return note_other();
+        }
+        has_other() = true;
+        current()->parts_.push_back(taken);
     }
 
     // Whether the thread has run another op since this was set to false, inside of a watch or not.
@@ -68,7 +105,9 @@ class WatchCalls {
     }
 
     WatchCalls* outer_;
+    at::Tensor divided_;
     bool all_local_ = true;
+    std::vector<Part> parts_;
 };
 
 using EntryTable = std::unordered_map<Key, Entry, KeyHash>;

@@ -302,22 +302,6 @@ inline bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const c
     return true;
 }
 
-// One of equal parts of a whole tensor, in memory of its own, as PyTorch makes it. Dims along which the tensor is expanded
-// stay expanded, because strides decide about those of results.
-inline at::Tensor part_of(const at::Tensor& whole, std::int64_t dim, std::int64_t num_parts, std::int64_t ours) {
-    const auto length = whole.size(dim) / num_parts;
-    at::Tensor part = whole.narrow(dim, ours * length, length).clone();
-    auto strides = part.strides().vec();
-    bool is_expanded = false;
-    for (const auto i : c10::irange(whole.dim())) {
-        if (whole.size(i) > 1 && part.size(i) > 1 && whole.stride(i) == 0) {
-            strides[i] = 0;
-            is_expanded = true;
-        }
-    }
-    return is_expanded ? part.as_strided(part.sizes(), strides) : part;
-}
-
 // Dims of size 1 may have any stride, and kernels tell memory formats by strides: they get those of the whole tensor, by
 // which PyTorch has decided.
 inline void take_strides_of_whole(const at::Tensor& local, const at::Tensor& whole) {
@@ -371,13 +355,6 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
     for (const auto& [index, value] : known.replaced) {
         (*stack)[first + index] = value;
     }
-    for (const auto& [index, dim, num_parts, ours] : known.parts) {
-        const c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
-        IValue& value = (*stack)[first + index];
-        const at::Tensor& whole = value.toTensor();
-        value = dim < 0 ? whole.div(num_parts) : part_of(whole, dim, num_parts, ours);
-        WatchCalls::note_other();
-    }
     const auto wrapper_of = [&](int index) -> const at::Tensor& {
         for (const auto& [i, tensor] : wrappers) {
             if (static_cast<int>(i) == index) {
@@ -386,6 +363,12 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
         }
         TORCH_INTERNAL_ASSERT(false, "no tensor at argument ", index);
     };
+    for (const auto& part : known.parts) {
+        const c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
+        IValue& value = (*stack)[first + part[0]];
+        value = part_of(value.toTensor(), part);
+        WatchCalls::note_part(wrapper_of(part[0]), part);
+    }
     {
         c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
         Unlocked unlocked(numel > kLargeCall);
@@ -436,7 +419,6 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
 inline Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments) {
     using Results = std::vector<std::tuple<py::tuple, int, int>>;  // specs, written, viewed
     using Replaced = std::vector<std::pair<int, std::vector<std::int64_t>>>;  // position, sizes
-    using Parts = std::vector<std::array<std::int64_t, 4>>;  // position, dim, number of parts, this rank's
     Entry entry;
     const WatchCalls unrelated;
     struct Restore {
@@ -448,7 +430,7 @@ inline Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> 
     if (decision.is_none()) {
         return entry;
     }
-    auto [results, replaced, parts] = decision.cast<std::tuple<Results, Replaced, Parts>>();
+    auto [results, replaced, parts] = decision.cast<std::tuple<Results, Replaced, std::vector<Part>>>();
     for (const auto& [specs, written, viewed] : results) {
         Result result{{}, written, viewed};
         for (const auto& spec : specs) {

@@ -13,7 +13,7 @@
 namespace vescale {
 
 inline Parts& linear_forward() {
-    static auto* made = new Parts("linear");
+    static auto* made = new Parts("linear", 2);
     return *made;
 }
 

@@ -16,12 +16,11 @@ from vescale.compat import TorchDispatchMode
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.ir._findings import Findings
 from vescale.ir._forward_state import state_unchanged
+from vescale.ir._model_copy import skeleton_of
 from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._operations import Checkpoint
-from vescale.ir._path_matcher import Matcher
 from vescale.ir._placement_flow import FlowMode
-from vescale.ir._resolve import Resolution
-from vescale.ir._skeleton import skeleton_of
+from vescale.ir._resolve import Matcher, Resolution
 from vescale.plans import CheckpointEntry, Path, Plan, did_you_mean, split_selector
 
 # The ops that each module of a model runs, found by a forward on meta tensors.

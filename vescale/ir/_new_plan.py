@@ -14,15 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from vescale.errors import NewPlanError
-from vescale.ir._example_inputs import example_inputs
 from vescale.ir._feature_trace import trace_features
 from vescale.ir._findings import Findings, merge_repeats
 from vescale.ir._lower import check
-from vescale.ir._model_copy import copy_model
+from vescale.ir._model_copy import copy_model, example_inputs
 from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._resolve import resolve
-from vescale.ir._tensor_cuts import Cut, choose_cuts
-from vescale.ir._token_trace import shard_tokens
+from vescale.ir._tensor_cuts import Cut, choose_cuts, shard_tokens
 from vescale.placements import RaggedShard
 from vescale.plans import (
     BATCHED_INPUTS,

@@ -6,14 +6,17 @@ says nothing there and nothing is changed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.placements import local_region
 from vescale.plans import AttentionMethod, CheckpointPolicy, MeshAxes, dtype_name, mp_options, placement_text
 
 # One placement for each mesh axis; None where the plan leaves the axis as it is.
@@ -203,3 +206,10 @@ class Checkpoint:
 
 
 Op = Place | Precision | Wrap | Redistribute | Annotate | Factory | Attention | Local | Unit | Checkpoint
+
+
+def part_sizes(size: int, *num_ranks: int) -> tuple[int, ...]:
+    """Of a dim that ``Shard`` cuts along axes with ``num_ranks``: what each rank has."""
+    cuts = (Shard(0),) * len(num_ranks)
+    coordinates = itertools.product(*map(range, num_ranks))
+    return tuple(local_region((size,), cuts, num_ranks, at).local_shape[0] for at in coordinates)

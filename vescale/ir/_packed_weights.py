@@ -18,10 +18,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from vescale.ir._findings import Findings
+from vescale.ir._findings import Findings, Repeats, repeats_of
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._placement_flow import FlowMode, indexed_dims, is_elementwise
-from vescale.ir._repeats import Repeats, repeats_of
 from vescale.ir._resolve import Resolution, shown_name
 from vescale.plans import Plan
 

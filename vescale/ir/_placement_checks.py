@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import regex
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import StridedShard, root_mesh
-from vescale.errors import ParallelizeError
-from vescale.ir._attention_heads import Heads, heads_of
+from vescale.errors import ParallelizeError, kind_of
 from vescale.ir._findings import Findings
 from vescale.ir._model_index import ModelIndex, StateTensor, enclosing
+from vescale.ir._operations import Place, Wrap, part_sizes
+from vescale.ir._program import Program
 from vescale.ir._resolve import PlannedPlacement, PlannedState, Resolution, shown_name
-from vescale.ir._uneven_cuts import refusal_of_uneven
 from vescale.ir._units import GatheredUnit, gathered_positions, join_placements, ragged_positions
 from vescale.placements import InterleavedShard, normalize_placements, shard_dim
 from vescale.plans import (
@@ -29,8 +34,174 @@ from vescale.plans import (
     PrecisionEntry,
     RedistributeEntry,
     UnitEntry,
+    config_value,
     placement_text,
 )
+
+# Which parameters may be cut into parts of unequal size while their module computes, and the sizes of the parts, also of
+# inputs.
+
+
+def refusal_of_uneven(
+    state: StateTensor,
+    dim: int,
+    cuts: Sequence[Placement],
+    resolution: Resolution,
+    index: ModelIndex,
+    *,
+    is_gathered: bool,
+) -> str | None:
+    """Why ``dim`` of ``state`` must be cut evenly by ``cuts``, its placements on axes of more than one rank; None: it need
+    not be. ``is_gathered``: its placements at rest are others.
+
+    Ops on the rows of an embedding, and on rows and columns of a linear layer, and elementwise ops on what these make, need
+    no equal sizes. Code that divides sizes does: views as heads, packed features, experts, whatever is in a local region.
+    """
+    path, _ = index.owner(state.names[0])
+    owner, parent = index.modules[path], index.modules[index.module_names[path.rpartition(".")[0]]]
+    is_linear = isinstance(owner, nn.Linear) or type(owner).__name__ == "Conv1D"
+    if any(around in resolution.locals for around in enclosing(path)):
+        return "a local region computes with local sizes"
+    if len(cuts) != 1 or type(cuts[0]) is not Shard:
+        return "only one axis may cut a dim unevenly, in one piece a rank"
+    if is_linear and is_attention(parent):
+        return f"attention ({type(parent).__name__}) views these features as heads"
+    if not (state.is_parameter and (is_linear or (isinstance(owner, nn.Embedding) and dim == 0))):
+        kind = "a buffer" if not state.is_parameter else f"{kind_of(owner)}"
+        return f"rows of nn.Embedding, and rows and columns of nn.Linear, may be uneven, not those of {kind}"
+    if dim > 0 and is_gathered:
+        return "what rests elsewhere is gathered in one buffer, in which dims but the first are cut evenly"
+    return None
+
+
+@dataclass(frozen=True)
+class UnevenCut:
+    """A dim of a parameter, buffer or input that the ranks of a mesh axis hold in parts of unequal size: ``sizes`` by rank.
+    Where several axes cut it, ``axis`` has their names, and the position on the last one changes first."""
+
+    name: str
+    dim: int
+    axis: str
+    sizes: tuple[int, ...]
+
+
+def uneven_cuts(program: Program, model: nn.Module) -> tuple[UnevenCut, ...]:
+    """The dims that ``Shard`` cuts unevenly, as they are placed at rest."""
+    found = []
+    for instruction in program:
+        if not isinstance(instruction.op, Place):
+            continue
+        tensor = getattr(model.get_submodule(instruction.path), instruction.target)
+        name = f"{instruction.path}.{instruction.target}".removeprefix(".")
+        for axis, placement in zip(program.axes, instruction.op.placements):
+            if type(placement) is Shard and tensor.shape[placement.dim] % program.axes.size(axis):
+                sizes = part_sizes(tensor.shape[placement.dim], program.axes.size(axis))
+                found.append(UnevenCut(name, placement.dim, axis, sizes))
+    return tuple(found)
+
+
+def uneven_inputs(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[UnevenCut, ...]:
+    """The dims of the model's ``inputs``, whole tensors by name, that ``Shard`` cuts unevenly."""
+    entries = [i for i in program if i.path == "" and isinstance(i.op, Wrap) and i.op.given == "global"]
+    names = list(inspect.signature(model.forward).parameters)
+    by_name = {names[i.index] if isinstance(i.index, int) else i.index: i.op for i in entries}
+    axes, found = program.axes, []
+    for name, x in inputs.items():
+        op = by_name.get(name, by_name.get(None))
+        if not isinstance(x, torch.Tensor) or not isinstance(op, Wrap):
+            continue
+        for dim, size in enumerate(x.shape):
+            cutting = [n for n, p in enumerate(op.placements) if type(p) is Shard and p.dim % max(x.ndim, 1) == dim]
+            sizes = part_sizes(size, *(axes.sizes[n] for n in cutting))
+            if len(set(sizes)) > 1:
+                found.append(UnevenCut(f"<in:{name}>", dim, ",".join(axes.names[n] for n in cutting), sizes))
+    return tuple(found)
+
+
+# The positions of attention heads in the weights of a model, found by names and sizes alone.
+
+# The projections of an attention module, by the usual names of the modules that hold them.
+_QUERY = regex.compile(r"(?:w|to_|add_)?(?:q|query)(?:_proj|_b_proj|_lin|_linear)?")
+_KEY_VALUE = regex.compile(r"(?:w|to_|add_)?(?:k|v|key|value)(?:_proj|_lin|_linear)?")
+_OUTPUT = regex.compile(r"(?:w|to_|to_add_)?(?:o|out)(?:_proj|_lin|_linear)?|c_proj")
+
+_NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
+_NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_head")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads along one dim of a weight: ``count`` of them, ``size`` rows (or columns) each, one after the other."""
+
+    count: int
+    size: int
+    kind: str  # "query", "key/value"
+    attribute: str  # the name of the number in the model or its config
+
+
+def heads_of(index: ModelIndex, names: Sequence[str], shape: Sequence[int], dim: int) -> Heads | None:
+    """The heads that a cut of ``dim`` of the parameter ``names`` (its first and tied names) would go through.
+
+    None when the tensor is no projection of an attention module, when ``dim`` is not the one that runs over heads, or when
+    the sizes do not show where heads begin.
+    """
+    path, attribute = index.owner(names[0])
+    owner = index.modules[path]
+    parent_path, _, own_name = path.rpartition(".")
+    if own_name.isdecimal():  # a list of the projection and a dropout
+        parent_path, _, own_name = parent_path.rpartition(".")
+    parent = index.modules[index.module_names[parent_path]]
+    if isinstance(owner, nn.MultiheadAttention):  # separate projections: q_proj_weight and so on
+        parent, own_name = owner, attribute.removesuffix("_weight")
+    names_of_number: tuple[str, ...]
+    if _QUERY.fullmatch(own_name):
+        names_of_number, kind, over_rows = _NUM_HEADS, "query", True
+    elif _KEY_VALUE.fullmatch(own_name):
+        names_of_number, kind, over_rows = (*_NUM_KEY_VALUE_HEADS, *_NUM_HEADS), "key/value", True
+    elif _OUTPUT.fullmatch(own_name):
+        names_of_number, kind, over_rows = _NUM_HEADS, "query", False
+    else:
+        return None
+    if dim != _head_dim_of(owner, len(shape), over_rows):
+        return None
+    found = _number(parent, names_of_number)
+    if found is None or not is_attention(parent):
+        return None
+    attribute, count = found
+    if count < 1 or shape[dim] % count:
+        return None
+    size = shape[dim] // count
+    head_dim = _number(parent, _HEAD_DIM)
+    if head_dim is not None and head_dim[1] != size:  # heads of another make (latent attention, packed projections)
+        return None
+    return Heads(count, size, kind, attribute)
+
+
+def _head_dim_of(owner: nn.Module, ndim: int, over_rows: bool) -> int | None:
+    """The tensor dim that runs over heads: the output dim of q, k and v, the input dim of the output projection."""
+    if ndim == 1:
+        return 0 if over_rows else None  # a bias has the output dim only
+    transposed = type(owner).__name__ == "Conv1D"  # transformers' Conv1D keeps (in, out)
+    return 0 if over_rows != transposed else 1
+
+
+def is_attention(module: nn.Module) -> bool:
+    """A config is shared by the whole model, so that its numbers alone do not make a module an attention module."""
+    name = type(module).__name__.lower()
+    return "attention" in name or "attn" in name or any(hasattr(module, number) for number in _NUM_HEADS)
+
+
+def _number(module: nn.Module, names: Sequence[str]) -> tuple[str, int] | None:
+    """The first of the attributes that the module, or else its config, has as an int."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    for holder in (module, config):
+        for name in names:
+            value = config_value(holder, name, layer)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return name, value
+    return None
 
 
 def check_states(resolution: Resolution, index: ModelIndex, axes: MeshAxes, findings: Findings) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale.comm import gathered_size
 from vescale.compat.grouped_products import taking_more_dtypes
-from vescale.ir._uneven_cuts import part_sizes
+from vescale.ir._operations import part_sizes
 from vescale.ops import is_elementwise as is_elementwise_op
 from vescale.ops import normalizes_locally
 from vescale.placements import InterleavedShard, at_dim, shard_dim
@@ -56,12 +57,40 @@ class Flow:
     size: int
 
 
-def rule_for(name: str, flow: Flow, others: Mapping[str, Rule]) -> AxisPlacement:
-    """The placement of the result of the op called ``name``, or None; ``others``: rules for ops that have none here."""
+def rule_for(name: str, flow: Flow) -> AxisPlacement:
+    """The placement of the result of the op called ``name``, or None."""
     if all(isinstance(placement, Replicate) for placement in flow.placements):
         return Replicate()
-    rule = _RULES.get(name.strip("_")) or others.get(name) or (_elementwise if is_elementwise(name) else None)
-    return rule(flow) if rule is not None and None not in flow.placements else None
+    if None in flow.placements:
+        return None
+    rule = _RULES.get(name.strip("_"))
+    return rule(flow) if rule else _elementwise(flow) if is_elementwise(name) else _moved(name, flow)
+
+
+# The strides of a tensor of which every view shows where its dims are.
+_STRIDES = (15485863, 15485867, 15485917, 15485927, 15485933, 15485941, 15485959, 15485989, 15485993, 15486013)
+
+
+def source_dims(name: str, x: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, int]:
+    """Dims of ``x`` -> the dims of the results that run over the same elements in the same order, or over some of them:
+    for a method or an attribute of tensors that gives views. Those that are gone, or joined with others, are left out."""
+    function = getattr(torch.Tensor, name, None)
+    if function is None or x.ndim > len(_STRIDES):
+        return {}
+    probe = torch.empty_strided(x.shape, _STRIDES[: x.ndim], dtype=x.dtype, device="meta")
+    try:
+        found = function(probe, *args, **kwargs) if callable(function) else function.__get__(probe)
+    except (
+        RuntimeError,
+        TypeError,
+        IndexError,
+    ):  # not lost: a view of these strides is none, as for sizes that are joined
+        return {}
+    first = next(tensors_of(found), None)
+    if first is None or first._base is not probe:
+        return {}
+    # Of two dims with the same stride, the first is one of size 1 that was put in front.
+    return {_STRIDES.index(stride): dim for dim, stride in enumerate(first.stride()) if stride in _STRIDES[: x.ndim]}
 
 
 @functools.cache
@@ -180,41 +209,13 @@ def _view(flow: Flow) -> AxisPlacement:
     return None
 
 
-def _transpose(flow: Flow) -> AxisPlacement:
-    x, ndim = flow.placements[0], flow.tensors[0].ndim
-    first, second = (int(dim) % ndim for dim in flow.args[1:3])
-    return at_dim(x, {first: second, second: first}.get(x.dim, x.dim)) if _is_cut(x) else None
-
-
-def _permute(flow: Flow) -> AxisPlacement:
-    x, dims = flow.placements[0], flow.kwargs.get("dims", flow.args[1:])
-    dims = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
-    return at_dim(x, [dim % len(dims) for dim in dims].index(x.dim)) if _is_cut(x) else None
-
-
-def _expand(flow: Flow) -> AxisPlacement:
-    """A dim that has its length already stays cut."""
+def _moved(name: str, flow: Flow) -> AxisPlacement:
+    """A cut dim that a view takes whole stays cut."""
     x, tensor = flow.placements[0], flow.tensors[0]
-    if not _is_cut(x):
+    if not _is_cut(x) or any(not isinstance(placement, Replicate) for placement in flow.placements[1:]):
         return None
-    dim = x.dim + flow.result.ndim - tensor.ndim
-    return at_dim(x, dim) if flow.result.shape[dim] == tensor.shape[x.dim] else None
-
-
-def _unsqueeze(flow: Flow) -> AxisPlacement:
-    x, dim = flow.placements[0], int(flow.args[1] if len(flow.args) > 1 else flow.kwargs["dim"]) % flow.result.ndim
-    return at_dim(x, x.dim + 1 if x.dim >= dim else x.dim) if _is_cut(x) else None
-
-
-def _item(flow: Flow) -> AxisPlacement:
-    """``x[:, None, 3]``: a cut dim that is taken whole stays cut."""
-    x, tensor = flow.placements[0], flow.tensors[0]
-    if not _is_cut(x):
-        return None
-    for dim, item, after in indexed_dims(flow.args[1], tensor.ndim):
-        if dim == x.dim and isinstance(item, slice):
-            return at_dim(x, after) if len(range(*item.indices(tensor.shape[dim]))) == tensor.shape[dim] else None
-    return None
+    dim = source_dims(name, tensor, flow.args[1:], flow.kwargs).get(x.dim)
+    return at_dim(x, dim) if dim is not None and flow.result.shape[dim] == tensor.shape[x.dim] else None
 
 
 def indexed_dims(index: Any, ndim: int) -> Iterator[tuple[int, Any, int]]:
@@ -232,22 +233,13 @@ def indexed_dims(index: Any, ndim: int) -> Iterator[tuple[int, Any, int]]:
         before, after = before + (item is not None), after + (not isinstance(item, int))
 
 
-def _same_shape_dim(flow: Flow) -> AxisPlacement:
-    """Splits and concatenations along other dims."""
-    x, tensor = flow.placements[0], flow.tensors[0]
-    if not _is_cut(x) or any(placement != x for placement in flow.placements) or flow.result.ndim != tensor.ndim:
+def _concatenated(flow: Flow) -> AxisPlacement:
+    """Along another dim. ``cat`` leaves vectors without elements out: what a key-value cache holds at first."""
+    kept = [(p, tensor) for p, tensor in zip(flow.placements, flow.tensors) if tensor.shape != (0,)]
+    x, tensor = kept[0] if kept else (None, flow.result)
+    if not _is_cut(x) or any(placement != x for placement, _ in kept) or flow.result.ndim != tensor.ndim:
         return None
     return x if flow.result.shape[x.dim] == tensor.shape[x.dim] else None
-
-
-def _concatenated(flow: Flow) -> AxisPlacement:
-    """``cat`` leaves vectors without elements out: what a key-value cache holds at first."""
-    pairs = zip(flow.placements, flow.tensors)
-    kept = [(placement, tensor) for placement, tensor in pairs if tensor.shape != (0,)]
-    if not kept:
-        return None
-    placements, tensors = zip(*kept)
-    return _same_shape_dim(replace(flow, placements=placements, tensors=tensors))
 
 
 def _matmul(flow: Flow) -> AxisPlacement:
@@ -279,6 +271,58 @@ def _attention(flow: Flow) -> AxisPlacement:
     return query if all(placement == query or isinstance(placement, Replicate) for placement in others) else None
 
 
+# Convolutions and batch normalizations, by the same tables as in :mod:`vescale.ops`.
+
+_PLAIN, _TRANSPOSED = ("conv1d", "conv2d", "conv3d"), ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_CONVOLUTIONS = (*_PLAIN, *_TRANSPOSED)
+BATCH_NORM = F.batch_norm.__name__
+BATCH_NORM_SIGNATURE = inspect.signature(F.batch_norm)
+
+
+def _num_groups(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    return int(kwargs.get("groups", args[6] if len(args) > 6 else 1))  # the seventh, of both kinds
+
+
+def _convolution(output_dim: int, flow: Flow) -> AxisPlacement:
+    """Over a part of the batch, of the output channels (which the weight has in ``output_dim``), of the groups, or of the
+    channels that are summed over."""
+    x, weight, *bias = flow.placements
+    whole = isinstance(x, Replicate)
+    if x == Shard(0):
+        return x if all(isinstance(placement, Replicate) for placement in (weight, *bias)) else None
+    if (num_groups := _num_groups(flow.args, flow.kwargs)) > 1:
+        fits = (x == Shard(1) and weight in (Shard(0), Replicate())) or (whole and weight == Shard(0))
+        return Shard(1) if fits and num_groups % flow.size == 0 and _fit(bias) else None
+    if weight == Shard(output_dim):
+        return Shard(1) if whole and _fit(bias) else None
+    if weight == Shard(1 - output_dim) and (whole or x == Shard(1)):
+        return Partial() if all(isinstance(placement, Replicate) for placement in bias) else None
+    return None
+
+
+def _fit(bias: Sequence[AxisPlacement]) -> bool:
+    """Whether a bias is sharded like the channels, or is replicated and can be sharded."""
+    return all(placement in (Shard(0), Replicate()) for placement in bias)
+
+
+def _batch_norm(flow: Flow) -> AxisPlacement:
+    """As the input: over a part of what statistics are made of, or of the channels."""
+    x, *others = flow.placements
+    if len(flow.args) > len(BATCH_NORM_SIGNATURE.parameters):
+        return None
+    if x == Shard(1):
+        return x if _fit(others) else None
+    return x if shard_dim(x) is not None and all(isinstance(placement, Replicate) for placement in others) else None  # type: ignore[arg-type]
+
+
+def cuts_operand(name: str, flow: Flow, placement: AxisPlacement, position: int) -> bool:
+    """Whether an op with such a result takes this rank's channels of a replicated operand; its gradient is then sharded."""
+    if placement != Shard(1) or name not in (*_CONVOLUTIONS, BATCH_NORM):
+        return False
+    grouped = name in _CONVOLUTIONS and position < 2 and _num_groups(flow.args, flow.kwargs) > 1
+    return grouped or flow.tensors[position].ndim == 1
+
+
 def _is_cut(placement: AxisPlacement) -> TypeGuard[Shard | InterleavedShard]:
     """In contiguous parts, or in interleaved pieces."""
     return type(placement) in (Shard, InterleavedShard)
@@ -296,18 +340,15 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("mean", "sum", "softmax", "var"), _along_dims),
     **dict.fromkeys(_NORMS, _normalize),
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
-    **dict.fromkeys(("chunk", "split"), _same_shape_dim),
     **dict.fromkeys(("matmul", "bmm"), _matmul),
     "addmm": _addmm,
     "cat": _concatenated,
-    "expand": _expand,
-    "getitem": _item,
     "linear": _linear,
     "embedding": _embedding,
-    "permute": _permute,
-    "transpose": _transpose,
-    "unsqueeze": _unsqueeze,
     F.scaled_dot_product_attention.__name__: _attention,
+    **dict.fromkeys(_PLAIN, functools.partial(_convolution, 0)),
+    **dict.fromkeys(_TRANSPOSED, functools.partial(_convolution, 1)),
+    BATCH_NORM: _batch_norm,
 }
 
 

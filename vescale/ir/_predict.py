@@ -32,17 +32,19 @@ from vescale.comm import (
     reduction_cost,
 )
 from vescale.ir._attention_calls import AttentionCalls
-from vescale.ir._channel_rules import BATCH_NORM, CHANNEL_RULES, BatchNormCalls, cuts_operand
 from vescale.ir._expert_sharding import ExpertCalls
 from vescale.ir._model_index import ModelIndex, Running
 from vescale.ir._operations import Local, Place, Redistribute, Stage, Wrap
 from vescale.ir._placement_flow import (
+    BATCH_NORM,
+    BATCH_NORM_SIGNATURE,
     AxisPlacement,
     Collective,
     Flow,
     FlowMode,
     Move,
     When,
+    cuts_operand,
     is_elementwise,
     move_collectives,
     rule_for,
@@ -53,6 +55,78 @@ from vescale.ir._program import Hook, Instruction, Program
 from vescale.ir._units import unit_buckets
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import MeshAxes
+
+# What batch normalizations communicate.
+
+# (forward or backward, op, axes, bytes or None where unknown)
+Found = tuple[str, str | None, str, int | None]
+
+
+@dataclass(frozen=True)
+class _BatchNormCall:
+    path: str
+    placements: tuple[AxisPlacement, ...]
+    num_channels: int
+    element_bytes: int
+    has_gradient: bool
+
+    def collectives(self, axes: MeshAxes) -> Iterator[Found]:
+        """Means and deviations of each channel, over the axes that cut the batch, or rows, or columns, together."""
+        channels, over = self.num_channels, []
+        for axis, placement in zip(axes, self.placements):
+            if axes.size(axis) == 1 or isinstance(placement, Replicate):
+                continue
+            if placement is None or shard_dim(placement) is None:
+                yield "forward", None, axis, None
+                return
+            if placement == Shard(1):
+                channels //= axes.size(axis)
+            else:
+                over.append(axis)
+        if not over:
+            return
+        size, together = math.prod(axes.size(axis) for axis in over), ",".join(over)
+        yield "forward", "all_gather", together, (2 * channels + 1) * self.element_bytes * (size - 1)
+        if self.has_gradient:
+            yield "backward", "all_reduce", together, 2 * (2 * channels * self.element_bytes * (size - 1) // size)
+
+
+class BatchNormCalls:
+    """The calls in training seen so far; those in evaluation communicate nothing."""
+
+    def __init__(self) -> None:
+        self._running = Running("")
+        self._calls: list[_BatchNormCall] = []
+
+    def watched(self, module: nn.Module, path: str) -> contextlib.AbstractContextManager[None]:
+        """While open, calls inside the module are known to be its."""
+        return self._running.watched(module, lambda _: path)
+
+    def called(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        placements_of: Callable[[torch.Tensor], tuple[AxisPlacement, ...]],
+    ) -> None:
+        """``placements_of(tensor)``: its placement on each axis."""
+        if len(args) > len(BATCH_NORM_SIGNATURE.parameters):
+            return  # torch.batch_norm, whose result is unknown
+        call = BATCH_NORM_SIGNATURE.bind(*args, **kwargs)
+        call.apply_defaults()
+        x, training = call.arguments["input"], call.arguments["training"]
+        if not training:
+            return
+        size = max(x.element_size(), 4)  # statistics of half precision are float32
+        has_gradient = any(
+            t is not None and t.requires_grad for t in (x, *(call.arguments[n] for n in ("weight", "bias")))
+        )
+        self._calls.append(_BatchNormCall(self._running.innermost, placements_of(x), x.shape[1], size, has_gradient))
+
+    def collectives(self, axes: MeshAxes) -> Iterator[tuple[str, Found]]:
+        """With the module that called."""
+        for call in self._calls:
+            yield from ((call.path, found) for found in call.collectives(axes))
+
 
 # Predicts the buckets in which gradients of parameters are reduced, with the functions that the runtime uses.
 
@@ -360,7 +434,7 @@ class _Walk:
             for position, axis in enumerate(self.axes):
                 on_axis = [tag[position] for tag in tags]
                 flow = Flow([t.placement for t in on_axis], tensors, output, args, kwargs, self.axes.size(axis))
-                placement = rule_for(name, flow, CHANNEL_RULES)
+                placement = rule_for(name, flow)
                 origins = self._use(name, flow, on_axis, placement)
                 if isinstance(placement, Replicate) and sums_gradient_first(name, flow, first, self.axes.sizes):
                     origins = frozenset()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+import regex
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import StridedShard
-from vescale.ir._findings import Findings
+from vescale.compat import WRAPPER_MODULES, StridedShard
+from vescale.errors import SlowPathError
+from vescale.ir._findings import Findings, merge_repeats, name_list
 from vescale.ir._model_index import ModelIndex, StateTensor
 from vescale.ir._operations import Stage
-from vescale.ir._path_matcher import Matcher
 from vescale.placements import InterleavedShard, shard_dim
 from vescale.plans import (
     ALL,
@@ -30,6 +34,7 @@ from vescale.plans import (
     FactoryEntry,
     LocalEntry,
     MeshAxes,
+    Path,
     Plan,
     PrecisionEntry,
     RedistributeEntry,
@@ -39,6 +44,148 @@ from vescale.plans import (
     UnitEntry,
     placement_text,
 )
+
+AnyEntry = TypeVar("AnyEntry", LocalEntry, PrecisionEntry, UnitEntry, CheckpointEntry)
+
+# Matches paths with the tensors and modules of a model within a time budget, and explains paths without a match.
+
+# A match of an honest expression takes a few microseconds; a hostile one grows without bound with the length of a name.
+# The budget is CPU time of this thread for a whole plan: a floor, and a hundred times the honest cost. Other threads, and
+# other processes of a busy machine, must not spend it.
+_FLOOR_SECONDS = 0.5
+_SECONDS_PER_MATCH = 300e-6
+# Advice is dear: it looks for names that are nearly right. A plan for another model has no use for it on every line.
+_MAX_ADVICE = 30
+
+
+class Matcher:
+    """Matches paths against one model; equal expressions are matched once."""
+
+    def __init__(self, index: ModelIndex, findings: Findings) -> None:
+        self._index = index
+        self._findings = findings
+        self._found: dict[tuple[str, bool], tuple[str, ...]] = {}
+        self._seconds_left = _FLOOR_SECONDS
+        self._advice_left = _MAX_ADVICE
+
+    def states(self, path: Path, what: str, source: Source | None) -> tuple[str, ...]:
+        """First names of the parameters and buffers (parameters only for ``.grad``) that match; a finding when none."""
+        matched = self._fullmatch(path, source, of_modules=False)
+        found = self._first_names(matched, self._index.state_names, self._index.state_aliases)
+        if not found:
+            self._findings.error("no-match", f"{what} '{path}' {self._no_state(path)}", source)
+        return found
+
+    def modules(self, path: Path, what: str, source: Source | None) -> tuple[str, ...]:
+        """First names of the modules that match; a finding when none."""
+        matched = self._fullmatch(path, source, of_modules=True) if path.pattern else ("",)
+        found = self._first_names(matched, self._index.module_names, self._index.module_aliases)
+        if not found:
+            self._findings.error("no-match", f"{what} '{path}' {self._no_module(path)}", source)
+        return found
+
+    @staticmethod
+    def _first_names(
+        matched: Iterable[str], names: Mapping[str, str], aliases: Mapping[str, tuple[str, ...]]
+    ) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(n for name in matched for n in ((names[name],) if name in names else aliases[name])))
+
+    def _fullmatch(self, path: Path, source: Source | None, *, of_modules: bool) -> tuple[str, ...]:
+        key = (path.pattern, of_modules)
+        if key not in self._found:
+            index = self._index
+            names = (
+                (*index.module_names, *index.module_aliases)
+                if of_modules
+                else (*index.state_names, *index.state_aliases)
+            )
+            allowance = len(names) * _SECONDS_PER_MATCH
+            start = time.thread_time()
+            found: list[str] = []
+            for name in names:
+                seconds_left = self._seconds_left + allowance - (time.thread_time() - start)
+                if seconds_left <= 0 or not self._finished(path, name, seconds_left, found):
+                    raise SlowPathError(
+                        f"the path '{path}' takes too long to match (over {self._seconds_left + allowance:.1f} s for "
+                        f"{len(names)} names); write it without nested repetitions such as (a+)+ or (.*)*",
+                        source,
+                    )
+            self._found[key] = tuple(found)
+            self._seconds_left -= max(0.0, time.thread_time() - start - allowance)
+        return self._found[key]
+
+    @staticmethod
+    def _finished(path: Path, name: str, seconds: float, found: list[str]) -> bool:
+        """Add ``name`` to ``found`` if it matches; False when that takes too long."""
+        left = seconds
+        while left > 0:
+            start = time.thread_time()
+            try:
+                if path.matches(name, timeout=left):
+                    found.append(name)
+                return True
+            except TimeoutError:  # of a clock on the wall, during which this thread may hardly have run
+                left -= max(time.thread_time() - start, seconds / 100)
+        return False
+
+    def _may_advise(self) -> bool:
+        self._advice_left -= 1
+        return self._advice_left >= 0
+
+    def _no_state(self, path: Path) -> str:
+        model = type(self._index.model).__name__
+        text = f"matches no parameter or buffer of {model}"
+        if not self._may_advise():
+            return text
+        modules = [name for name in self._index.module_names if name and self._matches(path, name)]
+        if modules:
+            own = sorted({n.rpartition(".")[2] for n in self._index.state_names if n.rpartition(".")[0] in modules})
+            advice = f"add .{own[0]}" if own else "name a parameter of it, or write .<in> or .<out>"
+            return f"{text}; it does match the module {name_list(modules)}: {advice}"
+        return f"{text}{_closest(path.pattern, self._index.state_names)}"
+
+    def _no_module(self, path: Path) -> str:
+        text = f"matches no module of {type(self._index.model).__name__}"
+        if not self._may_advise():
+            return text
+        states = [name for name in self._index.state_names if self._matches(path, name)]
+        if states:
+            modules = dict.fromkeys(name.rpartition(".")[0] for name in states)
+            return f"{text}, but the tensor {name_list(states)}; name the module: {name_list(modules)}"
+        return f"{text}{_closest(path.pattern, self._index.module_names)}"
+
+    def _matches(self, path: Path, name: str) -> bool:
+        try:
+            return path.matches(name, timeout=0.01)
+        except TimeoutError:
+            return False
+
+
+def _closest(pattern: str, names: Iterable[str]) -> str:
+    """``; closest: ...`` with up to three names like the expression's plainest reading, repeated layers merged."""
+    merged = [name for name, _, _ in merge_repeats((name, None) for name in names) if name]
+    plain = _plain(pattern)
+    inner = {".".join(part for part in name.split(".") if part not in WRAPPER_MODULES): name for name in merged}
+    close = [inner[name] for name in difflib.get_close_matches(plain, inner, n=3, cutoff=0.6)]
+    if not close:
+        ends = {name: _common_end(name, plain) for name in merged}
+        longest = max(ends.values(), default=0)
+        close = [name for name in merged if ends[name] == longest > 0][:3]
+    return f"; closest: {', '.join(close)}" if close else ""
+
+
+def _common_end(name: str, other: str) -> int:
+    """How many parts two dotted names have in common at their ends."""
+    pairs = zip(reversed(name.split(".")), reversed(other.split(".")))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _plain(pattern: str) -> str:
+    """A plain name that the expression was probably written for: first alternatives, ``0`` for numbers."""
+    text = regex.sub(r"\\d[+*]?|\[0-9\][+*]?", "0", pattern)
+    text = regex.sub(r"\((?:\?:|\?P<\w+>)?([^()|]*)(?:\|[^()]*)?\)[?*+]?", r"\1", text)
+    return text.replace("\\", "")
+
 
 # The placements that a plan gives each tensor, axis by axis, each with its entry; entries that disagree become
 # findings.
@@ -305,49 +452,38 @@ class _Resolver:
                     )
 
     def local(self, entry: LocalEntry) -> None:
-        for path in self._called_modules(entry, "local"):
-            before = self.resolution.locals.setdefault(path, entry)
-            if before != entry:
-                self.findings.error(
-                    "conflict",
-                    f"{{names}}: local '{entry.path}' and local '{before.path}' ({before.source}) both match and "
-                    "differ; keep one of the two",
-                    entry.source,
-                    path,
-                )
+        self._keep(self.resolution.locals, entry, "local", "differ", lambda before: before == entry)
 
     def precision(self, entry: PrecisionEntry) -> None:
-        for path in self._called_modules(entry, "precision"):
-            before = self.resolution.precisions.setdefault(path, entry)
-            if replace(before, path=entry.path) != entry:
-                self.findings.error(
-                    "conflict",
-                    f"{{names}}: precision '{entry.path}' and '{before.path}' ({before.source}) both match, and give "
-                    "different dtypes; keep one of the two",
-                    entry.source,
-                    path,
-                )
+        self._keep(
+            self.resolution.precisions,
+            entry,
+            "precision",
+            "give different dtypes",
+            lambda before: _alike(before, entry),
+        )
 
     def unit(self, entry: UnitEntry) -> None:
-        for path in self._called_modules(entry, "unit"):
-            before = self.resolution.units.setdefault(path, entry)
-            if replace(before, path=entry.path) != entry:
-                self.findings.error(
-                    "conflict",
-                    f"{{names}}: unit '{entry.path}' and unit '{before.path}' ({before.source}) both match, and say "
-                    "different things of resharding, mixed precision or offload; keep one of the two",
-                    entry.source,
-                    path,
-                )
+        differ = "say different things of resharding, mixed precision or offload"
+        self._keep(self.resolution.units, entry, "unit", differ, lambda before: _alike(before, entry))
 
     def checkpoint(self, entry: CheckpointEntry) -> None:
-        for path in self._called_modules(entry, "checkpoint"):
-            before = self.resolution.checkpoints.setdefault(path, entry)
-            if before is not entry and (before.policy, before.budget_gib) != (entry.policy, entry.budget_gib):
+        def is_same(before: CheckpointEntry) -> bool:
+            return (before.policy, before.budget_gib) == (entry.policy, entry.budget_gib)
+
+        self._keep(self.resolution.checkpoints, entry, "checkpoint", "differ", is_same)
+
+    def _keep(
+        self, table: dict[str, AnyEntry], entry: AnyEntry, what: str, differ: str, is_same: Callable[[AnyEntry], bool]
+    ) -> None:
+        """The first entry for each module that is called; others have to say the same."""
+        for path in self._called_modules(entry, what):
+            before = table.setdefault(path, entry)
+            if before is not entry and not is_same(before):
                 self.findings.error(
                     "conflict",
-                    f"{{names}}: checkpoint '{entry.path}' and checkpoint '{before.path}' ({before.source}) both match, and "
-                    "differ; keep one of the two",
+                    f"{{names}}: {what} '{entry.path}' and {what} '{before.path}' ({before.source}) both match, and "
+                    f"{differ}; keep one of the two",
                     entry.source,
                     path,
                 )
@@ -526,6 +662,10 @@ class _Resolver:
                 entry.source,
                 shown,
             )
+
+
+def _alike(before: PrecisionEntry | UnitEntry, entry: PrecisionEntry | UnitEntry) -> bool:
+    return replace(before, path=entry.path) == entry
 
 
 def _is_model_input(boundary: Boundary) -> bool:

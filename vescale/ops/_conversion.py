@@ -21,13 +21,15 @@ module's boundary (``outdated``) keeps what one device has there: one tensor on 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.hooks import unserializable_hook
 
 from vescale.comm import LISTENERS, requested_by, watch_holder
 from vescale.compat import (
@@ -35,34 +37,131 @@ from vescale.compat import (
     has_tangent,
     in_dual_level,
     in_transform,
+    intern_spec,
+    is_computed,
     local_of,
     make_dtensor,
     make_spec,
     native_conversions,
     no_torch_function,
     permit_writes,
+    replace_parts,
     set_local,
     spec_of,
+    spec_of_result,
     tell_moved_operand,
     without_transforms,
 )
-from vescale.errors import TransformError
-from vescale.ops._boundary_copies import note_operand, pass_boundary, require_current
-from vescale.ops._conversion_plans import (
-    Placements,
-    Stage,
-    as_summand,
-    cut,
-    gradient_spec,
-    plan_cut,
-    plan_gradient,
-    plan_leaving,
-    plan_move,
-    stages_between,
-    whole_spec,
-)
+from vescale.errors import OpPlacementError, TransformError
+from vescale.ops._boundary_copies import IN_PYTHON, note_operand, pass_boundary, require_current
+from vescale.ops._boundary_copies import settle as _settle
 from vescale.ops._observer import report_implicit_move
-from vescale.placements import contiguous_stride, move_local, stride_like, without_partials
+from vescale.placements import (
+    NativeMove,
+    contiguous_stride,
+    is_pending,
+    move_local,
+    native_move,
+    own_region,
+    shard_dim,
+    stride_like,
+    without_partials,
+)
+
+# Specs of converted tensors, and what C++ asks about conversions once for each kind (``csrc/conversion.h``,
+# ``csrc/local_regions.h``).
+
+Placements = tuple[Placement, ...]
+# None for axes that keep their placement.
+Stage = tuple[Placement | None, ...]
+
+
+def cut(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """The local part of a tensor that every rank has; a copy unless it is the whole tensor. No communication."""
+    replicated = (Replicate(),) * mesh.ndim
+    if tuple(placements) == replicated:
+        return x
+    return move_local(x, mesh, x.shape, replicated, placements).wait()
+
+
+def plan_move(spec: DTensorSpec, target: Stage) -> tuple[DTensorSpec, NativeMove | None] | None:
+    """How C++ brings a DTensor with ``spec`` to ``target``, see :func:`vescale.compat.native_conversions`."""
+    complete = tuple(f if t is None else t for f, t in zip(spec.placements, target))
+    meta = spec.tensor_meta
+    if complete == tuple(spec.placements):
+        return spec, None
+    if len(target) != len(spec.placements) or meta is None:
+        return None
+    result = intern_spec(make_spec(spec.mesh, complete, meta.shape, contiguous_stride(meta.shape), meta.dtype))
+    move = native_move(spec.mesh, meta.shape, spec.placements, complete, meta.dtype)
+    return None if result is None or move is None else (result, move)
+
+
+def as_summand(grad: DTensor, target: Placements) -> DTensor:
+    """Convert ``grad`` from Replicate to Partial on the axes where ``target`` is Partial, by dividing it by the size of the
+    axis on every rank. Autograd does the same before it adds a Replicate and a Partial gradient."""
+    axes = [axis for axis, (g, t) in enumerate(zip(grad.placements, target)) if g.is_replicate() and t == Partial()]
+    if not axes:
+        return grad
+    spec, local = spec_of(grad), local_of(grad)
+    for axis in axes:
+        local = local / spec.mesh.size(axis)
+    placements = [target[axis] if axis in axes else p for axis, p in enumerate(spec.placements)]
+    return make_dtensor(local, make_spec(spec.mesh, placements, spec.shape, spec.stride, local.dtype))
+
+
+def gradient_spec(grad: torch.Tensor, like: DTensorSpec, placements: Placements | None) -> DTensorSpec:
+    """The spec of the gradient of a tensor with the spec ``like``, of which ``grad`` is the local part."""
+    placements = without_partials(like.placements) if placements is None else placements
+    spec = make_spec(like.mesh, placements, like.shape, stride_like(grad, like.shape), grad.dtype)
+    return (
+        spec_of_result(spec.mesh, placements, spec.tensor_meta, (like,)) if spec.placements == like.placements else spec
+    )
+
+
+def plan_gradient(*given: Any) -> tuple[DTensorSpec] | None:
+    spec = intern_spec(gradient_spec(*given))
+    return None if spec is None else (spec,)
+
+
+def plan_leaving(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]
+) -> tuple[DTensorSpec, Placements] | None:
+    """The spec of the DTensor around a local tensor, and the default placements of its gradient."""
+    spec = intern_spec(make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype))
+    return None if spec is None else (spec, without_partials(placements))
+
+
+def whole_spec(x: torch.Tensor, mesh: DeviceMesh, placements: Placements, held: Sequence[int]) -> DTensorSpec:
+    """The spec of a DTensor of a tensor that every rank has, if this rank holds a part of shape ``held``."""
+    stride = x.stride() if tuple(held) == tuple(x.shape) else contiguous_stride(x.shape)
+    return make_spec(mesh, placements, x.shape, stride, x.dtype)
+
+
+def plan_cut(
+    x: torch.Tensor, mesh: DeviceMesh, placements: Placements
+) -> tuple[DTensorSpec, Placements, NativeMove | None] | None:
+    """The spec of :func:`wrap_global`'s result, the placements of its gradient, and how C++ cuts the tensor."""
+    region, replicated = own_region(x.shape, placements, mesh), (Replicate(),) * mesh.ndim
+    spec = None if region is None else intern_spec(whole_spec(x, mesh, placements, region.local_shape))
+    if spec is None or placements == replicated:
+        return None if spec is None else (spec, replicated, None)
+    move = native_move(mesh, x.shape, replicated, placements, x.dtype)
+    return None if move is None else (spec, replicated, move)
+
+
+@functools.lru_cache(maxsize=4096)
+def stages_between(
+    found: Placements, target: Stage, grad_source: Stage | None, grad_target: Stage | None, passes_gradient: bool
+) -> tuple[Stage, tuple[Stage, ...]]:
+    """The target, and the placements that the gradient is brought to, one after the other. Equal calls get the same objects,
+    by whose addresses C++ remembers what to do."""
+    back = tuple(None if t is None else g for t, g in zip(target, without_partials(found)))
+    last = back if grad_target is None else tuple(b if g is None else g for b, g in zip(back, grad_target))
+    if passes_gradient:
+        return target, ()
+    return target, (last,) if grad_source is None else (grad_source, last)
+
 
 # Transforms of ``torch.func`` and forward-mode differentiation, for which changes of placements have no rules.
 
@@ -98,7 +197,7 @@ def _error(where: str) -> TransformError:
 
 def _moved(x: DTensor, target: Placements, requester: str) -> DTensor:
     """Redistribute ``x`` outside of autograd; the result is a fresh DTensor also when the placements are the same."""
-    result: DTensor | None = _native.move(x, target)
+    result: DTensor | None = NATIVE.move(x, target)
     return _moved_in_python(x, target, requester) if result is None else result
 
 
@@ -193,7 +292,7 @@ def convert(
         None if grad_target is None else tuple(grad_target),
         passes_gradient,
     )
-    result: DTensor | None = _native.convert(x, target, stages, requester, outdated)
+    result: DTensor | None = NATIVE.convert(x, target, stages, requester, outdated)
     if result is not None:
         return result
     require_current(x)
@@ -208,7 +307,7 @@ def convert(
             return passed
         made: DTensor = apply_outside(_Convert, x, complete, stages, requester, where=requester)
     if outdated is not None:
-        _native.link_copy(x, made, outdated)
+        NATIVE.link_copy(x, made, outdated)
     return pass_boundary(x, made, outdated)
 
 
@@ -222,7 +321,7 @@ class PreparedConversion:
         self._native, self._others = (self.target, self.stages, who, None), (complete, self.stages, who)
 
     def __call__(self, x: DTensor) -> DTensor:
-        made: DTensor | None = _native.convert(x, *self._native)
+        made: DTensor | None = NATIVE.convert(x, *self._native)
         return made if made is not None else apply_outside(_Convert, x, *self._others, where=self._others[2])
 
 
@@ -302,7 +401,7 @@ def enter_local(
             of ``x``, Replicate for Partial.
         always: pass a gradient of zeros on ranks that do not use the result, where other ranks may.
     """
-    entered = _native.enter((x,), (grad_placements,), always)
+    entered = NATIVE.enter((x,), (grad_placements,), always)
     if entered is not None:
         local: torch.Tensor = entered[0]
         return local
@@ -318,7 +417,7 @@ def enter_together(
     operands: Sequence[DTensor], grad_placements: Sequence[tuple[Placement, ...]]
 ) -> tuple[torch.Tensor, ...]:
     """:func:`enter_local` of each operand, for one op that takes them all."""
-    entered: tuple[torch.Tensor, ...] | None = _native.enter(tuple(operands), tuple(grad_placements), False)
+    entered: tuple[torch.Tensor, ...] | None = NATIVE.enter(tuple(operands), tuple(grad_placements), False)
     if entered is not None:
         return entered
     for x in operands:
@@ -363,7 +462,7 @@ def leave_local(
     """A DTensor of global ``shape`` with the local tensor ``local``. Its gradient is redistributed to ``grad_placements``,
     by default its own (Replicate for Partial), and the local part of that is the gradient of ``local``; ``op`` is the name
     under which this communication is reported."""
-    left: DTensor | None = _native.leave(local, mesh, placements, shape, op, grad_placements)
+    left: DTensor | None = NATIVE.leave(local, mesh, placements, shape, op, grad_placements)
     if left is not None:
         return left
     spec = make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype)
@@ -401,14 +500,14 @@ def _wrap_gradient(grad: DTensor, mesh: DeviceMesh, requester: str) -> torch.Ten
 
 def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], requester: str = "") -> DTensor:
     """A DTensor with ``placements`` of a tensor that is the same on every rank. No communication in forward."""
-    result: DTensor | None = _native.wrap(x, mesh, placements, requester)
+    result: DTensor | None = NATIVE.wrap(x, mesh, placements, requester)
     if result is not None:
         return result
     with no_torch_function():
         return apply_outside(_WrapGlobal, x, mesh, tuple(placements), requester, where=requester)
 
 
-_native = NATIVE = native_conversions(
+NATIVE = native_conversions(
     plan=plan_move,
     move=_move,
     differentiate=_differentiated,
@@ -420,3 +519,124 @@ _native = NATIVE = native_conversions(
     leave_gradient=_leave_gradient,
     wrap_gradient=_wrap_gradient,
 )
+
+
+def write_back(x: DTensor, written: torch.Tensor, target: DTensorSpec) -> None:
+    """An op has written to a moved copy of ``x``, of which ``written`` is this rank's part: give ``x`` its values. A pending
+    reduction that contributions of ranks cannot be found for (a norm, a product) has them as they are."""
+    spec = spec_of(x)
+    if any(p.is_partial() and not is_pending(p, "sum", "avg", "max", "min") for p in spec.placements):
+        return replace_parts(x, written, target)
+    back = move_local(written, spec.mesh, spec.shape, target.placements, spec.placements).wait()
+    if back is not local_of(x):
+        local_of(x).copy_(back)
+
+
+def link_view(local: torch.Tensor, copy: torch.Tensor, update: Callable[[torch.Tensor], None]) -> bool:
+    """Have ``update(tensor with the storage of copy)`` called before an op reads ``copy``, which is viewed in place of
+    ``local``, after a write to ``local``. False where nothing watches for that."""
+    return bool(NATIVE.link_view(local, copy, update))
+
+
+def share_version(x: torch.Tensor, copy: DTensor) -> None:
+    """Writes to one of the two count as writes to both, for autograd, as far as there is C++ for it."""
+    NATIVE.share_version(copy, x)
+
+
+def settle_view(copy: torch.Tensor) -> None:
+    """An op has written to a copy that is viewed, and its source has the same values by now."""
+    NATIVE.settle_view(copy)
+
+
+def settle(written: DTensor, other: DTensor) -> None:
+    """Of the two tensors of a conversion with ``outdated``, ``other`` has the values of ``written`` now."""
+    if IN_PYTHON:
+        _settle(local_of(written), local_of(other))
+    else:
+        NATIVE.settle_group(local_of(written), local_of(other))
+
+
+# Replicated gradients of sharded tensors, such as that of ``x.sum()``: one number, expanded to the shape of ``x``.
+
+
+def with_cut_gradient(x: DTensor) -> DTensor:
+    """Return ``x``, an output of a model, with a hook that shards its gradient like ``x`` on each axis where the gradient is
+    Replicate. The backward then runs on local shards. The hook does not communicate."""
+    placements = spec_of(x).placements
+    if x.requires_grad and is_computed(x) and any(not (p.is_replicate() or p.is_partial()) for p in placements):
+        x.register_hook(functools.partial(_cut, placements))
+    return x
+
+
+@unserializable_hook
+def _cut(placements: tuple[Placement, ...], grad: torch.Tensor) -> torch.Tensor | None:
+    if not isinstance(grad, DTensor):
+        return None
+    arrived = spec_of(grad).placements
+    target = [p if g.is_replicate() and not p.is_partial() else None for p, g in zip(placements, arrived)]
+    return convert(grad, target, requester="gradient") if any(p is not None for p in target) else None
+
+
+# Local calls of functions whose rows are independent: sharded rows in, replicated parameters, sharded rows out.
+#
+# ``rows`` says for each mesh axis whether it shards the rows. Operands with other placements are gathered, which is implicit
+# communication.
+
+
+def sharded_rows(x: DTensor, batch_dim: int) -> list[bool]:
+    """The axes along which ranks hold different rows of ``x``."""
+    return [shard_dim(p) == batch_dim and p.is_shard() for p in x.placements]
+
+
+def local_rows(x: DTensor, rows: Sequence[bool], dim: int, name: str, operand: str) -> torch.Tensor:
+    """This rank's rows of ``x``, along dim ``dim``."""
+    return enter_local(bring_with_gradient(x, _placements(rows, dim), name, operand))
+
+
+def local_parameter(parameter: DTensor, rows: Sequence[bool], name: str) -> torch.Tensor:
+    """The whole parameter, whose gradient is the sum of the gradients of all rows."""
+    whole = bring_with_gradient(parameter, (Replicate(),) * parameter.device_mesh.ndim, name, "weight")
+    return enter_local(whole, [Partial() if sharded else Replicate() for sharded in rows])
+
+
+def rows_from_local(
+    local: torch.Tensor, dim: int, num_rows: int, mesh: DeviceMesh, rows: Sequence[bool], name: str
+) -> DTensor:
+    """The result of all ranks, of ``num_rows`` rows along ``dim``."""
+    shape = [num_rows if d == dim else size for d, size in enumerate(local.shape)]
+    return leave_local(local, mesh, _placements(rows, dim), shape, name)
+
+
+def _placements(rows: Sequence[bool], dim: int) -> tuple[Placement, ...]:
+    return tuple(Shard(dim) if sharded else Replicate() for sharded in rows)
+
+
+# Gradients without derivatives: differentiating them raises, instead of leaving out a part.
+#
+# ``torch.autograd.function.once_differentiable`` raises neither where the incoming gradient is constant (that of
+# ``x.sum()``),
+# nor where derivatives are computed for some tensors only (``torch.autograd.grad(y, inputs)``).
+
+
+def differentiable_once(
+    gradients: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor | None], message: str
+) -> tuple[torch.Tensor | None, ...]:
+    """The value for a ``backward`` to return: ``gradients``, which were computed without autograd from ``sources`` (the
+    incoming gradient and the inputs). Under ``create_graph``, differentiating them raises RuntimeError(message)."""
+    parts = [x for x in sources if x is not None and x.requires_grad]
+    if not torch.is_grad_enabled() or not parts:
+        return tuple(gradients)
+    given = [x for x in gradients if x is not None]
+    marked = iter(_Once.apply(message, len(given), *given, *parts))
+    return tuple(None if x is None else next(marked) for x in gradients)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, message: str, num: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.message = message
+        return tuple(x.detach() for x in tensors[:num])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise OpPlacementError(ctx.message)

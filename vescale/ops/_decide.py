@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
@@ -19,10 +21,9 @@ from vescale.compat import (
     static_keywords,
     takes_only_tensors,
 )
-from vescale.errors import OpPlacementError
-from vescale.ops._call import OpCall, Placements, placements_text
-from vescale.ops._decision import Decision
-from vescale.ops._registry import rules_of
+from vescale.errors import OpPlacementError, RuleError
+from vescale.ops._call import Decision, OpCall, Placements, Rule, placements_text
+from vescale.ops._registry import check_decision, register_user_rule, rules_of
 from vescale.ops.interleaved import treats_indices_alike
 from vescale.placements import CustomPlacement, contiguous_stride, ragged_axis
 
@@ -105,7 +106,8 @@ def _written_back(call: OpCall, decision: Decision) -> Decision:
 def cached_sharding(call: OpCall, decision: Decision) -> OutputSharding | None:
     """The decision for DTensor's dispatcher to cache and follow, or None where it cannot: the op itself runs on the local
     tensors as they are, with the given arguments or with local sizes."""
-    if _runs_as_is(call, decision):
+    stays = all(spec.placements == wanted for spec, wanted in zip(call.operands, decision.inputs))
+    if stays and runs_by_key(call, decision):
         return OutputSharding(cached(output_specs, call, decision))
     if decision.local_sizes is None or len(call.args) != 2 or call.kwargs or call.schema_info is None:
         return None
@@ -115,23 +117,21 @@ def cached_sharding(call: OpCall, decision: Decision) -> OutputSharding | None:
     return sized_locally(call.op, spec, decision.local_sizes, cached(output_specs, call, decision))
 
 
-def _runs_as_is(call: OpCall, decision: Decision) -> bool:
-    """Whether the dispatcher can run the op on the local tensors and cache that, under the key that it uses."""
+def runs_by_key(call: OpCall, decision: Decision) -> bool:
+    """Whether the dispatcher can run the op itself on local tensors, and remember that under the key that it uses."""
     if decision.local is not None or decision.prepare or decision.redispatch:
-        return False
-    if any(spec.placements != wanted for spec, wanted in zip(call.operands, decision.inputs)):
         return False
     if call.mutated:
         return True  # results are the written operands: nothing depends on other arguments
-    if call.schema_info is None:  # the key has the tensors alone
-        return decision.outputs is None or takes_only_tensors(call.op)
-    if call.schema_info.needs_pytree:  # the key leaves numbers out: right as long as they cannot change a dtype
-        return all(spec.tensor_meta is not None and spec.tensor_meta.dtype.is_floating_point for spec in call.operands)
+    # The key leaves numbers out: right as long as they cannot change a dtype.
+    are_floating = all(spec.tensor_meta and spec.tensor_meta.dtype.is_floating_point for spec in call.operands)
+    if call.schema_info is None:  # it has the tensors alone
+        return decision.outputs is None or takes_only_tensors(call.op, factors=are_floating)
+    if call.schema_info.needs_pytree:
+        return are_floating
     known = static_keywords(call.schema_info)
     others = [name for name in call.kwargs if name not in known]
-    if any(name in _FORMATS for name in others):
-        return False
-    return not others or all(spec.tensor_meta.dtype.is_floating_point for spec in call.operands if spec.tensor_meta)
+    return not any(name in _FORMATS for name in others) and (not others or are_floating)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -153,3 +153,54 @@ def _output_spec(call: OpCall, mesh: DeviceMesh, placements: Placements, meta: T
     if ragged_axis(placements) is not None:  # a flat local tensor has the elements in row-major order, whatever the op
         meta = TensorMeta(meta.shape, contiguous_stride(meta.shape), meta.dtype)
     return spec_of_result(mesh, placements, meta, call.operands)
+
+
+_Overload, _AllOverloads = type(torch.ops.aten.alias.default), type(torch.ops.aten.alias)
+
+
+def register_rule(op: Any, rule: Rule) -> None:
+    """Add a placement rule: how an op runs on DTensors of which at least one has a vescale placement.
+
+    The rule is called before all others for the op, the latest first. It gets an :class:`OpCall` and returns a
+    :class:`Decision`, or None to leave the call to the next rule. It must be a pure function of the call: decisions are
+    cached, and every rank must come to the same one. Register rules before the op is first called: decisions that other
+    threads have cached (autograd's, for backward) stay.
+
+    DTensors with stock placements only are not affected; for an op that they lack a strategy for, use PyTorch's
+    ``torch.distributed.tensor.experimental.register_sharding``.
+
+    Args:
+        op: an op overload (``torch.ops.aten.flip.default``), or an iterable of them.
+        rule: ``OpCall -> Decision | None``.
+
+    Raises:
+        TypeError: something else than op overloads, or a rule that cannot be called. When the rule has run, the op raises
+            TypeError for something else than a Decision or None, and ValueError for placements that do not fit the
+            operands and results of the op.
+    """
+    if isinstance(op, _Overload | _AllOverloads) or not isinstance(op, Iterable):
+        ops = [op]
+    else:
+        ops = list(op)
+    for one in ops:
+        if isinstance(one, _AllOverloads):
+            raise RuleError(
+                f"register_rule: found {one}, which has the overloads {', '.join(one.overloads())}; expected one overload "
+                f"or an iterable of them: give {one}.{one.overloads()[0]}"
+            )
+        if not isinstance(one, _Overload):
+            raise RuleError(
+                f"register_rule: found {one!r}; expected an op overload such as torch.ops.aten.flip.default, or an iterable "
+                "of them: DTensor sees overloads, not the torch functions that call them"
+            )
+    if not callable(rule):
+        raise RuleError(f"register_rule: found the rule {rule!r}; expected a function of an OpCall")
+    for one in ops:
+        register_user_rule(one, functools.partial(_checked, rule))
+    forget_decisions()
+
+
+def _checked(rule: Rule, call: OpCall) -> Decision | None:
+    decision = rule(call)
+    check_decision(rule, call, decision)
+    return decision

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import (
     DTensorSpec,
+    OpSchema,
     OutputSharding,
     StridedShard,
     begin_world,
@@ -33,16 +34,14 @@ from vescale.compat import (
     make_spec,
     observe_redistribution,
     rank_in_mesh,
-    replace_parts,
-    spec_of,
     takes_only_tensors,
     tell_move,
     with_aliasing,
 )
 from vescale.errors import Coded, OpPlacementError
-from vescale.ops._call import OpCall, placements_text, substitute, with_placements
-from vescale.ops._decide import cached, cached_sharding, decide, output_specs
-from vescale.ops._decision import Decision
+from vescale.ops._call import Decision, OpCall, placements_text, substitute, with_placements
+from vescale.ops._conversion import write_back
+from vescale.ops._decide import cached, cached_sharding, decide, output_specs, runs_by_key
 from vescale.ops._registry import has_user_rules
 from vescale.ops._regrouped_dims import is_cut_unevenly
 from vescale.ops._sizes import sizes_of
@@ -53,7 +52,6 @@ from vescale.placements import (
     CustomPlacement,
     dtensor_hooks,
     has_custom,
-    is_pending,
     move_local,
     shard_dim,
     split_factor,
@@ -201,17 +199,6 @@ def execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: dic
     return _results(call, args, kwargs, result, specs)
 
 
-def write_back(x: DTensor, written: torch.Tensor, target: DTensorSpec) -> None:
-    """An op has written to a moved copy of ``x``, of which ``written`` is this rank's part: give ``x`` its values. A pending
-    reduction that contributions of ranks cannot be found for (a norm, a product) has them as they are."""
-    spec = spec_of(x)
-    if any(p.is_partial() and not is_pending(p, "sum", "avg", "max", "min") for p in spec.placements):
-        return replace_parts(x, written, target)
-    back = move_local(written, spec.mesh, spec.shape, target.placements, spec.placements).wait()
-    if back is not local_of(x):
-        local_of(x).copy_(back)
-
-
 def _all_replicated(decision: Decision) -> bool:
     return all(placement.is_replicate() for placements in decision.inputs for placement in placements)
 
@@ -303,8 +290,8 @@ def _has_numbers_for_tensors(call: OpCall) -> bool:
 
 
 def keeps_operands(op: Any, schema: Any) -> OutputSharding | None:
-    """The decision to run an op on the local tensors as they are, or None. Runs nothing; the caller's key holds the op, the
-    specs of the operands and, where rules may read them, all other arguments.
+    """The decision to run an op on the local tensors as they are, or on moved ones, or None. Runs nothing; the caller's key
+    holds the op, the specs of the operands and, where rules may read them, all other arguments.
 
     Raises what :func:`run_op` raises when it decides.
     """
@@ -312,11 +299,30 @@ def keeps_operands(op: Any, schema: Any) -> OutputSharding | None:
     decision: Decision = cached(decide, call)
     if decision.fallback or (has_user_rules(op) and _has_numbers_for_tensors(call)):
         return None
-    return cached_sharding(call, decision)
+    return cached_sharding(call, decision) or _on_parts(call, decision)
 
 
-def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
-    """The result of an op on stock placements with a ``_StridedShard``, or empty shards, among them, or a sharding decision.
+def _on_parts(call: OpCall, decision: Decision) -> OutputSharding | None:
+    """The decision to run an op on the local tensors, and on parts of operands that ranks have whole: of a rotary table
+    beside a sequence in chunks. The caller finds out whether it is no other move."""
+    if call.mutated or is_view(call.op) or not runs_by_key(call, decision):
+        return None
+    wanted = [
+        spec if spec.placements == placements else with_placements(spec, placements)
+        for spec, placements in zip(call.operands, decision.inputs)
+    ]
+    args, kwargs = substitute(call.args, call.kwargs, wanted, DTensorSpec)
+    schema = OpSchema(call.op, args, kwargs, schema_info=call.schema_info)
+    return OutputSharding(cached(output_specs, call, decision), schema, needs_redistribute=True)
+
+
+def _followed(call: OpCall, decision: Decision) -> Any:
+    """A decision for DTensor's dispatcher to cache and follow, or a function of ``(args, kwargs)`` that runs the call."""
+    return cached_sharding(call, decision) or functools.partial(execute, call, decision)
+
+
+def decide_interleaved(schema: Any) -> Any:
+    """What runs an op on stock placements with a ``_StridedShard``, or empty shards, among them: see :func:`_followed`.
 
     No communication; None where the op would need some. PyTorch makes a ``_StridedShard`` of a sharded dim that is flattened
     behind another one (tokens of a sharded sequence), and has few strategies that keep it. For ops that treat indices alike
@@ -357,8 +363,7 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
             return None
         inputs.append((stock(wanted) if moves else None) or spec.placements)
     outputs = decision.outputs and tuple(map(stock, decision.outputs))
-    decision = replace(decision, inputs=tuple(inputs), outputs=outputs)
-    return cached_sharding(call, decision) or execute(call, decision, args, kwargs)
+    return _followed(call, replace(decision, inputs=tuple(inputs), outputs=outputs))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -379,20 +384,14 @@ def _is_same_cut(a: Placement, b: Placement) -> bool:
     return shard_dim(a) is not None and (shard_dim(a), split_factor(a)) == (shard_dim(b), split_factor(b))
 
 
-def view_of_uneven_shards(args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any) -> Any:
-    """The result of a view of stock placements that flattens or splits a dim which the ranks do not divide, or a sharding
-    decision. No communication.
-
-    None where no placement describes what each rank holds; also where there is no decision and ``args`` is None.
-    """
+def view_of_uneven_shards(schema: Any) -> Any:
+    """What runs a view of stock placements that flattens or splits a dim which the ranks do not divide, without
+    communication: see :func:`_followed`. None where no placement describes what each rank holds."""
     if schema.op.overloadpacket.__name__ not in VIEWS:
         return None
     call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
     decision: Decision | None = cached(_decide_uneven, call)
-    if decision is None:
-        return None
-    found = cached_sharding(call, decision)
-    return found if found is not None or args is None else execute(call, decision, args, kwargs)
+    return decision and _followed(call, decision)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -400,7 +399,7 @@ def _decide_uneven(call: OpCall) -> Decision | None:
     return view_rule(call) if is_cut_unevenly(call.operands[0]) else None
 
 
-def misjudged_view(args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any, sharding: Any) -> Any:
+def misjudged_view(schema: Any, sharding: Any) -> Any:
     """Where PyTorch's decision for a view gives ranks other elements than the view's placements say: what to do instead, as
     :func:`view_of_uneven_shards`; NotImplemented where no placement describes what each rank holds, or nothing can be
     decided. None where the decision is right.
@@ -417,10 +416,7 @@ def misjudged_view(args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema:
     if cached(_is_right, call, output.placements):
         return None
     decision: Decision | None = cached(_decide_view, call)
-    found = None if decision is None else cached_sharding(call, decision)
-    if found is None and decision is not None and args is not None:
-        found = execute(call, decision, args, kwargs)
-    return NotImplemented if found is None else found
+    return NotImplemented if decision is None else _followed(call, decision)
 
 
 _decide_view = functools.lru_cache(maxsize=1024)(view_rule)

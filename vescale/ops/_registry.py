@@ -24,15 +24,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, TensorMeta, no_torch_function
 from vescale.errors import RuleError
-from vescale.ops._call import OpCall
-from vescale.ops._decision import Decision
+from vescale.ops._call import Decision, OpCall
 
 # Families may cover the same op (dropout is random and elementwise): they are tried in this order.
 FAMILY_ORDER = ("random", "foreach", "elementwise", "interleaved")
@@ -58,7 +58,6 @@ class OpEntry:
         applies: ``(op, schema) -> bool``, a pure function of specs and other arguments: whether ``handler`` takes this
             call. Where it does not, stock DTensor's decision is used, and cached by its dispatcher. None: always.
         takes_plain: whether ``handler`` takes plain tensors among its operands for global ones, the same on every rank.
-        random_handler: a handler that :mod:`vescale.rng` installs while it is enabled, and nothing else.
         function: ``(context, function, args, kwargs) -> result``; runs in place of a torch function in a parallelized
             model's forward, when one of its arguments is a DTensor.
         when: the calls on DTensors alone for which ``function`` does something else than the torch function.
@@ -76,8 +75,7 @@ class OpEntry:
     user_rules: tuple[Callable[..., Any], ...] = ()
     handler: Callable[..., Any] | None = None
     applies: Callable[..., bool] | None = None
-    takes_plain: bool | None = None
-    random_handler: Callable[..., Any] | None = None
+    takes_plain: bool = False
     function: Callable[..., Any] | None = None
     when: When = When.ALWAYS
     changes: Callable[..., bool] | None = None
@@ -109,7 +107,11 @@ def register(op: Any, **fields: Any) -> None:
     global _ENTRIES
     with _LOCK:
         known = _ENTRIES.get(op, OpEntry())
-        taken = sorted(name for name in fields if name not in ("backward", "when") and getattr(known, name) is not None)
+        taken = sorted(
+            name
+            for name in fields
+            if name not in ("backward", "takes_plain", "when") and getattr(known, name) is not None
+        )
         if taken:
             raise RuleError(
                 f"{op} has {', '.join(taken)} registered already; each op belongs to one file of vescale.ops"
@@ -288,3 +290,26 @@ def _check_placements(what: str, placements: Any, ndim: int) -> None:
         or not all(isinstance(placement, Placement) for placement in placements)
     ):
         raise RuleError(f"{what} = {placements!r}; expected a tuple of {ndim} placements, one for each mesh axis")
+
+
+class OpContext(Protocol):
+    """A forward of a parallelized model, as the functions in the registry see it: their first argument."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of every DTensor of the model."""
+
+    @property
+    def axis_names(self) -> Sequence[str]:
+        """The plan's names of the mesh axes."""
+
+    @property
+    def replicated(self) -> tuple[Placement, ...]:
+        """Replicate on every axis of the mesh."""
+
+    def attention_methods(self) -> tuple[str | None, ...]:
+        """The method by which the running module attends along each mesh axis that shards the sequence, or None:
+        ``"all_gather"``, ``"ring"`` or ``"ulysses"``."""
+
+    def plan_error(self, problem: str) -> Exception:
+        """The exception to raise when the plan asks an op for something that cannot be done."""

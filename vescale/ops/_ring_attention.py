@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from vescale.comm import AxisGroup, Pending, all_to_all_v, keep_tensors, requested_by
-from vescale.ops._second_derivatives import differentiable_once
+from vescale.ops._conversion import differentiable_once
 
 # The schedule of ring attention: which block of keys each rank has at each step, and which queries attend to it. It
 # depends on positions alone, and is the same on all ranks; ``explain`` evaluates it, too.

@@ -31,7 +31,7 @@ from vescale.ops._boundary_copies import (
     count_as_seen,
     note_writes,
 )
-from vescale.ops._links import link_view, settle_view
+from vescale.ops._conversion import link_view, settle_view
 from vescale.ops._observer import report_implicit_move
 from vescale.placements import move_local
 

@@ -31,10 +31,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_gather_into, all_reduce, axis_group, requested_by
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, note_writes
-from vescale.ops._context import OpContext
-from vescale.ops._conversion import bring, bring_with_gradient, enter_local, leave_local
-from vescale.ops._registry import replaces
-from vescale.ops._second_derivatives import differentiable_once
+from vescale.ops._conversion import bring, bring_with_gradient, differentiable_once, enter_local, leave_local
+from vescale.ops._registry import OpContext, replaces
 from vescale.placements import shard_dim
 
 _OP = "batch_norm"

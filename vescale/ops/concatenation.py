@@ -17,11 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.compat import no_torch_function, stock_dispatch
 from vescale.errors import OpPlacementError
-from vescale.ops._call import OpCall
-from vescale.ops._context import OpContext
+from vescale.ops._call import Decision, OpCall
 from vescale.ops._conversion import enter_local, leave_local
-from vescale.ops._decision import Decision
-from vescale.ops._registry import handles, register_aten, replaces
+from vescale.ops._registry import OpContext, handles, register_aten, replaces
 from vescale.placements import InterleavedShard
 
 

@@ -5,23 +5,45 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_reduce, axis_group, requested_by
-from vescale.compat import TensorMeta, local_of, make_dtensor, make_spec, tell_plain_value, tell_read
+from vescale.compat import (
+    DTensorSpec,
+    OutputSharding,
+    TensorMeta,
+    local_of,
+    make_dtensor,
+    make_spec,
+    no_torch_function,
+    output_meta,
+    read_only,
+    spec_of,
+    stock_dispatch,
+    tell_plain_value,
+    tell_read,
+)
 from vescale.ops._alignment import align
-from vescale.ops._call import OpCall, Placements, names
-from vescale.ops._combine_ranks import gather_ranks, reduction_axes
-from vescale.ops._conversion import bring
-from vescale.ops._conversion_plans import cut
-from vescale.ops._decision import Decision
-from vescale.ops._registry import handles, is_spread, register, register_aten, register_family, replaces
-from vescale.placements import contiguous_stride, has_custom, ragged_axis, shard_dim, without_partials
+from vescale.ops._call import Decision, OpCall, Placements, names
+from vescale.ops._conversion import bring, cut, write_back
+from vescale.ops._registry import OpContext, handles, is_spread, register, register_aten, register_family, replaces
+from vescale.ops.reductions import gather_ranks, reduction_axes
+from vescale.placements import (
+    contiguous_stride,
+    has_custom,
+    is_pending,
+    ragged_axis,
+    shard_dim,
+    stride_like,
+    without_partials,
+)
 
 # Elementwise ops that torch does not tag as pointwise, by name.
 _UNTAGGED = names(
@@ -305,3 +327,161 @@ _SIGNATURES = {
 }
 for _op, _signature in _SIGNATURES.items():
     handles(_op, applies=is_spread, takes_plain=True)(functools.partial(_run, _signature))
+
+
+# Ops that are linear in a pending sum, and stay local: ``where`` on sums, ``index_put`` that accumulates, and
+# derivatives of activation functions. Stock DTensor reduces a Partial operand of the first and the last, and gathers
+# the sharded values of the second: the gradients of a mask's bias, of a table indexed with a sharded batch, and of what
+# conditions a sharded sequence (timesteps and classes of a diffusion model).
+
+
+def _has_partial(op: Any, schema: Any) -> bool:
+    """Whether an operand is Partial on an axis."""
+    specs = (x for x in schema.args_schema if isinstance(x, DTensorSpec))
+    return any(p.is_partial() for spec in specs for p in spec.placements)
+
+
+def part_of(x: torch.Tensor, mesh: DeviceMesh, target: Sequence[Placement], op: str, operand: str) -> torch.Tensor:
+    """This rank's part of an operand; a plain tensor is the same on every rank."""
+    if not isinstance(x, DTensor):
+        spec = make_spec(mesh, (Replicate(),) * mesh.ndim, x.shape, x.stride(), x.dtype)
+        x = make_dtensor(x, spec)
+    return local_of(bring(x, target, op, operand))
+
+
+def row_major(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    return make_dtensor(local, make_spec(mesh, placements, shape, contiguous_stride(shape), local.dtype))
+
+
+# Linear in the gradient, their first operand, which has the shape of all others. Stock DTensor has rules for these ...
+_DERIVATIVES = frozenset(
+    f"aten::{name}_backward" for name in names("gelu logit native_dropout sigmoid silu tanh threshold")
+)
+
+
+# ... and none for these, or (softplus) one that gets the order of the result's dims in memory wrong, so that views fail.
+_UNRULED = names("elu hardshrink hardsigmoid hardswish hardtanh leaky_relu mish softplus softshrink")
+
+
+def derivative_of_sum(schema: Any, stock: OutputSharding) -> OutputSharding | None:
+    """The placements of the derivative of an activation function for a gradient that is a pending sum: it is one, too, if
+    the other operands are replicated. None for other calls and other placements of the operands."""
+    grad = schema.args_schema[0]
+    if schema.op._schema.name not in _DERIVATIVES or not isinstance(grad, DTensorSpec):
+        return None
+    others = [spec for spec in schema.args_schema[1:] if isinstance(spec, DTensorSpec)]
+    for axis, own in enumerate(grad.placements):
+        linear = is_pending(own, "sum", "avg")
+        if any(spec.placements[axis] != (Replicate() if linear else own) for spec in others):
+            return None
+    result: Any = stock.output_spec
+    return OutputSharding(DTensorSpec(grad.mesh, grad.placements, tensor_meta=result.tensor_meta))
+
+
+@handles(*(getattr(_aten, f"{name}_backward").default for name in _UNRULED), takes_plain=True)
+def _unruled_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """The derivative of an activation function of elements, as in :func:`derivative_of_sum`; other operands are moved to
+    the placements of the first one, the activation's input."""
+    grad, *others = (x for x in args if isinstance(x, torch.Tensor))
+    mesh = next(x for x in (grad, *others) if isinstance(x, DTensor)).device_mesh
+    own = others[0].placements if isinstance(others[0], DTensor) else (Replicate(),) * mesh.ndim
+    arriving = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
+    target = [
+        g if p.is_replicate() and is_pending(g, "sum", "avg") else r
+        for g, p, r in zip(arriving, own, without_partials(own))
+    ]
+    wanted = {id(x): [t if x is grad or not t.is_partial() else Replicate() for t in target] for x in (grad, *others)}
+    local = op(*(part_of(x, mesh, wanted[id(x)], str(op), "operand") if id(x) in wanted else x for x in args), **kwargs)
+    return make_dtensor(local, make_spec(mesh, target, grad.shape, stride_like(local, grad.shape), local.dtype))
+
+
+@handles(_aten.where.self, applies=_has_partial)
+def _where(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``where(condition, x, y)`` is linear in x and y: with a pending sum among them, each rank chooses in its summand."""
+    operands = [x for x in args if isinstance(x, DTensor)]
+    if len(args) != 3 or not any(is_pending(p, "sum") for x in operands for p in x.placements):
+        return stock_dispatch(op, args, kwargs)
+    mesh = operands[0].device_mesh
+    shape = torch.broadcast_shapes(*(x.shape for x in args))
+    out = [_where_placement(args, axis, shape) for axis in range(mesh.ndim)]
+    if any(placement is None for placement in out):
+        return stock_dispatch(op, args, kwargs)
+    parts = []
+    for position, x in enumerate(args):
+        target = [_of_operand(x, placement, shape, position > 0) for placement in out if placement is not None]
+        parts.append(part_of(x, mesh, target, str(op), op._schema.arguments[position].name))
+    return row_major(op(*parts), mesh, [p for p in out if p is not None], shape)
+
+
+def _where_placement(args: Sequence[torch.Tensor], axis: int, shape: Sequence[int]) -> Placement | None:
+    """The placement of the result on an axis; None if those of its operands differ."""
+    found: set[Placement] = set()
+    for position, x in enumerate(args):
+        own = x.placements[axis] if isinstance(x, DTensor) else Replicate()
+        if own.is_replicate():
+            continue
+        if type(own) is Shard:
+            found.add(Shard(own.dim - x.ndim + len(shape)))
+        elif is_pending(own, "sum") and position:
+            found.add(Partial())
+        else:
+            return None
+    return found.pop() if len(found) == 1 else None if found else Replicate()
+
+
+def _of_operand(x: torch.Tensor, out: Placement, shape: Sequence[int], summed: bool) -> Placement:
+    """What an operand must be for a result that is ``out``, as broadcasting goes."""
+    if out.is_partial():
+        return out if summed else Replicate()
+    if isinstance(out, Shard):
+        dim = out.dim - len(shape) + x.ndim
+        return Shard(dim) if dim >= 0 and x.shape[dim] == shape[out.dim] else Replicate()
+    return out
+
+
+@handles(_aten.fill_.Scalar, applies=_has_partial)
+@handles(_aten.fill_.Tensor, takes_plain=True)
+def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.fill_(number)``, what ``x[index] = number`` comes to, too. On a Partial x, one rank holds the value."""
+    x, value = args
+    if isinstance(value, DTensor):
+        value = local_of(bring(value, (Replicate(),) * value.device_mesh.ndim, str(op), "value"))
+    if not isinstance(x, DTensor):
+        return op(x, value)
+    local_of(x).fill_(value)
+    coordinate = x.device_mesh.get_coordinate() or ()
+    if any(p.is_partial() and not is_pending(p, "sum", "avg", "max", "min") for p in x.placements):
+        whole = [Replicate() if p.is_partial() else p for p in x.placements]
+        write_back(x, local_of(x), make_spec(x.device_mesh, whole, x.shape, x.stride(), x.dtype))
+        return x
+    if any(is_pending(p, "sum") and index for p, index in zip(x.placements, coordinate)):
+        local_of(x).zero_()
+    return x
+
+
+@handles(_aten.clone.default, applies=_has_partial)
+def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputSharding:
+    """A copy of each rank's part; stock DTensor reduces a Partial tensor to copy it."""
+    spec = spec_of(args[0])
+    meta: Any = output_meta(op, (spec,), kwargs, None)
+    return OutputSharding(make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, meta.dtype))
+
+
+@handles(_aten.masked_fill_.Scalar, applies=_has_partial)
+def _masked_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Zeros may be filled into a pending sum: on every rank. (Label smoothing does, over sharded classes.)"""
+    x, mask, value = args
+    pending = [is_pending(p, "sum", "avg") for p in x.placements] if isinstance(x, DTensor) else []
+    if not any(pending) or value != 0 or not isinstance(mask, DTensor) or mask.shape != x.shape:
+        return stock_dispatch(op, args, kwargs)
+    wanted = [Replicate() if reduced_later else p for reduced_later, p in zip(pending, x.placements)]
+    local_of(x).masked_fill_(local_of(bring(mask, wanted, str(op), "mask")), value)
+    return x
+
+
+@replaces(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+def _to_python(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with no_torch_function():
+        tell_read(args[0], f"{func.__name__}()", for_python=True)
+        whole = local_of(bring(args[0], context.replicated, func.__name__, "self"))
+        return read_only(args[0], func(whole, *args[1:], **kwargs))

@@ -12,10 +12,17 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, no_torch_function
 from vescale.errors import UnsupportedOpError
-from vescale.ops._batch_rows import local_parameter, local_rows, rows_from_local, sharded_rows
-from vescale.ops._context import OpContext
-from vescale.ops._conversion import bring, bring_with_gradient, enter_local, leave_local
-from vescale.ops._registry import replaces
+from vescale.ops._conversion import (
+    bring,
+    bring_with_gradient,
+    enter_local,
+    leave_local,
+    local_parameter,
+    local_rows,
+    rows_from_local,
+    sharded_rows,
+)
+from vescale.ops._registry import OpContext, replaces
 from vescale.ops.indexing import require_in_bounds
 from vescale.placements import at_dim, local_region, shard_dim
 

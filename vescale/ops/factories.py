@@ -1,4 +1,7 @@
-"""``zeros_like``, ``new_zeros`` and the like: the result keeps the operand's sharding when it has its shape."""
+"""``zeros_like``, ``new_zeros`` and the like: the result keeps the operand's sharding when it has its shape.
+
+Random ops are refused where :mod:`vescale.rng`, which has handlers for them, is not enabled.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_torch_function, spec_of, stock_dispatch
-from vescale.ops._call import OpCall
-from vescale.ops._decision import Decision
+from vescale.errors import OpPlacementError
+from vescale.ops._call import Decision, OpCall
 from vescale.ops._observer import running_module
-from vescale.ops._registry import register, register_aten
+from vescale.ops._registry import register, register_aten, register_family
 from vescale.ops.elementwise import run_row_major
 from vescale.placements import FlattenedShard, has_custom, ragged_axis, shard_dim, without_partials
 
@@ -99,3 +102,16 @@ register_aten("zeros_like ones_like empty_like full_like", rule=factory_rule)
 register_aten(" ".join(_LIKE), rule=factory_rule)
 for _name in ("new_empty", "new_zeros", "new_ones", "new_full"):
     register(getattr(_aten, _name).default, handler=_new_of_size, applies=_is_resized)
+
+
+def random_rule(call: OpCall) -> Decision | None:
+    """Refuse what no handler of :mod:`vescale.rng` has run before."""
+    spec = call.operands[0]
+    raise OpPlacementError(
+        f"{call.op} on a tensor of shape {tuple(spec.shape)} placed as {spec.placements}: every rank's generator would "
+        "draw different numbers, unlike one device; call vescale.rng.enable(), or draw on a replicated tensor and "
+        "redistribute the result"
+    )
+
+
+register_family("random", covers=lambda op: torch.Tag.nondeterministic_seeded in op.tags, rule=random_rule)

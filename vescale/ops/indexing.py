@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,16 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, assert_on_device, local_of, stock_dispatch
+from vescale.compat import DTensorSpec, ask_mixed, assert_on_device, local_of, stock_dispatch
 from vescale.errors import IndexBoundsError
 from vescale.ops._alignment import align
-from vescale.ops._call import OpCall
-from vescale.ops._context import OpContext
+from vescale.ops._call import Decision, OpCall
 from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local, wrap_global
-from vescale.ops._decision import Decision
-from vescale.ops._registry import When, handles, register_aten, replaces
+from vescale.ops._observer import running_module
+from vescale.ops._registry import OpContext, When, handles, register_aten, replaces
+from vescale.ops.elementwise import part_of, row_major
 from vescale.ops.slicing import split
-from vescale.placements import InterleavedShard, local_region, without_partials
+from vescale.placements import InterleavedShard, is_pending, local_region, without_partials
 
 
 @replaces(torch.Tensor.__getitem__, torch.Tensor.__setitem__, when=When.INDEX)
@@ -264,3 +265,68 @@ def _one_hot(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[
     if isinstance(labels, DTensor) and num_classes > 0:
         require_in_bounds(local_of(labels), num_classes, "one_hot", "check the labels, or num_classes")
     return func(*args, **kwargs)
+
+
+def _accumulated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
+    """``x.index_put(indices, values, accumulate=True)``: the values that each rank adds are a term of a sum; values that
+    are sharded on a dim that is not indexed shard the result. None for other calls and other placements of the operands."""
+    x, indices, values = args[:3]
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    plain = not isinstance(values, DTensor) or any(index is None for index in indices)
+    if op is not torch.ops.aten.index_put.default or not accumulate or plain:
+        return None
+    if all(p.is_replicate() for p in values.placements):
+        return None
+    mesh, num_indexed = values.device_mesh, len(indices)
+    num_leading = max(index.ndim for index in indices)
+    if values.ndim != num_leading + x.ndim - num_indexed:
+        return None  # values that are broadcast
+    out: list[Placement] = []
+    for axis, own in enumerate(values.placements):
+        placed = x.placements[axis] if isinstance(x, DTensor) else Replicate()
+        if own.is_replicate() and placed.is_replicate():
+            out.append(Replicate())
+        elif is_pending(own, "sum") or (type(own) is Shard and own.dim < num_leading):
+            out.append(Partial())
+        elif type(own) is Shard:
+            out.append(Shard(own.dim - num_leading + num_indexed))
+        else:
+            return None
+        if placed not in (Replicate(), out[-1]):
+            return None
+
+    def of_index(index: torch.Tensor) -> list[Placement]:
+        found: list[Placement] = []
+        for own in values.placements:
+            dim = own.dim - num_leading + index.ndim if type(own) is Shard and own.dim < num_leading else -1
+            is_cut = dim >= 0 and type(own) is Shard and index.shape[dim] == values.shape[own.dim]
+            found.append(Shard(dim) if is_cut else Replicate())
+        return found
+
+    local = part_of(x, mesh, out, str(op), "self")
+    chosen = [part_of(index, mesh, of_index(index), str(op), "indices") for index in indices]
+    return row_major(op(local, chosen, local_of(values), True), mesh, out, x.shape)
+
+
+@handles(torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default, takes_plain=True)
+def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Values may be plain, the same on every rank: the backward of ``x[positions] = values`` puts plain zeros there. So may
+    be positions, outside of a model: those of ``out[labels != -100]``."""
+    found = _accumulated(op, args, kwargs)
+    if found is not None:
+        return found
+    x, indices, values, *more = args
+    if not isinstance(x, DTensor) or running_module() is None:
+        result = ask_mixed(op, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    # DTensor's rule takes a mask for one of rows.
+    if isinstance(x, DTensor) and any(type(p) is Shard and p.dim for p in x.placements):
+        indices = [part for index in indices for part in _positions(index)]
+    if isinstance(x, DTensor) and not isinstance(values, DTensor):
+        values = wrap_global(values, x.device_mesh, (Replicate(),) * x.device_mesh.ndim, str(op))
+    return stock_dispatch(op, (x, indices, values, *more), kwargs)
+
+
+def _positions(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    return index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else (index,)

@@ -16,8 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, MaskPartial, StridedShard, has_empty_shards, with_empty_shards
-from vescale.ops._call import OpCall, Placements, names, with_placements
-from vescale.ops._decision import Decision
+from vescale.ops._call import Decision, OpCall, Placements, names, with_placements
 from vescale.ops._registry import register_family
 from vescale.ops.elementwise import is_elementwise
 from vescale.placements import FlattenedShard, InterleavedShard, at_dim, ragged_axis, split_factor

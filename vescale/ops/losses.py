@@ -42,10 +42,8 @@ from vescale.compat import (
     tell_read,
 )
 from vescale.errors import LabelError
-from vescale.ops._context import OpContext
-from vescale.ops._conversion import bring, convert, enter_local, leave_local
-from vescale.ops._conversion_plans import cut
-from vescale.ops._registry import handles, is_spread, replaces
+from vescale.ops._conversion import bring, convert, cut, enter_local, leave_local
+from vescale.ops._registry import OpContext, handles, is_spread, replaces
 from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim, without_partials
 
 _aten = torch.ops.aten

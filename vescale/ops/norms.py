@@ -27,14 +27,21 @@ from vescale.compat import (
     spec_of,
     stock_dispatch,
 )
-from vescale.ops._call import OpCall
-from vescale.ops._combine_ranks import accumulation_dtype, add_ranks, gather_ranks, neutral_extremum, reduction_axes
-from vescale.ops._context import OpContext
+from vescale.ops._call import Decision, OpCall
 from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local, whole
-from vescale.ops._decision import Decision
 from vescale.ops._observer import has_model, running_module
-from vescale.ops._registry import When, handles, register_aten, replaces
-from vescale.ops.reductions import dims_of, reduces_a_shard, reduces_everything, row_reduction
+from vescale.ops._registry import OpContext, When, handles, register_aten, replaces
+from vescale.ops.reductions import (
+    accumulation_dtype,
+    add_ranks,
+    dims_of,
+    gather_ranks,
+    neutral_extremum,
+    reduces_a_shard,
+    reduces_everything,
+    reduction_axes,
+    row_reduction,
+)
 from vescale.placements import contiguous_stride, shard_dim, without_partials
 
 _aten = torch.ops.aten
@@ -321,3 +328,18 @@ register_aten(
     "_foreach_norm _foreach_powsum _foreach_max",
     rule=foreach_norm_rule,
 )
+
+
+@replaces(torch.linalg.pinv)
+def _pinv(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same with whole tolerances. PyTorch's dispatcher moves no keyword operands of the op, and does not look at their
+    placements: each rank would take its part or term of them for all."""
+
+    def whole(value: Any, name: str) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        tolerance: DTensor = value.detach()  # type: ignore[assignment]
+        return bring(tolerance, (Replicate(),) * value.device_mesh.ndim, "linalg.pinv", name)
+
+    others = [whole(value, "rcond") for value in args[1:]]
+    return func(*args[:1], *others, **{k: v if k in ("A", "input") else whole(v, k) for k, v in kwargs.items()})

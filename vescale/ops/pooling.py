@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale.compat import local_of, make_dtensor, make_spec, spec_of
-from vescale.errors import OpPlacementError
-from vescale.ops._context import OpContext
-from vescale.ops._registry import handles, is_spread, replaces
+from vescale.compat import HAS_SAME_STORAGE, is_tracing, local_of, make_dtensor, make_spec, spec_of
+from vescale.errors import OpPlacementError, TransformError
+from vescale.ops._conversion import bring
+from vescale.ops._registry import OpContext, handles, is_spread, replaces
+from vescale.ops._view_copies import remember_copy
 from vescale.ops.statistics import mean
 from vescale.placements import contiguous_stride
 
@@ -91,6 +92,22 @@ def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x
 
 
+@handles(_aten.as_strided.default)
+def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Strides count in the global tensor: a view of all of it (``fill_diagonal_``), which stock DTensor refuses."""
+    x, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if tuple(size) == tuple(x.shape) and tuple(stride) == x.stride() and not offset:
+        return _aten.alias.default(x)
+    whole = make_spec(x.device_mesh, (Replicate(),) * x.device_mesh.ndim, x.shape, x.stride(), x.dtype)
+    local = local_of(bring(x, whole.placements, str(op), "self"))
+    if local.stride() != x.stride():
+        local = local.new_empty_strided(x.shape, x.stride()).copy_(local)
+    remember_copy(local_of(x), spec_of(x), local, whole)
+    viewed = local.as_strided(size, stride, local.storage_offset() + (offset or 0))
+    return make_dtensor(viewed, make_spec(whole.mesh, whole.placements, viewed.shape, viewed.stride(), x.dtype))
+
+
 @handles(_aten.as_strided_.default)
 def _as_strided_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Other strides of dims of size 1, as the mean over pixels in channels_last has. Communication: none."""
@@ -121,3 +138,21 @@ def _error(op: Any, x: Any, what: str, edit: str) -> OpPlacementError:
         f"{name} gives a tensor of shape {tuple(x.shape)} placed as {placed} {what}: ranks hold parts of it, whose order in "
         f"memory is not that of the whole tensor. Expected {edit}"
     )
+
+
+@handles(HAS_SAME_STORAGE)
+def _has_same_storage_numel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Asked of every tensor that gets a tangent, by ``make_dual`` and so by ``torch.func.jvp``; strides are compared
+    separately. The answer is the same on every rank. Communication: none.
+
+    Raises TransformError while ``torch.fx`` traces, as ``torch.func.linearize`` does: a trace records the ops on local
+    tensors without the DTensors that they belong to, and takes these tensors for constants.
+    """
+    primal, tangent = args
+    if is_tracing():
+        raise TransformError(
+            f"torch.func.linearize of a function of DTensors (here of shape {tuple(primal.shape)}): its trace takes their "
+            "local tensors for constants, and the function that it returns would not depend on the tangent. Expected "
+            "torch.func.jvp(function, primals, tangents), which computes the same for one tangent"
+        )
+    return bool(primal.numel() == tangent.numel())

@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.compat import PACKING, no_torch_function
 from vescale.errors import RandomOpError
-from vescale.ops._batch_rows import local_parameter, local_rows, rows_from_local, sharded_rows
-from vescale.ops._context import OpContext
-from vescale.ops._conversion import bring_with_gradient
-from vescale.ops._registry import replaces
+from vescale.ops._conversion import bring_with_gradient, local_parameter, local_rows, rows_from_local, sharded_rows
+from vescale.ops._registry import OpContext, replaces
 from vescale.rng import draws_rows
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)

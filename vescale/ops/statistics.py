@@ -20,9 +20,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import requested_by
 from vescale.compat import DTensorSpec, local_of, make_dtensor, spec_of
-from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, convert
-from vescale.ops._registry import When, handles, replaces
+from vescale.ops._registry import OpContext, When, handles, replaces
 from vescale.placements import is_pending, move_local, shard_dim, without_partials
 
 

@@ -13,13 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec
-from vescale.ops._call import OpCall, Placements, names, with_placements
+from vescale.compat import DTensorSpec, local_of, spec_of
+from vescale.compat.random_ops import correct_inplace_view
+from vescale.ops._call import Decision, OpCall, Placements, names, with_placements
 from vescale.ops._conversion import bring
-from vescale.ops._decision import Decision
-from vescale.ops._refit import refit_ragged, runs_of
 from vescale.ops._registry import handles, register_aten
-from vescale.ops._regrouped_dims import is_cut_unevenly, regrouped
+from vescale.ops._regrouped_dims import is_cut_unevenly, refit_ragged, regrouped, runs_of
 from vescale.placements import (
     FlattenedShard,
     InterleavedShard,
@@ -226,3 +225,23 @@ def _reinterpreted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 register_aten(_VIEWS, rule=view_rule)
+
+
+# ``x.transpose_(0, 1)``, ``x.squeeze_()`` and the like: another look at the same elements, written onto ``x`` itself.
+# Stock DTensor has no rule for most of them, and lets ``squeeze_`` change the local tensor only: the DTensor keeps its
+# shape.
+
+_aten = torch.ops.aten
+_OUT_OF_PLACE = {
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+}
+
+
+@handles(*_OUT_OF_PLACE)
+def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    view = _OUT_OF_PLACE[op](*args, **kwargs)
+    return correct_inplace_view(op, args, kwargs, local_of(view), spec_of(view))

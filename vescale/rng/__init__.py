@@ -10,7 +10,6 @@ from vescale.rng._deferred_tensor import DeferredTensor, DeferredValueError, is_
 from vescale.rng._dtensor_fill import Draw, MicrobatchRows, counting_draws, drawing_rows, draws_rows
 from vescale.rng._enable import deferred_init, disable, enable, is_enabled, rand, randint, randn
 from vescale.rng._engine import default_generator, fill_spans, skip_outputs
-from vescale.rng._local_random_ops import drawing_part_of
 from vescale.rng._materialize import (
     PlacementFn,
     check_recorded_alike,
@@ -20,7 +19,7 @@ from vescale.rng._materialize import (
     materialize_part,
     materialize_tensor,
 )
-from vescale.rng._op_handlers import handlers
+from vescale.rng._op_handlers import drawing_part_of, handlers
 from vescale.rng._stream_spans import indexed_bits
 
 __all__ = [

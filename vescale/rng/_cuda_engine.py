@@ -19,7 +19,7 @@ import torch
 
 from vescale.errors import GeneratorError, RandomOpError, UnsupportedRandomOpError
 from vescale.rng import _cuda_kernel
-from vescale.rng._fill_request import Fill
+from vescale.rng._fill_request import Fill, copy_out, fill_from_whole, laid_out_as
 from vescale.rng._philox import (
     ChunkedRule,
     GridStride,
@@ -32,7 +32,6 @@ from vescale.rng._philox import (
     leaves,
 )
 from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
-from vescale.rng._span_copies import copy_out, fill_from_whole, laid_out_as
 from vescale.rng._stream_spans import Span, spans
 
 # Gaps of at most this many elements are generated and dropped; spans of at most this many are copied from scratch memory.

@@ -1,7 +1,7 @@
 """Tensors whose values are computed later, and what ops on them do while a constructor runs.
 
 Inside :func:`vescale.deferred_init` factories return a :class:`DeferredTensor`, which has a shape, strides, a dtype and a
-device, but no memory. Ops on it are recorded (:mod:`vescale.rng._deferred_graph`); random ops advance the generator as if
+device, but no memory. Ops on it are recorded (:mod:`vescale.rng._deferred_replay`); random ops advance the generator as if
 they had drawn.
 """
 
@@ -17,11 +17,9 @@ import torch
 
 from vescale.compat.tensor_subclasses import MemorylessTensor, TorchDispatchMode, tree_leaves, tree_map, without_modes
 from vescale.errors import Coded, UnsupportedDeferredError
-from vescale.rng._deferred_graph import Constant, Initializer, Op, Record, View, next_time
-from vescale.rng._deferred_replay import whole_numel, whole_values
-from vescale.rng._engine import advance, default_generator, saved_state
+from vescale.rng._deferred_replay import Constant, Initializer, Op, Record, View, next_time, whole_numel, whole_values
+from vescale.rng._engine import advance, default_generator, replay_draws, saved_state
 from vescale.rng._random_ops import RandomOp, inplace_overloads
-from vescale.rng._rejection_initializers import replay_draws
 
 aten = torch.ops.aten
 

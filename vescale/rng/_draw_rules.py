@@ -2,7 +2,7 @@
 
 A *word* is a 32-bit output of the generator. A :class:`DrawRule` generates any range of a fill of ``n`` elements: it calls
 the native op on a small contiguous tensor, with a generator advanced to the right word, so that the bits are the native
-ones on every processor. Measured with torch 2.13, and checked on first use by :mod:`vescale.rng._self_checks`.
+ones on every processor. Measured with torch 2.13, and checked on first use by :mod:`vescale.rng._cpu_engine`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ from vescale.compat import DTensorSpec, bytes_of, make_dtensor, make_spec
 from vescale.compat.tensor_subclasses import tree_leaves, without_modes
 from vescale.errors import ArgumentTypeError, MaterializeError, UnsupportedDeferredError, kind_of
 from vescale.placements import Region, local_region, normalize_placements
-from vescale.rng._deferred_graph import Constant, Record, View, needed_ops, next_time
-from vescale.rng._deferred_replay import part_values, whole_values
+from vescale.rng._deferred_replay import Constant, Record, View, needed_ops, next_time, part_values, whole_values
 from vescale.rng._deferred_tensor import DeferredTensor, view_of
 from vescale.rng._dtensor_fill import part_of_whole
 from vescale.rng._random_ops import RandomOp

@@ -6,7 +6,7 @@ from vescale.runtime._expert_region import ExpertRegion, TokenExchange
 from vescale.runtime._foreign_tools import refuse_wrapped
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
-from vescale.runtime._init_mesh import init_mesh
+from vescale.runtime._init_mesh import init_mesh, shard_batch
 from vescale.runtime._install import (
     finish_gradients,
     gradient_reducer,
@@ -26,7 +26,6 @@ from vescale.runtime._plan_units import kept_gathered, reduce_units, unit_groups
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._saved_report import SavedReport, report
-from vescale.runtime._shard_batch import shard_batch
 from vescale.runtime._write_back import write_back
 
 __all__ = [

@@ -40,9 +40,8 @@ from vescale.ir import Checkpoint, ForwardState, Instruction, KnownState
 from vescale.ops import following_writes
 from vescale.plans import CheckpointPolicy, checkpoint_policy
 from vescale.runtime._activation import current_activation
-from vescale.runtime._generator_states import GeneratorStates
 from vescale.runtime._offloaded_tensors import OffloadedForward
-from vescale.runtime._op_saving import PRODUCTS, is_heavy, op_name, saving_contexts
+from vescale.runtime._op_saving import PRODUCTS, GeneratorStates, is_heavy, op_name, saving_contexts
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._saved_account import storage_of
 

@@ -47,9 +47,9 @@ from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import local_region, shard_dim
 from vescale.plans import PlanError
-from vescale.runtime._generator_states import GeneratorStates
 from vescale.runtime._input_checks import draws_of_this_rank
 from vescale.runtime._local_region import local_state, write_back_local
+from vescale.runtime._op_saving import GeneratorStates
 from vescale.runtime._runtime import Runtime
 
 # Which attributes of a module of experts hold the number of its experts. On a rank with some of the experts, ``for e in

@@ -14,8 +14,7 @@ from torch import nn
 from vescale.compat import note, refuse_composable_apis
 from vescale.errors import ForeignToolError, kind_of
 from vescale.fsdp import mark_unfilled, places_on_meta
-from vescale.runtime._bound_method import BoundMethod
-from vescale.runtime._runtime import Runtime
+from vescale.runtime._runtime import BoundMethod, Runtime
 
 _REDUCED = "it distributes its parameters, and reduces their gradients, by its plan"
 _INSTEAD = {

@@ -22,8 +22,7 @@ from vescale.compat import filter_functions, map_tensors, note, tensors_in
 from vescale.ops import convert, enter_local, wrap_global
 from vescale.placements import shard_dim
 from vescale.runtime._activation import THREAD, current_activation
-from vescale.runtime._bound_method import BoundMethod
-from vescale.runtime._runtime import Runtime
+from vescale.runtime._runtime import BoundMethod, Runtime
 
 
 def add_generate(runtime: Runtime, module: nn.Module) -> bool:

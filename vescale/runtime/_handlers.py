@@ -1,15 +1,18 @@
-"""Ops that stock DTensor lacks, for the models that vescale runs; installed with DTensor's dispatcher once."""
+"""What DTensor's dispatcher asks and tells for parallelized models: handlers of ops, and the listener."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from vescale.checks import HASHES_OF_CHECKED_MESHES, called_by_user, describe_graphs, follows_graphs, step_checks
 from vescale.comm import note_write, record
@@ -18,7 +21,6 @@ from vescale.compat import (
     DTensorSpec,
     ModelHooks,
     OpHandler,
-    OutputSharding,
     install_part,
     is_view,
     local_of,
@@ -26,241 +28,284 @@ from vescale.compat import (
     make_spec,
     map_tensors,
     no_torch_function,
-    output_meta,
     schema_of,
     spec_of,
-    stock_dispatch,
     tensors_in,
     with_out_variants,
+    written_tensors,
 )
-from vescale.compat.random_ops import correct_inplace_view
-from vescale.errors import OpPlacementError, PendingSumWarning
+from vescale.errors import MixedTensorsError, OpPlacementError, PendingSumWarning
 from vescale.ops import (
     LIVE_COPIES,
     bring,
+    convert,
+    decide_interleaved,
+    derivative_of_sum,
+    enter_local,
     entries,
     is_foreach,
+    is_listed,
     misjudged_view,
     note_local,
     remember_copy,
     report_implicit_move,
     require_current,
-    run_interleaved,
     run_op,
     running_module,
     view_of_uneven_shards,
-    wrap_global,
     write_back,
     write_through,
 )
-from vescale.placements import contiguous_stride, is_pending, stride_like, without_partials
+from vescale.placements import contiguous_stride, shard_dim
 from vescale.runtime._activation import current_activation
-from vescale.runtime._adapters import AdapterWatch
+from vescale.runtime._adapters import AdapterWatch, StrayWatch
 from vescale.runtime._foreign_tools import refuse_export
 from vescale.runtime._gradient_hooks import refuse_derivatives
 from vescale.runtime._input_checks import check_move, check_read, note_draw, note_plain_value
 from vescale.runtime._module_calls import checkpointed, in_backward_of
-from vescale.runtime._plain_operands import run_mixed
-from vescale.runtime._stray_parameters import StrayWatch
 
-# ``x.transpose_(0, 1)``, ``x.squeeze_()`` and the like: another look at the same elements, written onto ``x`` itself.
-# Stock DTensor has no rule for most of them, and lets ``squeeze_`` change the local tensor only: the DTensor keeps its
-# shape.
+# Plain tensors among DTensors outside of a parallelized model: metrics, losses and sums that a script makes of outputs.
+#
+# As everywhere, a plain tensor is the global one, the same on every rank, and ranks compare it with their next event.
+#
+# Ops on lists (``torch._foreach_*``, fused optimizers) compute each index by itself: indices with plain tensors alone, and
+# those with DTensors, run apart.
+#
+# ===========================================  ====================================================================
+# a plain tensor                               the op
+# ===========================================  ====================================================================
+# is read                                      runs as if it were a DTensor, Replicate on each axis
+# is read, and requires a gradient             the same; its gradient is made plain: the whole value
+# is written to (``total += loss.detach()``)   writes the whole value, which all ranks gather
+# is written to by what requires a gradient    MixedTensorsError: autograd would have to continue through both
+# ===========================================  ====================================================================
+#
+# Meshes without a parallelized model, and places inside of one, are not treated here: PyTorch's refusal gets advice.
 
-_aten = torch.ops.aten
-_OUT_OF_PLACE = {
-    _aten.squeeze_.default: _aten.squeeze.default,
-    _aten.squeeze_.dim: _aten.squeeze.dim,
-    _aten.squeeze_.dims: _aten.squeeze.dims,
-    _aten.transpose_.default: _aten.transpose.int,
-    _aten.unsqueeze_.default: _aten.unsqueeze.default,
-}
-
-
-def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with no_torch_function():
-        view = _OUT_OF_PLACE[op](*args, **kwargs)
-        return correct_inplace_view(op, args, kwargs, local_of(view), spec_of(view))
-
-
-INPLACE_VIEW_HANDLERS = dict.fromkeys(_OUT_OF_PLACE, _in_place)
+_REFUSAL = "got mixed torch.Tensor and DTensor"  # PyTorch's
+_ASKED = threading.local()  # whether PyTorch is being asked what it says
 
 
-# Ops that are linear in a pending sum, and stay local: ``where`` on sums, ``index_put`` that accumulates, and
-# derivatives of activation functions. Stock DTensor reduces a Partial operand of the first and the last, and gathers
-# the sharded values of the second: the gradients of a mask's bias, of a table indexed with a sharded batch, and of what
-# conditions a sharded sequence (timesteps and classes of a diffusion model).
+def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a call with plain tensors among DTensors; NotImplemented: PyTorch answers it.
 
-# Linear in the gradient, their first operand, which has the shape of all others. Stock DTensor has rules for these ...
-_DERIVATIVES = frozenset(
-    f"aten::{name}_backward" for name in ("gelu", "logit", "native_dropout", "sigmoid", "silu", "tanh", "threshold")
+    Communication: a plain tensor that is written to needs the whole value of DTensors that are cut or pending.
+
+    Raises MixedTensorsError.
+    """
+    tensors = [*tensors_in(args), *tensors_in(kwargs)]
+    mesh = next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
+    if mesh is None:
+        return NotImplemented
+    if is_listed(op):
+        apart = _run_apart(op, args, kwargs)
+        if apart is not _TOGETHER:
+            return apart
+    written = [x for x in written_tensors(op, args, kwargs) if not isinstance(x, DTensor)]
+    if not written and all(isinstance(x, DTensor) or x.ndim == 0 for x in tensors):
+        _keep_gradients_plain(tensors, mesh)
+        return NotImplemented
+    if running_module() is not None and not written:
+        return _on_replicas(op, args, kwargs, mesh)
+    if step_checks(mesh) is None:
+        return _as_pytorch(op, args, kwargs)
+    if op in _COMPARED_EARLIER:  # asked because sizes differ
+        if op is not torch.ops.aten.broadcast_tensors.default or not _fit(tensors):
+            _refuse_parts(op, tensors)
+        return NotImplemented
+    if written:
+        return _write(op, args, kwargs)
+    _keep_gradients_plain(tensors, mesh)
+    names = iter(_names(op, args, kwargs))
+
+    def wrapped(x: torch.Tensor) -> torch.Tensor:
+        name = next(names)
+        if isinstance(x, DTensor):
+            return x
+        if x.ndim:
+            note_plain_value(str(op), name, x, mesh)
+        return make_dtensor(x.detach(), make_spec(mesh, (Replicate(),) * mesh.ndim, x.shape, x.stride(), x.dtype))
+
+    args, kwargs = map_tensors(wrapped, tuple(args)), map_tensors(wrapped, dict(kwargs))
+    try:
+        return op(*args, **kwargs)
+    except (RuntimeError, ValueError):
+        _refuse_parts(op, tensors)
+        raise
+
+
+_TOGETHER: Any = object()
+
+
+def _run_apart(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an op on lists in which indices differ in what they hold; ``_TOGETHER`` where all are alike."""
+    length = len(args[0])
+    lists = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) == length]
+    written = {id(x) for x in written_tensors(op, args, kwargs) if not isinstance(x, DTensor)}
+    kinds: dict[Any, list[int]] = {}
+    for index, row in enumerate(zip(*lists)):
+        mesh = next((x.device_mesh for x in row if isinstance(x, DTensor)), None)
+        kinds.setdefault((mesh, mesh is not None and any(id(x) in written for x in row)), []).append(index)
+    if len(kinds) < 2:
+        return _TOGETHER
+    results: list[Any] = [None] * length
+    for indices in kinds.values():
+
+        def chosen(name: str, value: Any, indices: list[int] = indices) -> Any:
+            if isinstance(value, list | tuple):
+                return [value[index] for index in indices] if len(value) == length else value
+            return value[indices] if name == "scalars" and isinstance(value, torch.Tensor) else value
+
+        names = [argument.name for argument in op._schema.arguments]
+        found = op(*map(chosen, names, args), **{name: chosen(name, value) for name, value in kwargs.items()})
+        for index, result in zip(indices, found or ()):
+            results[index] = result
+    return results if op._schema.returns else None
+
+
+# Tensors that have the hook; leaves are used in every step.
+_WITH_HOOK: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()
+
+
+def _keep_gradients_plain(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Of plain tensors among DTensors, outside of a model: what made them, and their optimizer, take plain ones."""
+    if not torch.is_grad_enabled() or running_module() is not None or step_checks(mesh) is None:
+        return
+    for x in tensors:
+        if not isinstance(x, DTensor) and x.requires_grad and x not in _WITH_HOOK:
+            x.register_hook(_whole_gradient)
+            _WITH_HOOK[x] = None
+
+
+@unserializable_hook
+def _whole_gradient(grad: torch.Tensor) -> torch.Tensor | None:
+    """Communication: the whole gradient, where it is pending or cut."""
+    if not isinstance(grad, DTensor):
+        return None
+    whole = (Replicate(),) * grad.device_mesh.ndim
+    return enter_local(convert(grad, whole, requester="gradient of a plain tensor"), whole)
+
+
+def _on_replicas(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+    """The op of C++ code that has made a tensor of global sizes, as derivatives do, which the model's function mode does not
+    see: that of ``cumprod`` has zeros, that of ``trace`` indices."""
+    replicated = (Replicate(),) * mesh.ndim
+
+    def wrapped(x: torch.Tensor) -> torch.Tensor:
+        is_whole = not isinstance(x, DTensor) and x.ndim > 0
+        return make_dtensor(x, make_spec(mesh, replicated, x.shape, x.stride(), x.dtype)) if is_whole else x
+
+    return op(*map_tensors(wrapped, tuple(args)), **map_tensors(wrapped, dict(kwargs)))
+
+
+_COMPARED_EARLIER = (
+    torch.ops.aten.cross_entropy_loss.default,
+    torch.ops.aten.nll_loss_nd.default,
+    torch.ops.aten.broadcast_tensors.default,
 )
 
 
-# ... and none for these, or (softplus) one that gets the order of the result's dims in memory wrong, so that views fail.
-_UNRULED = "elu hardshrink hardsigmoid hardswish hardtanh leaky_relu mish softplus softshrink"
+def _as_pytorch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What PyTorch answers where no model is parallelized; where it refuses, with what to do about parameters of
+    fully_shard."""
+    if getattr(_ASKED, "is_answering", False):
+        return NotImplemented
+    _ASKED.is_answering = True
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError as error:
+        if _REFUSAL not in str(error):
+            raise
+        raise MixedTensorsError(
+            f"{str(error).rstrip('!.')}. Parameters of fully_shard are DTensors outside of the forward of their module: "
+            "call the module itself; for another method that uses them, call "
+            'vescale.fsdp.register_fsdp_forward_method(module, "method") once, which gathers them there as in forward; or '
+            "read the whole value, parameter.full_tensor()"
+        ) from None
+    finally:
+        _ASKED.is_answering = False
 
 
-def derivative(op: Any, schema: Any, stock: OutputSharding) -> OutputSharding | None:
-    """The placements of the derivative of an activation function for a gradient that is a pending sum: it is one, too, if
-    the other operands are replicated. None for other calls and other placements of the operands."""
-    grad = schema.args_schema[0]
-    if op._schema.name not in _DERIVATIVES or not isinstance(grad, DTensorSpec):
-        return None
-    others = [spec for spec in schema.args_schema[1:] if isinstance(spec, DTensorSpec)]
-    for axis, own in enumerate(grad.placements):
-        linear = is_pending(own, "sum", "avg")
-        if any(spec.placements[axis] != (Replicate() if linear else own) for spec in others):
-            return None
-    result: Any = stock.output_spec
-    return OutputSharding(DTensorSpec(grad.mesh, grad.placements, tensor_meta=result.tensor_meta))
+def _fit(tensors: list[torch.Tensor]) -> bool:
+    """Whether shapes broadcast."""
+    sizes = itertools.zip_longest(*(reversed(x.shape) for x in tensors), fillvalue=1)
+    return all(len(set(size) - {1}) < 2 for size in sizes)
 
 
-def _unruled_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """The derivative of an activation function of elements, as in :func:`derivative`; other operands are redistributed to
-    the placements of the first one, the activation's input."""
-    grad, *others = (x for x in args if isinstance(x, torch.Tensor))
-    mesh = next(x for x in (grad, *others) if isinstance(x, DTensor)).device_mesh
-    own = others[0].placements if isinstance(others[0], DTensor) else (Replicate(),) * mesh.ndim
-    arriving = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
-    target = [
-        g if p.is_replicate() and is_pending(g, "sum", "avg") else r
-        for g, p, r in zip(arriving, own, without_partials(own))
-    ]
-    wanted = {id(x): [t if x is grad or not t.is_partial() else Replicate() for t in target] for x in (grad, *others)}
-    with no_torch_function():
-        local = op(
-            *(_part(x, mesh, wanted[id(x)], str(op), "operand") if id(x) in wanted else x for x in args), **kwargs
+def _refuse_parts(op: Any, tensors: list[torch.Tensor]) -> None:
+    """Of an op whose operands do not fit together: the case that a plain one is as large as this rank's part of another."""
+    for x in tensors:
+        for output in tensors:
+            if isinstance(x, DTensor) or not isinstance(output, DTensor):
+                continue
+            part, whole = local_of(output).shape, output.shape
+            cut = [d for d in range(min(x.ndim, len(whole))) if x.shape[d] == part[d] != whole[d]]
+            if not cut:
+                continue
+            placements = tuple(p if shard_dim(p) in cut else Replicate() for p in output.placements)
+            shape = tuple(whole[d] if d in cut else size for d, size in enumerate(x.shape))
+            more = f"shape={shape}, stride={contiguous_stride(shape)}"
+            raise MixedTensorsError(
+                f"{_short_name(op)} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, and a "
+                f"plain tensor of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors beside a "
+                "model's outputs are global. Make it a part, "
+                f"`DTensor.from_local(x, out.device_mesh, {placements}, {more})`, or compute with it in the model's "
+                'forward, as an input of the plan that is given="local"'
+            )
+
+
+def _short_name(op: Any) -> str:
+    return str(op).removeprefix("aten.").partition(".")[0]
+
+
+def _names(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The argument of each tensor, in order."""
+    given = [*((argument.name, value) for argument, value in zip(op._schema.arguments, args)), *kwargs.items()]
+    return [name for name, value in given for _ in tensors_in(value)]
+
+
+def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op on whole values, into plain tensors.
+
+    Raises MixedTensorsError where it would write to DTensors, too, and for what requires a gradient.
+    """
+    found = next((x for x in tensors_in((args, kwargs)) if isinstance(x, DTensor) and x.requires_grad), None)
+    if found is not None and torch.is_grad_enabled():
+        raise MixedTensorsError(
+            f"{_short_name(op)} writes a DTensor of shape {tuple(found.shape)} that requires a gradient to a plain "
+            "tensor: autograd cannot continue from one to the other. Write the value alone (x.detach(), or x.item()), or "
+            "make a new tensor (total = total + x)"
         )
-        spec = make_spec(mesh, target, grad.shape, stride_like(local, grad.shape), local.dtype)
-        return make_dtensor(local, spec)
+    also = next((x for x in written_tensors(op, args, kwargs) if isinstance(x, DTensor)), None)
+    if also is not None:
+        raise MixedTensorsError(
+            f"{op} writes to plain tensors and to a DTensor of shape {tuple(also.shape)} in one computation (an optimizer's "
+            "state beside its parameter): make all that it writes to alike, as `torch.zeros_like(parameter)` does"
+        )
 
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, DTensor):
+            return x
+        if running_module() is None:
+            check_read(x, str(op))
+        return local_of(bring(x, (Replicate(),) * x.device_mesh.ndim, str(op), "an operand"))
 
-DERIVATIVE_HANDLERS = {
-    getattr(torch.ops.aten, f"{name}_backward").default: _unruled_derivative for name in _UNRULED.split()
-}
-
-
-def where(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``where(condition, x, y)`` is linear in x and y: with a pending sum among them, each rank chooses in its summand."""
-    operands = [x for x in args if isinstance(x, DTensor)]
-    if len(args) != 3 or not any(is_pending(p, "sum") for x in operands for p in x.placements):
-        return stock_dispatch(op, args, kwargs)
-    mesh = operands[0].device_mesh
-    shape = torch.broadcast_shapes(*(x.shape for x in args))
-    out = [_where_placement(args, axis, shape) for axis in range(mesh.ndim)]
-    if any(placement is None for placement in out):
-        return stock_dispatch(op, args, kwargs)
-    with no_torch_function():
-        parts = []
-        for position, x in enumerate(args):
-            target = [_of_operand(x, placement, shape, position > 0) for placement in out if placement is not None]
-            parts.append(_part(x, mesh, target, str(op), op._schema.arguments[position].name))
-        return _made(op(*parts), mesh, [p for p in out if p is not None], shape)
-
-
-def _where_placement(args: Sequence[torch.Tensor], axis: int, shape: Sequence[int]) -> Placement | None:
-    """The placement of the result on an axis; None if those of its operands differ."""
-    found: set[Placement] = set()
-    for position, x in enumerate(args):
-        own = x.placements[axis] if isinstance(x, DTensor) else Replicate()
-        if own.is_replicate():
-            continue
-        if type(own) is Shard:
-            found.add(Shard(own.dim - x.ndim + len(shape)))
-        elif is_pending(own, "sum") and position:
-            found.add(Partial())
-        else:
-            return None
-    return found.pop() if len(found) == 1 else None if found else Replicate()
-
-
-def _of_operand(x: torch.Tensor, out: Placement, shape: Sequence[int], summed: bool) -> Placement:
-    """What an operand must be for a result that is ``out``, as broadcasting goes."""
-    if out.is_partial():
-        return out if summed else Replicate()
-    if isinstance(out, Shard):
-        dim = out.dim - len(shape) + x.ndim
-        return Shard(dim) if dim >= 0 and x.shape[dim] == shape[out.dim] else Replicate()
-    return out
-
-
-def accumulated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
-    """``x.index_put(indices, values, accumulate=True)``: the values that each rank adds are a term of a sum; values that
-    are sharded on a dim that is not indexed shard the result. None for other calls and other placements of the operands."""
-    x, indices, values = args[:3]
-    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    plain = not isinstance(values, DTensor) or any(index is None for index in indices)
-    if op is not torch.ops.aten.index_put.default or not accumulate or plain:
-        return None
-    if all(p.is_replicate() for p in values.placements):
-        return None
-    mesh, num_indexed = values.device_mesh, len(indices)
-    num_leading = max(index.ndim for index in indices)
-    if values.ndim != num_leading + x.ndim - num_indexed:
-        return None  # values that are broadcast
-    out: list[Placement] = []
-    for axis, own in enumerate(values.placements):
-        placed = x.placements[axis] if isinstance(x, DTensor) else Replicate()
-        if own.is_replicate() and placed.is_replicate():
-            out.append(Replicate())
-        elif is_pending(own, "sum") or (type(own) is Shard and own.dim < num_leading):
-            out.append(Partial())
-        elif type(own) is Shard:
-            out.append(Shard(own.dim - num_leading + num_indexed))
-        else:
-            return None
-        if placed not in (Replicate(), out[-1]):
-            return None
-
-    def of_index(index: torch.Tensor) -> list[Placement]:
-        found: list[Placement] = []
-        for own in values.placements:
-            dim = own.dim - num_leading + index.ndim if type(own) is Shard and own.dim < num_leading else -1
-            is_cut = dim >= 0 and type(own) is Shard and index.shape[dim] == values.shape[own.dim]
-            found.append(Shard(dim) if is_cut else Replicate())
-        return found
-
-    with no_torch_function():
-        local = _part(x, mesh, out, str(op), "self")
-        chosen = [_part(index, mesh, of_index(index), str(op), "indices") for index in indices]
-        return _made(op(local, chosen, local_of(values), True), mesh, out, x.shape)
-
-
-def _part(x: torch.Tensor, mesh: DeviceMesh, target: Sequence[Placement], op: str, operand: str) -> torch.Tensor:
-    """This rank's part of an operand; a plain tensor is the same on every rank."""
-    if not isinstance(x, DTensor):
-        spec = make_spec(mesh, (Replicate(),) * mesh.ndim, x.shape, x.stride(), x.dtype)
-        x = make_dtensor(x, spec)
-    return local_of(bring(x, target, op, operand))
-
-
-def _made(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    return make_dtensor(local, make_spec(mesh, placements, shape, contiguous_stride(shape), local.dtype))
+    result = op(*map_tensors(whole, tuple(args)), **map_tensors(whole, dict(kwargs)))
+    written = written_tensors(op, args, kwargs)
+    return written[0] if len(written) == 1 and isinstance(result, torch.Tensor) else result
 
 
 def install_handlers() -> None:
     """Teach DTensor's dispatcher; idempotent. Ops without a handler, and DTensors of other code, are not affected."""
-    own = {
-        _aten.as_strided.default: OpHandler(_as_strided),
-        _aten.fill_.Tensor: OpHandler(_fill, takes_plain=True),
-        _aten.fill_.Scalar: OpHandler(_fill, _is_pending),
-        _aten.index_put.default: OpHandler(_index_put, takes_plain=True),
-        _aten.index_put_.default: OpHandler(_index_put, takes_plain=True),
-        _aten.clone.default: OpHandler(_clone, _is_pending),
-        _aten.masked_fill_.Scalar: OpHandler(_masked_fill, _is_pending),
-        _aten.where.self: OpHandler(where, _is_pending),
+    handlers = {
+        op: OpHandler(entry.handler, entry.applies or (lambda op, schema: True), entry.takes_plain)
+        for op, entry in entries().items()
+        if entry.handler is not None
     }
-    for op, entry in entries().items():
-        if entry.handler is not None:
-            applies = entry.applies or (lambda op, schema: True)
-            own[op] = OpHandler(entry.handler, applies, bool(entry.takes_plain))
-    own.update((op, OpHandler(handler)) for op, handler in INPLACE_VIEW_HANDLERS.items())
-    own.update((op, OpHandler(handler, takes_plain=True)) for op, handler in DERIVATIVE_HANDLERS.items())
     install_part(
         "models",
         ModelHooks(
-            with_out_variants(own),
+            with_out_variants(handlers),
             _Listener(),
             LIVE_COPIES,
             checkpointed,
@@ -268,89 +313,6 @@ def install_handlers() -> None:
             StrayWatch(AdapterWatch()),
         ),
     )
-
-
-def _is_pending(op: Any, schema: Any) -> bool:
-    """Whether an operand is Partial on an axis."""
-    specs = (x for x in schema.args_schema if isinstance(x, DTensorSpec))
-    return any(p.is_partial() for spec in specs for p in spec.placements)
-
-
-def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.fill_(number)``, what ``x[index] = number`` comes to, too. On a Partial x, one rank holds the value."""
-    x, value = args
-    with no_torch_function():
-        if isinstance(value, DTensor):
-            value = local_of(bring(value, (Replicate(),) * value.device_mesh.ndim, str(op), "value"))
-        if not isinstance(x, DTensor):
-            return op(x, value)
-        local_of(x).fill_(value)
-        coordinate = x.device_mesh.get_coordinate() or ()
-        if any(p.is_partial() and not is_pending(p, "sum", "avg", "max", "min") for p in x.placements):
-            whole = [Replicate() if p.is_partial() else p for p in x.placements]
-            write_back(x, local_of(x), make_spec(x.device_mesh, whole, x.shape, x.stride(), x.dtype))
-            return x
-        if any(is_pending(p, "sum") and index for p, index in zip(x.placements, coordinate)):
-            local_of(x).zero_()
-    return x
-
-
-def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Strides count in the global tensor: a view of all of it (``fill_diagonal_``), which stock DTensor refuses."""
-    x, size, stride = args[:3]
-    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
-    if tuple(size) == tuple(x.shape) and tuple(stride) == x.stride() and not offset:
-        return _aten.alias.default(x)
-    whole = make_spec(x.device_mesh, (Replicate(),) * x.device_mesh.ndim, x.shape, x.stride(), x.dtype)
-    with no_torch_function():
-        local = local_of(bring(x, whole.placements, str(op), "self"))
-        if local.stride() != x.stride():
-            local = local.new_empty_strided(x.shape, x.stride()).copy_(local)
-        remember_copy(local_of(x), spec_of(x), local, whole)
-        viewed = local.as_strided(size, stride, local.storage_offset() + (offset or 0))
-        return make_dtensor(viewed, make_spec(whole.mesh, whole.placements, viewed.shape, viewed.stride(), x.dtype))
-
-
-def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Values may be plain, the same on every rank: the backward of ``x[positions] = values`` puts plain zeros there. So may
-    be positions, outside of a model: those of ``out[labels != -100]``."""
-    found = accumulated(op, args, kwargs)
-    if found is not None:
-        return found
-    x, indices, values, *more = args
-    if not isinstance(x, DTensor) or running_module() is None:
-        result = run_mixed(op, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    # DTensor's rule takes a mask for one of rows.
-    if isinstance(x, DTensor) and any(type(p) is Shard and p.dim for p in x.placements):
-        indices = [part for index in indices for part in _positions(index)]
-    if isinstance(x, DTensor) and not isinstance(values, DTensor):
-        values = wrap_global(values, x.device_mesh, (Replicate(),) * x.device_mesh.ndim, str(op))
-    return stock_dispatch(op, (x, indices, values, *more), kwargs)
-
-
-def _positions(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    return index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else (index,)
-
-
-def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputSharding:
-    """A copy of each rank's part; stock DTensor reduces a Partial tensor to copy it."""
-    spec = spec_of(args[0])
-    meta: Any = output_meta(op, (spec,), kwargs, None)
-    return OutputSharding(make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, meta.dtype))
-
-
-def _masked_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Zeros may be filled into a pending sum: on every rank. (Label smoothing does, over sharded classes.)"""
-    x, mask, value = args
-    pending = [is_pending(p, "sum", "avg") for p in x.placements] if isinstance(x, DTensor) else []
-    if not any(pending) or value != 0 or not isinstance(mask, DTensor) or mask.shape != x.shape:
-        return stock_dispatch(op, args, kwargs)
-    wanted = [Replicate() if reduced_later else p for reduced_later, p in zip(pending, x.placements)]
-    with no_torch_function():
-        local_of(x).masked_fill_(local_of(bring(mask, wanted, str(op), "mask")), value)
-    return x
 
 
 class _Listener(DispatchListener):
@@ -425,17 +387,17 @@ class _Listener(DispatchListener):
         _refuse_collective(op, args)
         return run_mixed(op, args, kwargs)
 
-    def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
-        return run_interleaved(args, kwargs, schema)
+    def interleaved(self, schema: Any) -> Any:
+        return decide_interleaved(schema)
 
-    def view_of_uneven_shards(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any) -> Any:
-        return view_of_uneven_shards(args, kwargs, schema)
+    def view_of_uneven_shards(self, schema: Any) -> Any:
+        return view_of_uneven_shards(schema)
 
-    def misjudged_view(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any, sharding: Any) -> Any:
-        return misjudged_view(args, kwargs, schema, sharding)
+    def misjudged_view(self, schema: Any, sharding: Any) -> Any:
+        return misjudged_view(schema, sharding)
 
-    def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
-        return derivative(op, schema, sharding)
+    def moves_nothing(self, schema: Any, sharding: Any) -> Any:
+        return derivative_of_sum(schema, sharding)
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """In backward too: the zeros that stand for outputs of ``split`` without a gradient are plain."""

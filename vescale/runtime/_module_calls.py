@@ -21,6 +21,7 @@ from vescale.compat import (
     filter_functions,
     has_function_modes,
     in_backward,
+    in_transform,
     local_of,
     map_tensors,
     no_torch_function,
@@ -32,14 +33,46 @@ from vescale.compat import (
 from vescale.compat.random_ops import count_forward
 from vescale.ops import When, entries, is_sparse, multiply_sparse, read_arguments, require_current, wrap_global
 from vescale.runtime._activation import THREAD, Activation, Frame, activations, current_activation, locate_node
-from vescale.runtime._factories import FACTORIES, METHOD_FACTORIES, place_made
 from vescale.runtime._input_checks import note_made
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._write_back import write_back
 
+# Tensors made inside a model's forward: every rank makes the global tensor and keeps its local part.
+
+# Functions that make a tensor from numbers. Random ones draw the same on every rank: generators are in the same state.
+_NAMES = """
+    arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye full hamming_window
+    hann_window kaiser_window linspace logspace normal ones rand randint randn randperm range scalar_tensor tensor
+    tril_indices triu_indices zeros
+"""
+FACTORIES = frozenset(getattr(torch, name) for name in _NAMES.split())
+
+# The same as methods of a plain tensor; on a DTensor they are DTensor's own.
+METHOD_FACTORIES = frozenset(
+    getattr(torch.Tensor, name) for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+)
+
+
+_OF_DATA = frozenset((torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.Tensor.new_tensor))
+"""Of these, the values come from the program."""
+
+
+def place_made(activation: Activation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a factory and give its result the placements of the running module's ``factory`` entry, Replicate without one."""
+    made = func(*args, **kwargs)
+    if not isinstance(made, torch.Tensor) or isinstance(made, DTensor) or "out" in kwargs or in_transform():
+        return made  # what a function makes under vmap (masks) is plain there, and global where it meets a DTensor
+    if func in _OF_DATA and activation.runtime.compares_made:
+        note_made(activation.runtime, f"a tensor of torch.{func.__name__}", activation.frames[-1].path, made)
+    placements = activation.factory_placements()
+    if any(getattr(placement, "dim", -1) >= made.ndim for placement in placements):
+        placements = activation.replicated  # a scalar or an index vector inside a region of sharded factories
+    return wrap_global(made, activation.mesh, placements, "factory")
+
+
 # The torch function mode of a parallelized model's forward. It changes torch functions in four ways, and passes every
 # other call through: * tensors made from numbers (``arange``, ``zeros``, masks) become DTensors:
-# :mod:`vescale.runtime._factories`; * a plain tensor among DTensors is taken as a global tensor, the same on every
+# :mod:`vescale.runtime._module_calls`; * a plain tensor among DTensors is taken as a global tensor, the same on every
 # rank; * functions in the registry of :mod:`vescale.ops` (attention, embedding, item assignment) run what is registered
 # there; * functions of ``torch.nn.functional`` that call others (``multi_head_attention_forward``) are opened, so that
 # the mode sees what happens inside.

@@ -18,6 +18,7 @@ from vescale.errors import EntryError, NotParallelizedError
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert, refuse_transforms, with_cut_gradient
 from vescale.runtime._activation import THREAD, module_of_node
+from vescale.runtime._adapters import check_strays
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._foreign_tools import refuse_tracing
 from vescale.runtime._generation import add_generate, is_generating, whole_output
@@ -26,7 +27,6 @@ from vescale.runtime._module_calls import module_hooks
 from vescale.runtime._placing import Placing
 from vescale.runtime._precision import Casts
 from vescale.runtime._runtime import Runtime
-from vescale.runtime._stray_parameters import check_strays
 from vescale.runtime._write_back import Placed
 
 

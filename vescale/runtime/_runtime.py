@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import functools
 import threading
 import weakref
 from collections import deque
@@ -17,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.checks import RandomStates, StepChecks, start_checks
-from vescale.compat import current_autograd_node, living_items, node_sequence, sequence_number
+from vescale.compat import current_autograd_node, living_items, node_sequence, note, sequence_number
 from vescale.errors import NotPicklableError
 from vescale.ir import Attention, Factory, Local, Program
 from vescale.plans import AttentionMethod, MeshAxes
@@ -352,3 +353,28 @@ _TIMELINES: dict[bool, Any] = {}
 # alive, because it references the modules.
 _RUNTIME = "_vescale_runtime"
 _MODELS: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+
+
+class BoundMethod:
+    """An attribute of a module that takes the place of a method of its class. It is copied with the module, and then belongs
+    to the copy and the copy's runtime.
+
+    Args:
+        function: of the runtime, the module, and the arguments of the call.
+    """
+
+    def __init__(self, function: Callable[..., Any], runtime: Runtime, module: nn.Module, name: str) -> None:
+        self.function, self.runtime, self.module = function, runtime, module
+        self.__wrapped__ = functools.partial(getattr(type(module), name), module)  # for inspect.signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.runtime, self.module, *args, **kwargs)
+
+    @staticmethod
+    def give(runtime: Runtime, module: nn.Module, name: str, function: Callable[..., Any]) -> bool:
+        """Let ``module.name(...)`` call ``function``, if its class has a method of this name."""
+        if not callable(getattr(type(module), name, None)):
+            return False
+        note("runtime._runtime:instance", f"{type(module).__qualname__}.{name}")
+        vars(module)[name] = BoundMethod(function, runtime, module, name)
+        return True

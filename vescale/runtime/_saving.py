@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from vescale.agreement import Round
 from vescale.compat import note
 from vescale.errors import ConsensusError, RankFailedError, SavePretrainedError
-from vescale.runtime._bound_method import BoundMethod
-from vescale.runtime._runtime import Runtime
+from vescale.runtime._runtime import BoundMethod, Runtime
 
 # How long ranks wait for the one that writes.
 _WRITING = timedelta(days=1)
