@@ -3,7 +3,7 @@
 from vescale.ir._example_inputs import dtype_of_input, example_inputs, hf_inputs, random_inputs
 from vescale.ir._expert_sharding import stand_in_for_experts
 from vescale.ir._findings import Finding, LoweringError, merge_repeats, name_list
-from vescale.ir._forward_state import ForwardState, KnownState
+from vescale.ir._forward_state import ForwardState, KnownState, state_unchanged
 from vescale.ir._lower import check, lower
 from vescale.ir._model_copy import copy_model
 from vescale.ir._new_plan import Coverage, NewPlan, coverage, new_plan
