@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import time
 from typing import Any
 
@@ -21,6 +22,8 @@ from vescale import parallelize
 from vescale.checks import InputMismatchError, StepMismatchError
 from vescale.pipeline import StagedProgram, check_stages
 from vescale.pipeline._batches import microbatches_of, traced_pair
+from vescale.pipeline._gates import current_run
+from vescale.pipeline._stage_run import StageRun
 from vescale.plans import Plan, PlanError
 
 NAMES = ("ids", "labels")
@@ -292,6 +295,57 @@ def token_out_of_range() -> None:
     with contextlib.suppress(IndexError):
         model.step(**batch)
     model.step(**token_batch(2, names=NAMES))
+
+
+class Failing(nn.Module):
+    """A block that raises in the second step: in its forward, or when it runs again in backward."""
+
+    def __init__(self, block: nn.Module, error: type[BaseException], again: bool) -> None:
+        super().__init__()
+        self.block, self.error, self.again = block, error, again
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        is_again = torch._C._current_graph_task_id() != -1
+        is_traced = current_run() is not None and not isinstance(current_run(), StageRun)
+        if SECOND.get() and not is_traced and is_again == self.again:
+            raise self.error("no longer")
+        return self.block(x, mask)
+
+
+SECOND = contextvars.ContextVar("SECOND", default=False)
+
+
+def failing_step(policy: str, error: type[BaseException], again: bool) -> None:
+    """Caught on its rank, which goes on; the other one waits for a message of this one."""
+    model: Any = Net(tied=False)
+    model.blocks[3] = Failing(model.blocks[3], error, again)
+    plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, mesh="pp", loss="out.loss")
+    model = parallelize(model, plan.checkpoint(r"blocks\.\d+", policy))
+    model.step(**token_batch(0, names=NAMES))
+    SECOND.set(True)
+    with contextlib.suppress(error):
+        model.step(**token_batch(1, names=NAMES))
+    model.step(**token_batch(2, names=NAMES))
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "again"),
+    [
+        ("full", RuntimeError, True),
+        ("selective", torch.OutOfMemoryError, True),
+        ("full", KeyboardInterrupt, False),
+    ],
+)
+def test_errors_of_checkpointed_blocks_end_the_others_soon(
+    policy: str, error: type[BaseException], again: bool
+) -> None:
+    pools, started = RankPools(), time.monotonic()
+    try:
+        with pytest.raises(RankError, match=f"rank 1 has failed: {error.__name__}: no longer"):
+            pools.run(failing_step, policy, error, again, world_size=2)
+    finally:
+        pools.close()
+    assert time.monotonic() - started < 45  # gloo's limit is 60 s
 
 
 def test_an_error_of_one_stage_ends_the_others_soon() -> None:

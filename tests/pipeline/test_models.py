@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -266,12 +265,7 @@ SUMS = [
     "read",
     "in_place",
 ]
-REFUSED = {
-    "in_place root": "aten.sqrt.default is taken of a sum or mean",
-    "root": "aten.sqrt.default is taken of a sum or mean",
-    "contrast": r"cross_entropy of tensors of shapes \(8, 8\) and \(2, 2\)",
-    "mixed": "adds a mean over rows, or what does not depend on them, to a sum",
-}
+OF_ALL_ROWS = ["in_place root", "root", "contrast", "mixed"]
 
 
 def losses_case() -> tuple[dict[str, float], dict[str, str]]:
@@ -279,7 +273,7 @@ def losses_case() -> tuple[dict[str, float], dict[str, str]]:
         return Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.1"], microbatches=4, loss="out")
 
     worst, messages = {}, {}
-    for kind in (*SUMS, *REFUSED):
+    for kind in (*SUMS, *OF_ALL_ROWS):
         torch.manual_seed(0)
         reference = Losses(kind).double()
         try:  # without a batch, which is guessed
@@ -306,9 +300,5 @@ def losses_case() -> tuple[dict[str, float], dict[str, str]]:
 
 def test_losses_add_up_to_that_of_the_batch(ranks: RankPools) -> None:
     for worst, messages in ranks.run(losses_case, world_size=2):
-        assert set(worst) == set(SUMS), messages
+        assert set(worst) == {*SUMS, *OF_ALL_ROWS}, messages
         assert all(difference <= 1e-12 for difference in worst.values()), worst
-        assert set(messages) == set(REFUSED)
-        for kind, message in REFUSED.items():
-            assert re.search(message, messages[kind]), messages[kind]
-            assert "give a callable loss=f(out, batch)" in messages[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from typing import Any
 
 import pytest
@@ -185,11 +186,10 @@ def variant_case(cut: str | None, policy: str | None) -> dict[str, float]:
             made.checkpoint(r"blocks.\d+", POLICIES[policy])
         return made.pipeline(**(CUTS[cut] if cut else {"split_before": ["blocks.2"]}), microbatches=4)
 
-    class Runs:  # what objects have is put back by a recomputation
-        number = 0
+    runs = contextvars.ContextVar("runs", default=0)  # what objects have is put back by a recomputation
 
     def counted(*_: Any) -> None:
-        Runs.number += 1
+        runs.set(runs.get() + 1)
 
     def make() -> Net:
         model = make_net()
@@ -198,7 +198,7 @@ def variant_case(cut: str | None, policy: str | None) -> dict[str, float]:
         return model
 
     found = same_steps(make, plan, [token_batch(step, names=NAMES) for step in range(2)])
-    return {**found, "runs": Runs.number}
+    return {**found, "runs": runs.get()}
 
 
 @pytest.mark.parametrize("cut", CUTS)

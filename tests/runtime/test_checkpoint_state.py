@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import collections
 import itertools
+import os
 import random
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.examples import NIGHTLY
 from tests.ranks import RankPools
+from tests.runtime import counting
 from tests.runtime.zero import mesh_of
 from vescale import Plan, parallelize
 from vescale.errors import RecomputationError
@@ -124,6 +126,77 @@ class _Slots:
         self.number, self.lock = 0, threading.Lock()
 
 
+CALLS, SHARED, FLAGS = 0, [0], {"calls": 0}
+
+
+class Log:
+    """A class that is used as a place for numbers."""
+
+    calls = 0
+    all_calls: ClassVar[list[int]] = []
+
+    @classmethod
+    def add(cls) -> int:
+        cls.calls += 1
+        return cls.calls
+
+
+def counted() -> int:
+    global CALLS
+    CALLS += 1
+    return CALLS
+
+
+def through_another() -> int:
+    SHARED[0] += 1
+    Log.all_calls.append(1)
+
+    def inner() -> int:
+        FLAGS["calls"] += 1
+        return FLAGS["calls"]
+
+    return inner() + SHARED[0] + len(Log.all_calls)
+
+
+class Shared(nn.Module):
+    """State that belongs to classes and to modules of the program, which helpers read and write."""
+
+    number = 0
+    numbers: ClassVar[dict[str, int]] = {"calls": 0}
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.kind = draw.randrange(6)
+
+    @property
+    def count(self) -> int:
+        type(self).number += 1
+        return type(self).number
+
+    def _helper(self) -> int:
+        Shared.numbers["calls"] += 1
+        return Shared.numbers["calls"]
+
+    @staticmethod
+    def _other() -> int:
+        return counted()
+
+    def forward(self, h: Tensor) -> Tensor:
+        ways = (lambda: self.count, self._helper, self._other, through_another, Log.add, counting.count)
+        return torch.tanh(h * (1 + 0.1 * ways[self.kind]()))
+
+    @classmethod
+    def reset(cls) -> None:
+        global CALLS
+        CALLS = cls.number = cls.numbers["calls"] = Log.calls = FLAGS["calls"] = SHARED[0] = counting.NUMBER = 0
+        Log.all_calls.clear()
+
+    @classmethod
+    def counts(cls) -> Tensor:
+        found = [CALLS, cls.number, cls.numbers["calls"], Log.calls, FLAGS["calls"], SHARED[0], counting.NUMBER]
+        return torch.tensor([*found, len(Log.all_calls)])
+
+
 class Draws(nn.Module):
     """Of generators: of its own, of the program, of Python and numpy, the default one."""
 
@@ -213,7 +286,7 @@ def test_kept_results_that_are_written_to_later(ranks: RankPools) -> None:
     assert ranks.run(later, world_size=2) == [[], []]
 
 
-KINDS = [Ema, Frozen, Codebook, Norms, Counters, Draws, Given, WrittenLater, WrittenLater]
+KINDS = [Ema, Frozen, Codebook, Norms, Counters, Shared, Draws, Given, WrittenLater, WrittenLater]
 
 
 class Block(nn.Module):
@@ -254,6 +327,7 @@ def steps(seed: int, policy: Any) -> list[Tensor]:
     draw = random.Random(seed)
     torch.manual_seed(seed), random.seed(seed), np.random.seed(seed), DRAWS.manual_seed(seed)
     NUMBER = NOTES["number"] = 0
+    Shared.reset()
     plan, net = Plan(mesh_of({"dp": 1, "tp": 2})), Net(draw).double()
     if any(isinstance(part, WrittenLater) for part in net.modules()):
         plan.shard(r".*\.up\.weight", Shard(0), mesh="tp").shard(r".*\.down\.weight", Shard(1), mesh="tp")
@@ -276,7 +350,7 @@ def steps(seed: int, policy: Any) -> list[Tensor]:
         counts = [len(part.list) + len(part.seen) for part in model.modules() if isinstance(part, Counters)]
         tensors = [loss.detach(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
         found += [x.to_local().clone() if isinstance(x, DTensor) else x.clone() for x in tensors]
-        found += [of_host, torch.tensor(counts), torch.get_rng_state(), DRAWS.get_state()]
+        found += [of_host, Shared.counts(), torch.tensor(counts), torch.get_rng_state(), DRAWS.get_state()]
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
@@ -307,6 +381,28 @@ def drawn(first: int, last: int) -> list[str]:
     return wrong
 
 
+def of_classes() -> list[tuple[int, str]]:
+    """Each way to state of classes and of modules of the program, under each policy."""
+    wrong, x = [], torch.randn(3, 4, WIDTH, dtype=torch.float64)
+    for kind, policy in itertools.product(range(6), ("full", "selective")):
+        found = []
+        for entry in (False, True):
+            Shared.reset()
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Shared(random.Random(0)), nn.Linear(WIDTH, WIDTH)).double()
+            net[1].kind, plan = kind, Plan(mesh_of({"dp": 2}))
+            model = parallelize(net, plan.checkpoint("1", policy) if entry else plan)
+            sum(model(x).square().mean() for _ in range(2)).backward()
+            found.append([Shared.counts(), *(p.grad.to_local() for p in model.parameters())])
+        if not all(map(torch.equal, *found)):
+            wrong.append((kind, policy))
+    return wrong
+
+
+def test_state_of_classes_and_of_helpers(ranks: RankPools) -> None:
+    assert ranks.run(of_classes, world_size=2) == [[], []]
+
+
 @pytest.mark.parametrize("first", range(0, 300, 10) if NIGHTLY else [0])
 @pytest.mark.filterwarnings("ignore")
 def test_random_modules(ranks: RankPools, first: int) -> None:
@@ -330,17 +426,16 @@ class WritesAtLast(nn.Module):
 
 
 class Switched(nn.Module):
-    by: float | str = 0.0  # of the class: not known of
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.by == "input":
+        by = os.environ.get("SWITCHED_BY")  # not known of
+        if by == "input":
             x.mul_(2)
         h = self.linear(x)
-        return h[:, :2].tanh() if self.by == 1.0 else h.tanh()
+        return h[:, :2].tanh() if by == "columns" else h.tanh()
 
 
 def named() -> None:
@@ -349,15 +444,15 @@ def named() -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Switched(), nn.Linear(WIDTH, 2))
         model = parallelize(model, Plan(mesh_of({"dp": 2})).checkpoint("1", policy))
         loss = model(torch.ones(2, WIDTH)).sum()
-        Switched.by = 1.0
+        os.environ["SWITCHED_BY"] = "columns"
         with pytest.raises(
             RecomputationError, match="the checkpointed module '1' computes otherwise when it runs again"
         ):
             loss.backward()
-        Switched.by = "input"
+        os.environ["SWITCHED_BY"] = "input"
         with pytest.raises(RecomputationError, match="an input of the checkpointed module '1' was written to in place"):
             model(torch.ones(2, WIDTH)).sum().backward()
-        Switched.by = 0.0
+        del os.environ["SWITCHED_BY"]
         hooked = model[1].register_forward_hook(lambda module, args, output: (args[0].mul_(2), output)[1])
         with pytest.raises(RecomputationError, match="an input of the checkpointed module '1' was written to in place"):
             model(torch.ones(2, WIDTH)).sum().backward()

@@ -8,6 +8,8 @@ the module and those in it                     attributes and ``training``; buff
 objects and containers that attributes, other  their attributes and items
 arguments than tensors, forward hooks, and
 globals of ``forward`` hold
+classes, and functions and methods that are    attributes of classes, globals, and closures, as far as the code of these
+called from there                              functions names them; not those of installed packages
 generators among these, and those of           their states, if the forward draws
 ``random`` and ``numpy.random``
 =============================================  =====================================================================
@@ -21,12 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dis
 import enum
 import functools
 import itertools
 import operator
+import os
 import random
+import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -108,10 +111,10 @@ def _items_of(names: Sequence[str], held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a function names."""
-    names = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"))
-    return tuple(dict.fromkeys(names))
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """The globals and attributes that a function names, and functions in it."""
+    inner = (names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 def _put_dict(item: dict[Any, Any], content: Mapping[Any, Any]) -> None:
@@ -208,6 +211,20 @@ def named_items(names: Sequence[str]) -> Kind:
     return Kind(functools.partial(_items_of, tuple(names)), dict.update)
 
 
+def _named_in_class(names: Sequence[str], cls: type) -> dict[str, Any]:
+    return _items_of(names, vars(cls))
+
+
+def _put_in_class(cls: type, content: dict[str, Any]) -> None:
+    for name, value in content.items():
+        if vars(cls).get(name) is not value:
+            type.__setattr__(cls, name, value)
+
+
+def _named_of_class(names: Sequence[str]) -> Kind:
+    return Kind(functools.partial(_named_in_class, tuple(names)), _put_in_class)
+
+
 def has_attributes(item: Any) -> bool:
     return hasattr(item, "__dict__") or bool(_slots(item))
 
@@ -241,6 +258,22 @@ _LIBRARIES = frozenset(
     + ("lightning", "pytorch_lightning", "accelerate", "datasets", "wandb", "mlflow", "tensorboard", "tqdm", "ray")
 )
 _STATELESS = (types.FunctionType, type, types.ModuleType, types.BuiltinFunctionType)  # as a rule
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+
+
+@functools.cache
+def _is_of_library(module: str | None) -> bool:
+    """Whether the objects of a module's classes, and what its functions use, are no state of the model."""
+    return module is None or module.partition(".")[0] in _LIBRARIES
+
+
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return _is_of_library(module) or (file is not None and ("site-packages" in file or file.startswith(_STANDARD)))
+
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _DICT = Kind(dict, dict.update)
 _ITERATORS: frozenset[type] = frozenset(
@@ -307,6 +340,7 @@ class _Places:
         self.found: list[_Place] = []
         self._seen = {id(part) for _, part in parts}
         self._left: list[tuple[Any, str]] = []
+        self._entered: set[tuple[int, Any]] = set()  # functions with their owners, and holders with names
         self._parts, self._num_hooks = parts, _num_hooks(parts)
 
     @classmethod
@@ -319,7 +353,7 @@ class _Places:
             if part._buffers:
                 places._hold(part._buffers, name, _DICT)
             places._left += [(hook, f"a hook of {name}") for each in _HOOKS for hook in part.__dict__[each].values()]
-            places._left.append((type(part).forward, name))
+            places._enter_function(type(part).forward, name, type(part))
             places._walk()
         return places
 
@@ -374,29 +408,66 @@ class _Places:
             elif isinstance(item, types.FunctionType):
                 self._enter_function(item, name)
             elif isinstance(item, types.MethodType):
-                self._left += [(item.__self__, name), (item.__func__, name)]
+                self._left.append((item.__self__, name))
+                self._enter_function(item.__func__, name, type(item.__self__))
             elif isinstance(item, functools.partial):
                 self._left += [(item.func, name), (item.args, name), (item.keywords, name)]
             else:
                 of_container = kind_of(item)
                 if of_container is not None:
                     self._hold(item, name, of_container)
-                if kind.__module__.partition(".")[0] not in _LIBRARIES and has_attributes(item):
-                    self._hold(item, name, ATTRIBUTES)
+                if not _is_of_library(kind.__module__):
+                    if has_attributes(item):
+                        self._hold(item, name, ATTRIBUTES)
+                    for base in kind.__mro__ if not _is_installed(kind.__module__) else ():
+                        for value in vars(base).values() if not _is_installed(base.__module__) else ():
+                            self._enter_method(value, name, kind)
 
-    def _enter_function(self, function: types.FunctionType, name: str) -> None:
-        if function.__module__ is None or function.__module__.partition(".")[0] in _LIBRARIES:
+    def _enter_function(self, function: Any, name: str, owner: type | None = None) -> None:
+        """``owner``: the class of which it is a method."""
+        if not isinstance(function, types.FunctionType) or _is_of_library(function.__module__):
             return
+        if (id(function), owner) in self._entered:
+            return
+        self._entered.add((id(function), owner))
+        values = []
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty one
+                values.append(cell.cell_contents)
                 if not isinstance(cell.cell_contents, _STATELESS):
                     self._hold(cell, name, CELL)
-        scope = function.__globals__
-        names = [
-            key for key in globals_of(function.__code__) if key in scope and not isinstance(scope[key], _STATELESS)
-        ]
-        if names:
-            self._hold(scope, "", named_items(tuple(names)))
+        names, scope = names_in(function.__code__), function.__globals__
+        values += self._hold_named(names, scope, named_items)
+        if _is_installed(function.__module__):
+            return
+        for value in list(values):
+            if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
+                values += self._hold_named(names, vars(value), named_items)
+        for value in values:
+            self._enter_function(value, name)
+        classes = [value for value in values if isinstance(value, type)]
+        for cls in (*classes, *((owner,) if owner is not None else ())):
+            for base in cls.__mro__:
+                if _is_installed(base.__module__):
+                    continue
+                for value in self._hold_named(names, base, _named_of_class):
+                    self._enter_method(value, name, cls)
+                if cls is not owner:
+                    self._enter_method(vars(base).get("__init__"), name, cls)
+                    self._enter_method(vars(base).get("__call__"), name, cls)
+
+    def _enter_method(self, value: Any, name: str, owner: type) -> None:
+        self._enter_function(getattr(value, "__func__", getattr(value, "fget", value)), name, owner)
+
+    def _hold_named(self, names: frozenset[str], holder: Any, kind: Callable[[Sequence[str]], Kind]) -> list[Any]:
+        """Of a dictionary or a class. Returns what they name that has no state itself."""
+        held = vars(holder) if isinstance(holder, type) else holder
+        found = {key: held[key] for key in names if key in held}
+        state = tuple(sorted(key for key, value in found.items() if not isinstance(value, (*_STATELESS, *_METHODS))))
+        if state and (id(holder), state) not in self._entered:
+            self._entered.add((id(holder), state))
+            self._hold(holder, f"{holder.__name__}." if isinstance(holder, type) else "", kind(state))
+        return [value for key, value in found.items() if key not in state]
 
 
 @contextlib.contextmanager

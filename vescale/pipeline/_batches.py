@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from vescale.pipeline._cut import Cut
 from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss_path import output_at, try_loss
 from vescale.pipeline._loss_sums import LossShare, share_of_microbatches
-from vescale.pipeline._row_flow import EDITS, RowFlow, Substitute
+from vescale.pipeline._row_flow import EDITS, RowFlow, Rows, Substitute
+from vescale.pipeline._row_states import RowState
 from vescale.pipeline._trace import trace
-from vescale.pipeline._traced import NOTHING, Boundary, Origin, Trace
+from vescale.pipeline._traced import MEAN, NOTHING, Boundary, Origin, Trace
 from vescale.plans import PipelineEntry, PlanError
 
 _SHOWN = 3  # texts of a warning
@@ -31,17 +33,24 @@ MOST_BRANCHES = 16  # so many signatures that differ in what forwards read are k
 class Signature:
     """What is known of batches of one signature: traces, headers, the rows of random numbers, and how losses add up."""
 
-    def __init__(self, whole: Trace, part: Trace, headers: HeaderExchange, entry: PipelineEntry) -> None:
-        self.headers = headers
+    def __init__(self, whole: Trace, part: Trace, headers: Callable[[], HeaderExchange], entry: PipelineEntry) -> None:
+        self.headers = headers()
         self.dims = _batch_dims(whole, part, entry)
-        self.share = _share(whole, part, entry)
-        self.substitutes = _substitutes(whole, part, entry)
+        self.loss = _loss(whole, part, entry)
+        self.of_all: Signature | None = None  # of the loss of all rows
+        if entry.microbatches > 1 and self.loss.rows is not None:
+            self.of_all = Signature(whole, whole, headers, replace(entry, microbatches=1))
+        self.trial: Any = None  # a RowTrial, until the first step has been compared with it
         self.whole, self.part = whole.without_values(), part.without_values()
-        self._ignores_values = False
-        if entry.microbatches > 1 and whole.of_rows:
-            _warn_of_rows(whole.of_rows, entry)
+        self._ignores_values, self._count = False, entry.microbatches
         self._origins: dict[int, tuple[Mapping[Origin, int], Mapping[Origin, int]]] = {}
         self.drawn: set[int] = set()  # the stages whose random numbers have been compared with those of the trace
+
+    def compute_loss_of_all(self, why: str, entry: PipelineEntry) -> None:
+        """The loss is not what those of micro-batches add up to. Raises PlanError where its rows are not known."""
+        if self.loss.rows is None:
+            raise rows_error(why, entry)
+        self.loss = replace(self.loss, whole=why)
 
     def origins(self, stage: int) -> tuple[Mapping[Origin, int], Mapping[Origin, int]]:
         """The numbers of what a stage receives, and of what it sends, beside the arguments of modules. (Of arguments, too,
@@ -76,7 +85,7 @@ class Signature:
         """What the forward of each micro-batch gets where it reads from the batch: what that of the whole batch reads.
         Empty where all read the same, and where a micro-batch reads less often, so that each reads for itself."""
         whole, part = self.whole.reads, self.part.reads
-        if len(parts) == 1 or not whole.values:
+        if self._count == 1 or not whole.values:
             return {}
         if whole.counts != part.counts or whole.values.keys() != part.values.keys():
             return {}
@@ -89,7 +98,7 @@ def _by_origin(boundary: Boundary, first: int) -> dict[Origin, int]:
     return {origin: n for n, origins in enumerate(boundary.origins) if n >= first for origin in origins}
 
 
-def _warn_of_rows(found: Sequence[str], entry: PipelineEntry) -> None:
+def warn_of_rows(found: Sequence[str], entry: PipelineEntry) -> None:
     """On the first rank, once for each text."""
     if dist.is_initialized() and dist.get_rank() == 0:
         more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -103,21 +112,50 @@ def _warn_of_rows(found: Sequence[str], entry: PipelineEntry) -> None:
 
 
 def traced_pair(
-    skeleton: nn.Module, cut: Cut, entry: PipelineEntry, batch: Mapping[str, Any], first: Mapping[str, Any]
+    skeleton: nn.Module,
+    cut: Cut,
+    entry: PipelineEntry,
+    batch: Mapping[str, Any],
+    first: Mapping[str, Any],
+    whole: Trace | None = None,
 ) -> tuple[Trace, Trace]:
-    """Of a batch and its first micro-batch, in whose forward reads give what they give in that of the batch."""
+    """Of a batch and its first rows, in whose forward reads give what they give in that of the batch.
 
-    def traced(given: Mapping[str, Any], answers: Mapping[Place, Any] | None = None) -> Trace:
+    Args:
+        whole: the first of them, if it is known.
+    """
+
+    def traced(
+        given: Mapping[str, Any], answers: Mapping[Place, Any] | None = None, num_calls: int | None = None
+    ) -> Trace:
         loss = functools.partial(try_loss, entry, batch=given) if callable(entry.loss) else None
         inputs, grad = inputs_of(skeleton, given, entry), torch.is_grad_enabled()
         beside = {name: value for name, value in given.items() if name not in inputs}
-        return trace(skeleton, cut, inputs, entry.source, grad=grad, answers=answers, loss=loss, beside=beside)
+        return trace(
+            skeleton,
+            cut,
+            inputs,
+            entry.source,
+            grad=grad,
+            answers=answers,
+            loss=loss,
+            beside=beside,
+            num_calls=num_calls,
+        )
 
-    whole = traced(batch)
-    try:
-        part = traced(first, whole.reads.values)
-        if part.reads.counts != whole.reads.counts and whole.reads.values:
+    known = traced(batch) if whole is None else whole
+
+    def traced_part(num_calls: int | None = None) -> Trace:
+        part = traced(first, known.reads.values, num_calls)
+        if part.reads.counts != known.reads.counts and known.reads.values and num_calls is None:
             part = traced(first)
+        return part
+
+    try:
+        try:
+            part = traced_part()
+        except Exception:  # the loss may be that of all rows alone
+            part = traced_part(len(known.calls))
     except PlanError:
         raise
     except Exception as error:  # of the model's own code, which has run for the whole batch
@@ -127,7 +165,7 @@ def traced_pair(
             "microbatches= that leaves rows together which belong together, or microbatches=1 with GPipe",
             entry.source,
         ) from error
-    return whole, part
+    return known, part
 
 
 def inputs_of(model: nn.Module, batch: Mapping[str, Any], entry: PipelineEntry) -> dict[str, Any]:
@@ -179,6 +217,8 @@ def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry, count: int =
 def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[int, ...], int | None]:
     """For each shape that is drawn in a micro-batch, its dim that is cut. Raises PlanError where that is ambiguous."""
     m = entry.microbatches
+    if part.is_cut_short:
+        whole = replace(whole, draws=whole.draws[: len(part.draws)])
     if [d.op for d in whole.draws] != [d.op for d in part.draws]:
         raise PipelineBatchError(
             f"pipeline: the forward draws {len(whole.draws)} times for the whole batch, and {len(part.draws)} times for a "
@@ -206,48 +246,94 @@ def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[i
     return found
 
 
-def _share(whole: Trace, part: Trace, entry: PipelineEntry) -> LossShare:
-    """Raises PlanError for a loss that is no sum over rows."""
-    if callable(entry.loss):
-        return LossShare(1.0, {})
+@dataclass(frozen=True)
+class _Loss:
+    """How micro-batches compute the loss of a batch.
 
-    def refuse(problem: str) -> PipelineLossError:
-        return PipelineLossError(
-            f"pipeline: loss={entry.loss!r} {problem}, so that the losses of {entry.microbatches} micro-batches do not add "
-            "up to that of the batch in a way that is known; give a callable loss=f(out, batch) -> (sum, count), or "
-            "microbatches=1 (with GPipe)",
-            entry.source,
+    Attributes:
+        share: of each in it.
+        substitutes: what they take from the whole batch.
+        whole: why it is computed once of all rows, on the last stage; empty if it is not.
+        rows: of what the last stage computes it of, as of :meth:`RowFlow.rows_for_loss`.
+    """
+
+    share: LossShare
+    substitutes: Sequence[Substitute] = ()
+    whole: str = ""
+    rows: Mapping[int, Sequence[Rows | None]] | None = None
+    needs_modules: bool = (
+        False  # those of the last stage write to what they get: the loss cannot be computed without them
+    )
+
+    def why_slow(self) -> str:
+        return (
+            f"pipeline: {self.whole}: it is computed once, of the rows of all micro-batches, by the last stage, and each "
+            "step runs every forward twice, first without gradients. The numbers are those of one device. To save that "
+            "time, compute what needs all rows before .step(), or give rows='microbatch' in plan.pipeline(...), if each "
+            "micro-batch shall compute it of its own rows"
         )
 
-    losses = output_at(whole.output, entry.loss, entry.source), output_at(part.output, entry.loss, entry.source)
+
+def _loss(whole: Trace, part: Trace, entry: PipelineEntry) -> _Loss:
+    """Raises PlanError where modules would have to run with rows of several micro-batches."""
+    count = entry.microbatches
+    if count == 1:
+        return _Loss(LossShare(1.0, {}))
+    if entry.rows == "microbatch":
+        try:
+            return _Loss(_share(whole, part, entry))
+        except PipelineLossError:
+            return _Loss(LossShare(1.0 / count, {}))  # the average, as of gradient accumulation
+    flow = RowFlow(whole.row_ops, part.row_ops, count, whole.replay, (whole.nodes.means, part.nodes.means))
+    needs, why_not = flow.of_calls()
+    rows = None if why_not else flow.rows_for_loss(whole.calls, max(whole.boundaries, default=0))
     try:
-        return share_of_microbatches(whole.nodes, part.nodes, losses, entry.microbatches, whole.replay, refuse)
-    except PipelineLossError:
-        if entry.rows == "microbatch":
-            return LossShare(1.0 / entry.microbatches, {})  # the average, as of gradient accumulation
-        raise
+        share = _share(whole, part, entry)
+        state = _state_of_loss(flow, whole, part, entry)
+        if state is None or state.kind != "mixed":
+            needs |= state.needs if state is not None else frozenset()
+            writes = max(whole.boundaries, default=0) in whole.row_ops.writing
+            return _Loss(share, [flow.substitutes[number] for number in needs], "", rows, writes)
+        why = f"the loss depends on rows of several micro-batches: {state.why}"
+    except PipelineLossError as error:
+        why = error.problem.removeprefix("pipeline: ")
+    if rows is None or whole.boundaries.keys() != part.boundaries.keys() or len(whole.calls) != len(part.calls):
+        raise rows_error(f"{why_not or why}", entry)
+    return _Loss(LossShare(1.0, {}), [flow.substitutes[number] for number in needs], why, rows)
 
 
-def _substitutes(whole: Trace, part: Trace, entry: PipelineEntry) -> list[Substitute]:
-    """What micro-batches take from the whole batch. Raises PlanError for a loss that depends otherwise on rows of several of
-    them."""
-    if entry.rows == "microbatch" or entry.microbatches == 1:
-        return []
+def rows_error(why: str, entry: PipelineEntry) -> PipelineRowsError:
+    return PipelineRowsError(
+        f"pipeline: {why}; and each of {entry.microbatches} micro-batches has a part of the batch's rows. {EDITS}",
+        entry.source,
+    )
+
+
+def _share(whole: Trace, part: Trace, entry: PipelineEntry) -> LossShare:
+    """Raises PipelineLossError for a loss that is no sum over rows."""
+    if part.is_cut_short:
+        raise PipelineLossError("pipeline: the loss cannot be computed of a micro-batch")
+    if callable(entry.loss):
+        return LossShare(1.0, {})
+    if any(term.reduction == MEAN and not term.is_known for term in whole.losses):
+        raise PipelineLossError("pipeline: the loss is a mean over labels that the model computes from its parameters")
+    losses = output_at(whole.output, entry.loss, entry.source), output_at(part.output, entry.loss, entry.source)
+    return share_of_microbatches(
+        whole.nodes,
+        part.nodes,
+        losses,
+        entry.microbatches,
+        whole.replay,
+        lambda problem: PipelineLossError(f"pipeline: the loss {problem}"),
+    )
+
+
+def _state_of_loss(flow: RowFlow, whole: Trace, part: Trace, entry: PipelineEntry) -> RowState | None:
     if callable(entry.loss):
         big, small = whole.total, part.total
     else:
         big, small = (output_at(trace.output, entry.loss, entry.source) for trace in (whole, part))
-    if big is None or small is None:
-        return []
-    flow = RowFlow(whole.row_ops, part.row_ops, entry.microbatches, whole.replay, (whole.nodes.means, part.nodes.means))
-    state = flow.of(big, small)
-    if state.kind == "mixed":
-        raise PipelineRowsError(
-            f"pipeline: the loss depends on rows of several micro-batches: {state.why}, and each of {entry.microbatches} "
-            f"micro-batches has a part of the batch's rows. {EDITS}",
-            entry.source,
-        )
-    return [flow.substitutes[number] for number in state.needs]
+    return None if big is None or small is None else flow.of(big, small)
 
 
 def like(value: Any) -> str:

@@ -69,8 +69,12 @@ class HeaderExchange:
     def begin_step(self) -> None:
         self._current.clear()
 
-    def tell(self, stage: int, headers: Sequence[Header]) -> None:
-        """Raises PipelineCallError if an earlier micro-batch of the same shapes had other headers."""
+    def tell(self, stage: int, headers: Sequence[Header] | None) -> None:
+        """None: nothing will come. Raises PipelineCallError if an earlier micro-batch of the same shapes had other
+        headers."""
+        if headers is None:
+            post(self._key(stage, 0), "")
+            return
         told, new = self.known.get(stage), tuple(headers)
         may_change = stage not in self._current
         self._current.add(stage)
@@ -86,10 +90,11 @@ class HeaderExchange:
         self._versions[stage] = self._versions.get(stage, -1) + 1
         post(self._key(stage, self._versions[stage]), pickle.dumps(new).hex())
 
-    def get(self, stage: int) -> tuple[Header, ...]:
+    def get(self, stage: int) -> tuple[Header, ...] | None:
+        """None: nothing comes."""
         if stage not in self.known:
             self._read(stage, 0)
-        return self.known[stage]
+        return self.known.get(stage)
 
     def of_arrived(self, stage: int, arrived: Sequence[torch.Tensor]) -> tuple[Header, ...]:
         """Of a message that has been waited for, into ``arrived``."""
@@ -100,13 +105,16 @@ class HeaderExchange:
             later = self._versions.get(stage, 0) + 1
             if posted(self._key(stage, later)) is not None:
                 self._read(stage, later)
-        return self.get(stage)
+        return self.get(stage) or ()
 
     def _key(self, stage: int, version: int) -> str:
         return f"{self._place}/{stage}/{version}"
 
     def _read(self, stage: int, version: int) -> None:
-        self.known[stage] = pickle.loads(bytes.fromhex(read_post(self._key(stage, version))))
+        text = read_post(self._key(stage, version))
+        if not text:
+            return
+        self.known[stage] = pickle.loads(bytes.fromhex(text))
         self._versions[stage] = version
 
 

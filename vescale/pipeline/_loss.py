@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from vescale.errors import PipelineCallError, PipelineLossError
+from vescale.errors import PipelineCallError
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._loss_path import output_at
 from vescale.pipeline._loss_sums import is_mean_of_labels, two_scalars
+from vescale.pipeline._traced import MEAN
 from vescale.plans import PipelineEntry
-
-_MEAN = 1
 
 
 class BatchLoss:
@@ -30,22 +29,13 @@ class BatchLoss:
     def __init__(self, entry: PipelineEntry, known: Signature, batch: Mapping[str, Any]) -> None:
         self.entry = entry
         self.counts: dict[int, list[float]] = defaultdict(list)  # by stage
-        self.weight, self._parts = known.share.weight, known.share.parts
-        if callable(entry.loss) or entry.microbatches == 1:
-            self.scalars: dict[tuple[int, int], tuple[int, float]] = {}
+        share = known.loss.share
+        self.weight, self._parts = share.weight, share.parts
+        self.scalars = {call: (n, compute(batch).item()) for call, (n, compute) in share.scalars.items()}
+        if callable(entry.loss) or entry.microbatches == 1 or known.loss.whole:
             return
-        self.scalars = {call: (n, compute(batch).item()) for call, (n, compute) in known.share.scalars.items()}
-        for term in known.whole.losses:
-            if term.reduction != _MEAN:
-                continue
-            if not term.is_known:
-                what = "weights" if term.target is not None else "labels"
-                raise PipelineLossError(
-                    f"pipeline: loss={entry.loss!r} is a mean with {what} that the model computes from its parameters, so "
-                    "that what it is divided by is not known before the forward: give a callable "
-                    "loss=f(out, batch) -> (sum, count)",
-                    entry.source,
-                )
+        terms = [term for term in known.whole.losses if term.reduction == MEAN]
+        for term in terms if all(term.is_known for term in terms) else ():
             self.counts[term.stage].append(term.count(batch))
 
     def around_forward(self, stage: int) -> _Shares | None:

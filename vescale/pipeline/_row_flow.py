@@ -315,10 +315,12 @@ _RULES: dict[str, Rule] = {
 }
 
 
+Rows = tuple[int, int]  # the dim of a tensor that has rows, and its outer size: [outer, micro-batches, ...]
+
 EDITS = (
-    "Compute what needs all rows before .step() and pass the result in the batch (advantages, weights that are normalized, "
-    "pairs of rows as two tensors); or give microbatches=1 with GPipe; or rows='microbatch' in plan.pipeline(...), if each "
-    "micro-batch shall compute it of its own rows, as gradient accumulation does"
+    "Compute it before .step() and pass it in the batch, if it does not depend on parameters; else give microbatches=1 with "
+    "GPipe; or rows='microbatch' in plan.pipeline(...), if each micro-batch shall compute it of its own rows, as gradient "
+    "accumulation does"
 )
 _NOT_USERS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
 _APART = 12  # ops that are in one of two traces
@@ -351,11 +353,14 @@ class _Op:
 @dataclass
 class RowOps:
     """The ops of a trace in order. ``batch``: leaves of the batch. ``origins``: of functions' results, outside of gated
-    modules, by id."""
+    modules, by id. ``calls``: of gated modules: path, stage, tensors among the arguments, and leaves of the result."""
 
     batch: Sequence[torch.Tensor]
     ops: list[_Op] = field(default_factory=list)
+    calls: list[tuple[str, int, list[torch.Tensor], list[Any]]] = field(default_factory=list)
     origins: dict[int, Any] = field(default_factory=dict)
+    entering: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)  # by stage
+    writing: set[int] = field(default_factory=set)  # stages whose modules write in place to what they get
 
     def note(
         self, func: Any, args: Any, kwargs: Any, outs: list[torch.Tensor], depends: bool, inside: str | None
@@ -390,7 +395,7 @@ class RowFlow:
         means: tuple[Mapping[int, Sequence[torch.Tensor]], Mapping[int, Sequence[torch.Tensor]]],
     ) -> None:
         self._means, self._means_of_part = means
-        self._origins, self._count, self._replay = part.origins, count, replay
+        self._whole, self._part, self._count, self._replay = whole, part, count, replay
         self.substitutes: dict[int, Substitute] = {}
         self._states: dict[int, RowState] = {}
         self._small: dict[int, set[int]] = {}  # of a tensor that is two entries of the batch, several
@@ -410,6 +415,49 @@ class RowFlow:
 
     def of(self, big: torch.Tensor, small: torch.Tensor) -> RowState:
         return self._operand(big, small).state
+
+    def of_calls(self) -> tuple[frozenset[int], str]:
+        """What gated modules need of the whole batch; and why one gets or returns something that is not of single rows."""
+        needs: frozenset[int] = frozenset()
+        for one, other in zip(self._whole.calls, self._part.calls):
+            for what, bigs, smalls in (("gets", one[2], other[2]), ("returns", one[3], other[3])):
+                for big, small in zip(bigs, smalls):
+                    if not isinstance(big, torch.Tensor) or not isinstance(small, torch.Tensor):
+                        continue
+                    state = self.of(big, small)
+                    needs |= state.needs
+                    if state.kind in ("mixed", "sum"):
+                        why = f"depends on rows of several micro-batches: {state.why or 'a sum or mean over rows'}"
+                        return needs, f"what {one[0]!r} {what} {why}"
+        return needs, ""
+
+    def rows_for_loss(self, calls: Sequence[Any], last: int) -> dict[int, list[Rows | None]] | None:
+        """Where rows are in what a forward computes its loss of: what the last stage's modules return, by number of the
+        call, and what enters the stage, at -1. None of a leaf: it is the same in each micro-batch. None: not known."""
+        pairs = zip(self._whole.calls, self._part.calls)
+        leaves = {
+            n: (a[3], b[3]) for n, (a, b) in enumerate(pairs) if a[1] == last and n < len(calls) and calls[n].is_read
+        }
+        if last in self._whole.writing or any(a[1] == last and c.hooked for a, c in zip(self._whole.calls, calls)):
+            return None
+        leaves[-1] = tuple(list(ops.entering.get(last, ())) for ops in (self._whole, self._part))  # type: ignore[assignment]
+        found: dict[int, list[Rows | None]] = {}
+        for place, (bigs, smalls) in leaves.items():
+            found[place] = []
+            for big, small in zip(bigs, smalls):
+                operand = self._operand(big, small) if isinstance(big, torch.Tensor) else None
+                if operand is None or operand.kind == "fixed":
+                    found[place].append(None)
+                elif operand.is_cut:
+                    found[place].append((operand.dim, operand.outer))
+                else:
+                    different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
+                    if operand.kind != "unknown" or big.ndim != small.ndim or len(different) != 1:
+                        return None
+                    if big.shape[different[0]] != self._count * small.shape[different[0]]:
+                        return None
+                    found[place].append((different[0], 1))
+        return found
 
     def _root(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._roots.get(id(tensor), tensor)
@@ -441,7 +489,7 @@ class RowFlow:
 
     def _substituted(self, big: torch.Tensor, small: torch.Tensor) -> RowState | None:
         """The state of a tensor that is taken from the whole batch; None: it cannot be."""
-        origin, value = self._origins.get(id(small)), self._replay(big)
+        origin, value = self._part.origins.get(id(small)), self._replay(big)
         different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
         if origin is None or value is None or big.ndim != small.ndim or len(different) > 1:
             return None

@@ -1,13 +1,13 @@
 """``RowTrial``: what a forward computes of two micro-batches together, compared with what it computes of each.
 
 On one device the rows of a batch are together. A stage has those of one micro-batch, and what it computes is the same only
-if no row depends on others. The trial runs the first two micro-batches apart and together, and compares the rows of what
-modules return and of what stages send, the loss, and its gradients by what the last stage's modules return.
+if no row depends on others. The first two micro-batches run together once, before the first step; what modules return and
+what stages send is compared, row by row, with the first two forwards of that step. The loss, and its gradients by what the
+last stage's modules return, are computed of these results together and apart, before the step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,30 +19,31 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat import local_of, no_torch_function
-from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
+from vescale.compat.tensor_subclasses import tree_leaves
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._hooked_calls import TensorLike
 from vescale.pipeline._traced import NOTHING, TracedCall
 from vescale.placements import CustomPlacement, shard_dim
 
-_Rows = tuple[torch.Tensor, torch.Tensor]  # a projection of each row, and its norm
+_Projected = tuple[torch.Tensor, torch.Tensor]  # a projection of each row, and its norm
+
+NOWHERE = 1 << 40
+TOGETHER = 2
+"""The number of the run of both micro-batches; those of each are 0 and 1."""
 
 
 class RowTrial:
-    """``apart`` is of two micro-batches, ``together`` of both as one.
+    """``apart`` is of micro-batches, ``together`` of the first two as one.
 
     Places are numbers in the order of the forward: ``2 * n`` is what the n-th call of a gated module returns, and
     ``2 * n - 1`` what is sent where a stage begins with it.
     """
 
-    def __init__(self, apart: Signature, together: Signature, model: nn.Module, *, gradients: bool) -> None:
-        self.apart, self.together, self._has_gradients = apart, together, gradients
-        self.end = 2 * len(apart.whole.calls) + 1  # the place of the loss
-        self._model = model
-        self._state = _State(model)
-        self._dims = {2 * n: dims for n, dims in enumerate(_dims_of_calls(apart.whole.calls, apart.part.calls))}
+    def __init__(self, apart: Signature, together: Signature, model: nn.Module) -> None:
+        self.apart, self.together = apart, together
+        self._dims = {2 * n: dims for n, dims in enumerate(_dims_of_calls(together.part.calls, apart.part.calls))}
         for stage, part in apart.part.boundaries.items():
-            whole = apart.whole.boundaries.get(stage, NOTHING)
+            whole = together.part.boundaries.get(stage, NOTHING)
             if len(whole.shapes) == len(part.shapes) and part.call == whole.call:
                 self._dims[2 * part.call - 1] = [_row_dim(a, b) for a, b in zip(whole.shapes, part.shapes)]
         dtypes = {v.dtype for call in apart.part.calls for v in call.leaves if isinstance(v, TensorLike)}
@@ -50,118 +51,80 @@ class RowTrial:
         if torch.is_autocast_enabled(next((p.device.type for p in model.parameters()), "cpu")):
             dtypes.add(torch.bfloat16)
         self.eps = max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=2.0**-23)
-        self._seen: list[dict[int, list[_Rows | None]]] = [{}, {}, {}]
-        self._gradients: list[list[_Rows | None]] = [[], [], []]
-        self._leaves: list[tuple[torch.Tensor, int]] = []  # what the loss is computed of, and its dim of the rows
-        self._run = 0
+        self._seen: list[dict[int, list[_Projected | None]]] = [{}, {}, {}]
+        self._losses: list[tuple[float, list[_Projected | None]]] = []
+        self._counts: list[Any] = []
 
-    @contextlib.contextmanager
-    def around_forward(self, known: Signature, microbatch: int) -> Iterator[None]:
-        """All forwards begin with the same state."""
-        self._run, self._leaves = microbatch if known is self.apart else 2, []
-        self._state.restore()
-        with torch.set_grad_enabled(self._has_gradients):
-            yield
+    def run_of(self, known: Signature, microbatch: int) -> int | None:
+        """None of a forward that is not compared: behind one that has written to buffers, the state is another."""
+        if known is self.together:
+            return TOGETHER
+        return microbatch if microbatch < (1 if self.together.whole.of_rows else 2) else None
 
-    def end_runs(self) -> None:
-        self._state.restore()
+    def returned(self, run: int, number: int, result: Any) -> None:
+        self._note(run, 2 * number, tree_leaves(result))
 
-    @staticmethod
-    def run(module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a module, without gradients: they are asked for by what it returns."""
-        with torch.no_grad(), _WithoutStatistics():
-            return module(*args, **kwargs)
-
-    def returned(self, number: int, result: Any, *, changes: bool) -> Any:
-        """What a call goes on with after it has returned ``result``. With ``changes``, its rows are changed a little, each
-        by itself: where a loss is zero at the first values of parameters, or stationary, it is not after that."""
-        leaves, tree = tree_flatten(result)
-        dims = self._note(2 * number, leaves)
-        if not changes or not any(dim is not None for dim in dims):
-            return result
-        with no_torch_function():
-            return tree_unflatten([v if dim is None else self._changed(v, dim) for v, dim in zip(leaves, dims)], tree)
-
-    def received(self, stage: int, tensors: Sequence[DTensor]) -> list[DTensor]:
-        """What the last stage goes on with."""
-        dims = self._dims_of_stage(stage)
-        return [v if dim is None else self._changed(v, dim) for v, dim in zip(tensors, dims)]
-
-    def given(self, output: Any) -> Any:
-        """What a callable loss gets in place of the model's output."""
-        whole, part = (tree_flatten(trace.output)[0] for trace in (self.apart.whole, self.apart.part))
-        leaves, tree = tree_flatten(output)
-        if not len(leaves) == len(whole) == len(part):
-            return output
-        dims = [_row_dim_of_leaves(a, b) for a, b in zip(whole, part)]
-        return tree_unflatten([v if dim is None else self._changed(v, dim) for v, dim in zip(leaves, dims)], tree)
-
-    def _changed(self, tensor: Any, dim: int) -> Any:
-        if not self._has_gradients:
-            return _changed(tensor)
-        leaf = tensor.detach().requires_grad_()
-        self._leaves.append((leaf, dim))
-        return _changed(leaf)
-
-    def end_forward(self, loss: torch.Tensor) -> None:
-        """After the last stage's forward. Communication: of a backward of what is computed around modules."""
-        if not self._has_gradients or not loss.requires_grad or not self._leaves:
-            return
-        found = torch.autograd.grad(loss, [leaf for leaf, _ in self._leaves], allow_unused=True)
-        with no_torch_function():
-            self._gradients[self._run] = [
-                None if gradient is None else _projected(gradient, dim)
-                for gradient, (_, dim) in zip(found, self._leaves)
-            ]
-
-    def sent(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+    def sent(self, run: int, stage: int, tensors: Sequence[torch.Tensor]) -> None:
         """What enters a stage."""
-        self._note(2 * self.apart.part.boundaries[stage].call - 1, tensors)
+        self._note(run, 2 * self.apart.part.boundaries[stage].call - 1, tensors)
 
-    def _dims_of_stage(self, stage: int) -> Sequence[int | None]:
-        return self._dims.get(2 * self.apart.part.boundaries.get(stage, NOTHING).call - 1, ())
-
-    def _note(self, place: int, leaves: Sequence[Any]) -> Sequence[int | None]:
+    def _note(self, run: int, place: int, leaves: Sequence[Any]) -> None:
         dims = self._dims.get(place, ())
-        if len(dims) != len(leaves):
-            return ()
+        if len(dims) == len(leaves):
+            with no_torch_function(), torch.no_grad():
+                self._seen[run][place] = [None if d is None else _projected(v, d) for v, d in zip(leaves, dims)]
+
+    def note_loss(self, total: torch.Tensor, count: Any, leaves: Sequence[tuple[torch.Tensor, int | None]]) -> None:
+        """Of run 0, 1 and then of both. ``count``: what sums are divided by; None for shares of a loss. ``leaves``: what
+        the loss is computed of, each with its dim of the rows. Communication: of a backward of what is computed around
+        modules."""
+        given = [leaf for leaf, _ in leaves]
+        found: Sequence[Any] = [None] * len(given)
+        if given and total.requires_grad:
+            found = torch.autograd.grad(total, given, allow_unused=True)
         with no_torch_function():
-            self._seen[self._run][place] = [None if d is None else _projected(v, d) for v, d in zip(leaves, dims)]
-        return dims
+            gradients = [None if g is None or d is None else _projected(g, d) for g, (_, d) in zip(found, leaves)]
+            value = total.detach()
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+        self._losses.append((float(value), gradients))
+        self._counts.append(None if count is None else float(count))
 
-    def first_difference(self, apart: Sequence[Any], together: Sequence[Any]) -> int:
-        """The first place, of those on this rank, where a row is another one in the two micro-batches together; behind the
-        end where there is none.
+    def dims_of(self, place: int, num_stages: int) -> Sequence[int | None]:
+        """The dims of the rows in the results of a call, or (-1) in what enters the last stage."""
+        if place == -1:
+            return self._dims.get(2 * self.apart.part.boundaries.get(num_stages - 1, NOTHING).call - 1, ())
+        return self._dims.get(2 * place, ())
 
-        Args:
-            apart: where losses are computed on this rank, that of each forward, and its count.
-            together: the same.
-        """
-        first, second, both = self._seen
-        for place in sorted(both):
-            given = first.get(place), second.get(place)
-            for a, b, c in zip(given[0] or (), given[1] or (), both[place]):
-                if a is not None and b is not None and c is not None and not _agree(a, b, c, self.eps, self.eps):
-                    return place
-        if not together:
-            return self.end + 1
-        counts = [sum(float(count) for _, count in losses) for losses in (apart, together)]
-        scales = [1.0 / count if count else math.nan for count in counts]
-        one, other, whole = (float(v[0]) * scale for v, scale in zip((*apart, *together), (scales[0], *scales)))
-        gradients = [[v and (v[0] * s, v[1] * s) for v in run] for run, s in zip(self._gradients, (scales[0], *scales))]
+    def loss_differs(self) -> bool:
+        """Whether the loss of both is not what those of each add up to, on a rank that has computed it."""
+        if not self._losses:
+            return False
+        totals = [sum(self._counts[:2]), self._counts[2]] if self._counts[2] is not None else [1.0, 1.0]
+        scales = [1.0 / total if total else math.nan for total in (totals[0], *totals)]
+        one, other, whole = (value * scale for (value, _), scale in zip(self._losses, scales))
+        gradients = [[v and (v[0] * s, v[1] * s) for v in run] for (_, run), s in zip(self._losses, scales)]
         largest = max((float(v[1].max()) for v in gradients[2] if v is not None and len(v[1])), default=0.0)
+        floor = self.eps * (10 * largest + 1e-3)
         for a, b, c in zip(*gradients):
-            floor = self.eps * (10 * largest + 1e-3)
-            if a is not None and b is not None and c is not None and not _agree(a, b, c, self.eps, floor):
-                return self.end
+            if a is not None and b is not None and c is not None and not _agree([a, b], c, self.eps, floor):
+                return True
         limit = self.eps**0.4 * max(abs(one), abs(other), abs(whole)) + self.eps
-        differs = abs(one + other - whole) > limit or math.isnan(one + other) != math.isnan(whole)
-        return self.end if differs else self.end + 1
+        return abs(one + other - whole) > limit or math.isnan(one + other) != math.isnan(whole)
+
+    def first_difference(self) -> int:
+        """The first place, of those on this rank, where a row is another one in the two micro-batches together, or
+        :data:`NOWHERE`."""
+        *apart, both = self._seen
+        for place in sorted(both):
+            given = [run[place] for run in apart if place in run]
+            for n, c in enumerate(both[place]):
+                found = [leaves[n] for leaves in given if leaves[n] is not None]
+                if c is not None and found and not _agree(found, c, self.eps, self.eps):  # type: ignore[arg-type]
+                    return place
+        return NOWHERE
 
     def describe(self, place: int) -> str:
         """What depends on other rows at a place, for a message."""
-        if place >= self.end:
-            return "the loss of two micro-batches together is not what those of each add up to"
         path = self.apart.part.calls[(place + 1) // 2].path
         what = f"what enters the stage that begins before {path!r}" if place % 2 else f"what {path!r} returns"
         return f"{what} is not the same for the rows of two micro-batches together as for those of each"
@@ -172,14 +135,12 @@ def _dims_of_calls(whole: Sequence[TracedCall], part: Sequence[TracedCall]) -> I
     if [call.path for call in whole] != [call.path for call in part]:
         return
     for big, small in zip(whole, part):
-        pairs = zip(big.leaves, small.leaves)
-        yield [_row_dim_of_leaves(a, b) for a, b in pairs]
-
-
-def _row_dim_of_leaves(big: Any, small: Any) -> int | None:
-    """Of tensors, or what is known of them."""
-    are_tensors = all(isinstance(v, TensorLike | torch.Tensor) for v in (big, small))
-    return _row_dim(big.shape, small.shape) if are_tensors and small.dtype.is_floating_point else None
+        yield [
+            _row_dim(a.shape, b.shape)
+            if isinstance(a, TensorLike) and isinstance(b, TensorLike) and b.dtype.is_floating_point
+            else None
+            for a, b in zip(big.leaves, small.leaves)
+        ]
 
 
 def _row_dim(big: Sequence[int], small: Sequence[int]) -> int | None:
@@ -188,7 +149,7 @@ def _row_dim(big: Sequence[int], small: Sequence[int]) -> int | None:
     return different[0] if is_cut else None
 
 
-def _projected(leaf: torch.Tensor, dim: int) -> _Rows:
+def _projected(leaf: torch.Tensor, dim: int) -> _Projected:
     """Communication: of a tensor whose rows are on several ranks, or pending sums, an all-gather."""
     leaf = leaf.detach()
     if isinstance(leaf, DTensor):
@@ -200,61 +161,48 @@ def _projected(leaf: torch.Tensor, dim: int) -> _Rows:
     return rows @ weights.to(rows.dtype), rows.norm(dim=1)
 
 
-def _agree(first: _Rows, second: _Rows, both: _Rows, eps: float, floor: float) -> bool:
-    """Whether the rows of both are those of the first and the second. Dims before that of the rows may have been merged
-    with it (``[tokens, rows]`` made ``[tokens * rows]``): it is enough if they agree in one such order."""
+def _agree(runs: Sequence[_Projected], both: _Projected, eps: float, floor: float) -> bool:
+    """Whether the rows of both are those of the first run and the second, or begin with those of the first. Dims before that
+    of the rows may have been merged with it (``[tokens, rows]`` made ``[tokens * rows]``): it is enough if they agree in
+    one such order."""
     found, norms = both
-    count = len(first[0])
-    if len(found) != 2 * count or len(second[0]) != count:
+    count = len(runs[0][0])
+    if len(found) != 2 * count or any(len(run[0]) != count for run in runs):
         return True  # not the rows of the trace: what values choose
     limit = eps**0.4 * (norms + 0.01 * norms.max()) + floor if count else norms
     for outer in range(1, count + 1):
         if count % outer:
             continue
-        apart = torch.cat([one[0].view(outer, -1) for one in (first, second)], 1).flatten()
-        if bool((((apart - found).abs() <= limit) | (apart.isnan() & found.isnan()) | (apart == found)).all()):
+        apart = torch.cat([run[0].view(outer, -1) for run in runs], 1)
+        wanted, most = (v.view(outer, -1)[:, : apart.shape[1]] for v in (found, limit))
+        if bool((((apart - wanted).abs() <= most) | (apart.isnan() & wanted.isnan()) | (apart == wanted)).all()):
             return True
     return not count
 
 
-def _changed(leaf: torch.Tensor) -> torch.Tensor:
-    """Each element made smaller by up to a tenth, by its own value: it keeps its sign, and stays in [0, 1]."""
+def changed(leaf: torch.Tensor) -> torch.Tensor:
+    """Each element made smaller by up to a tenth, by its own value: it keeps its sign, and stays in [0, 1]. (Where a loss is
+    zero at the first values of parameters, or stationary, it is not after that.)"""
     if isinstance(leaf, DTensor) and any(p.is_partial() for p in leaf.placements):
         return leaf * 1.0  # its local values are no elements
     bounded = leaf / (1 + leaf.abs())
     return leaf * (1 - 0.1 * (8 * bounded).sin().square())
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-class _State:
-    """Buffers and attributes of a model's modules, to be put back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(b, _local(b).detach().clone()) for b in model.buffers() if not b.is_meta]
-        self._attributes = [(module, dict(module.__dict__)) for module in model.modules()]
-        self._tables = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for module, attributes in self._attributes:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for module, buffers in self._tables:
-            module._buffers.update(buffers)
-        for buffer, before in self._buffers:
-            _local(buffer).copy_(before)
-
-
-class _WithoutStatistics(TorchFunctionMode):
-    """Batch normalization in a module takes no statistics over rows: of that, users are warned."""
+class StatisticsOfEach(TorchFunctionMode):
+    """In a forward of two micro-batches, batch normalization takes the statistics of each: of that, users are warned."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.batch_norm:
             return func(*args, **kwargs)
         names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-        given = {**dict(zip(names, args)), **kwargs, "training": False}
-        return given["input"] if given.get("running_mean") is None else func(**given)
+        given = {**dict(zip(names, args)), **kwargs}
+        if not given.get("training") or len(given["input"]) % 2:
+            return func(**given)
+        return torch.cat([func(**{**given, "input": half}) for half in given["input"].chunk(2)])
+
+
+def around_call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with StatisticsOfEach():
+        return call(*args, **kwargs)

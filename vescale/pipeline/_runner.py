@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,27 +18,38 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.checks import describe, start_checks_among
 from vescale.comm import group_of_ranks, record, requested_by
-from vescale.compat import local_of, map_tensors
+from vescale.compat import local_of, no_torch_function
 from vescale.compat.random_ops import without_native_fills
-from vescale.errors import PipelineCallError, PipelineRowsError, PipelineTraceError
+from vescale.compat.tensor_subclasses import tree_leaves
+from vescale.errors import PipelineCallError, PipelineTraceError, PipelineWarning
 from vescale.gradients import StageShare, StepHooks, set_shares
+from vescale.ir import state_unchanged
 from vescale.pipeline._batch_reads import Place
-from vescale.pipeline._batches import MOST_BRANCHES, Signature, inputs_of, like, microbatches_of, traced_pair
+from vescale.pipeline._batches import (
+    MOST_BRANCHES,
+    Signature,
+    inputs_of,
+    like,
+    microbatches_of,
+    rows_error,
+    traced_pair,
+    warn_of_rows,
+)
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import running
 from vescale.pipeline._headers import Header, HeaderExchange
 from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss, output_at
-from vescale.pipeline._row_flow import EDITS
-from vescale.pipeline._row_trial import RowTrial
+from vescale.pipeline._row_trial import NOWHERE, TOGETHER, RowTrial, around_call, changed
 from vescale.pipeline._schedule import Action, Schedule, build, releases
 from vescale.pipeline._stage import ModelStage
-from vescale.pipeline._stage_run import StageRun
+from vescale.pipeline._stage_results import Results, as_leaves, mapped, parts_of, seeded, seeds_of, together
+from vescale.pipeline._stage_run import Apart, StageRun
 from vescale.pipeline._staged_program import stages_of_unit
 from vescale.pipeline._step_failures import StepFailures
 from vescale.pipeline._traced import Origin, Trace
-from vescale.plans import PipelineEntry
+from vescale.plans import PipelineEntry, PlanError
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
 from vescale.runtime import (
     Runtime,
@@ -147,7 +159,6 @@ class Runner:
         for stage in self.stages:
             stage.stage_index_to_group_rank = dict(enumerate(schedule.rank_of))
         self._let_go = self._let_go_in_step = releases(schedule.actions[self.rank])
-        self._forwards = [Action(stage, "F", mb) for mb in range(entry.microbatches) for stage in own]
         self._gathered: Sequence[Any] = ()
         self._syncs = True
         self._resident: set[int] = set()
@@ -164,9 +175,13 @@ class Runner:
         self._checks, self._num_batches = start_checks_among(ranks, [(n,) for n in range(len(ranks))]), 0
         self._modules, self._num_traces = list(model.modules()), 0
         self._signatures: dict[Any, list[Signature]] = {}
-        self._answers: Mapping[Place, Any] = {}
+        self.answers: Mapping[Place, Any] = {}
         self._known: Signature | None = None
-        self.trial: RowTrial | None = None
+        self.is_tried = False
+        self._kept: list[Results] | None = None  # by micro-batch: what the last stage has for a loss
+        self._results: Results | None = None  # of the last stage's modules, which do not run then
+        self._seeds: list[dict[tuple[int, int], torch.Tensor]] | None = None
+        self._batch: Mapping[str, Any] = {}
         self._batches: list[dict[str, Any]] = []
         self._inputs: list[dict[str, Any]] = []  # what of them the model's forward takes
         self._loss: BatchLoss | None = None
@@ -202,12 +217,17 @@ class Runner:
                 "pipeline: .step() inside of no_sync() with hooks on the gradient of a parameter that several stages use: "
                 "the gradient is complete when stages have added theirs; call .step() outside of no_sync()"
             )
-        with self._on(batch), hooks.muted(), self._failures.shared():
+        with self._failures.shared(), self._on(batch) as known, hooks.muted():
             before_hooks = self._without_gradients(hooks.parameters)
-            earlier = self._without_gradients(self.model.parameters()) if scales else []
+            takes = scales or (known.trial is not None and syncs)  # the trial may refuse what the step has computed
+            earlier = self._without_gradients(self.model.parameters()) if takes else []
             self.ties.set_aside(syncs=syncs)
             with kept_gathered(self.model) as self._gathered, no_sync(self.model):
-                self._resident, self._let_go, self._ended = set(), self._let_go_in_step, {}
+                self._ended = {}
+                if known.loss.whole:
+                    self._seeds = self._loss_of_all(known)
+                self._resident, self._let_go = set(), self._let_go_in_step
+                self._failures.note()
                 numbers = torch.arange(self.entry.microbatches)
                 self._torch_schedule.step(target=numbers, return_outputs=False)
             finish_gradients(self.model, units=self.entry.reduce == "step")
@@ -216,7 +236,12 @@ class Runner:
             loss, count = self._global_loss()
             if syncs:
                 self.ties.complete()
-            if scales:
+            refused = self._end_trial(known)
+            if refused is not None:
+                for parameter, before in earlier:
+                    parameter.grad = before
+                raise refused
+            if takes:
                 _add(earlier, 1.0 if count is None else 1.0 / count if count else float("inf"))
         hooks.run([gradient for _, gradient in before_hooks])
         return loss
@@ -232,9 +257,15 @@ class Runner:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            with torch.no_grad(), self._on(batch), self._failures.shared():
+            with torch.no_grad(), self._failures.shared(), self._on(batch) as known:
                 with self._gathering():
-                    self._forward_only()
+                    if known.loss.whole:
+                        self._loss_of_all(known)
+                    else:
+                        self._forward_only()
+                refused = self._end_trial(known)
+                if refused is not None:
+                    raise refused
                 return self._global_loss()[0]
         finally:
             for module, mode in modes:
@@ -244,30 +275,48 @@ class Runner:
     def _gathering(self) -> Iterator[None]:
         """Around forwards without backward."""
         with kept_gathered(self.model) as self._gathered:
-            self._resident, self._let_go = set(), releases(self._forwards)
             yield
         for group in self._gathered:
             group.reshard()
 
-    def _forward_only(self) -> None:
-        """Every stage's forward of every micro-batch; a rank's stages in order, so that nobody waits in a circle."""
+    def _forward_only(self, *, may_fail: bool = False) -> str:
+        """Every stage's forward of every micro-batch; a rank's stages in order, so that nobody waits in a circle.
+
+        With ``may_fail``, a forward that runs out of memory lets the ranks of its stage, and those of later stages, go on
+        without it. Returns why it has failed here. Communication: one all-reduce for each stage and axis, then.
+        """
         by_index = {stage.stage_index: stage for stage in self.stages}
+        forwards = [Action(stage, "F", mb) for mb in range(len(self._batches)) for stage in by_index]
+        self._resident, self._let_go = set(), releases(forwards)
+        self._failures.note()
         pending: list[Any] = []
+        problem, arrives = "", True
         for stage in self.stages:
             stage.has_backward = False
             stage.clear_runtime_states()
-        for index, _, mb in self._forwards:
+        for index, _, mb in forwards:
             stage = by_index[index]
             if index - 1 not in by_index:
-                _wait(_start(stage.get_fwd_recv_ops(mb)))
-            made = stage.forward_one_chunk(mb, (), {})
-            if index + 1 in by_index:
+                arrives = not index or self.header(index) is not None
+                _wait(_start(stage.get_fwd_recv_ops(mb)) if arrives else [])
+            if may_fail:
+                arrives = self._first_of_all(int(arrives), self._axes()) == 1
+            try:
+                made = stage.forward_one_chunk(mb, (), {}) if arrives else []
+            except Exception as error:
+                if not may_fail or not _is_out_of_memory(error):
+                    raise
+                problem, arrives = f"{type(error).__name__}: {str(error).splitlines()[0]}", False
+            if not arrives:
+                self.tell_header(index + 1, None)
+            elif index + 1 in by_index:
                 by_index[index + 1].set_local_fwd_input(made, mb)
             else:
                 pending += _start(stage.get_fwd_send_ops(mb))
         _wait(pending)
         for stage in self.stages:
             stage.clear_runtime_states()
+        return problem
 
     def _global_loss(self) -> tuple[torch.Tensor, float | None]:
         """The loss of the whole batch on every rank, and the count of a callable loss. Communication: one broadcast."""
@@ -290,12 +339,12 @@ class Runner:
         """The dtype of the output's loss; of a callable's, which one rank alone knows: that of parameters."""
         assert self._known is not None
         if not callable(self.entry.loss):
-            found: torch.dtype = output_at(self._known.part.output, self.entry.loss, self.entry.source).dtype
+            found: torch.dtype = output_at(self._known.whole.output, self.entry.loss, self.entry.source).dtype
             return found
         return next((p.dtype for p in self.skeleton.parameters() if p.dtype.is_floating_point), torch.float32)
 
     @contextlib.contextmanager
-    def _on(self, batch: Mapping[str, Any]) -> Iterator[None]:
+    def _on(self, batch: Mapping[str, Any]) -> Iterator[Signature]:
         """The batch whose micro-batches stages run. The generator is afterwards where one device leaves it."""
         runtime = Runtime.of(self.model)
         if runtime is not None and runtime.missing_values is not None:
@@ -307,23 +356,23 @@ class Runner:
         known = self._signature(batch, parts)
         self._use(known, batch, parts)
         try:
-            yield
+            yield known
             generator = default_generator(self.device)
             generator.set_state(self._start_state)
             for draw in known.whole.draws:
                 draw.skip(generator)
         finally:
-            self._batches, self._inputs, self.states = [], [], {}
+            self._batch, self._batches, self._inputs, self.states, self._seeds = {}, [], [], {}, None
 
     def _use(self, known: Signature, batch: Mapping[str, Any], parts: list[dict[str, Any]]) -> None:
         """Run forwards of these micro-batches from now on."""
         whole = inputs_of(self.skeleton, batch, self.entry)
-        self._known, self._batches = known, parts
+        self._known, self._batch, self._batches = known, batch, parts
         self._inputs = [{name: part[name] for name in whole} for part in parts]
-        self._answers = known.answers(whole, self._inputs)
+        self.answers = known.answers(whole, self._inputs)
         self._loss = BatchLoss(self.entry, known, batch)
         self._losses, self.states = [], {}
-        self._whole_values = [(s.origin, s.value(batch), s.dim) for s in known.substitutes]
+        self._whole_values = [(s.origin, s.value(batch), s.dim) for s in known.loss.substitutes]
         known.headers.begin_step()
         if known.whole.draws:
             without_native_fills()
@@ -354,11 +403,15 @@ class Runner:
         for module, twin in zip(self._modules, self.skeleton.modules()):
             twin.training = module.training
         pair = traced_pair(self.skeleton, self.cut, self.entry, batch, parts[0])
-        check_loss(pair[1].output, self.entry)
-        known = Signature(*pair, self._new_headers(), self.entry)
+        check_loss(pair[0].output, self.entry)
+        known = Signature(*pair, self._new_headers, self.entry)
         known.compare(found)
+        if self.entry.microbatches > 1 and known.whole.of_rows:
+            warn_of_rows(known.whole.of_rows, self.entry)
         if self.tries_rows and self.entry.microbatches > 1 and self.entry.rows == "batch":
-            self._try_rows(batch, parts[0], pair)
+            self._try_rows(known, batch, parts, pair[0])
+        if known.loss.whole and dist.get_rank() == 0:
+            warnings.warn(known.loss.why_slow(), PipelineWarning, stacklevel=5)
         found[:] = [known, *found[: MOST_BRANCHES - 1]]
         return known
 
@@ -366,53 +419,180 @@ class Runner:
         self._num_traces += 1
         return HeaderExchange(f"{self._place}/{self._num_traces}")
 
-    def _try_rows(self, batch: Mapping[str, Any], first: Mapping[str, Any], pair: tuple[Trace, Trace]) -> None:
-        """Run the first two micro-batches apart and together, without gradients. Raises PlanError on every rank where one
-        finds a difference. Communication: forward messages of three micro-batches, and one all-reduce for each axis."""
-        entry, forwards = self.entry, self._forwards
-        both = microbatches_of(batch, entry, 2)[0]
-        entries = [replace(entry, microbatches=count) for count in (2, 1)]
-        if entry.microbatches > 2:
-            pair = traced_pair(self.skeleton, self.cut, entries[0], both, first)
-        whole, part = replace(pair[0], of_rows=()), pair[1]
-        apart = Signature(whole, part, self._new_headers(), entries[0])
-        together = Signature(whole, whole, self._new_headers(), entries[1])
-        trial = RowTrial(apart, together, self.model, gradients=torch.is_grad_enabled())
-        losses: list[Any] = []
+    @contextlib.contextmanager
+    def _using(
+        self, known: Signature, batch: Mapping[str, Any], parts: list[dict[str, Any]], count: Any
+    ) -> Iterator[None]:
+        """Inside, forwards are of these parts of the batch, each the ``count``-th part of its rows."""
+        names = (
+            "entry",
+            "_known",
+            "_batch",
+            "_batches",
+            "_inputs",
+            "answers",
+            "_loss",
+            "_whole_values",
+            "_losses",
+            "states",
+        )
+        before = {name: getattr(self, name, None) for name in names}
+        self.entry, self.is_tried = replace(self.entry, microbatches=count), True
         try:
-            self.trial = trial
-            with self._gathering():
-                for self.entry, known in zip(entries, (apart, together)):
-                    self._use(known, both, microbatches_of(both, self.entry))
-                    self._forwards = [
-                        Action(s.stage_index, "F", n) for n in range(len(self._batches)) for s in self.stages
-                    ]
-                    with torch.no_grad():
-                        self._forward_only()
-                    losses.append(self._losses)
+            self._use(known, batch, parts)
+            yield
         finally:
-            self.trial, self.entry, self._forwards = None, entry, forwards
-            trial.end_runs()
-            default_generator(self.device).set_state(self._start_state)
-        found = self._first_of_all(trial.first_difference(*losses))
-        if found <= trial.end:
-            raise PipelineRowsError(
-                f"pipeline: {trial.describe(found)}: the forward computes something across the rows of the batch, of which "
-                f"each of {entry.microbatches} micro-batches has a part. {EDITS}",
-                entry.source,
+            self.is_tried = False
+            for name, value in before.items():
+                setattr(self, name, value)
+
+    def _results_of_forwards(self) -> tuple[list[Results], str]:
+        """Run every stage's forward of every micro-batch without gradients, up to the loss, and leave the model as it was.
+        Returns, for each micro-batch, what the last stage has for its loss (nothing on ranks without it); and in a
+        trial, why it has failed here."""
+        found: list[Results] = [{} for _ in self._batches]
+        self._kept = found
+        local = [b.to_local() if isinstance(b, DTensor) else b for b in self.model.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in local]
+        try:
+            with torch.no_grad(), state_unchanged(self.model):
+                problem = self._forward_only(may_fail=self.is_tried)
+        finally:
+            self._kept = None
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+        return found if found[0] and not problem else [], problem
+
+    def _loss_of(self, microbatch: int, results: Results) -> torch.Tensor:
+        """The last stage's forward with what its modules have returned."""
+        self._results = results
+        try:
+            _, (roots, _) = self.forward(self.cut.num_stages - 1, microbatch, results[-1])
+        finally:
+            self._results = None
+        return roots[0]
+
+    def _loss_of_all(self, known: Signature) -> list[dict[tuple[int, int], torch.Tensor]]:
+        """Compute the loss of all rows together, and with gradients enabled those of parameters that it is computed of
+        around modules. Returns for each micro-batch the gradients of what the last stage computes the loss of.
+        Communication: the messages of all forwards, and one broadcast."""
+        count, rows = self.entry.microbatches, known.loss.rows
+        assert known.of_all is not None and rows is not None
+        known.headers, headers = known.of_all.headers, known.headers  # without gradients
+        try:
+            known.headers.begin_step()
+            parts, _ = self._results_of_forwards()
+        finally:
+            known.headers = headers
+        if not parts:
+            return []
+        leaves = as_leaves(together(parts, rows)) if torch.is_grad_enabled() else together(parts, rows)
+        with self._using(known.of_all, self._batch, [dict(self._batch)], 1):
+            total = self._loss_of(0, mapped(Apart.apply, leaves))
+            if torch.is_grad_enabled() and total.requires_grad:
+                total.backward()
+            losses = self._losses
+        self._losses = losses
+        return seeds_of(leaves, rows, count) if torch.is_grad_enabled() else []
+
+    def _try_rows(self, known: Signature, batch: Mapping[str, Any], parts: list[dict[str, Any]], whole: Trace) -> None:
+        """Run the first two micro-batches together, without gradients, for the first step to compare with; and compare the
+        loss of what they return together and apart. Communication: forward messages of a micro-batch, and one all-reduce
+        for each axis."""
+        entry = self.entry
+        both = microbatches_of(batch, entry, 2)[:1]
+        count: Any = entry.microbatches / 2
+        part = whole
+        if count > 1:
+            part = traced_pair(self.skeleton, self.cut, entry, batch, both[0], whole)[1]
+        known_of_both = Signature(whole, part, self._new_headers, replace(entry, microbatches=count))
+        trial = known.trial = known_of_both.trial = RowTrial(known, known_of_both, self.model)
+        with self._gathering():
+            with self._using(known_of_both, batch, both, count):
+                results, problem = self._results_of_forwards()
+            if known.loss.needs_modules:
+                results = []
+            elif not known.loss.whole and not known_of_both.loss.whole and known.loss.rows is None:
+                with self._using(known, batch, parts[:2], entry.microbatches):  # where its rows are is not known
+                    more, other = self._results_of_forwards()
+                results, problem = [*more, *results], problem or other
+            elif known.loss.rows is not None and results:
+                results = [*parts_of({n: results[0][n] for n in known.loss.rows}, known.loss.rows, 2), *results]
+            if len(results) == TOGETHER + 1 and not known.loss.whole and not known_of_both.loss.whole:
+                try:
+                    self._try_loss(trial, batch, (parts[:2], both), results)
+                except Exception as error:
+                    if not _is_out_of_memory(error):
+                        raise
+                    problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        default_generator(self.device).set_state(self._start_state)
+        found = self._first_of_all(0 if problem else 1 if trial.loss_differs() else 2)
+        if found == 0:
+            known.trial = None
+            self._warn_of_memory(problem)
+        elif found == 1:
+            known.compute_loss_of_all(
+                "the loss of two micro-batches together is not what those of each add up to", entry
             )
 
-    def _first_of_all(self, place: int) -> int:
+    def _warn_of_memory(self, problem: str) -> None:
+        """On the first rank."""
+        if dist.get_rank() == 0:
+            here = f" ({problem})" if problem else ", on another rank than this one"
+            warnings.warn(
+                "pipeline: there is not the memory to run the first two micro-batches together"
+                f"{here}, and so it was not tried whether rows of the batch depend on each other in what modules compute; "
+                "what was followed in the trace of the forward was checked. The step goes on. To try it, give more "
+                "microbatches=, or run a first step with shorter rows",
+                PipelineWarning,
+                stacklevel=6,
+            )
+
+    def _try_loss(self, trial: RowTrial, batch: Mapping[str, Any], given: Any, results: list[Results]) -> None:
+        """``given``: the two micro-batches, and both as one."""
+        m = self.entry.microbatches
+        for n, of in enumerate(results):
+            known, parts, count = (trial.apart, given[0], m) if n < TOGETHER else (trial.together, given[1], m / 2)
+            leaves = as_leaves(of) if torch.is_grad_enabled() else of
+            dims = {place: trial.dims_of(place, self.cut.num_stages) for place in leaves}
+            moved = [(x, dim) for place in dims for x, dim in zip(leaves[place], dims[place]) if dim is not None]
+            others = {id(x): changed(x) for x, _ in moved}
+
+            def moved_apart(x: torch.Tensor, others: Mapping[int, Any] = others) -> Any:
+                return Apart.apply(others.get(id(x), x))
+
+            with self._using(known, batch, parts, count):
+                total = self._loss_of(n % TOGETHER, mapped(moved_apart, leaves))
+                trial.note_loss(total, self._losses[-1][1] if callable(self.entry.loss) else None, moved)
+
+    def _end_trial(self, known: Signature) -> PlanError | None:
+        """After the forwards that the trial compares with those of two micro-batches together: what all ranks raise."""
+        trial, known.trial = known.trial, None
+        if trial is None:
+            return None
+        place = self._first_of_all(trial.first_difference())
+        if place == NOWHERE:
+            return None
+        default_generator(self.device).set_state(self._start_state)
+        return rows_error(
+            f"the forward computes something across the rows of the batch: {trial.describe(place)}", self.entry
+        )
+
+    def _axes(self) -> list[dist.ProcessGroup]:
+        """The groups of the mesh of one stage."""
+        return [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
+
+    def _first_of_all(self, place: int, groups: Sequence[dist.ProcessGroup] | None = None) -> int:
         """The smallest on any rank. Communication: one all-reduce for each axis."""
         found = torch.tensor(place, dtype=torch.int64, device=self.device)
-        groups = [self.group, *(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))]
-        for group in groups:
+        for group in groups if groups is not None else [self.group, *self._axes()]:
             dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
         return int(found)
 
     # What stages ask for
 
-    def header(self, stage: int) -> Sequence[Header]:
+    def header(self, stage: int) -> Sequence[Header] | None:
         assert self._known is not None
         return self._known.headers.get(stage)
 
@@ -420,7 +600,7 @@ class Runner:
         assert self._known is not None
         return self._known.headers.of_arrived(stage, arrived)
 
-    def tell_header(self, stage: int, headers: Sequence[Header]) -> None:
+    def tell_header(self, stage: int, headers: Sequence[Header] | None) -> None:
         assert self._known is not None
         self._known.headers.tell(stage, headers)
 
@@ -471,60 +651,84 @@ class Runner:
             )
 
     def forward(self, stage: int, microbatch: int, received: Sequence[DTensor]) -> tuple[list[DTensor], Any]:
-        known, trial = self._known, self.trial
+        known = self._known
         assert known is not None and self._loss is not None
-        run = StageRun(self, known, stage, received, self._answers, self._values_of(microbatch))
+        run = StageRun(self, known, stage, received, self._values_of(microbatch))
         generator = default_generator(self.device)
         generator.set_state(self._start_state)
         batch = self._batches[microbatch]
         rows = MicrobatchRows(self.entry.microbatches, microbatch, known.dims)
         self._begin(stage, microbatch, "F")
         is_last = stage == self.cut.num_stages - 1
+        run.loss_mode = functools.partial(self._loss.around_forward, stage)
+        results = self._follow(run, known, microbatch, received if is_last else None)
         with contextlib.ExitStack() as stack:
             stack.enter_context(drawing_rows(rows))
             stack.enter_context(requested_by(f"stage {stage}, micro-batch {microbatch}"))
-            if trial is not None:
-                stack.enter_context(trial.around_forward(known, microbatch))
-            run.loss_mode = functools.partial(self._loss.around_forward, stage)
-            if is_last and trial is not None:
-                run.received, run.at_end = (
-                    trial.received(stage, received),
-                    functools.partial(self._end_tried, trial, batch),
-                )
             with running(run):
                 out = self.model(**self._inputs[microbatch])
-            if is_last and callable(self.entry.loss):
-                if run.whole_values is not None:
+            if is_last and not run.ends_early:
+                if callable(self.entry.loss) and run.whole_values is not None:
                     stack.enter_context(run.whole_values)
-                total = self._share(out if trial is None else trial.given(out), batch)
-            elif is_last and trial is None:
                 total = self._share(out, batch)
-        if known.whole.draws and stage not in known.drawn:
+        if known.whole.draws and stage not in known.drawn and not run.ends_early:
             known.drawn.add(stage)
             self._check_draws(stage, known)
+        if run.ends_early:
+            return [], seeded(results, self._seeds[microbatch]) if self._seeds else ([], None)
         if is_last:
-            return [], total if trial is None else None
+            return [], ([total], None)
         if run.made is None:
             raise PipelineTraceError(
                 f"pipeline: stage {stage} ran to the end of the model's forward", self.entry.source
             )
-        if trial is not None:
-            trial.sent(stage + 1, run.made)
+        if known.trial is not None and (number := known.trial.run_of(known, microbatch)) is not None:
+            known.trial.sent(number, stage + 1, run.made)
         return run.made, None
+
+    def _follow(self, run: StageRun, known: Signature, microbatch: int, received: Sequence[DTensor] | None) -> Results:
+        """What the run is to do beside its forward. ``received``: by the last stage. Returns what it has for a loss, where
+        that is computed apart."""
+        if known.trial is None and self._results is None and self._kept is None and self._seeds is None:
+            return {}
+        trial = known.trial if self._results is None else None
+        number = trial.run_of(known, microbatch) if trial is not None else None
+        results: Results = {}
+        run.results = self._results if received is not None else None
+        keeps = received is not None and self._results is None and (self._kept is not None or self._seeds is not None)
+        if keeps:
+            run.ends_early = True
+            results = self._kept[microbatch] if self._kept is not None else {}
+            apart = torch.clone if self._kept is not None else Apart.apply  # ops may write to what is kept
+            with no_torch_function():
+                results[-1] = [apart(x) for x in received or ()]
+            if self._kept is not None:
+                run.saw_hooked = lambda call, place, n, x: results.setdefault((call, place), {}).update({n: x})
+        if number == TOGETHER:
+            run.around_call = around_call
+
+        def saw(call: int, result: Any) -> None:
+            if trial is not None and number is not None:
+                trial.returned(number, call, result)
+            if keeps and known.whole.calls[call].is_read:
+                with no_torch_function():
+                    results[call] = [
+                        apart(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                        for x in tree_leaves(result)
+                    ]
+
+        if keeps or number is not None:
+            run.saw_result = saw
+        return results
 
     def _values_of(self, microbatch: int) -> dict[Origin, torch.Tensor]:
         """What a micro-batch takes from the whole batch."""
-        parts = len(self._batches)
-        return {
-            origin: value if dim is None else value.tensor_split(parts, dim)[microbatch]
-            for origin, value, dim in self._whole_values
-        }
 
-    def _end_tried(self, trial: RowTrial, batch: Mapping[str, Any], out: Any) -> Any:
-        """At the end of the model's own forward: what hooks behind it get, without gradients."""
-        if not callable(self.entry.loss):
-            self._share(out, batch)
-        return map_tensors(torch.Tensor.detach, out)
+        def part(value: torch.Tensor, dim: int) -> torch.Tensor:
+            size = round(value.shape[dim] / self.entry.microbatches)
+            return value.narrow(dim, microbatch * size, size)
+
+        return {origin: value if dim is None else part(value, dim) for origin, value, dim in self._whole_values}
 
     def _share(self, out: Any, batch: Mapping[str, Any]) -> torch.Tensor:
         """What a micro-batch adds to the loss, which is noted."""
@@ -536,8 +740,6 @@ class Runner:
             total = self._loss.share(out, batch)
         if isinstance(total, DTensor) and any(p.is_partial() for p in total.placements):
             total = total.redistribute(total.device_mesh, [Replicate()] * total.device_mesh.ndim)
-        if self.trial is not None:
-            self.trial.end_forward(total)
         self._losses.append((_number(total.detach()), _number(count)))
         return total
 
@@ -553,6 +755,14 @@ def _add(earlier: list[tuple[nn.Parameter, torch.Tensor | None]], scale: float) 
             if new is not None:
                 before.add_(new)
             parameter.grad = before
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether the error is of an allocation."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    texts = "out of memory", "can't allocate memory", "not enough memory"
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
 
 
 def _number(value: Any) -> Any:

@@ -229,7 +229,7 @@ class StageWork(Protocol):
     """What the stages of a rank have in common: the model, and the batch of the step."""
 
     def forward(self, stage: int, microbatch: int, received: Sequence[DTensor]) -> tuple[list[DTensor], Any]:
-        """What the stage sends, and the loss of the last stage."""
+        """What the stage sends, and where the last stage's backward begins: tensors, and their gradients or None."""
 
     def around_backward(self, stage: int, microbatch: int, kind: str) -> Any:
         """A context for a backward, or a half of one; ``kind`` is that of its action."""
@@ -237,7 +237,7 @@ class StageWork(Protocol):
     def splits_backward(self) -> Callable[[Node], bool] | None:
         """None: gradients of parameters are computed in the first half, too. Else, which nodes compute all in it."""
 
-    def header(self, stage: int) -> Sequence[Header]:
+    def header(self, stage: int) -> Sequence[Header] | None:
         """Of what enters a stage; waits for the rank of the stage before."""
 
     def header_of_arrived(self, stage: int, arrived: Sequence[torch.Tensor]) -> Sequence[Header]:
@@ -265,7 +265,7 @@ class ModelStage(PipelineStage):
         self.arrived: dict[int, list[torch.Tensor]] = {}
         self.leaves: dict[int, list[DTensor]] = {}
         self.made: dict[int, list[DTensor]] = {}
-        self.losses: dict[int, torch.Tensor] = {}
+        self.losses: dict[int, Any] = {}
         self.gradients: dict[int, list[torch.Tensor]] = {}
         self.returned: dict[int, list[torch.Tensor]] = {}
         self.halves: dict[int, SplitBackward] = {}
@@ -294,7 +294,7 @@ class ModelStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
-        buffers = [header.empty(self.device) for header in self.work.header(self.stage_index)]
+        buffers = [header.empty(self.device) for header in self.work.header(self.stage_index) or ()]
         self.arrived[fwd_chunk_id] = buffers
         return self._messages(dist.irecv, buffers, self.stage_index - 1, fwd_chunk_id)
 
@@ -355,9 +355,9 @@ class ModelStage(PipelineStage):
             return
         made = [one for one in self.made.pop(bwd_chunk_id) if one.requires_grad]
         if self.is_last:
-            roots, gradients = [self.losses.pop(bwd_chunk_id)], None
+            roots, gradients = self.losses.pop(bwd_chunk_id)
         else:
-            roots = made  # type: ignore[assignment]
+            roots = made
             gradients = [
                 _as_gradient(local, one) for local, one in zip(self.gradients.pop(bwd_chunk_id), made, strict=True)
             ]

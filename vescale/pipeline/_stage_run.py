@@ -19,7 +19,6 @@ from vescale.pipeline._batch_reads import Place, ReadCalls
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._gates import Gate, StageEnd, current_run, recomputed
 from vescale.pipeline._hooked_calls import TensorLike, call_hooks, seeing_values
-from vescale.pipeline._row_trial import RowTrial
 from vescale.pipeline._traced import NOTHING, Boundary, Origin, OuterResults, TracedCall, WholeValues
 from vescale.placements import contiguous_stride
 from vescale.plans import PipelineEntry
@@ -34,14 +33,21 @@ def _leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 class Surroundings(Protocol):
-    """What a forward reads of its runner; ``states``: of the generator behind calls that were skipped, by their number."""
+    """What a forward reads of its runner.
+
+    Attributes:
+        states: of the generator behind calls that were skipped, by their number.
+        answers: of the whole batch, to what the forward reads from it.
+        is_tried: it is no forward of a step.
+    """
 
     model: nn.Module
     mesh: DeviceMesh
     device: torch.device
     entry: PipelineEntry
     states: dict[int, torch.Tensor]
-    trial: RowTrial | None
+    answers: Mapping[Place, Any]
+    is_tried: bool
 
 
 class StageRun:
@@ -53,7 +59,6 @@ class StageRun:
         known: Signature,
         stage: int,
         received: Sequence[DTensor],
-        answers: Mapping[Place, Any],
         values: Mapping[Origin, torch.Tensor],
     ) -> None:
         self.runner, self.known, self.stage, self.received = runner, known, stage, received
@@ -70,7 +75,11 @@ class StageRun:
         self.loss_mode: Callable[[], Any] | None = None
         self.at_begin: Callable[[], None] | None = None
         self.at_end: Callable[[Any], Any] = lambda out: out
-        self.answers = answers  # of the whole batch, to what the forward reads from it
+        self.around_call: Callable[..., Any] | None = None
+        self.saw_result: Callable[[int, Any], None] | None = None
+        self.saw_hooked: Callable[[int, tuple[str, int], int, Any], None] | None = None
+        self.results: Mapping[Any, Any] | None = None  # of this stage's modules, which do not run then
+        self.ends_early = False  # behind the last call
         self.whole_values = WholeValues(values, lambda: not self.depth) if values else None
 
     @contextlib.contextmanager
@@ -87,8 +96,8 @@ class StageRun:
                 stack.enter_context(mode)
             if any(origin.function is not None for origin in (*self.entering, *self.leaving)):
                 stack.enter_context(OuterResults(self._see, lambda: not self.depth))
-            if self.answers:
-                stack.enter_context(ReadCalls(lambda: self.number - 1 if self.depth else -1, self.answers))
+            if self.runner.answers:
+                stack.enter_context(ReadCalls(lambda: self.number - 1 if self.depth else -1, self.runner.answers))
             yield
 
     @property
@@ -97,12 +106,12 @@ class StageRun:
 
     @property
     def is_trial(self) -> bool:
-        return self.runner.trial is not None
+        return self.runner.is_tried
 
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.depth:
             return proceed(*args, **kwargs)
-        if self.begun and not self.replaced and self.number != self.leaves.call:
+        if self.begun and not self.replaced and self.number != self.leaves.call and self.results is None:
             self._next_call(gate)
         else:
             with no_torch_function():  # what happens here is no part of the model
@@ -110,27 +119,33 @@ class StageRun:
             if answer is not None:
                 return answer[0]
         number = self.number - 1
-        trial = self.runner.trial
         self.depth += 1
         try:
             with self._around_hooks(gate, number):
                 call = recomputed(proceed)
-                result = call(*args, **kwargs) if trial is None else trial.run(call, args, kwargs)
+                result = call(*args, **kwargs) if self.around_call is None else self.around_call(call, *args, **kwargs)
         finally:
             self.depth -= 1
-        if trial is not None:
-            result = trial.returned(number, result, changes=self.leaves is NOTHING)
+        if self.saw_result is not None:
+            self.saw_result(number, result)
         if self.leaving:
             self._see_leaves(number, tree_flatten(result)[0])
+        if self.ends_early and self.number == len(self.known.part.calls):
+            raise StageEnd
         return result
 
     def _around_hooks(self, gate: Gate, number: int) -> contextlib.AbstractContextManager[None]:
         """Around a call of a module of this stage: what hooks keep in it may have to be sent."""
         hooked = self.known.part.calls[number].hooked
-        if not hooked or not self.leaving:
+        if not hooked or not (self.leaving or self.saw_hooked):
             return contextlib.nullcontext()
-        module = self.runner.model.get_submodule(gate.path)
-        return seeing_values(hooked, module, lambda place, n, value: self._see(Origin(None, number, n, place), value))
+
+        def see(place: tuple[str, int], n: int, value: Any) -> None:
+            self._see(Origin(None, number, n, place), value)
+            if self.saw_hooked is not None:
+                self.saw_hooked(number, place, n, value)
+
+        return seeing_values(hooked, self.runner.model.get_submodule(gate.path), see)
 
     def _see(self, origin: Origin, value: Any) -> None:
         if origin in self.leaving:
@@ -158,7 +173,7 @@ class StageRun:
         elif self.replaced:
             args, kwargs = self._replace(args, kwargs)
         call = self._next_call(gate)
-        if self.begun:
+        if self.begun and self.results is None:
             return args, kwargs, None
         made = self._stand_in(call, args, kwargs)
         if call.hooked:
@@ -171,7 +186,11 @@ class StageRun:
         for hooked in call.hooked:
             values = (args, kwargs, made)
             if hooked.path:
-                leaves = [self._placeholder(leaf) if isinstance(leaf, TensorLike) else leaf for leaf in hooked.leaves]
+                known = (self.results or {}).get((self.number - 1, hooked.place), {})
+                leaves = [
+                    known.get(n, self._placeholder(leaf)) if isinstance(leaf, TensorLike) else leaf
+                    for n, leaf in enumerate(hooked.leaves)
+                ]
                 values = tree_unflatten(leaves, hooked.tree)
             for n, leaf in enumerate(tree_flatten(values)[0]):
                 if isinstance(leaf, torch.Tensor):
@@ -228,7 +247,7 @@ class StageRun:
     def _receive(self, args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
         writes = self.stage in self.known.part.writes
-        arrived = [_Written.apply(one) if writes and one.requires_grad else one for one in self.received]
+        arrived = [Apart.apply(one) if writes and one.requires_grad else one for one in self.received]
         missing = set(range(len(self.enters.leaves), self.enters.num_tensors)) - {n for n, _ in self.stand_ins}
         if missing:
             raise self._not_made(self.stage, self.enters, min(missing))
@@ -260,9 +279,10 @@ class StageRun:
             else:
                 generator.set_state(state)
         given = tree_flatten((args, kwargs))[0] if call.same else ()
+        known = (self.results or {}).get(self.number - 1, call.leaves)
         leaves = [
             given[call.same[n]] if n in call.same else self._placeholder(leaf) if isinstance(leaf, TensorLike) else leaf
-            for n, leaf in enumerate(call.leaves)
+            for n, leaf in enumerate(known)
         ]
         self._see_leaves(self.number - 1, leaves)
         return tree_unflatten(leaves, call.tree)
@@ -288,12 +308,15 @@ class _Arrived(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Written(torch.autograd.Function):
-    """What was received, as a tensor that ops may write to in place: it is no leaf, and no view of one."""
+class Apart(torch.autograd.Function):
+    """The same values as a tensor of its own, for ops that write in place: to it (it is no leaf, and no view of one), or to
+    what it was made of."""
 
     @staticmethod
     def forward(ctx: Any, received: DTensor) -> DTensor:
-        return make_dtensor(local_of(received), spec_of(received))
+        return (
+            make_dtensor(local_of(received), spec_of(received)) if isinstance(received, DTensor) else received.clone()
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

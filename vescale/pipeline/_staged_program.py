@@ -93,7 +93,7 @@ def check_with_guesses(
             except PipelineLossError as problem:
                 return problem if _has_labels(model, batch) else None
             with contextlib.suppress(PipelineBatchError):  # of the sizes that were guessed
-                BatchLoss(entry, Signature(whole, part, HeaderExchange(""), entry), batch)
+                BatchLoss(entry, Signature(whole, part, lambda: HeaderExchange(""), entry), batch)
             return None
     return None
 

@@ -44,7 +44,6 @@ class StepFailures:
         _WATCHED[self] = None
         _watch()
         self._thread = threading.get_ident()
-        self.note()
         try:
             yield
         except BaseException as error:
@@ -54,7 +53,7 @@ class StepFailures:
             self._began = None
 
     def note(self) -> None:
-        """A forward or backward begins."""
+        """A forward or backward begins, or this rank may wait for a message from now on."""
         self._began = time.monotonic()
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tr
 from vescale.errors import PipelineTraceError
 from vescale.pipeline._batch_reads import BatchReads, Place, ReadCalls
 from vescale.pipeline._cut import Cut
-from vescale.pipeline._gates import Gate, running
+from vescale.pipeline._gates import Gate, StageEnd, running
 from vescale.pipeline._hooked_calls import TensorLike, noting_hooks
 from vescale.pipeline._loss_sums import LossCalls, LossNodes
 from vescale.pipeline._parameter_reads import SHAPE_ONLY
+from vescale.pipeline._recipes import Recipes
 from vescale.pipeline._row_flow import RowOps
 from vescale.pipeline._traced import Boundary, LossTerm, Origin, OuterResults, Trace, TracedCall
 from vescale.pipeline._unknown_values import refuse_reading, why_unknown
@@ -128,6 +130,9 @@ class Carried:
                 if received is not None:
                     self._received.setdefault(id(out), received)
 
+    def entering(self) -> dict[int, list[torch.Tensor]]:
+        return {stage: entering.tensors for stage, entering in self._entering.items()}
+
     def boundaries(self) -> dict[int, Boundary]:
         return {stage: self._boundary(entering) for stage, entering in self._entering.items()}
 
@@ -198,6 +203,7 @@ def trace(
     answers: Mapping[Place, Any] | None = None,
     loss: Callable[[Any], torch.Tensor | None] | None = None,
     beside: Mapping[str, Any] | None = None,
+    num_calls: int | None = None,
 ) -> Trace:
     """Run the forward of a gated skeleton on a batch; its generators and buffers are left as they were.
 
@@ -205,6 +211,7 @@ def trace(
         answers: values that the forward gets where it reads from the batch; without, those of the batch.
         loss: called with the output, as a part of what is traced; ``beside`` is what it takes of the batch that the forward
             does not.
+        num_calls: of gated modules, behind which the trace ends, without an output.
 
     Raises PlanError for a forward that the cut does not fit: a module that runs in another stage than it belongs to, or a
     value that a stage would need from an earlier one and does not get.
@@ -216,6 +223,7 @@ def trace(
         if dtypes is not None:
             stack.enter_context(dtypes.computing(skeleton))
         recorder = _Recorder(skeleton, cut, batch, dict(sorted((beside or {}).items())), entry_source, answers or {})
+        recorder.num_calls = num_calls
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(math_attention())
@@ -226,11 +234,14 @@ def trace(
         stack.enter_context(OuterResults(recorder.note_origin, lambda: recorder.inside is None))
         stack.enter_context(recorder)
         try:
-            output = skeleton(**batch)
+            output, total = None, None
+            with contextlib.suppress(StageEnd):
+                output = skeleton(**batch)
         except NotImplementedError as error:  # an op whose result's shape depends on values
             where = f"of {recorder.failed_inside!r}" if recorder.failed_inside else "around the stages' modules"
             raise PipelineTraceError(f"pipeline: the forward {where} {why_unknown(error)}", entry_source) from error
-        total = loss(output) if loss is not None else None
+        if loss is not None and output is not None:
+            total = loss(output)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -239,9 +250,10 @@ def trace(
         raise PipelineTraceError(
             f"pipeline: the forward does not call {missing[0]!r}, before which a stage begins", entry_source
         )
+    recorder.row_ops.entering = recorder.carried.entering()
     found = Trace(
         recorder.carried.boundaries(),
-        recorder.calls,
+        recorder.calls_with_reads(output),
         recorder.draws,
         recorder.losses,
         output,
@@ -254,6 +266,7 @@ def trace(
         tuple(recorder.of_rows),
         recorder.row_ops,
         total,
+        num_calls is not None,
     )
     recorder.read_calls.end()  # else in a cycle with the recorder
     return found
@@ -269,6 +282,13 @@ def _with_positions(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         else:
             indices.append(index)
     return tree_flatten(((args[0], indices, *args[2:]), kwargs))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The operands that an op writes to."""
+    given = {a.name: v for a, v in zip(func._schema.arguments, args)} | kwargs
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [v for name in names for v in tree_flatten(given.get(name))[0] if isinstance(v, torch.Tensor)]
 
 
 class _Recorder(TorchDispatchMode):
@@ -296,16 +316,23 @@ class _Recorder(TorchDispatchMode):
         self.carried = Carried(source)
         self.values: set[int] = set()  # of tensors that depend on parameters
         self.keep: list[Any] = [batch, beside]
-        self.recipes: dict[int, Any] = {}
-        self._names = list(batch), list(beside)
+        names = list(batch), list(beside)
         given, others = (tree_flatten(values)[0] for values in (batch, beside))
-        for n, value in enumerate((*given, *others)):
-            if isinstance(value, torch.Tensor):
-                self.recipes[id(value)] = ("batch", n)
+
+        def leaves_of(batch: Mapping[str, Any]) -> list[Any]:
+            # Reads are of what the forward takes, and get no more.
+            taken = [{name: batch[name] for name in each if name in batch} for each in names]
+            return [leaf for values in taken for leaf in tree_flatten(values)[0]]
+
+        self.recipes, self._batch = Recipes([*given, *others], leaves_of), {**batch, **beside}
         self.nodes = LossNodes(batch={id(v) for v in given if isinstance(v, torch.Tensor)})
         self.row_ops = RowOps([v for v in (*given, *others) if isinstance(v, torch.Tensor)])
         self.loss_calls = LossCalls(self.nodes)
         self.calls: list[TracedCall] = []
+        self.num_calls: int | None = None
+        self._given: set[int] = set()  # the memory of the arguments of the gated module that runs
+        self._results: list[list[Any]] = []  # leaves, by call
+        self._read_outside: set[int] = set()  # ids of operands of ops around gated modules
         self.draws: list[Draw] = []
         self.draws_before: dict[int, int] = {}
         self.of_rows: dict[str, None] = {}
@@ -335,15 +362,23 @@ class _Recorder(TorchDispatchMode):
             self._begin(gate, given)
         if self.stage not in gate.stages:
             stages = " or ".join(map(str, sorted(gate.stages)))
+            again = any(call.path == gate.path for call in self.calls)
             raise PipelineTraceError(
                 f"pipeline: the forward calls {gate.path!r} in stage {self.stage}, but by the order of the model's modules "
                 f"it belongs to stage {stages}; give stages=[[paths], ...], with {gate.path!r} in that of stage "
-                f"{self.stage}; it may be in several",
+                f"{self.stage}; it may be in several"
+                + (
+                    ". If the forward goes through its blocks twice, call them once, with the inputs of both calls put "
+                    "together (torch.cat), or keep what the first call has returned"
+                    if again
+                    else ""
+                ),
                 self.source,
             )
         self.called.add(gate.path)
         before, number = len(self.draws), len(self.calls)
         self.inside, self.arguments = gate.path, frozenset(map(id, given))  # type: ignore[assignment]
+        self._given = {v.untyped_storage()._cdata for v in given if isinstance(v, torch.Tensor)}
         module = self.skeleton.get_submodule(gate.path)
         try:
             with noting_hooks(
@@ -364,10 +399,21 @@ class _Recorder(TorchDispatchMode):
                 self.note_origin(Origin(None, number, n), leaf)
         shapes = [TensorLike(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves]
         self.calls.append(TracedCall(gate.path, tuple(shapes), tree, tuple(self.draws[before:]), same, tuple(hooked)))
+        self._results.append(leaves)
+        self.row_ops.calls.append((gate.path, self.stage, [v for v in given if isinstance(v, torch.Tensor)], leaves))
+        if self.num_calls == len(self.calls):
+            raise StageEnd
         return result
 
+    def calls_with_reads(self, output: Any) -> list[TracedCall]:
+        read = self._read_outside | {id(leaf) for leaf in tree_flatten(output)[0]}
+        return [
+            replace(call, is_read=any(id(leaf) in read for leaf in leaves))
+            for call, leaves in zip(self.calls, self._results)
+        ]
+
     def note_origin(self, origin: Origin, tensor: torch.Tensor) -> None:
-        if origin.function is not None and id(tensor) in self.recipes:
+        if origin.function is not None and tensor in self.recipes:
             self.row_ops.origins.setdefault(id(tensor), origin)
         if id(tensor) in self.carried.made:
             self.carried.origin(origin, tensor)
@@ -407,6 +453,9 @@ class _Recorder(TorchDispatchMode):
             self._check(func, tensors)
         self._note_draw(func, args, kwargs)
         self._note_rows(func, args, depends)
+        before, writes = self.recipes.before(flat), _written(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            before = None  # to draw again would be to draw other numbers
         out, is_replayable = self._run(func, flat, tree, args, kwargs, tensors)
         self._note_loss(func, args, kwargs, depends)
         outs = [v for v in tree_flatten(out)[0] if isinstance(v, torch.Tensor)]
@@ -415,14 +464,16 @@ class _Recorder(TorchDispatchMode):
         if reads_values:
             self.nodes.note(func, args, kwargs, outs, self._depends, self.loss_calls.current)
         self.carried.note_op(func, args, tensors, outs, self.stage)
-        for number, result in enumerate(outs):
+        if self.inside is not None and any(w.untyped_storage()._cdata in self._given for w in writes):
+            self.row_ops.writing.add(self.stage)
+        if not depends:
+            self.recipes.note(func, before if is_replayable else None, tree, outs, writes)
+        else:
+            for target in writes:
+                self.recipes.lose(target)
+        for result in outs:
             if depends:
                 self.values.add(id(result))
-            elif is_replayable:
-                if not any(result is tensor for tensor in tensors):  # else it is what it was: a constant that is lifted
-                    self.recipes[id(result)] = (func, args, kwargs, number)
-            else:
-                self.recipes.pop(id(result), None)
             if only_here or self.inside is not None:
                 self.carried.made[id(result)] = self.stage
         return out
@@ -452,9 +503,11 @@ class _Recorder(TorchDispatchMode):
             return result_on_meta(func, args, kwargs), False
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        return func(*args, **kwargs), not is_mutation
+        return func(*args, **kwargs), True
 
     def _check(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        if self.inside is None:
+            self._read_outside.update(map(id, tensors))
         for tensor in tensors:
             where = f"{func} in {self.inside or 'the forward around the modules of stages'}"
             self.carried.read(tensor, self.stage, where, is_argument=id(tensor) in self.arguments)
@@ -517,20 +570,20 @@ class _Recorder(TorchDispatchMode):
 
     def _value_of(self, tensor: torch.Tensor) -> Callable[[Mapping[str, Any]], torch.Tensor] | None:
         """What computes the tensor from another batch, or a constant; None for one that depends on parameters."""
-        if self._depends(id(tensor)) or id(tensor) in self.recipes:
+        if self._depends(id(tensor)) or tensor in self.recipes:
             return self.replay_of(tensor)
-        return None if tensor.is_meta else lambda batch: tensor
+        return None if tensor.is_meta or self.recipes.has_lost(tensor) else lambda batch: tensor
 
     def _note_read(self, place: Place, func: Any, args: Any, kwargs: Any, value: Any) -> None:
         tensors = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
         of_batch = [t for t in tensors if id(t) in self.nodes.batch]
-        if of_batch and all(id(t) in self.recipes for t in of_batch) and not any(self._depends(id(t)) for t in tensors):
+        if of_batch and all(t in self.recipes for t in of_batch) and not any(self._depends(id(t)) for t in tensors):
             self._reads[place] = func, args, kwargs, value
 
     def reads(self) -> BatchReads:
         calls = self._reads
         given = [tree_flatten((args, kwargs)) for _, args, kwargs, _ in calls.values()]
-        replay = self._replay([v for leaves, _ in given for v in leaves])
+        replay = self.recipes.of([v for leaves, _ in given for v in leaves])
 
         def compute(batch: Mapping[str, Any]) -> dict[Place, Any]:
             values, found = iter(replay(batch)), {}
@@ -546,55 +599,11 @@ class _Recorder(TorchDispatchMode):
         )
 
     def replay_of(self, tensor: torch.Tensor) -> Callable[[Mapping[str, Any]], torch.Tensor] | None:
-        """What computes the tensor from another batch of the same shapes; None for one that depends on parameters."""
-        if id(tensor) in self.values or id(tensor) not in self.recipes:
+        """What computes the tensor from another batch of the same shapes; None for one that depends on parameters, or where
+        it does not compute this one of this batch."""
+        if id(tensor) in self.values or tensor not in self.recipes:
             return None
-        replay = self._replay([tensor])
-        return lambda batch: replay(batch)[0]
-
-    def _replay(self, wanted: Sequence[Any]) -> Callable[[Mapping[str, Any]], list[Any]]:
-        """What computes these from another batch of the same shapes; what is not made from the batch stays as it is."""
-        recipes = self._recipes_of([v for v in wanted if isinstance(v, torch.Tensor)])
-        inputs = self._names  # and not the recorder, which has all values of the trace
-
-        def compute(batch: Mapping[str, Any]) -> list[Any]:
-            done: dict[int, Any] = {}
-            # Reads are of what the forward takes, and get no more.
-            taken = [{name: batch[name] for name in names if name in batch} for names in inputs]
-            given = [leaf for values in taken for leaf in tree_flatten(values)[0]]
-
-            def value(x: Any) -> Any:
-                if not isinstance(x, torch.Tensor) or id(x) not in recipes:
-                    return x
-                if id(x) not in done:
-                    recipe = recipes[id(x)]
-                    if recipe[0] == "batch":
-                        done[id(x)] = given[recipe[1]]
-                    else:
-                        func, args, kwargs, number = recipe
-                        flat, tree = tree_flatten((args, kwargs))
-                        a, k = tree_unflatten([value(v) for v in flat], tree)
-                        if k.get("device") is not None and torch.device(k["device"]).type == "meta":
-                            k = {**k, "device": torch.device("cpu")}
-                        outs = [v for v in tree_flatten(func(*a, **k))[0] if isinstance(v, torch.Tensor)]
-                        done[id(x)] = outs[number]
-                return done[id(x)]
-
-            with torch.no_grad():
-                return [value(x) for x in wanted]
-
-        return compute
-
-    def _recipes_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, Any]:
-        """Of tensors and what they are computed from, which they hold."""
-        found: dict[int, Any] = {}
-        left = list(tensors)
-        while left:
-            recipe = self.recipes.get(id(left[-1]))
-            number = id(left.pop())
-            if recipe is None or number in found:
-                continue
-            found[number] = recipe
-            if recipe[0] != "batch":
-                left += [v for v in tree_flatten(recipe[1:3])[0] if isinstance(v, torch.Tensor)]
-        return found
+        replay = self.recipes.of([tensor])
+        found = replay(self._batch)[0]
+        is_same = found.shape == tensor.shape and torch.equal(found.nan_to_num(), tensor.nan_to_num())
+        return (lambda batch: replay(batch)[0]) if is_same else None

@@ -117,7 +117,7 @@ NOTHING = Boundary((), (), (), (), (), 0, -1)
 class TracedCall:
     """A call of a gated module: its result as (leaves with (shape, dtype) in place of tensors, tree), and what it draws.
     ``same``: leaves of the result that are leaves of the arguments, by position; ``hooked``: calls in it whose hooks keep
-    something."""
+    something; ``is_read``: ops around gated modules read its result, or it is a part of the model's output."""
 
     path: str
     leaves: tuple[Any, ...]
@@ -125,6 +125,10 @@ class TracedCall:
     draws: tuple[Draw, ...]
     same: Mapping[int, int]
     hooked: tuple[HookedCall, ...]
+    is_read: bool = False
+
+
+MEAN = 1  # of the reductions of nll_loss
 
 
 @dataclass
@@ -164,6 +168,7 @@ class Trace:
         of_rows: texts on what depends on the rows of a batch together.
         row_ops: all ops, in order.
         total: the sum that a callable loss returned.
+        is_cut_short: it has ended behind the last call of a gated module, without an output.
     """
 
     boundaries: dict[int, Boundary]
@@ -180,6 +185,7 @@ class Trace:
     of_rows: Sequence[str]
     row_ops: RowOps
     total: torch.Tensor | None
+    is_cut_short: bool = False
 
     def without_values(self) -> Trace:
         """The same without the tensors that the forward made, as masks of attention, one or several for each layer."""

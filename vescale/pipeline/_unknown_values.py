@@ -36,6 +36,7 @@ def why_unknown(error: NotImplementedError) -> str:
         )
     return (
         "has shapes that depend on the values of parameters, so that what stages send is not known before they run "
-        f"({str(error).splitlines()[0][:120]}); for experts, give their module a local entry of kind experts, or use an "
-        "implementation without a loop (experts_implementation='grouped_mm')"
+        f"({str(error).splitlines()[0][:120]}); in place of indexing by a mask, multiply by the mask and divide by its sum; "
+        "for experts, give their module a local entry of kind experts, or use an implementation without a loop "
+        "(experts_implementation='grouped_mm')"
     )

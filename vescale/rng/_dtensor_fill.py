@@ -115,14 +115,14 @@ class Draw:
 
 @dataclass(frozen=True)
 class MicrobatchRows:
-    """The ``index``-th of ``count`` equal micro-batches of a batch.
+    """The ``index``-th of ``count`` equal micro-batches of a batch (2.5: two of five together, the first ones).
 
     ``dims``: for the shape of each tensor that is drawn in a micro-batch's forward, the dim along which micro-batches
     follow one another in the whole batch's tensor; None for a tensor that does not depend on the batch, of which every
     micro-batch draws the same numbers.
     """
 
-    count: int
+    count: float
     index: int
     dims: Mapping[tuple[int, ...], int | None]
 
@@ -165,7 +165,7 @@ def rows_of_batch(region: Region, strides: Sequence[int]) -> tuple[Region, tuple
     if dim is None or rows.count == 1:
         return None
     shift = rows.index * shape[dim]
-    whole = (*shape[:dim], shape[dim] * rows.count, *shape[dim + 1 :])
+    whole = (*shape[:dim], round(shape[dim] * rows.count), *shape[dim + 1 :])
     intervals = tuple(
         tuple((start + shift, stop + shift) for start, stop in ranges) if index == dim else ranges
         for index, ranges in enumerate(region.intervals)
