@@ -14,12 +14,12 @@ from torch import nn
 
 from vescale.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, load, open_stored, save, verify
 from vescale.errors import (
-    CheckpointOptionError,
+    ArgumentError,
     ContentMismatchError,
     DamagedFileError,
     NoSuchStepError,
     SaveFailedError,
-    UnsavableValueError,
+    UnsavableError,
 )
 
 
@@ -46,7 +46,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     ],
 )
 def test_options(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointOptionError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         Checkpointer(tmp_path / "run", **arguments)
     assert not (tmp_path / "run").exists()
 
@@ -56,7 +56,7 @@ def test_steps(tmp_path: Path) -> None:
     model, _ = trained()
     with Checkpointer(tmp_path / "run") as checkpoints:
         for wrong in (-1, "5", 1.0, True, None):
-            with pytest.raises(CheckpointOptionError, match="step is"):
+            with pytest.raises(ArgumentError, match="step is"):
                 checkpoints.save(wrong, model=model)  # type: ignore[arg-type]
         checkpoints.save(np.int64(4), model=model, note="first")  # type: ignore[arg-type]
         checkpoints.save(4, model=model, note="second")
@@ -72,16 +72,16 @@ def test_steps(tmp_path: Path) -> None:
             checkpoints.wait()
         checkpoints.restore(model=model, step=4)
         for unknown in ("newest", 4.0, None, False):
-            with pytest.raises(CheckpointOptionError, match='expected "latest"'):
+            with pytest.raises(ArgumentError, match='expected "latest"'):
                 checkpoints.restore(model=model, step=unknown)  # type: ignore[arg-type]
         with pytest.raises(NoSuchStepError, match=r"no step 6; it has \[4, 5\]"):
             checkpoints.restore(model=model, step=6)
-        with pytest.raises(CheckpointOptionError, match="model is an OrderedDict"):
+        with pytest.raises(ArgumentError, match="model is an OrderedDict"):
             checkpoints.save(5, model=model.state_dict())  # type: ignore[arg-type]
-        with pytest.raises(CheckpointOptionError, match="model is an OrderedDict"):
+        with pytest.raises(ArgumentError, match="model is an OrderedDict"):
             checkpoints.restore(model=model.state_dict())  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointOptionError, match="is a file"):
+    with pytest.raises(ArgumentError, match="is a file"):
         Checkpointer(tmp_path / "file")
 
 
@@ -127,7 +127,7 @@ def test_keys_that_look_alike(tmp_path: Path) -> None:
     assert [int(found["a.b"]), int(found["a"]["b"]), int(found[1]), int(found["1"])] == [1, 2, 3, 4]
     circle: list[Any] = []
     circle.append(circle)
-    with pytest.raises(UnsavableValueError, match="circle contains itself"):
+    with pytest.raises(UnsavableError, match="circle contains itself"):
         save(tmp_path / "two", circle=circle)
 
 
@@ -266,7 +266,7 @@ def test_numbers_that_are_not_finite_are_not_the_best(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rng.0", "model.0.weight", "optimizer.state", "step.x"])
 def test_names_of_the_checkpoints_own(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UnsavableValueError, match=f"'{name}' is a name of the checkpoint's own"):
+    with pytest.raises(UnsavableError, match=f"'{name}' is a name of the checkpoint's own"):
         save(tmp_path / "one", **{name: torch.ones(3)})
 
 

@@ -36,7 +36,7 @@ from vescale.checkpoint import (
 )
 from vescale.checkpoint import _gathering as gathering
 from vescale.checkpoint import _reader as reader
-from vescale.errors import ConsensusError, ContentMismatchError, LateRanksWarning, NoSuchStepError, UnsavableValueError
+from vescale.errors import ConsensusError, ContentMismatchError, LateRanksWarning, NoSuchStepError, UnsavableError
 from vescale.fsdp import fully_shard
 from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, normalize_placements
 
@@ -230,7 +230,7 @@ def unsavable_on_a_rank(folder: str) -> None:
         for asynchronous in (False, True):
             with Checkpointer(f"{folder}/{bad}-{asynchronous}", asynchronous=asynchronous) as checkpoints:
                 for step in (1, 3):
-                    own = pytest.raises(UnsavableValueError, match=r"value is a builtins\.object")
+                    own = pytest.raises(UnsavableError, match=r"value is a builtins\.object")
                     told = pytest.raises(
                         CheckpointError, match=rf"was(?:| not) saved.*rank {bad}: value is a builtins.object"
                     )

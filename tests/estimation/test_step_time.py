@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from tests.estimation.measure import CASES, estimated
 from vescale import Plan
 from vescale.comm import CommRecord
-from vescale.errors import DeviceTableError
+from vescale.errors import EstimateOptionError
 from vescale.estimation import (
     HOST_KINDS,
     Curve,
@@ -214,7 +214,7 @@ def test_wrong_tables(change: dict[str, Any], problem: str, tmp_path: Path) -> N
     file = Path(device_of.__globals__["_FOLDER"]) / "cpu.yaml"
     data = yaml.safe_load(file.read_text())
     (tmp_path / "a.yaml").write_text(yaml.safe_dump({**data, **change}))
-    with pytest.raises(DeviceTableError, match=problem):
+    with pytest.raises(EstimateOptionError, match=problem):
         device_of(str(tmp_path / "a.yaml"))
 
 

@@ -27,7 +27,7 @@ from tests.ranks import RankPools, run_cases
 from tests.whole import whole, whole_tensors
 from vescale import INIT, RUN, Plan, RaggedShard, no_sync, parallelize
 from vescale.checks import StepMismatchError
-from vescale.errors import UnsupportedParameterError, WrittenParameterError
+from vescale.errors import FullyShardStateError, UnsupportedParameterError
 from vescale.fsdp import fully_shard
 
 DIM, ROWS = 7, 4
@@ -407,7 +407,7 @@ def refused_writes() -> None:
     low = Model(recomputes=False)
     for part in (low.averaged, low):
         fully_shard(part, mesh=_mesh("fsdp"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    with pytest.raises(WrittenParameterError, match=r"'averaged.average.weight' of averaged, of torch.float32"):
+    with pytest.raises(FullyShardStateError, match=r"'averaged.average.weight' of averaged, of torch.float32"):
         low(torch.randn(2, DIM))
 
 

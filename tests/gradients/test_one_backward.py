@@ -18,7 +18,7 @@ from tests.device import device_type
 from tests.ranks import RankPools
 from tests.simulate import on_other_thread
 from vescale import GradientReducer, Plan, fully_shard, parallelize
-from vescale.errors import ConcurrentBackwardError
+from vescale.errors import GradientError
 
 
 class Wait(torch.autograd.Function):
@@ -73,7 +73,7 @@ def two_threads(kind: str) -> None:
         errors: list[BaseException] = []
 
         def other(loss: torch.Tensor = second, errors: list[BaseException] = errors) -> None:
-            with pytest.raises(ConcurrentBackwardError, match=r"Thread-\d+ .*begins a backward of .* while MainThread"):
+            with pytest.raises(GradientError, match=r"Thread-\d+ .*begins a backward of .* while MainThread"):
                 loss.backward()
 
         model.call = functools.partial(on_other_thread, other)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vescale import csrc
-from vescale.errors import OptimizerStateError
+from vescale.errors import OptimizerError
 from vescale.optim import AdamW8bit, _adamw8bit_native
 from vescale.optim._adamw8bit_update import quantize
 from vescale.optim._blocks import Part
@@ -121,7 +121,7 @@ def test_options_of_states_that_change_between_steps(
         states = [{k: v.clone() for k, v in optimizer.state[p].items() if k != "step"} for p in params]
         try:
             optimizer.step()
-        except OptimizerStateError as error:
+        except OptimizerError as error:
             assert "block_size, block, min_numel, state_dtype" in str(error)
             assert all(torch.equal(p, old) for p, old in zip(params, before)), change
             for p, old in zip(params, states):

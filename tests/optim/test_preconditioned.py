@@ -17,7 +17,7 @@ from tests.pipeline.steps import Net, mesh_of
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole
 from vescale import parallelize
-from vescale.errors import OptimizerOptionError
+from vescale.errors import OptimizerError
 from vescale.optim import SOAP, Shampoo, report
 from vescale.optim._preconditioned import refresh_phases
 from vescale.optim._shampoo import inverse_root
@@ -133,7 +133,7 @@ def test_soap_keeps_factors_in_double_precision() -> None:
         optimizer.load_state_dict(saved)
         assert optimizer.state[parameter]["row_factor"].dtype == given
         assert planned == sum(value.nbytes for value in optimizer.state[parameter].values())
-    with pytest.raises(OptimizerOptionError, match="factor_dtype"):
+    with pytest.raises(OptimizerError, match="factor_dtype"):
         SOAP([parameter], factor_dtype=torch.bfloat16)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 import vescale
 from tests.plan_search.models import MODELS, changed, staged_llama
 from vescale.cli import main
-from vescale.errors import SearchError
+from vescale.errors import EstimateOptionError
 from vescale.estimation import Device, device_of, estimate
 from vescale.ir import check
 from vescale.plan_search import Search, search
@@ -340,7 +340,7 @@ def test_a_model_that_fails_says_so() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no such thing")
 
-    with pytest.raises(SearchError, match="no such thing"):
+    with pytest.raises(EstimateOptionError, match="no such thing"):
         search(Broken(), devices=2, batch={"x": (4, 4)})
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import vescale
 from tests.ranks import RankPools
-from vescale.errors import MeshAxesError
+from vescale.errors import PlanValueError
 from vescale.plans import PlanMismatchError, axis_sizes
 from vescale.runtime._init_mesh import _check_store, _fill
 
@@ -48,7 +48,7 @@ def test_bad_sizes(text: str, message: str) -> None:
 
 
 def test_axes_that_are_a_number() -> None:
-    with pytest.raises(MeshAxesError, match=r'axes is 7\.5, a float; give sizes by name, as "dp=2,tp=2"'):
+    with pytest.raises(PlanValueError, match=r'axes is 7\.5, a float; give sizes by name, as "dp=2,tp=2"'):
         vescale.init_mesh(7.5)  # type: ignore[arg-type]
 
 

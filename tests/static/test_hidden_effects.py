@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.ranks import RankPools
 from tests.static.models import both, same
 from vescale import Plan
-from vescale.errors import StaticGradientError
+from vescale.errors import StaticStepError
 from vescale.static import report
 from vescale.static._missing_gradients import shown_local
 
@@ -427,7 +427,7 @@ def inputs() -> None:
 def missing_gradients() -> None:
     """A parameter that got no gradient in the recorded step does not lose a later one."""
     weight: Any = both(Base, data_plan)[1].get_parameter("down.weight")
-    with pytest.raises(StaticGradientError, match="the parameter weight"):
+    with pytest.raises(StaticStepError, match="the parameter weight"):
         shown_local(weight, None, "weight").sum().backward()
 
 

@@ -16,7 +16,7 @@ from tests.ranks import RankPools
 from tests.static.models import both, compare
 from vescale import Plan
 from vescale.comm import record_comms
-from vescale.errors import LabelError
+from vescale.errors import IndexBoundsError
 from vescale.static import report
 
 pytestmark = pytest.mark.helper("dispatch")
@@ -87,7 +87,7 @@ def bad_label() -> str:
         compare(models, *batch(step))
     x, labels = batch(3)
     labels[-1, 0] = CLASSES  # on the last rank
-    with pytest.raises(LabelError, match="1 labels are out of bounds") as raised:
+    with pytest.raises(IndexBoundsError, match="1 labels are out of bounds") as raised:
         models[1](x, labels)
     dist.barrier()
     compare(models, *batch(4))

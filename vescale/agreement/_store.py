@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale.compat import default_store, own_connection
-from vescale.errors import EnvironmentVariableError
+from vescale.errors import ArgumentError
 
 _NOTHING = "?"  # no row, and no value, is this
 
@@ -89,9 +89,7 @@ def wait_limit() -> timedelta | None:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise EnvironmentVariableError(
-            f"VESCALE_TIMEOUT is {text!r}; set it to a positive number of seconds, or unset it"
-        )
+        raise ArgumentError(f"VESCALE_TIMEOUT is {text!r}; set it to a positive number of seconds, or unset it")
     return timedelta(seconds=seconds)
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import regex
 
 from vescale.buffer._layout import integers
-from vescale.errors import GranularityError
+from vescale.errors import DBufferError
 
 FFN_WEIGHTS = (
     r"(?:.*\.)?(?:gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3|fc1|fc2|wi(?:_\d)?|wo)(?:\.weight)?"
@@ -91,7 +91,7 @@ class Tile:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dims", integers("Tile.dims", self.dims, at_least=1))
         if not self.dims:
-            raise GranularityError("Tile.dims is empty; expected the size of at least one dim. Use Elements() instead.")
+            raise DBufferError("Tile.dims is empty; expected the size of at least one dim. Use Elements() instead.")
 
     def block(self, shape: Sequence[int]) -> int:
         """Elements of one band of tiles of a tensor of this shape.
@@ -103,7 +103,7 @@ class Tile:
             ValueError: the tensor has fewer dims than the tile, or a band would run into the next matrix.
         """
         if len(shape) < len(self.dims):
-            raise GranularityError(
+            raise DBufferError(
                 f"a tensor of shape {tuple(shape)} has no tiles of {len(self.dims)} dims {self.dims}. "
                 "Give it Elements() or a tile of at most its own dims."
             )
@@ -112,7 +112,7 @@ class Tile:
         if size >= shape[dim]:  # one band holds the whole dim
             size = shape[dim]
         elif shape[dim] % size and math.prod(shape[:dim]) > 1:
-            raise GranularityError(
+            raise DBufferError(
                 f"{size} does not divide the {shape[dim]} of dim {dim} in a tensor of shape {tuple(shape)}: blocks of "
                 f"{size} would run from one matrix into the next. Nearest sizes that work: "
                 f"{_nearest_divisors(shape[dim], size)}."
@@ -152,7 +152,7 @@ class GranularityTable:
             try:
                 self._entries.append((regex.compile(pattern), granularity))
             except regex.error as error:
-                raise GranularityError(
+                raise DBufferError(
                     f"pattern {pattern!r} is not a regular expression: {error}. Escape literal characters with \\."
                 ) from error
 
@@ -167,7 +167,7 @@ class GranularityTable:
                 try:
                     return granularity.block(tuple(parameter.shape))
                 except ValueError as error:
-                    raise GranularityError(f"parameter {name!r}, {granularity}: {error}") from error
+                    raise DBufferError(f"parameter {name!r}, {granularity}: {error}") from error
         return None
 
     def blocks(self, shapes: Mapping[str, Sequence[int]]) -> list[int]:
@@ -181,7 +181,7 @@ class GranularityTable:
         """
         unused = [p.pattern for p, _ in self._entries if not any(p.fullmatch(name) for name in shapes)]
         if unused:
-            raise GranularityError(
+            raise DBufferError(
                 f"pattern {unused[0]!r} matches none of {len(shapes)} parameters, for example "
                 f"{', '.join(list(shapes)[:3])}. Patterns are matched against whole names; correct or drop it."
             )

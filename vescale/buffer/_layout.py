@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from vescale.errors import ArgumentTypeError, LayoutError, LayoutPlanningError, LayoutTextError
+from vescale.errors import ArgumentTypeError, DBufferError
 
 # Arguments that must be integers.
 
@@ -43,9 +43,7 @@ def integers(name: str, values: Iterable[object], at_least: int = 0) -> tuple[in
                 "Convert it with int() where it is computed."
             ) from None
         if number < at_least:
-            raise LayoutPlanningError(
-                f"{where} is {number}; expected at least {at_least}. Fix the value that is passed."
-            )
+            raise DBufferError(f"{where} is {number}; expected at least {at_least}. Fix the value that is passed.")
         found.append(number)
     return tuple(found)
 
@@ -119,18 +117,18 @@ class Layout:
             object.__setattr__(self, name, integers(name, [getattr(self, name)], at_least=least)[0])
         object.__setattr__(self, "lower_bound", integers("lower_bound", [self.lower_bound])[0])
         if not len(self.numels) == len(self.blocks) == len(self.offsets):
-            raise LayoutError(
+            raise DBufferError(
                 f"Layout got {len(self.numels)} numels, {len(self.blocks)} blocks and {len(self.offsets)} offsets; "
                 "each tensor has one of each. Pass sequences of the same length."
             )
         if self.lower_bound > self.shard_size:
-            raise LayoutError(
+            raise DBufferError(
                 f"lower_bound {self.lower_bound} is larger than shard_size {self.shard_size}; a proven bound never is. "
                 "Pass the bound of the same tensors, num_shards and alignment."
             )
         unit = math.lcm(self.alignment, self.tensor_alignment)
         if self.shard_size % unit:
-            raise LayoutError(
+            raise DBufferError(
                 f"shard_size {self.shard_size} is not a multiple of alignment {self.alignment} and tensor_alignment "
                 f"{self.tensor_alignment}. Round it up to {-(-self.shard_size // unit) * unit} and plan again."
             )
@@ -143,30 +141,30 @@ class Layout:
             offset, numel, block = self.offsets[i], self.numels[i], self.blocks[i]
             what = f"tensor {i} ({numel} elements in blocks of {block}) at offset {offset}"
             if offset + numel > size:
-                raise LayoutError(
+                raise DBufferError(
                     f"{what} ends behind the buffer of {size} elements ({self.num_shards} shards of {shard}). "
                     "Let plan_layout choose shard_size and offsets."
                 )
             if offset % self.tensor_alignment:
-                raise LayoutError(
+                raise DBufferError(
                     f"{what} does not start at a multiple of tensor_alignment {self.tensor_alignment}. "
                     "Let plan_layout choose the offsets."
                 )
             if offset < end:
-                raise LayoutError(
+                raise DBufferError(
                     f"{what} overlaps tensor {previous}, which ends at {end}. Let plan_layout choose the offsets."
                 )
             head = -offset % shard or shard  # elements before the first boundary behind the start
             if numel > head and (head % block or (numel > head + shard and shard % block)):
                 boundary = offset + head + (0 if head % block else shard)
-                raise LayoutError(
+                raise DBufferError(
                     f"{what} is cut by the shard boundary at {boundary}, inside one of its blocks. Only a boundary at "
                     "a multiple of block from the tensor's start is legal. Let plan_layout choose the offsets."
                 )
             end, previous = offset + numel, i
         for i, numel in enumerate(self.numels):
             if numel == 0 and (self.offsets[i] > size or self.offsets[i] % self.tensor_alignment):
-                raise LayoutError(
+                raise DBufferError(
                     f"tensor {i} (empty) has offset {self.offsets[i]}; it must be a multiple of tensor_alignment "
                     f"{self.tensor_alignment} of at most {size}. Use offset 0."
                 )
@@ -318,34 +316,30 @@ class Layout:
         try:
             data: Any = json.loads(text)
         except json.JSONDecodeError as error:
-            raise LayoutTextError(
-                f"not JSON ({error}); expected the text of Layout.to_json. Write it again."
-            ) from error
+            raise DBufferError(f"not JSON ({error}); expected the text of Layout.to_json. Write it again.") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise LayoutTextError(
+            raise DBufferError(
                 f"the JSON is not a layout: expected an object with format {_FORMAT!r}. Pass Layout.to_json's text."
             )
         if data.pop("version", None) != _VERSION:
-            raise LayoutTextError(
-                f"expected version {_VERSION} of {_FORMAT}. Plan again and write it with this release."
-            )
+            raise DBufferError(f"expected version {_VERSION} of {_FORMAT}. Plan again and write it with this release.")
         del data["format"]
         expected = set(cls.__dataclass_fields__)
         if set(data) != expected:
-            raise LayoutTextError(
+            raise DBufferError(
                 f"the layout's fields differ: missing {sorted(expected - set(data))}, unknown "
                 f"{sorted(set(data) - expected)}. Pass the text of Layout.to_json unchanged."
             )
         if not isinstance(data["strategy"], str) or not all(
             isinstance(data[name], list) for name in ("numels", "blocks", "offsets")
         ):
-            raise LayoutTextError(
+            raise DBufferError(
                 "numels, blocks and offsets must be lists and strategy a string. Pass the text of Layout.to_json."
             )
         try:
             return cls(**data)
         except TypeError as error:
-            raise LayoutTextError(f"{error} Pass the text of Layout.to_json unchanged.") from error
+            raise DBufferError(f"{error} Pass the text of Layout.to_json unchanged.") from error
 
 
 # Offsets of tensors in a fixed order, each as early as possible. The only state is the position where the last tensor

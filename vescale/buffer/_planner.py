@@ -9,7 +9,7 @@ from vescale import csrc
 from vescale.buffer._layout import Layout, integers
 from vescale.buffer._plan_buffer import Group, plan_group
 from vescale.buffer._shard_size_search import FREE_STATES, Bounds
-from vescale.errors import LayoutPlanningError
+from vescale.errors import DBufferError
 
 # Several buffers for one group: tensors whose blocks do not go together stop paying for each other. One buffer's shard
 # size must suit every tensor that contains a whole shard, often the least common multiple of unlike row sizes. Two
@@ -118,9 +118,7 @@ def table_cap(effort: Effort) -> int:
     if isinstance(effort, int) and not isinstance(effort, bool) and effort > 0:
         return effort
     if not isinstance(effort, str) or effort not in _CAPS:
-        raise LayoutPlanningError(
-            f"effort is {effort!r}; expected 'fast', 'thorough' or a positive number of table entries."
-        )
+        raise DBufferError(f"effort is {effort!r}; expected 'fast', 'thorough' or a positive number of table entries.")
     native, fallback = _CAPS[effort]
     return native if csrc.load("planner") is not None else fallback
 
@@ -215,12 +213,12 @@ def plan_layout(
     (tensor_alignment,) = integers("tensor_alignment", [tensor_alignment], at_least=1)
     (max_buffers,) = integers("max_buffers", [max_buffers], at_least=1)
     if len(numels) != len(blocks):
-        raise LayoutPlanningError(
+        raise DBufferError(
             f"plan_layout got {len(numels)} numels and {len(blocks)} blocks; each tensor has one of each. "
             "Pass 1 as the block of a tensor that may be cut anywhere."
         )
     if order not in ("auto", "default"):
-        raise LayoutPlanningError(f"order is {order!r}; expected 'auto' or 'default'. 'auto' is never worse.")
+        raise DBufferError(f"order is {order!r}; expected 'auto' or 'default'. 'auto' is never worse.")
     group = Group(numels, blocks, num_shards, alignment, tensor_alignment)
     cap = table_cap(effort)
     if max_buffers == 1:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from vescale.errors import HfLoadError
+from vescale.errors import ContentMismatchError
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -38,7 +38,7 @@ def base_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[
             if around is None or not _is_adapted(around):
                 plain.append(part)
             elif part == "modules_to_save":
-                raise HfLoadError(
+                raise ContentMismatchError(
                     f"{name} is PEFT's copy of a module, which it trains instead (modules_to_save): load the weights first "
                     "and call get_peft_model afterwards, or leave modules_to_save out"
                 )

@@ -23,12 +23,12 @@ from vescale.checkpoint._step_folder import MANIFEST, Retention, complete_steps,
 from vescale.checkpoint._step_format import open_step
 from vescale.checkpoint._verification import verify_step
 from vescale.errors import (
+    ArgumentError,
     CheckpointError,
-    CheckpointOptionError,
     CheckpointWarning,
     NoSuchStepError,
     SaveFailedError,
-    UnsavableValueError,
+    UnsavableError,
 )
 
 Verify = Literal["none", "sizes", "checksums"]
@@ -73,23 +73,23 @@ class Checkpointer:
         verify: Verify = "sizes",
     ) -> None:
         if keep is not None and (_whole_number(keep) or 0) < 2:
-            raise CheckpointOptionError(
+            raise ArgumentError(
                 f"keep is {keep!r}; expected at least 2, so that a damaged step is not the only one, or None for all"
             )
         if keep_every is not None and (_whole_number(keep_every) or 0) < 1:
-            raise CheckpointOptionError(f"keep_every is {keep_every!r}; expected a positive number of steps")
+            raise ArgumentError(f"keep_every is {keep_every!r}; expected a positive number of steps")
         if not isinstance(asynchronous, bool):
-            raise CheckpointOptionError(f"asynchronous is {asynchronous!r}; expected True or False")
+            raise ArgumentError(f"asynchronous is {asynchronous!r}; expected True or False")
         if verify not in ("none", "sizes", "checksums"):
-            raise CheckpointOptionError(f'verify is {verify!r}; expected "none", "sizes" or "checksums"')
+            raise ArgumentError(f'verify is {verify!r}; expected "none", "sizes" or "checksums"')
         match (best, "min") if best is None or isinstance(best, str) else best:
             case (None | str() as name, "min" | "max" as which):
                 pass
             case _:
-                raise CheckpointOptionError(f'best is {best!r}; expected a name, or (name, "min" or "max")')
+                raise ArgumentError(f'best is {best!r}; expected a name, or (name, "min" or "max")')
         self.folder = Path(os.path.abspath(folder))  # wherever the script goes afterwards
         if self.folder.exists() and not self.folder.is_dir():
-            raise CheckpointOptionError(f"{self.folder} is a file; expected a folder of steps, or a path that is free")
+            raise ArgumentError(f"{self.folder} is a file; expected a folder of steps, or a path that is free")
         self._best = name
         self._retention = Retention(keep, keep_every, name, which == "max")
         self._verify: Verify = verify
@@ -123,7 +123,7 @@ class Checkpointer:
         """
         number = _whole_number(step)
         if number is None or number < 0:
-            raise CheckpointOptionError(f"step is {step!r}; expected a number that is not negative")
+            raise ArgumentError(f"step is {step!r}; expected a number that is not negative")
         with self._turn("save"):
             self.wait()
             self._leave_branch()
@@ -230,9 +230,7 @@ class Checkpointer:
         try:
             number = None if value is None else float(value)
         except (TypeError, ValueError):
-            raise UnsavableValueError(
-                f"{self._best} is {value!r}; best={self._best!r} needs a number, or nothing"
-            ) from None
+            raise UnsavableError(f"{self._best} is {value!r}; best={self._best!r} needs a number, or nothing") from None
         return {"name": self._best, "value": number if number is not None and math.isfinite(number) else None}
 
     def _leave_branch(self) -> None:
@@ -250,7 +248,7 @@ class Checkpointer:
         """The step to restore, the same on every rank."""
         number = None if isinstance(step, str) and step == "latest" else _whole_number(step)
         if number is None and step != "latest":
-            raise CheckpointOptionError(f'step is {step!r}; expected "latest", or the number of a step')
+            raise ArgumentError(f'step is {step!r}; expected "latest", or the number of a step')
         folder = str(self.folder)
         excluded: list[int] = []
         told: list[str] = []

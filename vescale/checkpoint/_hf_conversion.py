@@ -21,7 +21,7 @@ from torch import nn
 
 from vescale.checkpoint._index_map import IndexMap, MappedTensor, NotAnIndexMapError
 from vescale.checkpoint._model_state import modules_by_path
-from vescale.errors import HfConversionError
+from vescale.errors import ContentMismatchError
 from vescale.fsdp import FSDPModule
 
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -173,7 +173,7 @@ def to_files(model: nn.Module, tensors: Mapping[str, Form]) -> Conversion:
         if pattern is None:
             target = loading.apply_renamings(name, renamings)
             if target in found.mapped:
-                raise HfConversionError(f"{name}: transformers gives the name {target} to two tensors of the model")
+                raise ContentMismatchError(f"{name}: transformers gives the name {target} to two tensors of the model")
             found.mapped[target] = IndexMap.of(name, *tensors[name])
         else:
             groups.setdefault(target, _Group(by_pattern[pattern])).sources.append((pattern, name))
@@ -218,7 +218,7 @@ def _convert(
         results = {name: (tuple(value.shape), value.dtype) for name, value in shapes.items()}
         found.computed.append(Computed(names, results, run))
     except Exception as error:  # programs of transformers raise many kinds where sources do not fit together
-        raise HfConversionError(
+        raise ContentMismatchError(
             f"{target}: transformers' conversion of {', '.join(names[:4])}{' ...' if len(names) > 4 else ''} failed: "
             f"{error}; these do not fit the model's configuration"
         ) from error
@@ -228,7 +228,7 @@ def _run_on_meta(run: Callable[..., dict[str, torch.Tensor]], forms: Mapping[str
     try:
         return run(lambda name: torch.empty(forms[name][0], dtype=forms[name][1], device="meta"))
     except Exception as error:
-        raise HfConversionError(f"{target}: transformers' conversion failed: {error}") from error
+        raise ContentMismatchError(f"{target}: transformers' conversion failed: {error}") from error
 
 
 # What a folder of Hugging Face has beside the weights: configuration, generation settings, tokenizer, custom code.

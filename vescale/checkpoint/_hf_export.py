@@ -21,7 +21,7 @@ from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
 from vescale.checkpoint._model_state import check_model, model_tensors, tied_groups
 from vescale.checkpoint._replicas import assign, has_other_ranks, repeated_position
 from vescale.checkpoint._safetensors import FileLayout, create_file, index_of, plan_files, write_block
-from vescale.errors import CheckpointError, CheckpointOptionError, HfExportError
+from vescale.errors import ArgumentError, CheckpointError, HfExportError
 
 _SMALL = 4 << 10  # bytes; smaller parts are written by one of the ranks that hold them
 
@@ -57,9 +57,7 @@ def export_hf(
     check_model(model)
     place = Path(folder)
     if source is not None and not Path(source).is_dir():
-        raise CheckpointOptionError(
-            f"source is {os.fspath(source)!r}; expected the folder whose tokenizer files are copied"
-        )
+        raise ArgumentError(f"source is {os.fspath(source)!r}; expected the folder whose tokenizer files are copied")
     tensors = once(model, model_tensors(model))
     forms: dict[str, Form] = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     conversion = to_files(model, forms)

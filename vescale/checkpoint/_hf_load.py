@@ -27,7 +27,7 @@ from vescale.checkpoint._safetensors import open_safetensors
 from vescale.checkpoint._step_folder import read_regular
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.compat import note_writes
-from vescale.errors import HfLoadError
+from vescale.errors import ContentMismatchError
 from vescale.fsdp import unfilled
 from vescale.gradients import other_stages
 from vescale.rng import is_deferred, materialize
@@ -93,7 +93,7 @@ def fill_the_rest(model: nn.Module, *, is_new: bool) -> None:
     if not rest and not names:
         return
     if not is_transformers_model(model):
-        raise HfLoadError(
+        raise ContentMismatchError(
             f"{', '.join([*rest, *names][:5])}: without values before, and not in the checkpoint, so that their values are "
             "unknown; build the model under vescale.deferred_init(), which keeps what the constructor computes"
         )
@@ -211,7 +211,7 @@ def _config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise HfLoadError(f"{folder / 'config.json'} cannot be read as JSON: {error}") from None
+        raise ContentMismatchError(f"{folder / 'config.json'} cannot be read as JSON: {error}") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -292,7 +292,7 @@ def _check_dtype(wanted: Mapping[str, torch.Tensor], dtype: torch.dtype | None) 
     for name, tensor in wanted.items():
         fixed = isinstance(tensor, DTensor) or not (tensor.is_meta or type(tensor).__name__ == "DeferredTensor")
         if fixed and tensor.is_floating_point() and tensor.dtype != dtype:
-            raise HfLoadError(
+            raise ContentMismatchError(
                 f"{name} has memory in {tensor.dtype} already, and dtype={dtype} was asked for; build the model in that "
                 "dtype, or leave dtype out: values are cast to what the model has"
             )
@@ -379,7 +379,9 @@ def _fill_part(
     shape = entry.shape if entry is not None else stored.tensors[part.source].shape
     place = source_axes(part, shape)
     if place is None:
-        raise HfLoadError(f"{part.source}: a quantized tensor whose dims the model merges cannot be read by slices")
+        raise ContentMismatchError(
+            f"{part.source}: a quantized tensor whose dims the model merges cannot be read by slices"
+        )
     origin, axes = place
     for begin, sizes in _blocks_of(tuple(view.shape), [dim for dim, _ in axes]):
         at, count = list(origin), [1] * len(shape)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from vescale.compat import AsyncCollectiveTensor, local_of, spec_of
-from vescale.errors import UnsavableTensorError
+from vescale.errors import UnsavableError
 from vescale.placements import Box, Region, is_sharded, own_region
 
 Regions = dict[tuple[tuple[int, ...], tuple[Placement, ...], int], tuple[Region | None, tuple[int, ...]]]
@@ -62,7 +62,7 @@ def local_blocks(name: str, tensor: torch.Tensor, regions: Regions | None = None
     subclasses, and local tensors that their placements do not describe.
     """
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        raise UnsavableTensorError(
+        raise UnsavableError(
             f"{name}: a lazy module has not made this tensor yet, so that it has no shape; run a forward first"
         )
     shape = tuple(tensor.shape)
@@ -80,7 +80,7 @@ def local_blocks(name: str, tensor: torch.Tensor, regions: Regions | None = None
         if (known := regions.get(key)) is not None:
             return _of_region(name, tensor, shape, *known)
     if any(placement.is_partial() for placement in placements):
-        raise UnsavableTensorError(
+        raise UnsavableError(
             f"{name}: shape {shape} placed as {tuple(spec.placements)} has a pending reduction, and a checkpoint holds "
             "values only; redistribute it to a placement without Partial first"
         )
@@ -103,7 +103,7 @@ def _of_region(
     local = local.detach()
     _check_memory(name, local)
     if tuple(local.shape) != region.local_shape:
-        raise UnsavableTensorError(
+        raise UnsavableError(
             f"{name}: a DTensor of shape {shape} placed as {tuple(spec.placements)} has a local tensor of shape "
             f"{region.local_shape} on this rank, but the one found has shape {tuple(local.shape)}; build it with "
             "distribute_tensor or from_local, which check this"
@@ -113,14 +113,14 @@ def _of_region(
 
 def _check_memory(name: str, local: torch.Tensor) -> None:
     if local.is_meta:
-        raise UnsavableTensorError(
+        raise UnsavableError(
             f"{name}: the tensor of shape {tuple(local.shape)} is on the meta device and has no memory; materialize the "
             "model first (vescale.materialize, or model.to_empty)"
         )
     if local.layout != torch.strided or local.is_quantized:
-        raise UnsavableTensorError(f"{name}: its layout is {local.layout}; checkpoints hold dense tensors only")
+        raise UnsavableError(f"{name}: its layout is {local.layout}; checkpoints hold dense tensors only")
     if type(local) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and _hides_memory(local):
-        raise UnsavableTensorError(
+        raise UnsavableError(
             f"{name}: a {type(local).__module__}.{type(local).__qualname__} keeps its values in other tensors; save "
             "what it is made of, or a dequantized copy, under **more"
         )

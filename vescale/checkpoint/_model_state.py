@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from vescale.checkpoint._step_format import decode, encode
 from vescale.compat import unwrapped_model, unwrapped_name
 from vescale.compat.devices import random_states, set_random_states
-from vescale.errors import CheckpointOptionError, kind_of
+from vescale.errors import ArgumentError, kind_of
 from vescale.fsdp import FSDPModule
 
 
@@ -40,9 +40,9 @@ class ModelState:
 
 
 def check_model(model: Any) -> None:
-    """Raises CheckpointOptionError for anything else than a module."""
+    """Raises ArgumentError for anything else than a module."""
     if not isinstance(model, nn.Module):
-        raise CheckpointOptionError(
+        raise ArgumentError(
             f"model is {kind_of(model)}; expected a torch.nn.Module. Pass state dicts and other data by "
             "names of their own"
         )

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from vescale.checkpoint._names import nearest
 from vescale.checkpoint._step_format import TensorName, decode, encode
 from vescale.checkpoint._stored import StoredTensor
-from vescale.errors import DamagedFileError, OptimizerNamesError, kind_of
+from vescale.errors import ContentMismatchError, DamagedFileError, kind_of
 
 # Options that decide what the states mean; the others (learning rates, ...) are loaded.
 _STRUCTURE = ("algorithm", "blocks", "block", "block_size", "state_dtype", "min_numel", "stochastic_rounding")
@@ -33,7 +33,7 @@ def named_optimizers(optimizer: Any) -> dict[str, Optimizer]:
         found = {"optimizer": optimizer}
     for name, each in found.items():
         if not hasattr(each, "state") or not hasattr(each, "param_groups"):
-            raise OptimizerNamesError(
+            raise ContentMismatchError(
                 f"{name} is {kind_of(each)} without state and param_groups; expected a torch.optim.Optimizer, a "
                 "list or a dict of them. Pass other objects by a name of their own"
             )
@@ -63,14 +63,14 @@ def optimizer_state(
 def _further_values(prefix: str, optimizer: Optimizer) -> dict[str, Any]:
     """What a ``state_dict`` of the optimizer's own class has beside states and groups.
 
-    Raises OptimizerNamesError if it has states that ``optimizer.state`` has not: they would be lost."""
+    Raises ContentMismatchError if it has states that ``optimizer.state`` has not: they would be lost."""
     own = getattr(type(optimizer), "state_dict", Optimizer.state_dict)
     if own is Optimizer.state_dict:
         return {}
     try:
         found = optimizer.state_dict()
     except RuntimeError as error:
-        raise OptimizerNamesError(
+        raise ContentMismatchError(
             f"{prefix}: {type(optimizer).__qualname__}.state_dict() fails ({error}), so that what it has beside .state is "
             "not known; pass what is to be saved of it by a name of its own: save(..., my_optimizer=...)"
         ) from error
@@ -78,7 +78,7 @@ def _further_values(prefix: str, optimizer: Optimizer) -> dict[str, Any]:
     theirs = sum(1 for state in states.values() if state) if isinstance(states, Mapping) else 0
     ours = sum(1 for state in optimizer.state.values() if state)
     if theirs > ours:
-        raise OptimizerNamesError(
+        raise ContentMismatchError(
             f"{prefix} is {kind_of(optimizer)}, whose state_dict() has states of {theirs} parameters, and whose "
             f".state has {ours}; the others would be lost. Pass it by a name of its own, which saves its state_dict(): "
             "save(..., my_optimizer=optimizer)"
@@ -98,7 +98,7 @@ def _members(prefix: str, index: int, group: Mapping[str, Any], names: Mapping[i
     for place, (parameter, given) in enumerate(zip(group["params"], own)):
         name = names.get(id(parameter), given)
         if name is None:
-            raise OptimizerNamesError(
+            raise ContentMismatchError(
                 f"{prefix}: parameter {place} of group {index}, of shape {tuple(parameter.shape)}, is not one of the "
                 "model's, so that its state has no name; pass the model that the optimizer was made for, or make the "
                 "optimizer with named_parameters()"

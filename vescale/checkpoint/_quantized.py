@@ -19,7 +19,7 @@ import torch
 
 from vescale.checkpoint._stored import Stored
 from vescale.checkpoint._stored_blocks import block_values
-from vescale.errors import HfLoadError
+from vescale.errors import ContentMismatchError
 
 _FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -64,9 +64,9 @@ def find_quantized(stored: Stored, block: Sequence[int] | None = None) -> dict[s
         elif name.endswith("_blocks") and tensor.dtype == torch.uint8:
             values, scales = name.removesuffix("_blocks"), name.removesuffix("_blocks") + "_scales"
             if scales not in stored.tensors:
-                raise HfLoadError(f"{stored.folder}: {name} has no {scales} beside it")
+                raise ContentMismatchError(f"{stored.folder}: {name} has no {scales} beside it")
             if tensor.shape[:-1] != stored.tensors[scales].shape or len(tensor.shape) < 3:
-                raise HfLoadError(
+                raise ContentMismatchError(
                     f"{stored.folder}: {name} of shape {tensor.shape} and {scales} of shape "
                     f"{stored.tensors[scales].shape}; expected scales of shape {tensor.shape[:-1]}"
                 )
@@ -87,14 +87,14 @@ def _block(name: str, shape: tuple[int, ...], grid: tuple[int, ...], wanted: Seq
     rows, columns = shape[-2:] if len(shape) > 1 else (1, *shape)
     scale_rows, scale_columns = (1, 1) if not grid else ((1, 1, *grid)[-2:])
     if len(grid) > 2 and grid[:-2] != shape[:-2]:
-        raise HfLoadError(f"{name} of shape {shape} has scales of shape {grid}")
+        raise ContentMismatchError(f"{name} of shape {shape} has scales of shape {grid}")
 
     def size(total: int, count: int, given: int) -> int:
         if -(-total // given) == count:
             return given
         if count and total % count == 0:
             return total // count
-        raise HfLoadError(f"{name} of shape {shape} has scales of shape {grid}; expected one for each {given}")
+        raise ContentMismatchError(f"{name} of shape {shape} has scales of shape {grid}; expected one for each {given}")
 
     sizes = wanted or (128, 128)
     return size(rows, scale_rows, sizes[0]), size(columns, scale_columns, sizes[1])

@@ -22,7 +22,7 @@ from vescale.checkpoint._scratch import scratch
 from vescale.checkpoint._step_folder import open_regular
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.compat import bytes_of, note_writes
-from vescale.errors import CheckpointError, DamagedFileError, UnsavableTensorError
+from vescale.errors import CheckpointError, DamagedFileError, UnsavableError
 from vescale.placements import Box, contiguous_stride
 
 # Which bytes of which files a block of a tensor is made of: few, large, sorted reads.
@@ -224,7 +224,7 @@ def _refuse_expanded(blocks: Mapping[str, LocalBlocks]) -> None:
             and 0 in local.stride()
             and any(n > 1 and not step for n, step in zip(local.shape, local.stride()))
         ):
-            raise UnsavableTensorError(
+            raise UnsavableError(
                 f"{name}: several elements of the tensor to fill share one place in memory (strides {local.stride()}): "
                 "it was expanded; clone() it before"
             )

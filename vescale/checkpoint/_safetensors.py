@@ -26,11 +26,11 @@ from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.checkpoint._stored_blocks import cover_fault
 from vescale.compat import bytes_of
 from vescale.errors import (
+    ArgumentError,
     CheckpointError,
-    CheckpointOptionError,
     DamagedFileError,
     HfExportError,
-    SafetensorsFolderError,
+    UnknownFormatError,
     kind_of,
 )
 
@@ -167,7 +167,7 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     if indexes:
         chosen = "model.safetensors.index.json" if "model.safetensors.index.json" in indexes else indexes[0]
         if chosen == indexes[0] and len(indexes) > 1 and chosen != "model.safetensors.index.json":
-            raise SafetensorsFolderError(f"{folder} has several indexes: {', '.join(indexes)}; give a folder with one")
+            raise UnknownFormatError(f"{folder} has several indexes: {', '.join(indexes)}; give a folder with one")
         weights = _weight_map(folder / chosen)
         return sorted(set(weights.values())), weights
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -180,12 +180,12 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         complete = {int(match[2]) for match in numbered} == set(range(1, max([n for _, n in sets], default=0) + 1))
         sharded = all(name.startswith(("shard-", "__")) for name in files)
         if not sharded and (len(sets) != 1 or len(numbered) != len(files) or not complete):
-            raise SafetensorsFolderError(
+            raise UnknownFormatError(
                 f"{folder} has {len(files)} safetensors files and no index: {', '.join(files[:8])}; expected "
                 "model.safetensors, model.safetensors.index.json, or all files of one numbered set"
             )
     if not files:
-        raise SafetensorsFolderError(f"{folder} has no safetensors file; expected model.safetensors or an index")
+        raise UnknownFormatError(f"{folder} has no safetensors file; expected model.safetensors or an index")
     return files, None
 
 
@@ -193,19 +193,15 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         found = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise SafetensorsFolderError(f"{path} cannot be read as JSON: {error}; copy or download it again") from None
+        raise UnknownFormatError(f"{path} cannot be read as JSON: {error}; copy or download it again") from None
     weights = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(value, str) for value in weights.values()):
-        raise SafetensorsFolderError(
-            f"{path} has no weight_map from tensor names to file names; copy or download it again"
-        )
+        raise UnknownFormatError(f"{path} has no weight_map from tensor names to file names; copy or download it again")
     for name in sorted(set(weights.values())):
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
-            raise SafetensorsFolderError(
-                f"{path} names the file {name!r} outside of its folder; such an index is refused"
-            )
+            raise UnknownFormatError(f"{path} names the file {name!r} outside of its folder; such an index is refused")
         if not (path.parent / name).is_file():
-            raise SafetensorsFolderError(f"{path} names the file {name}, which is not in the folder; download it, too")
+            raise UnknownFormatError(f"{path} names the file {name}, which is not in the folder; download it, too")
     return weights
 
 
@@ -236,14 +232,14 @@ def open_safetensors(path: Path) -> Stored:
                 continue
             offset = offsets.get(name, (0,) * len(shape))
             if name in boxes and name not in offsets:
-                raise SafetensorsFolderError(
+                raise UnknownFormatError(
                     f"{folder}: {name} is in {boxes[name][0][1].file} and in {file}; expected it once"
                 )
             boxes.setdefault(name, []).append((dtype, StoredBox(offset, shape, file, start)))
     gone = [name for name in weights or () if name not in boxes]
     if gone:
         file = (weights or {})[gone[0]]
-        raise SafetensorsFolderError(f"{folder}: the index says that {gone[0]} is in {file}, which does not have it")
+        raise UnknownFormatError(f"{folder}: the index says that {gone[0]} is in {file}, which does not have it")
     tensors = {name: _joined(folder, name, found) for name, found in boxes.items()}
     return Stored(folder, tensors, "safetensors", {"metadata": metadata} if metadata else {})
 
@@ -309,12 +305,10 @@ def parse_size(size: int | str) -> int:
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
         if match is None or match[2].upper() not in _UNITS:
-            raise CheckpointOptionError(
-                f"max_shard_size={size!r}; expected a number of bytes, or text like '5GB' or '500MiB'"
-            )
+            raise ArgumentError(f"max_shard_size={size!r}; expected a number of bytes, or text like '5GB' or '500MiB'")
         found = float(match[1]) * _UNITS[match[2].upper()]
     if found < 1:
-        raise CheckpointOptionError(f"max_shard_size={size!r}; expected at least one byte")
+        raise ArgumentError(f"max_shard_size={size!r}; expected at least one byte")
     return int(found)
 
 

@@ -17,7 +17,7 @@ from vescale.checkpoint._model_state import check_model, get_random_state, model
 from vescale.checkpoint._optimizer_state import named_optimizers, optimizer_state
 from vescale.checkpoint._step_format import encode
 from vescale.compat import AVERAGED_MODULES, bytes_of
-from vescale.errors import UnsavableValueError
+from vescale.errors import UnsavableError
 from vescale.runtime import Runtime
 
 MODEL = "model"
@@ -58,7 +58,7 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
     """No communication; nothing is copied. Raises CheckpointError for what cannot be saved, with its name."""
     for name in more:
         if name.split(".", 1)[0] in RESERVED or name == "optimizers":
-            raise UnsavableValueError(f"{name!r} is a name of the checkpoint's own; pass this value by another one")
+            raise UnsavableError(f"{name!r} is a name of the checkpoint's own; pass this value by another one")
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {"model": None, "optimizers": {}, "beside": {}}
     buffers: set[str] = set()
@@ -67,7 +67,7 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
     if model is not None:
         check_model(model)
         if optimizer is not None and any(module in AVERAGED_MODULES for module in model.modules()):
-            raise UnsavableValueError(
+            raise UnsavableError(
                 "the model's parameters are averages, which EMA.swap() has put in their place, and training does not go on "
                 "from these: save behind the swap, or, to export the averages, save the model without an optimizer"
             )
@@ -87,7 +87,7 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
         try:
             values["beside"][key] = encode(_state_of(value), key, tensors)
         except RecursionError:
-            raise UnsavableValueError(f"{key} contains itself, or is nested too deeply; expected plain data") from None
+            raise UnsavableError(f"{key} contains itself, or is nested too deeply; expected plain data") from None
     if rng:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         tensors[f"{RANDOM}.{rank}"] = get_random_state()

@@ -29,8 +29,8 @@ from vescale.errors import (
     DamagedFileError,
     ManifestError,
     NoSuchStepError,
-    UnknownDtypeError,
-    UnsavableValueError,
+    UnknownFormatError,
+    UnsavableError,
 )
 
 
@@ -99,7 +99,7 @@ class _Tensors(Mapping[str, StoredTensor]):
             )
             dtype = getattr(torch, entry["dtype"], None)
             if not isinstance(dtype, torch.dtype):
-                raise UnknownDtypeError(f"{name} has dtype {entry['dtype']!r}, which this torch does not know")
+                raise UnknownFormatError(f"{name} has dtype {entry['dtype']!r}, which this torch does not know")
             self._made[own] = StoredTensor(tuple(entry["shape"]), dtype, boxes)
         return self._made[own]
 
@@ -181,7 +181,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, np.generic):
         return encode(value.item(), path, tensors)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise UnsavableValueError(
+    raise UnsavableError(
         f"{path} is a {kind}; a checkpoint holds tensors, numbers, text, lists, tuples and dicts, and never pickles: give "
         "what has state_dict() and load_state_dict(), or convert it first"
     )
@@ -218,12 +218,12 @@ def decode(value: Any, tensor: Callable[[TensorName], Any] = lambda name: name) 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise UnknownDtypeError(f"the checkpoint names a dtype {name!r} that this torch does not know")
+        raise UnknownFormatError(f"the checkpoint names a dtype {name!r} that this torch does not know")
     return found
 
 
 def _numpy_dtype(text: str) -> np.dtype[Any]:
     found = np.dtype(text)
     if found.kind not in "biufc":
-        raise UnknownDtypeError(f"the checkpoint holds an array of dtype {text!r}; expected numbers")
+        raise UnknownFormatError(f"the checkpoint holds an array of dtype {text!r}; expected numbers")
     return found

@@ -32,7 +32,7 @@ from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.checkpoint._stored_blocks import BLOCK_BYTES, block_shapes, block_values, cover_fault
 from vescale.checkpoint._torch_save import FilePart, is_torch_save
 from vescale.compat import bytes_of
-from vescale.errors import CheckpointError, CheckpointWarning, ManifestError, UnknownDtypeError, UnknownFormatError
+from vescale.errors import CheckpointError, CheckpointWarning, ManifestError, UnknownFormatError
 
 
 def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
@@ -127,7 +127,7 @@ def _check_file(path: Path, boxes: list[tuple[int, int, str, str]]) -> list[str]
 def _itemsize(name: str) -> int:
     found: Any = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise UnknownDtypeError(f"the manifest names a dtype {name!r} that this torch does not know")
+        raise UnknownFormatError(f"the manifest names a dtype {name!r} that this torch does not know")
     return found.itemsize
 
 

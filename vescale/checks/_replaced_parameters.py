@@ -40,9 +40,9 @@ from torch.optim import Optimizer
 
 from vescale.compat import bytes_of, has_hooks, living_items, local_of, no_torch_function, note
 from vescale.errors import (
-    AdoptionError,
     ArgumentTypeError,
     Coded,
+    ParallelizeError,
     ParameterHookError,
     UnsupportedParameterError,
     kind_of,
@@ -328,7 +328,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], named: Iterable[tuple[str,
     for optimizer in optimizers:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not any(id(p) in known or isinstance(p, DTensor) or replacement_of(p) is not None for p in held):
-            raise AdoptionError(
+            raise ParallelizeError(
                 f"{by} got {kind_of(optimizer)} that holds none of the model's parameters; pass the optimizer that "
                 "was made of model.parameters(), or make one afterwards"
             )
@@ -339,7 +339,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], named: Iterable[tuple[str,
             if id(parameter) in known and isinstance(state, Mapping):
                 for key, value in state.items():
                     if _is_cut(key, value) and value.shape != parameter.shape and value.ndim > 0:
-                        raise AdoptionError(
+                        raise ParallelizeError(
                             f"the optimizer's state {key!r} of {known[id(parameter)]!r} has shape {tuple(value.shape)}, and "
                             f"the parameter {tuple(parameter.shape)}: only states of the parameter's shape can be cut; "
                             f"pass an optimizer that has not stepped to {by}, and load its state afterwards "

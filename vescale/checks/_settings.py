@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vescale.errors import EnvironmentVariableError
+from vescale.errors import ArgumentError
 
 FIRST = 3
 """So many forwards are compared at first."""
@@ -19,7 +19,7 @@ def check_mode() -> str:
     """``VESCALE_CHECK``: "steps", "off", or "" for the default. Raises ValueError for others."""
     mode = os.environ.get("VESCALE_CHECK", "")
     if mode not in _MODES:
-        raise EnvironmentVariableError(f"VESCALE_CHECK is {mode!r}; set it to 'steps' or 'off', or unset it")
+        raise ArgumentError(f"VESCALE_CHECK is {mode!r}; set it to 'steps' or 'off', or unset it")
     return mode
 
 
@@ -28,9 +28,7 @@ def check_every() -> int:
     none. Raises ValueError for what is no such number."""
     text = os.environ.get("VESCALE_CHECK_EVERY", "100")
     if not text.isdecimal():
-        raise EnvironmentVariableError(
-            f"VESCALE_CHECK_EVERY is {text!r}; set it to a number of forwards, 0 for none, or unset it"
-        )
+        raise ArgumentError(f"VESCALE_CHECK_EVERY is {text!r}; set it to a number of forwards, 0 for none, or unset it")
     return int(text)
 
 

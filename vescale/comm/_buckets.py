@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vescale.errors import BucketBytesError
+from vescale.errors import ArgumentError
 
 # The cost of collectives by the ring algorithm: bytes that one rank sends, and seconds over a link.
 
@@ -123,10 +123,10 @@ def bucket_limits(bucket_bytes: BucketBytes, num_ranks: int, link: Link) -> tupl
         largest = max(FIRST_BUCKET_BYTES, int(step / _LATENCY_SHARE))
         return tuple(max(1, largest >> (_DOUBLINGS - i)) for i in range(_DOUBLINGS + 1))
     if isinstance(bucket_bytes, str) or not isinstance(bucket_bytes, int | Sequence):
-        raise BucketBytesError(f"bucket_bytes={bucket_bytes!r}; give bytes, a list of bytes, or 'auto'")
+        raise ArgumentError(f"bucket_bytes={bucket_bytes!r}; give bytes, a list of bytes, or 'auto'")
     limits = (min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes) if isinstance(bucket_bytes, int) else bucket_bytes
     if not limits or any(int(limit) < 1 for limit in limits):
-        raise BucketBytesError(f"bucket_bytes={bucket_bytes!r}; a bucket holds at least one byte")
+        raise ArgumentError(f"bucket_bytes={bucket_bytes!r}; a bucket holds at least one byte")
     return tuple(int(limit) for limit in limits)
 
 

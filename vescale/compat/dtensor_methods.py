@@ -23,7 +23,7 @@ from vescale.compat.dtensor import keeps_memory
 from vescale.compat.model_hooks import tell_plain_value
 from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import begin_world
-from vescale.errors import DistributeError, SetDataError
+from vescale.errors import PlacementError, SetDataError
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def refuse_early_lookups(changes: Changes, hooks: DTensorHooks) -> None:
     @functools.wraps(original)
     def assert_no_mixed_partial_types(placements: Any) -> None:
         if hooks.has_custom(placements) and sys._getframe(1).f_code is code:
-            raise DistributeError(
+            raise PlacementError(
                 f"distribute_tensor got {tuple(placements)}, and Python had looked the function up before vescale's "
                 "placements were loaded. Write `from vescale import RaggedShard` (the placement that you use) at the top of "
                 "the script, before the function is kept anywhere; or call vescale.placements.distribute_tensor"

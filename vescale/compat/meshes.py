@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.errors import JoinedMeshError
+from vescale.errors import PlacementError
 
 __all__ = ["DataParallelMeshDims", "concatenate_meshes", "mesh_over"]
 
@@ -29,7 +29,7 @@ else:  # before 2.12
 
         def __post_init__(self) -> None:
             if self.shard is None and self.replicate is None:
-                raise JoinedMeshError(
+                raise PlacementError(
                     "DataParallelMeshDims got neither shard nor replicate; name an axis of the mesh, shard='dp'"
                 )
 
@@ -61,7 +61,7 @@ def _joined(world: dist.ProcessGroup, meshes: tuple[DeviceMesh, ...]) -> DeviceM
     try:
         return DeviceMesh._concatenate(list(meshes))
     except (RuntimeError, ValueError, AssertionError) as error:
-        raise JoinedMeshError(
+        raise PlacementError(
             f"meshes {[mesh.mesh_dim_names or str(mesh) for mesh in meshes]} cannot be joined ({error}); take them "
             "as sub-meshes of one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then mesh['dp'] and "
             "mesh['tp']"

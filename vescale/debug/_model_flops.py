@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.errors import ModelFlopsError
+from vescale.errors import EstimateOptionError
 from vescale.pipeline import PipelineModule
 from vescale.plans import config_value
 
@@ -50,7 +50,7 @@ def flops_per_token(model: nn.Module, sequence_length: int | None = None) -> flo
             without ``num_experts_per_tok`` in ``model.config``, pipeline stages.
     """
     if isinstance(model, PipelineModule):
-        raise ModelFlopsError(
+        raise EstimateOptionError(
             "this model has been cut into pipeline stages, and a rank knows its own; call flops_per_token(model) before "
             "parallelize, and pass the number as flops_per_token="
         )
@@ -77,7 +77,7 @@ def _share_of_experts(config: Any, path: str, parameter: torch.Tensor) -> float:
     experts = next(filter(None, (config_value(config, name) for name in names)), None)
     chosen = config_value(config, "num_experts_per_tok")
     if not experts or not chosen:
-        raise ModelFlopsError(
+        raise EstimateOptionError(
             f"{path} has experts, and model.config does not tell how many a token uses (num_experts_per_tok, and one of "
             f"{', '.join(names)}); pass flops_per_token="
         )
@@ -86,7 +86,7 @@ def _share_of_experts(config: Any, path: str, parameter: torch.Tensor) -> float:
 
 def _check_windows(path: str, module: Any) -> None:
     if tuple(module.kernel_size) != tuple(module.stride):
-        raise ModelFlopsError(
+        raise EstimateOptionError(
             f"{path} is a convolution with windows of {tuple(module.kernel_size)} and steps of {tuple(module.stride)}: its "
             "operations for a token do not follow from its parameters; pass flops_per_token="
         )

@@ -19,12 +19,6 @@ class CheckpointWarning(Coded, UserWarning):
     code = "VS0900"
 
 
-class CheckpointOptionError(Coded, ValueError):
-    """An argument of `Checkpointer` or of a save has a value that cannot be used."""
-
-    code = "VS0001"
-
-
 class NoSuchStepError(CheckpointError):
     """A folder has no such step, or no complete one."""
 
@@ -49,44 +43,14 @@ class UnknownFormatError(CheckpointError):
     code = "VS0904"
 
 
-class SafetensorsFolderError(CheckpointError):
-    """A folder of safetensors lacks a file, or its index does not fit its files."""
-
-    code = "VS0904"
-
-
 class ContentMismatchError(CheckpointError):
     """A checkpoint has other tensors, shapes or values beside than what it is loaded into."""
 
     code = "VS0908"
 
 
-class UnsavableTensorError(CheckpointError):
-    """A tensor has no values that a checkpoint can hold: it is on the meta device, a pending sum, sparse, or a subclass."""
-
-    code = "VS0914"
-
-
-class HfLoadError(CheckpointError):
-    """`load_hf` cannot fill the model from this folder."""
-
-    code = "VS0908"
-
-
-class HfConversionError(CheckpointError):
-    """The conversion between the names of transformers' files and the model's parameters failed."""
-
-    code = "VS0908"
-
-
 class HfExportError(CheckpointError):
     """A model cannot be written as safetensors."""
-
-    code = "VS0914"
-
-
-class UnsavableValueError(CheckpointError):
-    """A value beside model and optimizer is neither a tensor nor plain data."""
 
     code = "VS0914"
 
@@ -103,25 +67,19 @@ class FolderInUseError(CheckpointError):
     code = "VS0914"
 
 
-class OptimizerNamesError(CheckpointError):
-    """The states of an optimizer cannot be named after the model's parameters."""
-
-    code = "VS0908"
-
-
 class ConvertError(CheckpointError):
     """`vescale ckpt convert` cannot write its target."""
 
     code = "VS0900"
 
 
-class UnknownDtypeError(CheckpointError):
-    """A checkpoint names a dtype that the installed torch does not know."""
-
-    code = "VS0904"
-
-
 class ManifestError(Coded, ValueError):
     """A manifest is damaged, or ranks hold what cannot be one checkpoint."""
 
     code = "VS0904"
+
+
+class UnsavableError(CheckpointError):
+    """A tensor or a value cannot be saved."""
+
+    code = "VS0914"

@@ -29,39 +29,8 @@ class GatherHookError(Coded, ValueError, RuntimeError):
     code = "VS0603"
 
 
-class ReplacedInGroupError(Coded, ValueError):
-    """A parameter of a sharded group was removed, replaced or tied after `fully_shard`."""
-
-    code = "VS0603"
-
-
-class GroupMemoryError(Coded, RuntimeError):
-    """The parameters of a group are on the meta device or on another device when the group is first used."""
-
-    code = "VS0603"
-
-
-class RootModuleError(Coded, RuntimeError):
-    """Modules of one model ran in an order in which their root is not known, or a root's method was called on an inner
-    module."""
-
-    code = "VS0603"
-
-
-class FSDPSettingError(Coded, ValueError):
-    """A setting of an `FSDPModule` has a value that cannot be used."""
-
-    code = "VS0603"
-
-
 class UnsupportedSettingError(Coded, NotImplementedError):
     """A setting of FSDP2 that this engine does not have."""
-
-    code = "VS0603"
-
-
-class WrittenParameterError(Coded, RuntimeError):
-    """A parameter was written to while it was gathered, where the write cannot be kept."""
 
     code = "VS0603"
 
@@ -71,12 +40,6 @@ class WrittenParameterError(Coded, RuntimeError):
 
 class GradientReducerError(Coded, ValueError):
     """A `GradientReducer` or the data-parallel axes of a mesh cannot be used as given."""
-
-    code = "VS0703"
-
-
-class CommHookError(Coded, ValueError, RuntimeError):
-    """A communication hook returned a tensor of another shape, or was registered during a backward."""
 
     code = "VS0703"
 
@@ -94,37 +57,7 @@ class GradientError(Coded, ValueError, RuntimeError):
     code = "VS0703"
 
 
-class ConcurrentBackwardError(Coded, RuntimeError):
-    """Two threads run backwards of one model at the same time, and its gradients are reduced."""
-
-    code = "VS0703"
-
-
 # Errors of flat buffers and their layouts.
-
-
-class LayoutError(Coded, ValueError):
-    """The numbers of a `Layout` contradict each other."""
-
-    code = "VS0502"
-
-
-class LayoutTextError(Coded, ValueError):
-    """A text is no layout or shape list, or one of another version."""
-
-    code = "VS0502"
-
-
-class GranularityError(Coded, ValueError):
-    """A block size does not fit a tensor, or a pattern matches no parameter."""
-
-    code = "VS0502"
-
-
-class LayoutPlanningError(Coded, ValueError):
-    """`plan_layout` was given numbers that cannot be planned."""
-
-    code = "VS0502"
 
 
 class DBufferError(Coded, ValueError):
@@ -148,12 +81,6 @@ class UnknownTensorError(Coded, KeyError):
 # Errors of groups, buckets and comparisons between ranks.
 
 
-class BucketBytesError(Coded, ValueError):
-    """`bucket_bytes` is no size of a bucket."""
-
-    code = "VS0001"
-
-
 class NotInMeshError(Coded, ValueError):
     """A rank asked for its group on a mesh that it is not part of."""
 
@@ -163,22 +90,10 @@ class NotInMeshError(Coded, ValueError):
 # Errors of scripts around a model.
 
 
-class AdoptionError(Coded, ValueError):
-    """`parallelize(..., optimizer=)` was given an optimizer that cannot be adopted."""
-
-    code = "VS0204"
-
-
 class ParameterHookError(Coded, ValueError):
     """A parameter that is going to be replaced has gradient hooks, which would never run."""
 
     code = "VS0223"
-
-
-class GradientMismatchError(Coded, RuntimeError):
-    """The gradients of the ranks differ, so that their collectives would not match."""
-
-    code = "VS0703"
 
 
 class ConsensusError(Coded, RuntimeError):
@@ -225,3 +140,9 @@ class OrderMismatchError(Coded, RuntimeError):
     def __init__(self, problem: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(problem)
         self.ranks = tuple(ranks)
+
+
+class FullyShardStateError(Coded, RuntimeError):
+    """A module under `fully_shard` was called, written to or freed at a time when it cannot be."""
+
+    code = "VS0603"

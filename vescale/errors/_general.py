@@ -11,13 +11,13 @@ class ArgumentTypeError(Coded, TypeError):
     code = "VS0001"
 
 
-class EnvironmentVariableError(Coded, ValueError):
-    """An environment variable of vescale has a value that cannot be used."""
+class MissingPackageError(Coded, ImportError):
+    """A function needs a package that is not installed."""
 
     code = "VS0001"
 
 
-class MissingPackageError(Coded, ImportError):
-    """A function needs a package that is not installed."""
+class ArgumentError(Coded, ValueError):
+    """An argument, an option or an environment variable has a value that is not possible."""
 
     code = "VS0001"

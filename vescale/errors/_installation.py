@@ -19,12 +19,6 @@ class PrivateAttributeError(Coded, AttributeError, NotImplementedError):
     code = "VS0209"
 
 
-class JoinedMeshError(Coded, ValueError):
-    """Meshes cannot be joined into one, or name no axis."""
-
-    code = "VS0401"
-
-
 class SetDataError(Coded, ValueError):
     """`parameter.data` of a DTensor was set to data of another shape."""
 

@@ -19,12 +19,6 @@ class NotParallelizedError(Coded, KeyError):
     code = "VS0204"
 
 
-class MeshSizeError(Coded, ValueError):
-    """The sizes of a mesh do not multiply to the number of ranks of the job."""
-
-    code = "VS0204"
-
-
 class MissingValuesError(PlanError):
     """Parameters or buffers are on the meta device, or got memory by `to_empty()`, and nothing has given them values."""
 
@@ -43,28 +37,10 @@ class NotPicklableError(Coded, TypeError):
     code = "VS0209"
 
 
-class SavePretrainedError(PlanError):
-    """`save_pretrained` of a parallelized model cannot write what it was asked for."""
-
-    code = "VS0209"
-
-
 class RankFailedError(Coded, RuntimeError):
     """The rank that does the work for all has failed."""
 
     code = "VS0212"
-
-
-class ShardBatchError(PlanError):
-    """`shard_batch` cannot tell which axes of the mesh cut the batch."""
-
-    code = "VS0204"
-
-
-class ExpertRegionError(PlanError):
-    """A region of experts gets other arguments than tokens, expert ids and weights."""
-
-    code = "VS0200"
 
 
 class BoundaryError(PlanError):
@@ -83,18 +59,6 @@ class NoGraphError(Coded, RuntimeError):
     """`report` found no graph of a forward."""
 
     code = "VS0204"
-
-
-class ExampleInputsError(PlanError):
-    """The inputs of a model's forward cannot be guessed."""
-
-    code = "VS0130"
-
-
-class NewPlanError(PlanError):
-    """`new_plan` cannot write a plan for this model and mesh."""
-
-    code = "VS0130"
 
 
 class ProgramTextError(Coded, ValueError):
@@ -137,12 +101,6 @@ class SlowPathError(PlanError):
 
 
 # Errors of static mode.
-
-
-class StaticGradientError(Coded, RuntimeError):
-    """An output of a model in static mode got a gradient, and got none in the step that was recorded."""
-
-    code = "VS1101"
 
 
 class StaticRecordError(PlanError):
@@ -226,3 +184,9 @@ class RepeatedPartsWarning(Coded, UserWarning):
     """Ranks that give different parts of a batch (`given="local"`) gave the same values in all of the first forwards."""
 
     code = "VS0302"
+
+
+class DerivedPlanError(PlanError):
+    """A plan cannot be derived from this model: by name, from its own `tp_plan`, or from a forward."""
+
+    code = "VS0130"

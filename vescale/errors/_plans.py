@@ -48,88 +48,16 @@ class PathError(Coded, ValueError):
     code = "VS0101"
 
 
-class PhaseError(Coded, ValueError):
-    """A phase has a name that does not exist."""
-
-    code = "VS0100"
-
-
-class PlacementTextError(Coded, ValueError):
-    """A text is not a placement, or a placement cannot be written as text."""
-
-    code = "VS0401"
-
-
-class MeshAxesError(Coded, ValueError):
-    """The axes of a mesh cannot be used: no names, a repeated name, a size below 1, or text that is not `axis=size`."""
-
-    code = "VS0100"
-
-
-class CheckpointPolicyError(Coded, ValueError):
-    """The policy of a `checkpoint` entry cannot be read."""
-
-    code = "VS0100"
-
-
-class UnitPolicyError(Coded, ValueError):
-    """The mixed precision or offload policy of a unit cannot be read."""
-
-    code = "VS0100"
-
-
 class EntryError(PlanError):
     """An entry of a plan contradicts itself or the mesh: an unknown axis, no placement, arguments that exclude others."""
 
     code = "VS0100"
 
 
-class ModuleEntryError(PlanError):
-    """A `precision` or `checkpoint` entry has a value that cannot be used."""
-
-    code = "VS0100"
-
-
-class PipelineEntryError(PlanError):
-    """The `pipeline` entry has an argument that cannot be used."""
-
-    code = "VS0100"
-
-
-class YamlSyntaxError(PlanError):
-    """A plan's file cannot be read as YAML, or is no plain file of text."""
-
-    code = "VS0120"
-
-
 class YamlPlanError(PlanError):
     """A YAML plan has a section, key or value that plans do not have."""
 
     code = "VS0120"
-
-
-class IncludeError(PlanError):
-    """A file that a plan includes cannot be read, is outside of the plan's folder, or includes itself."""
-
-    code = "VS0120"
-
-
-class HfPlanError(PlanError):
-    """`Plan.from_hf` finds no tensor-parallel plan in the model, or a style that it does not know."""
-
-    code = "VS0130"
-
-
-class ParallelPlanError(PlanError):
-    """The model's own `get_parallel_plan()` cannot be read for this mesh."""
-
-    code = "VS0130"
-
-
-class UnknownZooPlanError(PlanError):
-    """The plan zoo has no plan of that name."""
-
-    code = "VS0130"
 
 
 class BufferMismatchError(Coded, ValueError):
@@ -142,3 +70,9 @@ class ShardingMismatchError(PlanMismatchError, BufferMismatchError):
     """Ranks have given different parameters, or options, to ``fully_shard``."""
 
     code = "VS0201"
+
+
+class PlanValueError(Coded, ValueError):
+    """A mesh, a phase or a policy of a plan has a value that is not possible."""
+
+    code = "VS0100"

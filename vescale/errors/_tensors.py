@@ -26,12 +26,6 @@ class OpPlacementError(Coded, RuntimeError):
     code = "VS1604"
 
 
-class LabelError(Coded, IndexError):
-    """Labels of a loss are out of bounds."""
-
-    code = "VS1605"
-
-
 class MixedTensorsError(Coded, RuntimeError):
     """Plain tensors of the size of this rank's part meet outputs of a model, parameters of `fully_shard` meet plain tensors
     outside of their module's forward, or a DTensor that requires a gradient is written to a plain tensor."""
@@ -62,29 +56,8 @@ class PlacementError(Coded, ValueError):
     code = "VS0401"
 
 
-class RedistributeError(Coded, ValueError):
-    """A redistribution has no meaning: pending reductions of different operations, or of values for which the operation is
-    not defined."""
-
-    code = "VS0401"
-
-
 class OtherMeshError(Coded, NotImplementedError):
     """A DTensor was to be redistributed to another mesh."""
-
-    code = "VS0401"
-
-
-class DistributeError(Coded, ValueError):
-    """`distribute_tensor` was given a DTensor of other placements, or a placement that has no source; or a program holds
-    PyTorch's function from before vescale's placements were loaded."""
-
-    code = "VS0401"
-
-
-class FromLocalError(Coded, ValueError):
-    """`from_local` cannot build a DTensor of the parts: ranks give different dtypes or placements, or the parts do not
-    tell the global shape."""
 
     code = "VS0401"
 
@@ -133,12 +106,6 @@ class MaterializeError(Coded, ValueError, RuntimeError):
     """Deferred tensors cannot be given values as asked for."""
 
     code = "VS1201"
-
-
-class SamplerError(Coded, ValueError):
-    """A `ShardedBatchSampler` cannot deal out batches as asked for, or has the state of another one."""
-
-    code = "VS1202"
 
 
 class GeneratorError(Coded, ValueError):

@@ -8,12 +8,6 @@ from vescale.errors._plans import PlanError
 # Errors of estimates.
 
 
-class DeviceTableError(Coded, ValueError):
-    """A table of a device is unknown or not complete."""
-
-    code = "VS1502"
-
-
 class EstimateError(PlanError):
     """An estimate cannot be made of this model, plan and batch."""
 
@@ -22,24 +16,6 @@ class EstimateError(PlanError):
 
 class SimulationError(Coded, ValueError, RuntimeError):
     """A script cannot be simulated as asked for: there is no such file or rank, or the simulation itself ended."""
-
-    code = "VS1502"
-
-
-class EstimateArgumentError(Coded, ValueError):
-    """An argument of an estimate has a value that cannot be used."""
-
-    code = "VS0001"
-
-
-class WhatIfError(Coded, ValueError):
-    """A change of `--what-if` cannot be read."""
-
-    code = "VS1502"
-
-
-class SearchError(Coded, ValueError):
-    """A search cannot be made with this number of devices, batch or model."""
 
     code = "VS1502"
 
@@ -53,12 +29,6 @@ class DebugOptionError(Coded, ValueError, RuntimeError):
     code = "VS0001"
 
 
-class ModelFlopsError(Coded, ValueError):
-    """The operations for a token do not follow from the model's parameters."""
-
-    code = "VS1502"
-
-
 class VerifyError(Coded, ValueError, TypeError):
     """`verify` cannot train the model on meshes with what it was given."""
 
@@ -69,3 +39,9 @@ class ProcessFailed(Coded, RuntimeError):
     """A local process raised an exception or died."""
 
     code = "VS0212"
+
+
+class EstimateOptionError(Coded, ValueError):
+    """A device table, a variant or an option of an estimate or a search is not possible."""
+
+    code = "VS1502"

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 from vescale._parallelize import parallelize
 from vescale.comm import messages
 from vescale.compat import note
-from vescale.errors import EstimateArgumentError
+from vescale.errors import ArgumentError
 from vescale.estimation._devices import Curve, Device
 from vescale.estimation._estimate import estimate
 from vescale.estimation._measured_ops import measure_collectives, measure_ops
@@ -186,7 +186,7 @@ def calibrate(file: str | os.PathLike[str], device: str | None = None, *, ranks:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = device or ("cpu" if accelerator is None else accelerator.type)
     if ranks < 2:
-        raise EstimateArgumentError(f"calibrate: ranks is {ranks}; collectives need at least 2")
+        raise ArgumentError(f"calibrate: ranks is {ranks}; collectives need at least 2")
     names = ("float32", "bfloat16", "float64") if kind == "cpu" else ("float32", "bfloat16", "float16")
     flops, points = {}, []
     threads = torch.get_num_threads()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from vescale.errors import DeviceTableError
+from vescale.errors import EstimateOptionError
 from vescale.plans import MeshAxes, did_you_mean
 
 _FOLDER = Path(__file__).parent / "devices"
@@ -116,17 +116,17 @@ class Device:
         known = dict(cls.__annotations__)
         wrong = [key for key in data if key not in known]
         if wrong:
-            raise DeviceTableError(f"{where}: unknown key {wrong[0]!r}{did_you_mean(str(wrong[0]), tuple(known))}")
+            raise EstimateOptionError(f"{where}: unknown key {wrong[0]!r}{did_you_mean(str(wrong[0]), tuple(known))}")
         missing = [key for key in known if key not in data and not hasattr(cls, key) and key not in _CURVES]
         if missing:
-            raise DeviceTableError(f"{where}: no {missing[0]!r}; see vescale/estimation/devices/schema.json")
+            raise EstimateOptionError(f"{where}: no {missing[0]!r}; see vescale/estimation/devices/schema.json")
         if not isinstance(data["name"], str):
-            raise DeviceTableError(f"{where}: name is {data['name']!r}; give a text")
+            raise EstimateOptionError(f"{where}: name is {data['name']!r}; give a text")
         for key in ("flops", "outside_bytes", "confidence"):
             if not isinstance(data[key], Mapping) or not all(_is_number(x) and x >= 0 for x in data[key].values()):
-                raise DeviceTableError(f"{where}: {key} is {data[key]!r}; give a mapping from names to numbers")
+                raise EstimateOptionError(f"{where}: {key} is {data[key]!r}; give a mapping from names to numbers")
         if not data["flops"] or not all(data["flops"].values()):
-            raise DeviceTableError(
+            raise EstimateOptionError(
                 f"{where}: flops is {data['flops']!r}; give positive numbers by dtype, as float32: 1e12"
             )
         for key in known:
@@ -136,9 +136,9 @@ class Device:
             if value is None and known[key] == "int | None":
                 continue
             if not _is_positive(value) and not (key == "overlap" and _is_number(value) and value == 0):
-                raise DeviceTableError(f"{where}: {key} is {value!r}; give a positive number")
+                raise EstimateOptionError(f"{where}: {key} is {value!r}; give a positive number")
             if known[key] != "float" and value != int(value):
-                raise DeviceTableError(f"{where}: {key} is {value!r}; give a whole number")
+                raise EstimateOptionError(f"{where}: {key} is {value!r}; give a whole number")
         host = data["dtensor_seconds"]
         by_kind = host if isinstance(host, Mapping) else {"forward": host}
         if (
@@ -146,23 +146,25 @@ class Device:
             or not set(by_kind) <= set(HOST_KINDS)
             or not all(map(_is_positive, by_kind.values()))
         ):
-            raise DeviceTableError(
+            raise EstimateOptionError(
                 f"{where}: dtensor_seconds is {host!r}; give a positive number, or one for 'forward' and others by name: "
                 f"{', '.join(HOST_KINDS)}"
             )
         sources = data["sources"]
         if not isinstance(sources, Mapping) or not all(isinstance(x, str) for x in sources.values()):
-            raise DeviceTableError(f"{where}: sources is {sources!r}; give a mapping from keys of the table to texts")
+            raise EstimateOptionError(
+                f"{where}: sources is {sources!r}; give a mapping from keys of the table to texts"
+            )
         points = data["efficiency"]
         if not _are_points(points, 2, 2) or not all(number > 0 for point in points for number in point):
-            raise DeviceTableError(
+            raise EstimateOptionError(
                 f"{where}: efficiency is {points!r}; give a list of [operations of a call, share of the peak]"
             )
         values = {**data, "efficiency": Efficiency(tuple((float(f), float(s)) for f, s in sorted(points)))}
         for key in _CURVES:
             curves = data.get(key, {})
             if not isinstance(curves, Mapping) or not all(_are_points(one, 2, 3) for one in curves.values()):
-                raise DeviceTableError(f"{where}: {key} is {curves!r}; give lists of [size, seconds] by name")
+                raise EstimateOptionError(f"{where}: {key} is {curves!r}; give lists of [size, seconds] by name")
             values[key] = {
                 name: Curve(tuple(tuple(map(float, p)) for p in sorted(one))) for name, one in curves.items()
             }
@@ -250,7 +252,7 @@ def device_of(device: str | Device) -> Device:
     if device.endswith((".yaml", ".yml")) or os.sep in device:
         file = Path(device)
     if not file.is_file():
-        raise DeviceTableError(
+        raise EstimateOptionError(
             f"there is no table of a device {device!r}; give one of {', '.join(device_names())}, or a YAML file"
             f"{did_you_mean(device.lower(), device_names())}"
         )
@@ -259,7 +261,7 @@ def device_of(device: str | Device) -> Device:
             data = yaml.safe_load(stream)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise DeviceTableError(f"{file}: this is not YAML that can be read: {reason}") from None
+        raise EstimateOptionError(f"{file}: this is not YAML that can be read: {reason}") from None
     if not isinstance(data, dict):
-        raise DeviceTableError(f"{file}: a table is a mapping; see vescale/estimation/devices/schema.json")
+        raise EstimateOptionError(f"{file}: a table is a mapping; see vescale/estimation/devices/schema.json")
     return Device.from_data({"name": file.stem, **data}, str(file))

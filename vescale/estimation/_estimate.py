@@ -17,7 +17,7 @@ from torch import nn
 
 from vescale.buffer import Layout, plan_layout
 from vescale.compat.attention_kernels import attention_by, host_has_attention_kernel
-from vescale.errors import EstimateArgumentError, UnsupportedRandomOpError
+from vescale.errors import ArgumentError, UnsupportedRandomOpError
 from vescale.estimation._compare import Comparison, compare
 from vescale.estimation._depth import first_and_last_of, typical_runs
 from vescale.estimation._devices import Device, device_of
@@ -299,7 +299,7 @@ def estimate(
         TypeError, ValueError: a batch that does not fit, an unknown optimizer or device.
     """
     if steps < 1:
-        raise EstimateArgumentError(f"steps is {steps}; give at least 1 (3 shows the steady state)")
+        raise ArgumentError(f"steps is {steps}; give at least 1 (3 shows the steady state)")
     table = device_of(device)
     maker = make_optimizer(optimizer)
     inputs = make_batch(model, batch, with_labels=loss is None)
@@ -317,7 +317,7 @@ def estimate(
     num_ranks = math.prod(axes.sizes)
     rank = _busiest(program, axes, load) if rank is None else rank
     if not 0 <= rank < num_ranks:
-        raise EstimateArgumentError(f"rank is {rank}; the mesh has ranks 0 to {num_ranks - 1}")
+        raise ArgumentError(f"rank is {rank}; the mesh has ranks 0 to {num_ranks - 1}")
     places = np.unravel_index(rank, axes.sizes)
     by_axis = {name: int(c) for name, c in zip(axes.names, places)}
     inner = int(np.ravel_multi_index([by_axis.get(n, 0) for n in program.axes.names], program.axes.sizes))

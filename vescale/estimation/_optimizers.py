@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.errors import ArgumentTypeError, EstimateArgumentError, kind_of
+from vescale.errors import ArgumentError, ArgumentTypeError, kind_of
 from vescale.plans import did_you_mean
 
 
@@ -36,7 +36,7 @@ def make_optimizer(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], torch.o
         return None
     if isinstance(optimizer, str):
         if optimizer.lower() not in OPTIMIZERS:
-            raise EstimateArgumentError(
+            raise ArgumentError(
                 f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}{did_you_mean(optimizer, tuple(OPTIMIZERS))}"
             )
         return OPTIMIZERS[optimizer.lower()]

@@ -15,13 +15,12 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from vescale.errors import (
+    ArgumentError,
     ArgumentTypeError,
     Coded,
-    DeviceTableError,
-    EstimateArgumentError,
     EstimateError,
-    UnitPolicyError,
-    WhatIfError,
+    EstimateOptionError,
+    PlanValueError,
 )
 from vescale.estimation._estimate import Estimate
 from vescale.placements import RaggedShard, shard_dim
@@ -47,7 +46,7 @@ WHAT_IF = (
 _ORDER = ("mesh", "batch", "sequence", "stage", "checkpoint", "precision", "offload", "optimizer", "load", "device")
 """In which changes are made: stages of ZeRO are over the axes of the mesh, and what is offloaded is what they cut."""
 
-_OF_USAGE = (ArgumentTypeError, DeviceTableError, EstimateArgumentError, WhatIfError)
+_OF_USAGE = (ArgumentTypeError, ArgumentError, EstimateOptionError)
 
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
@@ -61,10 +60,10 @@ def what_if(estimate: Estimate, text: str) -> dict[str, Any]:
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         if not equals or not value:
-            raise WhatIfError(f"what-if {part!r}: write NAME=VALUE, as {WHAT_IF}")
+            raise EstimateOptionError(f"what-if {part!r}: write NAME=VALUE, as {WHAT_IF}")
         name = "sequence" if name == "seq" else name
         if name in changes:
-            raise WhatIfError(f"what-if {text!r}: {name} is there twice; give each value a --what-if")
+            raise EstimateOptionError(f"what-if {text!r}: {name} is there twice; give each value a --what-if")
         changes[name] = value
     return changed(estimate, changes, text)
 
@@ -109,13 +108,13 @@ def _change(given: dict[str, Any], name: str, value: str) -> None:
         given["batch"] = {key: _resized(x, dim, number) for key, x in given["batch"].items()}
     elif name == "stage":
         if value not in ("0", "1", "2", "3"):
-            raise WhatIfError(f"what-if stage={value}: give 0, 1, 2 or 3")
+            raise EstimateOptionError(f"what-if stage={value}: give 0, 1, 2 or 3")
         given["plan"] = zero_plan(plan, batch_axes(plan), _number(name, value), _units_beside(plan, given["model"]))
     elif name == "checkpoint":
         given["plan"] = _checkpointed(plan, value, unit_paths(given["model"]))
     elif name == "offload":
         if value.lower() not in (*_YES, *_NO):
-            raise WhatIfError(f"what-if offload={value}: give true or false")
+            raise EstimateOptionError(f"what-if offload={value}: give true or false")
         units = _units_beside(plan, given["model"])
         given["plan"] = _with_offload(plan, units) if value.lower() in _YES else _without_offload(plan)
     elif name == "precision":
@@ -127,17 +126,17 @@ def _change(given: dict[str, Any], name: str, value: str) -> None:
         with contextlib.suppress(ValueError):
             load = float(value)
         if not 0 < load < math.inf:
-            raise WhatIfError(f"what-if load={value}: give how many times the mean, as 1.2")
+            raise EstimateOptionError(f"what-if load={value}: give how many times the mean, as 1.2")
         given["load"] = load
     elif name in ("optimizer", "device"):
         given[name] = value
     else:
-        raise WhatIfError(f"what-if {name!r}: write one of {WHAT_IF}")
+        raise EstimateOptionError(f"what-if {name!r}: write one of {WHAT_IF}")
 
 
 def _number(name: str, value: str) -> int:
     if not value.isdecimal() or (name != "stage" and not int(value)):
-        raise WhatIfError(f"what-if {name}={value}: give a whole number")
+        raise EstimateOptionError(f"what-if {name}={value}: give a whole number")
     return int(value)
 
 
@@ -298,7 +297,7 @@ def _holds(path: str, name: str) -> bool:
 
 def _checkpointed(plan: Plan, policy: str, units: tuple[str, ...]) -> Plan:
     if policy not in ("none", "full", "selective", "offload"):
-        raise WhatIfError(f"what-if checkpoint={policy}: give none, full, selective or offload")
+        raise EstimateOptionError(f"what-if checkpoint={policy}: give none, full, selective or offload")
     found = _without(plan, CheckpointEntry)
     if policy == "none":
         return found
@@ -312,8 +311,8 @@ def _checkpointed(plan: Plan, policy: str, units: tuple[str, ...]) -> Plan:
 def _with_precision(plan: Plan, dtype: str) -> Plan:
     try:
         float_dtype_of("", dtype)
-    except UnitPolicyError:
-        raise WhatIfError(f"what-if precision={dtype}: give a floating dtype, as bfloat16 or float32") from None
+    except PlanValueError:
+        raise EstimateOptionError(f"what-if precision={dtype}: give a floating dtype, as bfloat16 or float32") from None
     found = _without(plan, PrecisionEntry)
     return found.precision("", param=dtype, reduce="float32")
 
@@ -342,7 +341,7 @@ def _on_mesh(plan: Plan, text: str) -> Plan:
     try:
         axes = MeshAxes.parse(text.replace(":", "=").replace("+", ","))
     except ValueError as error:
-        raise WhatIfError(f"what-if mesh={text}: write axes and sizes as dp:4+tp:2 ({error})") from None
+        raise EstimateOptionError(f"what-if mesh={text}: write axes and sizes as dp:4+tp:2 ({error})") from None
     found = Plan(axes)
     for entry in plan.entries:
         found.add(entry)

@@ -20,7 +20,7 @@ from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.checks import sum_of_bits
 from vescale.comm import Pending
 from vescale.compat import DATA_VIEWS, local_of, mesh_over, set_local, set_versions
-from vescale.errors import GatherHookError, ShardingMismatchError, WrittenParameterError
+from vescale.errors import FullyShardStateError, GatherHookError, ShardingMismatchError
 from vescale.fsdp._extensions import gather_inputs, refuse_hooks, require_hooks, unsharded_of
 from vescale.fsdp._gather import BufferGather, all_gather
 from vescale.fsdp._layout import CallerLayout, Layout, PlannedLayout, equal_pieces
@@ -437,7 +437,7 @@ class Bucket:
         """Write this rank's part of an unsharded parameter, which the caller's code has changed, to the sharded one. Returns
         what every rank must have written alike, in short; waits for the device.
 
-        Raises WrittenParameterError where the gathered copy is of another dtype or shape, or a tensor subclass.
+        Raises FullyShardStateError where the gathered copy is of another dtype or shape, or a tensor subclass.
         """
         parameter, unsharded = self.parameters[index], self.parameters[index].unsharded
         assert unsharded is not None
@@ -447,7 +447,7 @@ class Bucket:
             what = (
                 "a tensor subclass" if is_subclass else f"gathered as {written.dtype} of shape {tuple(written.shape)}"
             )
-            raise WrittenParameterError(
+            raise FullyShardStateError(
                 f"parameter {parameter.name!r} of {path or 'the root'}, of {self.dtype} and shape {parameter.shape}, was "
                 f"written to inside of a forward or backward, where it is {what}: the write would be lost, or rounded. "
                 "Write to it outside of the forward, where it is the sharded parameter, or leave it out of the group "

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from vescale.buffer import Allocation, PendingBuffer
 from vescale.comm import group_of_ranks
 from vescale.compat import backend_memory_pool, local_of, profiled, write_counts
-from vescale.errors import GroupMemoryError, OrderMismatchError
+from vescale.errors import FullyShardStateError, OrderMismatchError
 from vescale.fsdp._context import CommContext, RootOrders
 from vescale.fsdp._contract import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._parameter import ManagedParameter
@@ -129,7 +129,7 @@ class GroupMemory:
             return self.gathered
         on_meta = [p.name for p in self.at_rest.parameters if p.sharded.is_meta]
         if on_meta:
-            raise GroupMemoryError(
+            raise FullyShardStateError(
                 f"parameters {', '.join(on_meta[:5])} of {self.at_rest.path or 'the root'} are on the meta device; "
                 "materialize them before the first forward: model.to_empty(device=...), then initialize or load a state dict"
             )
@@ -137,7 +137,7 @@ class GroupMemory:
         gathered = Allocation(device, pool=self._pool, access_error=_freed_text(self.at_rest.path))
         for bucket in self.at_rest.buckets:
             if bucket.shards.device.type != ("cpu" if offloads else device.type):
-                raise GroupMemoryError(
+                raise FullyShardStateError(
                     f"parameters of {self.at_rest.path or 'the root'} are on {bucket.shards.device}, and the group computes "
                     f"on {device}{' with offload to cpu' if offloads else ''}; move the model with to_empty() or to(), or "
                     "load a state dict from that device"

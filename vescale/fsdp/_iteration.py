@@ -135,7 +135,7 @@ class Iteration(Generic[MemberT]):
     def follow_backward(self) -> None:
         """Conclude the running backward at its end; called by every state that it reaches.
 
-        Raises ConcurrentBackwardError while another thread runs one.
+        Raises GradientError while another thread runs one.
         """
         self._one_backward.enter(lambda: self._name)
         if not self.has_backward:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 
 from vescale.comm import group_of_ranks
 from vescale.compat import note, split_backwards_by
-from vescale.errors import ArgumentTypeError, FSDPSettingError, NotPicklableError, UnsupportedSettingError, kind_of
+from vescale.errors import ArgumentTypeError, FullyShardError, NotPicklableError, UnsupportedSettingError, kind_of
 from vescale.fsdp._bucket import GRADIENT_PLACE, PlaceOfGradient
 from vescale.fsdp._contract import Stage
 from vescale.fsdp._group import ParameterGroup
@@ -155,7 +155,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``, the root's, too. Raises ValueError for anything but a bool."""
         if not isinstance(reshard_after_forward, bool):
-            raise FSDPSettingError(
+            raise FullyShardError(
                 f"set_reshard_after_forward got {reshard_after_forward!r}; expected a bool (a number of ranks can be given "
                 "to fully_shard only)"
             )
@@ -245,7 +245,7 @@ class FSDPModule:
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise ArgumentTypeError(f"max_input_buffers is {max_input_buffers!r}; expected an int of at least 1")
         if max_input_buffers < 1:
-            raise FSDPSettingError(f"max_input_buffers is {max_input_buffers}; expected at least 1")
+            raise FullyShardError(f"max_input_buffers is {max_input_buffers}; expected at least 1")
         for state in self._states(recurse):
             state.max_gradient_buffers = max_input_buffers
             state.comm.max_gradient_buffers = max(state.comm.max_gradient_buffers, max_input_buffers)
@@ -256,7 +256,7 @@ class FSDPModule:
         groups = self._single_group("set_all_reduce_hook")
         for group in groups:
             if stream is not None and group.axes.replicate:
-                raise FSDPSettingError(
+                raise FullyShardError(
                     "set_all_reduce_hook got a stream for HSDP, whose all-reduce has one; leave stream out"
                 )
             group.options.hook, group.options.hook_stream = hook, stream
@@ -363,7 +363,7 @@ class FSDPModule:
     def _single_group(self, what: str) -> list[ParameterGroup]:
         groups = self._state.groups
         if len(groups) > 1:
-            raise FSDPSettingError(
+            raise FullyShardError(
                 f"{what} on a module with {len(groups)} groups over different meshes (from shard_placement_fn), which it "
                 "would mean differently; give the modules of each mesh to fully_shard separately"
             )
@@ -411,7 +411,7 @@ class FSDPModule:
 def _states_of(modules: Sequence[FSDPModule]) -> list[ModuleState]:
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise FSDPSettingError(
+            raise FullyShardError(
                 f"expected modules that were given to fully_shard, got {type(module).__name__}; shard it before, or "
                 "leave it out"
             )
@@ -429,7 +429,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if method is None:
-        raise FSDPSettingError(f"{type(module).__name__} has no method {method_name!r}; name one that it has")
+        raise FullyShardError(f"{type(module).__name__} has no method {method_name!r}; name one that it has")
 
     function = getattr(method, "__func__", None)  # of whichever module it is called on: modules can be copied
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from vescale.compat import in_transform
-from vescale.errors import ReplacedInGroupError, TransformError, UnsupportedParameterError, kind_of
+from vescale.errors import FullyShardError, TransformError, UnsupportedParameterError, kind_of
 from vescale.fsdp._parameter import ManagedParameter, Slot
 
 
@@ -49,12 +49,12 @@ def replacement(parameter: ManagedParameter) -> nn.Parameter | None:
     names = ", ".join(f"{type(module).__name__}.{name}" for module, name in parameter.slots)
     what = f"parameter {parameter.name!r} of shape {parameter.global_shape} ({names})"
     if any(value is None for value in other):
-        raise ReplacedInGroupError(
+        raise FullyShardError(
             f"{what} was removed after fully_shard, which gathers it with its group; expected the parameters that were "
             "there then: prune, parametrize and delete before fully_shard"
         )
     if len(other) < len(found):
-        raise ReplacedInGroupError(
+        raise FullyShardError(
             f"{what} was replaced in {len(other)} of its {len(found)} places after fully_shard; a tied parameter must stay "
             "one: set the new one in all places, or untie it before fully_shard"
         )
@@ -74,7 +74,7 @@ def check_distinct(parameters: Iterable[ManagedParameter]) -> None:
         current = module._parameters.get(name)
         other = names.setdefault(id(current), parameter.name)
         if current is not None and other != parameter.name:
-            raise ReplacedInGroupError(
+            raise FullyShardError(
                 f"parameters {other!r} and {parameter.name!r} of shape {parameter.global_shape} were tied after "
                 "fully_shard, which has given each a place of its own; tie them before it, and give the modules that share "
                 "the weight to one call, fully_shard([a, b])"

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.buffer import Allocation, DBuffer
 from vescale.compat import local_of, plain_parts, set_local
-from vescale.errors import ReplacedInGroupError
+from vescale.errors import FullyShardError
 from vescale.fsdp._extensions import copied, is_extended
 from vescale.fsdp._layout import CallerLayout, Layout
 from vescale.rng import is_deferred, materialize_part
@@ -109,7 +109,7 @@ class SubclassShards:
         parameter = self.layout.parameters[index]
         found, cut = parameter.sharded, self.layout.placement(index)
         if tuple(found.shape) != parameter.global_shape:
-            raise ReplacedInGroupError(
+            raise FullyShardError(
                 f"parameter {parameter.name!r} of shape {parameter.global_shape} was replaced by one of shape "
                 f"{tuple(found.shape)}; give one of the same shape"
             )

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale.compat import FSDP2State, eagerly, guard_call, hides_tensors, in_backward, map_tensors
-from vescale.errors import NotPicklableError, RootModuleError
+from vescale.errors import FullyShardStateError, NotPicklableError
 from vescale.fsdp._calls import Call, Calls, watch_outputs
 from vescale.fsdp._context import CommContext
 from vescale.fsdp._contract import MODULE, Move, ResidencyError, Stage
@@ -462,7 +462,7 @@ class ModuleState(FSDP2State):
             return
         if len(self.modules) > 1:
             kinds = ", ".join(type(module).__name__ for module in self.modules)
-            raise RootModuleError(
+            raise FullyShardStateError(
                 f"the first forward ran a list of modules ({kinds}) that fully_shard was given together; run the module "
                 "that contains them, which must be given to fully_shard, too"
             )
@@ -477,7 +477,7 @@ class ModuleState(FSDP2State):
             if state in found:
                 continue
             if state is not self and state.is_root is not None:
-                raise RootModuleError(
+                raise FullyShardStateError(
                     f"{path} has run forward as a root of its own before {type(root).__name__}, which contains it; run the "
                     "outermost module that fully_shard was given first"
                 )
@@ -511,7 +511,7 @@ class ModuleState(FSDP2State):
     def abandon_iteration(self) -> None:
         """See :meth:`FSDPModule.reset_iter_state`."""
         if self.is_root is False:
-            raise RootModuleError(
+            raise FullyShardStateError(
                 "reset_iter_state was called on a module that is not the root; call it on the outermost module that "
                 "fully_shard was given"
             )

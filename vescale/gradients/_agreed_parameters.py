@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.agreement import Round, compare_descriptions
 from vescale.compat import ParameterRow
-from vescale.errors import GradientMismatchError
+from vescale.errors import GradientError
 from vescale.gradients._data_parallel_axes import unite
 from vescale.gradients._hooked_parameters import HookedParameters
 from vescale.gradients._parameter import GradientRule, ReducedParameter
@@ -36,12 +36,12 @@ class ObservedArrival:
 def agree_on_parameters(described: Sequence[tuple[str, str]], what: str, consensus: Round) -> None:
     """Compare names and descriptions of the parameters, and the settings of the reducers, on all ranks.
 
-    Raises GradientMismatchError on every rank, naming the first parameter that differs.
+    Raises GradientError on every rank, naming the first parameter that differs.
     """
     own = {"reducers": [("settings", what)], "parameters": described}
     found = compare_descriptions(own, consensus, lambda: "making a GradientReducer")
     if found is not None:
-        raise GradientMismatchError(
+        raise GradientError(
             f"{found.text()}; build the same model with the same requires_grad, and the same reducer, on every rank"
         )
 
@@ -57,7 +57,7 @@ def agree_on_arrivals(
 
     Each in the order of the first rank that has them; the same on every rank.
 
-    Ranks may use different parameters, but not the same parameter in different ways: this raises GradientMismatchError,
+    Ranks may use different parameters, but not the same parameter in different ways: this raises GradientError,
     which names the parameter, on every rank.
     """
     first = f"{name_of(observed[0].index)}.grad comes as {describe(observed[0])} for the first time" if observed else ""
@@ -94,7 +94,7 @@ def agree_on_arrivals(
                     " and ".join(sorted(describe(ObservedArrival(index, a, 1)) for a in some))
                     for some in (arrivals, expected)
                 ]
-                raise GradientMismatchError(
+                raise GradientError(
                     f"{name_of(index)}.grad comes as {texts[0]} on rank {rank}, and as {texts[1]} on rank {other}; run the "
                     "same model code on inputs that are placed alike on every rank"
                 )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import Pending, all_reduce_
-from vescale.errors import ArgumentTypeError, CommHookError, kind_of
+from vescale.errors import ArgumentTypeError, GradientError, kind_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def call_hook(hook: CommHook, bucket: GradientBucket) -> Pending:
             "Pending(tensor, [work]) where a torch.distributed work has to be waited for"
         )
     if pending.out.numel() != bucket.buffer.numel():
-        raise CommHookError(
+        raise GradientError(
             f"{name} returned a tensor of shape {tuple(pending.out.shape)}; return one of the buffer's "
             f"{bucket.buffer.numel()} elements"
         )

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 
 from vescale.compat import at_end_of_backward, current_backward
-from vescale.errors import ConcurrentBackwardError
+from vescale.errors import GradientError
 
 
 class OneBackward:
@@ -26,7 +26,7 @@ class OneBackward:
         """Called inside of a backward of what is called ``name``, before it communicates; later calls, and those outside of
         a backward, do nothing.
 
-        Raises ConcurrentBackwardError while another thread runs one that has entered.
+        Raises GradientError while another thread runs one that has entered.
         """
         if not self._is_known or current_backward() == -1:
             return
@@ -40,7 +40,7 @@ class OneBackward:
                 at_end_of_backward(running.end)
         # A backward inside of another one (reentrant activation checkpointing) runs on the same thread.
         if running.thread != thread and running.number != current_backward():
-            raise ConcurrentBackwardError(
+            raise GradientError(
                 f"{_name_of(thread)} begins a backward of {name()} while {_name_of(running.thread)} runs one. "
                 "Which of their collectives come first may differ between ranks. Run one after the other, in the same order "
                 "on every rank, or one backward of the sum of both losses, which gives the same gradients"

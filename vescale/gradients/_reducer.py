@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes, bucket_limits, link_of
 from vescale.compat import HookGate, ParameterRow, at_end_of_backward, in_backward, no_torch_function
-from vescale.errors import ArgumentTypeError, CommHookError, GradientReducerError, kind_of
+from vescale.errors import ArgumentTypeError, GradientError, GradientReducerError, kind_of
 from vescale.gradients._agreed_parameters import AgreedParameters
 from vescale.gradients._arrival_hooks import HooksOfPrograms
 from vescale.gradients._bucket import Bucket
@@ -227,7 +227,7 @@ class GradientReducer:
         timeout: how long comparisons wait for other ranks; None: as long as collectives.
 
     Raises:
-        GradientMismatchError: on every rank, if the ranks have different modules or settings; later, in ``backward()``, if
+        GradientError: on every rank, if the ranks have different modules or settings; later, in ``backward()``, if
             the gradient of one parameter arrives in different ways; there OrderMismatchError, if reducers take turns in
             different orders.
         ConsensusError: some ranks do not take part in a comparison; the error names them.
@@ -280,7 +280,7 @@ class GradientReducer:
 
     def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
         """Reduce the gradients of more ``parameters``, on the meshes of known ones; called alike on every rank. Raises
-        GradientMismatchError and ValueError as the constructor does."""
+        GradientError and ValueError as the constructor does."""
         self._parameters.add(parameters)
 
     # Public
@@ -349,7 +349,7 @@ class GradientReducer:
         invalid result.
         """
         if self._backward.current() is not None:
-            raise CommHookError("register_comm_hook in a backward; some of its gradients are on their way already")
+            raise GradientError("register_comm_hook in a backward; some of its gradients are on their way already")
         if not callable(hook):
             raise ArgumentTypeError(f"register_comm_hook got {kind_of(hook)}; give a function of a bucket")
         self._hook = hook

@@ -55,7 +55,7 @@ class ReducerTurn:
 
     def enter(self) -> None:
         """Called inside of a backward whose gradients are reduced, or will be with later ones. Raises
-        ConcurrentBackwardError while another thread runs one."""
+        GradientError while another thread runs one."""
         if len(self._among.ranks) > 1:
             self.one_backward.enter(lambda: self.name)
 

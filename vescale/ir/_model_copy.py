@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from vescale.errors import ExampleInputsError
+from vescale.errors import DerivedPlanError
 from vescale.plans import config_value
 from vescale.rng import is_deferred
 
@@ -168,7 +168,7 @@ def example_inputs(model: nn.Module, batch: int = 8, length: int = 128) -> dict[
             except Exception:  # the next guess
                 continue
             return {required[0]: guess}
-    raise ExampleInputsError(
+    raise DerivedPlanError(
         f"the inputs of {type(model).__name__}.forward({', '.join(required)}) cannot be guessed; give them, as inputs= (or "
         "--input x=8x16 for each)"
     )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from vescale.errors import NewPlanError
+from vescale.errors import DerivedPlanError
 from vescale.ir._feature_trace import trace_features
 from vescale.ir._findings import Findings, merge_repeats
 from vescale.ir._lower import check
@@ -153,9 +153,9 @@ def new_plan(
     plan.comments, plan.head = {}, []
     data = _checked_axes(plan.axes, axis, batch_axes)
     if zero not in (0, 1, 2, 3):
-        raise NewPlanError(f"new_plan: zero={zero!r}; stages are 0 (nothing sharded), 1, 2 and 3")
+        raise DerivedPlanError(f"new_plan: zero={zero!r}; stages are 0 (nothing sharded), 1, 2 and 3")
     if zero and not data:
-        raise NewPlanError(
+        raise DerivedPlanError(
             f"new_plan: zero={zero} shards over the batch's axes, and the mesh ({plan.axes}) has none; add dp="
         )
     meta = on_meta(model)
@@ -163,7 +163,7 @@ def new_plan(
     num_ranks = plan.axes.size(axis) if axis in plan.axes else 1
     trace = trace_features(meta, given, num_ranks)
     if trace.stopped:
-        raise NewPlanError(
+        raise DerivedPlanError(
             f"new_plan: the forward of {type(model).__name__} does not run on the meta device: {trace.stopped}; it was "
             f"called with {_described(given)}. Pass other inputs (indices are integers: torch.int64, on the command line "
             "--input NAME=SHAPE:int64), or write the plan by hand"
@@ -196,9 +196,9 @@ def _checked_axes(axes: MeshAxes, axis: str, batch_axes: Sequence[str] | None) -
     unknown = [name for name in batch_axes or () if name not in axes]
     unused = [name for name in axes if name != axis and name not in data and axes.size(name) > 1]
     if unknown:
-        raise NewPlanError(f"new_plan: batch_axes names {unknown[0]!r}, which the mesh ({axes}) does not have")
+        raise DerivedPlanError(f"new_plan: batch_axes names {unknown[0]!r}, which the mesh ({axes}) does not have")
     if unused:
-        raise NewPlanError(
+        raise DerivedPlanError(
             f"new_plan: axis {unused[0]!r} of the mesh ({axes}) has no part; axes of the batch are {', '.join(_BATCH_AXES)} "
             f"(or batch_axes=), and that of tensor parallelism is {axis!r} (or axis=)"
         )

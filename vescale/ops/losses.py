@@ -41,7 +41,7 @@ from vescale.compat import (
     tell_plain_value,
     tell_read,
 )
-from vescale.errors import LabelError
+from vescale.errors import IndexBoundsError
 from vescale.ops._conversion import bring, convert, cut, enter_local, leave_local
 from vescale.ops._registry import OpContext, handles, is_spread, replaces
 from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim, without_partials
@@ -274,7 +274,7 @@ def cross_entropy_of_rows(
     labels: the bits of the loss, and of the gradient, of DTensors. One all-reduce of three numbers, for which ``add_up`` is
     asked first.
 
-    Raises LabelError, on every rank, for a label that is neither a class nor ignored.
+    Raises IndexBoundsError, on every rank, for a label that is neither a class nor ignored.
     """
     logarithms = F.log_softmax(scores, 1)
     numbers, total = _sums_of_rows(_aten.nll_loss_forward.default, logarithms, labels, None, ignore_index)
@@ -320,7 +320,7 @@ def _sums_of_rows(
 def _refuse_bad_labels(scores: torch.Tensor, num_bad: int) -> None:
     if num_bad:
         last = scores.shape[min(scores.ndim - 1, 1)] - 1
-        raise LabelError(
+        raise IndexBoundsError(
             f"nll_loss: {num_bad} labels are out of bounds; a label is a class 0..{last} "
             "or ignore_index: check the labels, or the model's number of classes"
         )

@@ -17,10 +17,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import eagerly, is_alone, local_of, make_dtensor, make_spec, without_modes
 from vescale.errors import (
-    CutBlockError,
-    OptimizerOptionError,
-    OptimizerParameterError,
-    OptimizerStateError,
+    MatrixBlocksError,
+    OptimizerError,
     UnevenBlocksError,
 )
 from vescale.optim._adamw8bit_native import is_native, update_all
@@ -90,7 +88,7 @@ class StateTensor:
         """
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != self.shape or value.dtype != self.dtype:
             found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise OptimizerStateError(
+            raise OptimizerError(
                 f"{what} of the state dict is {found}; this optimizer has {self.dtype} of shape {self.shape}. Make it with "
                 "the block_size, block, min_numel and state_dtype of the one that was saved"
             )
@@ -143,7 +141,7 @@ def state_tensors(parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str
 
 
 def check_states(name: str, parameter: torch.Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raises OptimizerStateError for states that are not those which the group's options describe."""
+    """Raises OptimizerError for states that are not those which the group's options describe."""
     for key, wanted in state_tensors(parameter, group).items():
         value = state.get(key)
         if isinstance(value, torch.Tensor) and value.dtype == wanted.dtype:
@@ -151,7 +149,7 @@ def check_states(name: str, parameter: torch.Tensor, group: Mapping[str, Any], s
             if tuple(value.shape) == wanted.shape and tuple(held.shape) == wanted.local_shape(parameter):
                 continue
         found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise OptimizerStateError(
+        raise OptimizerError(
             f"the state {key!r} of parameter {name} is {found}, and the options of its group describe {wanted.dtype} of "
             f"shape {wanted.shape}. States keep the form in which they were made: leave block_size, block, min_numel, "
             "state_dtype and master_weights of a group as they are, or make a new optimizer with other ones"
@@ -164,18 +162,18 @@ def check_blocks(name: str, parameter: torch.Tensor, group: Mapping[str, Any]) -
         return
     shape, mesh, placements = tuple(parameter.shape), parameter.device_mesh, tuple(parameter.placements)
     if any(placement.is_partial() for placement in placements):
-        raise CutBlockError(f"parameter {name} is a pending reduction {placements}; redistribute it first")
+        raise MatrixBlocksError(f"parameter {name} is a pending reduction {placements}; redistribute it first")
     blocks, mesh_shape = blocks_of(group), tuple(mesh.shape)
     cut = blocks.first_cut(shape, placements, mesh_shape)
     if cut is None:
         try:
             blocks.grid_placements(shape, placements, mesh_shape)
         except UnevenBlocksError as error:
-            raise CutBlockError(f"parameter {name}: {error}") from error
+            raise MatrixBlocksError(f"parameter {name}: {error}") from error
         return
     rank = int(mesh.mesh[cut.coordinate])
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    raise CutBlockError(
+    raise MatrixBlocksError(
         f"parameter {name} of shape {shape} is placed as {placements}: the part of rank {rank} ends inside of block "
         f"{cut.block} ({cut.elements}) of {blocks}, which are quantized together and must not be cut. "
         + how_to_fix(name, shape, placements, mesh_shape, names, blocks)
@@ -355,7 +353,7 @@ class AdamW8bit(ExactStates):
         check_blocks(name, parameter, group)
         expected = state_tensors(parameter, group)
         if missing := [key for key in ("step", *expected) if key not in state]:
-            raise OptimizerStateError(
+            raise OptimizerError(
                 f"the state dict has no {missing[0]!r} for parameter {name}, only {sorted(state)}; it was saved by another "
                 "optimizer, or with other options"
             )
@@ -546,15 +544,15 @@ def _check_group(group: dict[str, Any]) -> None:
     lr, (beta1, beta2) = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1:
-            raise OptimizerOptionError(f"lr is a tensor of shape {tuple(lr.shape)}; give one number")
+            raise OptimizerError(f"lr is a tensor of shape {tuple(lr.shape)}; give one number")
     elif not lr >= 0:
-        raise OptimizerOptionError(f"lr is {lr}; expected 0 or more")
+        raise OptimizerError(f"lr is {lr}; expected 0 or more")
     for name, beta in (("betas[0]", beta1), ("betas[1]", beta2)):
         if not 0 <= beta < 1:
-            raise OptimizerOptionError(f"{name} is {beta}; expected a number in [0, 1)")
+            raise OptimizerError(f"{name} is {beta}; expected a number in [0, 1)")
     for name in ("eps", "weight_decay", "min_numel"):
         if not group[name] >= 0:
-            raise OptimizerOptionError(f"{name} is {group[name]}; expected 0 or more")
+            raise OptimizerError(f"{name} is {group[name]}; expected 0 or more")
     if isinstance(group["block"], list):
         group["block"] = tuple(group["block"])
     sizes: Any = [group["block_size"]] if group["block"] is None else group["block"]
@@ -564,33 +562,27 @@ def _check_group(group: dict[str, Any]) -> None:
         or len(sizes) != expected
         or any(type(size) is not int or size < 1 for size in sizes)
     ):
-        raise OptimizerOptionError(
+        raise OptimizerError(
             f"block_size is {group['block_size']!r} and block is {group['block']!r}; expected a number of elements, or "
             "(rows, columns), of at least 1"
         )
     group["state_dtype"] = str(group["state_dtype"]).removeprefix("torch.")
     if group["state_dtype"] not in STATE_DTYPES:
-        raise OptimizerOptionError(
-            f"state_dtype is {group['state_dtype']}; expected torch.{', torch.'.join(STATE_DTYPES)}"
-        )
+        raise OptimizerError(f"state_dtype is {group['state_dtype']}; expected torch.{', torch.'.join(STATE_DTYPES)}")
     if group["stochastic_rounding"] and group["master_weights"]:
-        raise OptimizerOptionError(
+        raise OptimizerError(
             "stochastic_rounding and master_weights exclude each other: a copy in float32 needs no rounding"
         )
     if group["stochastic_rounding"] and group["capturable"]:
-        raise OptimizerOptionError(
-            "stochastic_rounding draws on the host, by the step's number; use it without capturable"
-        )
+        raise OptimizerError("stochastic_rounding draws on the host, by the step's number; use it without capturable")
     if group["skip_nonfinite"] and group["capturable"]:
-        raise OptimizerOptionError("skip_nonfinite decides on the host; use it without capturable")
+        raise OptimizerError("skip_nonfinite decides on the host; use it without capturable")
 
 
 def _check_parameter(name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
     if not parameter.is_floating_point():
-        raise OptimizerParameterError(
-            f"parameter {name} is {parameter.dtype}; AdamW8bit updates real floating-point parameters"
-        )
+        raise OptimizerError(f"parameter {name} is {parameter.dtype}; AdamW8bit updates real floating-point parameters")
     if group["stochastic_rounding"] and parameter.dtype == torch.float16:
-        raise OptimizerParameterError(
+        raise OptimizerError(
             f"parameter {name} is {parameter.dtype}; stochastic rounding is to bfloat16. Use bfloat16, or master_weights"
         )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from vescale import csrc
-from vescale.errors import OptimizerStateError
+from vescale.errors import OptimizerError
 from vescale.optim._adamw8bit_update import Update
 from vescale.optim._dynamic_map import dynamic_map
 
@@ -147,7 +147,7 @@ def _item_bytes(library: ctypes.CDLL) -> int:
 def update_all(updates: Sequence[Update]) -> None:
     """One step of all of them, in place, on as many threads as torch uses.
 
-    Raises OptimizerStateError for states of another size than their parameter's; nothing is written then.
+    Raises OptimizerError for states of another size than their parameter's; nothing is written then.
     """
     library = _library()
     assert library is not None
@@ -164,7 +164,7 @@ def update_all(updates: Sequence[Update]) -> None:
     )
     if done != len(items):
         row = dict(zip(_ITEM.names or (), items[done].tolist()))
-        raise OptimizerStateError(
+        raise OptimizerError(
             f"AdamW8bit got states of {row['numel']} elements and {row['num_maxima']} maxima for a part of "
             f"{row['matrices']} x {row['rows']} x {row['columns']} elements in blocks of {row['block_rows']} x "
             f"{row['block_columns']}: its tensors have been replaced. Put states in place with load_state_dict"

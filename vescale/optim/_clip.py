@@ -23,7 +23,7 @@ from vescale.compat import (
     local_of,
     spec_of,
 )
-from vescale.errors import ArgumentTypeError, TotalNormError, kind_of
+from vescale.errors import ArgumentTypeError, OptimizerError, kind_of
 from vescale.gradients import StageShare, pipeline_groups, reduce_pending, shares_of, shares_of_gradients
 
 # The norm of the gradients of a model in stages, from the norms of each rank's.
@@ -68,14 +68,14 @@ def stages_that_wait() -> dict[dist.ProcessGroup, torch.Tensor]:
     """For a rank that has no gradient to give: while one model in stages exists, the ranks of its other stages wait for this
     one. Their group, with a parameter of the model.
 
-    Raises TotalNormError where several models in stages exist.
+    Raises OptimizerError where several models in stages exist.
     """
     groups = pipeline_groups()
     if len(groups) > 1:
         gc.collect()  # models that are gone, and only hold each other
         groups = pipeline_groups()
     if len(groups) > 1:
-        raise TotalNormError(
+        raise OptimizerError(
             f"the norm of no gradients, while {len(groups)} models in stages exist: which one's other stages wait for this "
             "rank cannot be known. Give the parameters themselves, also those without a gradient: "
             "vescale.optim.clip_grad_norm_(model.parameters(), ...)"
@@ -128,7 +128,7 @@ def parts_of(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[
 def _ranks_of(spec: DTensorSpec) -> AxisGroup | None:
     mesh, placements = spec.mesh, spec.placements
     if mesh.get_coordinate() is None:
-        raise TotalNormError(
+        raise OptimizerError(
             f"a gradient of shape {tuple(spec.shape)} is on {mesh}, which rank {dist.get_rank()} is not part of, so "
             "that it cannot know that gradient's part of the norm; give every rank gradients of its own meshes only, and "
             "combine get_total_norm() of the sets over all ranks"
@@ -137,7 +137,7 @@ def _ranks_of(spec: DTensorSpec) -> AxisGroup | None:
         axis for axis, placement in enumerate(placements) if not placement.is_replicate() and mesh.size(axis) > 1
     )
     if any(placements[axis].is_partial() for axis in axes):
-        raise TotalNormError(f"the norm of a pending reduction {placements} is not the norm of its parts; reduce it")
+        raise OptimizerError(f"the norm of a pending reduction {placements} is not the norm of its parts; reduce it")
     return axis_group(mesh, axes) if axes else None
 
 
@@ -402,7 +402,7 @@ def _norm(
 
 def _refuse_nonfinite(norm: torch.Tensor, order: float, error_if_nonfinite: bool) -> None:
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise TotalNormError(
+        raise OptimizerError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
             "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
@@ -426,4 +426,4 @@ def _scale(locals_: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor,
 def _check_foreach(locals_: Sequence[torch.Tensor], foreach: bool | None) -> None:
     if foreach and not has_foreach(locals_):
         kinds = sorted({f"{type(t).__name__} on {t.device.type}" for t in locals_ if not has_foreach([t])})
-        raise TotalNormError(f"foreach=True, but there are no multi-tensor kernels for {kinds}; leave foreach out")
+        raise OptimizerError(f"foreach=True, but there are no multi-tensor kernels for {kinds}; leave foreach out")

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import AVERAGED_MODULES, local_of, make_dtensor, make_spec, spec_of, unwrapped_model, unwrapped_name
-from vescale.errors import EMAError
+from vescale.errors import OptimizerError
 from vescale.fsdp import state_of
 from vescale.optim._step_gradients import local_part
 from vescale.placements import distribute_tensor
@@ -49,7 +49,7 @@ class EMA:
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, use_buffers: bool = False) -> None:
         if not 0 <= decay <= 1:
-            raise EMAError(f"decay is {decay}; expected a number in [0, 1]")
+            raise OptimizerError(f"decay is {decay}; expected a number in [0, 1]")
         self.decay = decay
         self.num_updates = 0
         self._model = model
@@ -126,14 +126,14 @@ class EMA:
 
     def _refuse_swapped(self, call: str) -> None:
         if self._is_swapped:
-            raise EMAError(f"the averages are swapped in: call swap() again, or leave its context, before {call}")
+            raise OptimizerError(f"the averages are swapped in: call swap() again, or leave its context, before {call}")
 
     def _check(self, present: dict[str, torch.Tensor]) -> None:
         if gone := [name for name in self._averages if name not in present]:
-            raise EMAError(f"the model has no {gone[0]} any more, of which there is an average; make a new EMA")
+            raise OptimizerError(f"the model has no {gone[0]} any more, of which there is an average; make a new EMA")
         for name, average in self._averages.items():
             if _form(average) != _form(present[name]):
-                raise EMAError(
+                raise OptimizerError(
                     f"{name} is {_form(present[name])}, and its average {_form(average)}; make the EMA after the model is "
                     "sharded, and a new one when it is sharded anew"
                 )
@@ -158,11 +158,11 @@ class EMA:
         if different := saved.keys() ^ self._averages.keys():
             name = min(different)
             where = "the state dict" if name in saved else "the model"
-            raise EMAError(f"only {where} has an average of {name}; load averages of the same model")
+            raise OptimizerError(f"only {where} has an average of {name}; load averages of the same model")
         for name, average in self._averages.items():
             if saved[name].shape != average.shape:
                 found, expected = tuple(saved[name].shape), tuple(average.shape)
-                raise EMAError(f"the saved average of {name} has shape {found}, and its parameter {expected}")
+                raise OptimizerError(f"the saved average of {name} has shape {found}, and its parameter {expected}")
         for name, average in self._averages.items():
             value = saved[name].detach()
             if isinstance(average, DTensor):
@@ -191,7 +191,7 @@ class _Swapped:
 def _start(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """An average that begins with the value of ``tensor``."""
     if tensor.is_meta:
-        raise EMAError(f"{name} is on the meta device; make the EMA when the model has values")
+        raise OptimizerError(f"{name} is on the meta device; make the EMA when the model has values")
     dtype = torch.float32 if tensor.dtype in _LOW_PRECISION else tensor.dtype
     with torch.no_grad():
         local = local_part(tensor).to(dtype, copy=True)

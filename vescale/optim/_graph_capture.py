@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from vescale.compat.devices import is_capturing
-from vescale.errors import OptimizerOptionError
+from vescale.errors import OptimizerError
 
 
 def check_no_capture(what: str, fix: str) -> None:
     """Raises ValueError while the current stream is captured. ``what`` the host computes, and the edit."""
     if is_capturing():
-        raise OptimizerOptionError(
+        raise OptimizerError(
             f"a step is being captured in a graph, and the host computes {what}: every replay would repeat it; {fix}"
         )

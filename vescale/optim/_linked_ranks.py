@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from vescale.agreement import Round, await_posts, post, wait_limit
 from vescale.comm import all_reduce_, group_of_ranks
 from vescale.compat import default_timeout, is_alone, root_mesh, without_modes
-from vescale.errors import ConsensusError, MissingGradientError
+from vescale.errors import ConsensusError, OptimizerError
 from vescale.gradients import shares_of
 
 FINITE = "finite gradients"
@@ -72,8 +72,8 @@ class LinkedRanks:
             known |= {item for text in texts for item in _items(text)}
         return tuple(sorted({member for each in known for member in each}))
 
-    def _absence(self, late: Sequence[int], limit: timedelta) -> MissingGradientError:
-        return MissingGradientError(
+    def _absence(self, late: Sequence[int], limit: timedelta) -> OptimizerError:
+        return OptimizerError(
             f"skip_nonfinite: rank {dist.get_rank()} takes a step of {self._kind} together with the ranks of its "
             f"meshes, and ranks {list(late)} did not come within {limit}. All ranks of a mesh, and of its slices, "
             "must make the optimizer and call step() as often; models that are trained apart need meshes of "

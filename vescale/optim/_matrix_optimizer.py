@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from vescale.compat import eagerly, note_writes
-from vescale.errors import OptimizerOptionError, OptimizerParameterError, OptimizerStateError
+from vescale.errors import OptimizerError
 from vescale.optim._graph_capture import check_no_capture
 from vescale.optim._linked_ranks import LinkedRanks
 from vescale.optim._matrix_blocks import MatrixGrid
@@ -97,7 +97,7 @@ def check_same_algorithms(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
     for name, (algorithm, blocks) in ours.items():
         found = theirs.get(name, (algorithm, blocks))
         if found != (algorithm, blocks):
-            raise OptimizerStateError(
+            raise OptimizerError(
                 f"parameter {name!r} was saved with algorithm={found[0]!r} and blocks={found[1]!r}, and this optimizer has "
                 f"algorithm={algorithm!r} and blocks={blocks!r}; make the groups alike, or load the parameters only"
             )
@@ -150,7 +150,7 @@ class MatrixOptimizer(ExactStates):
         bucket_bytes: int,
     ) -> None:
         if bucket_bytes < 1:
-            raise OptimizerOptionError(f"bucket_bytes={bucket_bytes}; a bucket holds at least one byte")
+            raise OptimizerError(f"bucket_bytes={bucket_bytes}; a bucket holds at least one byte")
         self._skip_nonfinite, self._bucket_bytes = skip_nonfinite, bucket_bytes
         self._split_replicas, self._compare_gradients = split_replicas, compare_gradients
         self._parameters: MatrixParameters | None = None
@@ -219,14 +219,14 @@ class MatrixOptimizer(ExactStates):
         """As in PyTorch. With ``algorithm="adamw"`` the group takes AdamW's options, and has AdamW's defaults for them."""
         algorithm = param_group.get("algorithm", self.algorithm)
         if algorithm not in (self.algorithm, "adamw"):
-            raise OptimizerParameterError(
+            raise OptimizerError(
                 f'a group has algorithm={algorithm!r}; {type(self).__name__} knows "{self.algorithm}" and "adamw"'
             )
         if algorithm == "adamw":
             unknown = set(param_group) - {*ADAMW_DEFAULTS, "params", "param_names", "algorithm", "initial_lr"}
             foreign = sorted(unknown & set(self.defaults))
             if foreign:
-                raise OptimizerParameterError(
+                raise OptimizerError(
                     f'a group with algorithm="adamw" has {foreign}, which only "{self.algorithm}" uses; AdamW takes '
                     f"{sorted(ADAMW_DEFAULTS)}"
                 )
@@ -244,7 +244,7 @@ class MatrixOptimizer(ExactStates):
             self._check_options(param_group)
             for tensor in param_group["params"]:
                 if tensor.is_complex() or not tensor.is_floating_point():
-                    raise OptimizerParameterError(
+                    raise OptimizerError(
                         f"a parameter of shape {tuple(tensor.shape)} is {tensor.dtype}; expected a real float"
                     )
             if self._parameters is not None:
@@ -278,7 +278,7 @@ class MatrixOptimizer(ExactStates):
     def _check_options(self, group: dict[str, Any]) -> None:
         options = ADAMW_DEFAULTS if group["algorithm"] == "adamw" else self.defaults
         if missing := sorted(options.keys() - group.keys() - {"differentiable"}):  # torch gives that to copies
-            raise OptimizerOptionError(
+            raise OptimizerError(
                 f"a group has algorithm={group['algorithm']!r} and no {missing}: it was made for another algorithm; "
                 "give its parameters to add_param_group() of this one"
             )
@@ -296,7 +296,7 @@ class MatrixOptimizer(ExactStates):
             if name.partition(".")[0] in _MOMENTS and (shape is None or name not in expected):
                 continue  # made when they are needed, and kept
             if shape != expected.get(name):
-                raise OptimizerStateError(
+                raise OptimizerError(
                     f"parameter {parameter.name!r} has a state {name!r} of shape {shape}, and expects "
                     f"{expected.get(name)} with {self._shown_options(parameter.group)}: it was made for other options; keep "
                     "these, or begin anew: del optimizer.state[parameter]"
@@ -349,9 +349,7 @@ class MatrixOptimizer(ExactStates):
         self._check_capture()
         parameters = self._known().all
         if any(parameter.tensor.device.type == "meta" for parameter in parameters):
-            raise OptimizerParameterError(
-                "a parameter is on the meta device; materialize the model before the first step"
-            )
+            raise OptimizerError("a parameter is on the meta device; materialize the model before the first step")
         for parameter in parameters:
             self._fill_states(parameter)
         compare = [p for p in parameters if p.travels] if self._compare_gradients is None else parameters

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of, spec_of, without_modes
-from vescale.errors import OptimizerParameterError
+from vescale.errors import OptimizerError
 from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_exchange import OwnedMatrix, TensorPlace
 from vescale.optim._ownership import MeshRanks, Ownership, PlacedMatrix, assign_owners, owning_ranks
@@ -268,12 +268,12 @@ def _place(tensor: torch.Tensor, name: str) -> TensorPlace:
         return TensorPlace(tuple(tensor.shape))
     spec = spec_of(tensor)
     if spec.mesh.get_coordinate() is None:
-        raise OptimizerParameterError(
+        raise OptimizerError(
             f"parameter {name!r} is on {spec.mesh}, which rank {dist.get_rank()} is not part of; give every rank the "
             "parameters of its own meshes only"
         )
     if any(placement.is_partial() for placement in spec.placements):
-        raise OptimizerParameterError(
+        raise OptimizerError(
             f"parameter {name!r} has the placements {spec.placements}: a pending sum cannot be a parameter"
         )
     return TensorPlace(tuple(tensor.shape), spec.mesh, tuple(spec.placements))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.comm import DEFAULT_BUCKET_BYTES
-from vescale.errors import MatrixBlocksError, OptimizerOptionError
+from vescale.errors import MatrixBlocksError, OptimizerError
 from vescale.gradients import other_stages
 from vescale.optim._matrix_blocks import MatrixGrid, matrix_grid
 from vescale.optim._matrix_exchange import OwnedMatrix
@@ -35,7 +35,7 @@ def checked_coefficients(given: object) -> Coefficients:
     """
     rows = [given] if isinstance(given, Sequence) and given and not isinstance(given[0], Sequence) else given
     if not isinstance(rows, Sequence) or not rows or any(not isinstance(r, Sequence) or len(r) != 3 for r in rows):
-        raise OptimizerOptionError(
+        raise OptimizerError(
             f"coefficients={given!r}; give three numbers (a, b, c), or a list of such triples, one for each step"
         )
     return tuple((float(a), float(b), float(c)) for a, b, c in rows)
@@ -177,7 +177,7 @@ class Muon(MatrixOptimizer):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         if orthogonalize is not None and not callable(orthogonalize):
-            raise OptimizerOptionError(f"orthogonalize={orthogonalize!r}; give a function of a matrix, or None")
+            raise OptimizerError(f"orthogonalize={orthogonalize!r}; give a function of a matrix, or None")
         self._orthogonalize = orthogonalize
         defaults = {
             "lr": lr,
@@ -206,17 +206,17 @@ class Muon(MatrixOptimizer):
         lr, wanted = group["lr"], "a number >= 0"
         if isinstance(lr, torch.Tensor):
             if lr.numel() != 1:
-                raise OptimizerOptionError(f"lr has {lr.numel()} elements; give one number")
+                raise OptimizerError(f"lr has {lr.numel()} elements; give one number")
         elif not lr >= 0:
-            raise OptimizerOptionError(f"lr={lr!r}; give {wanted}")
+            raise OptimizerError(f"lr={lr!r}; give {wanted}")
         for name in ("weight_decay", "momentum", "eps"):
             if not group[name] >= 0:
-                raise OptimizerOptionError(f"{name}={group[name]!r}; give {wanted}")
+                raise OptimizerError(f"{name}={group[name]!r}; give {wanted}")
         if group["adjust_lr"] not in _ADJUSTMENTS:
-            raise OptimizerOptionError(f"adjust_lr={group['adjust_lr']!r}; give one of {sorted(_ADJUSTMENTS)}")
+            raise OptimizerError(f"adjust_lr={group['adjust_lr']!r}; give one of {sorted(_ADJUSTMENTS)}")
         for name, least in (("ns_steps", 0), ("batch", 1)):
             if not isinstance(group[name], int) or not least <= group[name]:
-                raise OptimizerOptionError(f"{name}={group[name]!r}; give an integer >= {least}")
+                raise OptimizerError(f"{name}={group[name]!r}; give an integer >= {least}")
         for name in ("ns_dtype", "norm_dtype"):
             if group[name] is not None or name == "ns_dtype":
                 group[name] = dtype_name(group[name], name)
@@ -284,7 +284,7 @@ class Muon(MatrixOptimizer):
             )
         found = self._orthogonalize(values)
         if found.shape != values.shape:
-            raise OptimizerOptionError(
+            raise OptimizerError(
                 f"orthogonalize was given {tuple(values.shape)} and returned {tuple(found.shape)}; return the shape "
                 "that was given"
             )

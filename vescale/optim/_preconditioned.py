@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement, Replicate
 from vescale.agreement import Round
 from vescale.comm import join_axes
 from vescale.compat import is_alone, make_dtensor, make_spec, without_modes
-from vescale.errors import ConsensusError, OptimizerOptionError, OptimizerParameterError
+from vescale.errors import ConsensusError, OptimizerError
 from vescale.gradients import shares_of
 from vescale.optim._graph_capture import check_no_capture
 from vescale.optim._matrix_exchange import OwnedMatrix
@@ -107,7 +107,7 @@ def entries_of_all_stages(
         try:
             messages = rounds.exchange(message.encode(), lambda: f"{kind} plans in which steps matrices are due")
         except ConsensusError as error:
-            raise OptimizerParameterError(
+            raise OptimizerError(
                 f"{kind} plans in which steps matrices are due over all stages of the model, and ranks {list(error.ranks)} "
                 f"did not come within {rounds.timeout}. All stages must make the optimizer, and add groups to it (with no "
                 'parameters where they have none: {"params": []}); or give stagger=False, with which all matrices are due '
@@ -126,15 +126,15 @@ class PreconditionedOptimizer(MatrixOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if not isinstance(group["lr"], torch.Tensor) and not group["lr"] >= 0:
-            raise OptimizerOptionError(f"lr={group['lr']!r}; give a number >= 0")
+            raise OptimizerError(f"lr={group['lr']!r}; give a number >= 0")
         for name in ("weight_decay", "eps"):
             if not group[name] >= 0:
-                raise OptimizerOptionError(f"{name}={group[name]!r}; give a number >= 0")
+                raise OptimizerError(f"{name}={group[name]!r}; give a number >= 0")
         if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-            raise OptimizerOptionError(f"betas={group['betas']!r}; give two numbers, each at least 0 and less than 1")
+            raise OptimizerError(f"betas={group['betas']!r}; give two numbers, each at least 0 and less than 1")
         for name in ("precondition_frequency", "max_preconditioner_dim"):
             if type(group[name]) is not int or group[name] < 1:
-                raise OptimizerOptionError(f"{name}={group[name]!r}; give a positive integer")
+                raise OptimizerError(f"{name}={group[name]!r}; give a positive integer")
 
     def _check_capture(self) -> None:
         check_no_capture("which roots and bases are due", "call step() outside of the graph")

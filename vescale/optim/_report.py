@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from vescale.agreement import Round, compare_descriptions
 from vescale.checks import known_names
 from vescale.compat import local_of
-from vescale.errors import OptimizerOptionError, OptimizerParameterError, OptimizerReportError
+from vescale.errors import OptimizerError, OptimizerReportError
 
 # What messages, reports and plans of owners call the parameters of an optimizer.
 
@@ -55,7 +55,7 @@ def compare_parameters(described: Sequence[tuple[Sequence[int], str, str]]) -> N
 
     Communication: through the store, with each set of ranks.
 
-    Raises OptimizerParameterError on all of them where they differ.
+    Raises OptimizerError on all of them where they differ.
     """
     together: dict[tuple[int, ...], list[tuple[str, str]]] = defaultdict(list)
     for ranks, name, text in described:
@@ -66,7 +66,7 @@ def compare_parameters(described: Sequence[tuple[Sequence[int], str, str]]) -> N
         consensus = Round(ranks, "parameters of an optimizer")
         found = compare_descriptions({"parameters": members}, consensus, lambda: "planning an optimizer")
         if found is not None:
-            raise OptimizerParameterError(
+            raise OptimizerError(
                 f"the optimizer's {found.text()}; give every rank the same parameters, in the same order and groups, and "
                 "freeze the same ones"
             )
@@ -230,7 +230,7 @@ def dtype_name(given: object, option: str) -> str:
     name = str(given).removeprefix("torch.")
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise OptimizerOptionError(f"{option}={given}; give a floating dtype")
+        raise OptimizerError(f"{option}={given}; give a floating dtype")
     return name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vescale.comm import DEFAULT_BUCKET_BYTES
-from vescale.errors import OptimizerOptionError
+from vescale.errors import OptimizerError
 from vescale.optim._matrix_blocks import MatrixGrid, tile_grid
 from vescale.optim._matrix_exchange import OwnedMatrix
 from vescale.optim._matrix_parameters import MatrixParameter
@@ -98,10 +98,10 @@ class Shampoo(PreconditionedOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         if group["grafting"] not in ("adam", "sgd", None):
-            raise OptimizerOptionError(f'grafting={group["grafting"]!r}; give "adam", "sgd" or None')
+            raise OptimizerError(f'grafting={group["grafting"]!r}; give "adam", "sgd" or None')
         start = group["start_preconditioning_step"]
         if start is not None and (type(start) is not int or start < 1):
-            raise OptimizerOptionError(f"start_preconditioning_step={start!r}; give a positive integer, or None")
+            raise OptimizerError(f"start_preconditioning_step={start!r}; give a positive integer, or None")
 
     def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
         group = parameter.group

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vescale.comm import DEFAULT_BUCKET_BYTES
-from vescale.errors import OptimizerOptionError
+from vescale.errors import OptimizerError
 from vescale.optim._matrix_blocks import MatrixGrid, tile_grid
 from vescale.optim._matrix_exchange import OwnedMatrix
 from vescale.optim._matrix_parameters import MatrixParameter
@@ -96,7 +96,7 @@ class SOAP(PreconditionedOptimizer):
         super()._check_group(group)
         group["factor_dtype"] = dtype_name(group["factor_dtype"], "factor_dtype")
         if group["factor_dtype"] not in ("float32", "float64"):
-            raise OptimizerOptionError(f"factor_dtype={group['factor_dtype']!r}; give torch.float64 or torch.float32")
+            raise OptimizerError(f"factor_dtype={group['factor_dtype']!r}; give torch.float64 or torch.float32")
 
     def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
         shape = parameter.place.shape

@@ -33,7 +33,7 @@ from vescale.compat import (
     spec_of,
     without_modes,
 )
-from vescale.errors import MissingGradientError, kind_of
+from vescale.errors import OptimizerError, kind_of
 from vescale.gradients import reduce_pending
 from vescale.optim._linked_ranks import LinkedRanks, all_finite
 from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
@@ -78,7 +78,7 @@ class StepGradients:
         gradients = [parameter.grad for parameter in parameters]
         for gradient, name in zip(gradients, names):
             if gradient is not None and gradient.is_sparse:
-                raise MissingGradientError(
+                raise OptimizerError(
                     f"parameter {name} has a sparse gradient; use an optimizer for those, or sparse=False"
                 )
         gradients = self._with_zeros(parameters, gradients, names)
@@ -146,7 +146,7 @@ class StepGradients:
         if not is_there:
             return None
         if replicas:
-            raise MissingGradientError(
+            raise OptimizerError(
                 f"parameter {name} of shape {tuple(parameter.shape)} and placements {tuple(placements)} has no gradient on "
                 f"rank {dist.get_rank()}, but has one on ranks {replicas}, which hold the same part of it: their copies of "
                 "the parameter would differ. Reduce gradients over the replicas before the step, or set .grad to None on all"
@@ -167,7 +167,7 @@ class StepGradients:
                     notes = dict(missed)
                     return {int(index): axes for index, axes in notes.get(self._step, {}).items()}
             if time.monotonic() > deadline:
-                raise MissingGradientError(
+                raise OptimizerError(
                     f"parameter {name} has no gradient on rank {dist.get_rank()}, which waits to learn whether rank {rank} "
                     f"has one; that rank did not come to step {self._step} of its optimizer in time. All ranks of a mesh "
                     "must call step()"
@@ -236,7 +236,7 @@ def agreed_gradients(
         agreed, missing, finite, told = _compared(parameters, statuses, finite, linked, compare)
     for parameter, status, (own, problem), lacks in zip(parameters, agreed, found, missing):
         if status == _UNUSABLE:
-            raise MissingGradientError(
+            raise OptimizerError(
                 f"parameter {parameter.name!r} of shape {parameter.place.shape}: "
                 + (
                     problem
@@ -245,7 +245,7 @@ def agreed_gradients(
                 )
             )
         if status == _ELSEWHERE and lacks:
-            raise MissingGradientError(
+            raise OptimizerError(
                 f"parameter {parameter.name!r}: its gradient is missing on some ranks, and placed otherwise than the "
                 f"parameter ({parameter.place.placements}) on others; give every rank a gradient, or place "
                 "gradients as parameters"
@@ -350,7 +350,7 @@ def _compared(
                     differing.append(parameters[index].name)
             finite = finite and not is_infinite
     if differing:
-        raise MissingGradientError(
+        raise OptimizerError(
             f"parameter {differing[0]!r} is frozen (requires_grad=False) on some ranks and trained on others"
             + (f", and so are {len(differing) - 1} more" if len(differing) > 1 else "")
             + "; set requires_grad alike on every rank"

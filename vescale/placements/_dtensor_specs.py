@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import make_spec
-from vescale.errors import FromLocalError
+from vescale.errors import PlacementError
 from vescale.placements._normalized_placements import normalize_placements
 from vescale.placements._placement_kinds import without_partials
 from vescale.placements._region import same_regions
@@ -32,7 +32,7 @@ def resolve_gradient(
         return without_partials(placements)
     gradient = normalize_placements(grad_placements, shape, mesh)
     if not same_regions(tuple(shape), tuple(placements), gradient, tuple(mesh.shape)):
-        raise FromLocalError(
+        raise PlacementError(
             f"{caller}: grad_placements {gradient} give a rank other elements than placements {tuple(placements)}, but "
             "the gradient of a local tensor has its shape; keep the sharded axes as they are, and use Replicate or "
             "Partial on the others"

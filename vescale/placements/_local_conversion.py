@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import axis_group
 from vescale.compat import begin_world, current_mesh, make_dtensor, rank_in_mesh, stock
-from vescale.errors import DistributeError, FromLocalError
+from vescale.errors import PlacementError
 from vescale.placements._custom_placement import has_custom
 from vescale.placements._dtensor_specs import contiguous_spec, resolve_gradient
 from vescale.placements._normalized_placements import normalize_placements
@@ -116,7 +116,7 @@ def _arguments(
     if coordinate is not None:
         expected = local_region(shape, resolved, tuple(mesh.shape), coordinate).local_shape
         if not _fits(local.shape, expected, resolved):
-            raise FromLocalError(_misfit(local, expected, shape, resolved, coordinate))
+            raise PlacementError(_misfit(local, expected, shape, resolved, coordinate))
     return shape, resolved, gradient
 
 
@@ -136,13 +136,13 @@ def _same_on_all_ranks(local: torch.Tensor, mesh: DeviceMesh, *passed: Any) -> _
         wrong = [
             f"rank {rank}: {text}" for rank, (text, _) in zip(dist.get_process_group_ranks(group), answers) if text
         ]
-        raise FromLocalError("\n".join(wrong))
+        raise PlacementError("\n".join(wrong))
     if any(other != answers[0][1] for _, other in answers):
         passed_by = [
             f"rank {rank}: shape {shape}, placements {placements}, gradient {gradient}, {dtype}"
             for rank, (_, (shape, placements, gradient, dtype)) in zip(dist.get_process_group_ranks(group), answers)
         ]
-        raise FromLocalError("from_local: the ranks differ; pass the same everywhere:\n" + "\n".join(passed_by))
+        raise PlacementError("from_local: the ranks differ; pass the same everywhere:\n" + "\n".join(passed_by))
     assert found is not None
     return found
 
@@ -214,7 +214,7 @@ def _misfit(
 def _shape_from_local(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
     """The global shape when every rank's part has the same shape, as stock ``from_local`` assumes."""
     if any(isinstance(placement, RaggedShard) for placement in placements):
-        raise FromLocalError(
+        raise PlacementError(
             f"from_local with placements {tuple(placements)}: the flat local tensor of a ragged placement does not tell "
             "the global shape; pass shape="
         )
@@ -263,11 +263,11 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh == device_mesh and tensor.placements == wanted:
             return tensor
-        raise DistributeError(
+        raise PlacementError(
             f"distribute_tensor got a DTensor with placements {tensor.placements} for {wanted}; call redistribute"
         )
     if any(placement.is_partial() for placement in wanted):
-        raise DistributeError(f"distribute_tensor cannot place as {wanted}: Partial has no source; use from_local")
+        raise PlacementError(f"distribute_tensor cannot place as {wanted}: Partial has no source; use from_local")
     spec = contiguous_spec(device_mesh, wanted, tensor.shape, tensor.dtype)
     local = tensor.detach()
     if device_mesh.device_type != local.device.type and not local.is_meta:

@@ -26,7 +26,7 @@ from vescale.compat import (
     spec_of,
     stock,
 )
-from vescale.errors import OtherMeshError, RedistributeError
+from vescale.errors import OtherMeshError, PlacementError
 from vescale.placements._custom_placement import has_custom
 from vescale.placements._dtensor_specs import resolve_gradient
 from vescale.placements._exchange_plan import exchange_axes, pack, plan_exchange, unpack, unpack_gathered
@@ -132,19 +132,19 @@ def check_partials(source: Sequence[Placement], target: Sequence[Placement], dty
                 continue
             inexact = partial.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex)
             if inexact or (partial.reduce_op in ("max", "min") and dtype.is_complex):
-                raise RedistributeError(
+                raise PlacementError(
                     f"cannot redistribute {before} to {after} on mesh axis {axis}: {partial.reduce_op} of {dtype} values "
                     "is not defined; convert the tensor to a floating-point dtype first"
                 )
         if not after.is_partial():
             continue
         if before.is_partial():
-            raise RedistributeError(
+            raise PlacementError(
                 f"cannot redistribute {before} to {after} on mesh axis {axis}: pending reductions with different "
                 "operations have no common meaning; redistribute to Replicate() first"
             )
         if type(after) is not Partial or after.reduce_op not in ("sum", "avg", "max", "min"):
-            raise RedistributeError(
+            raise PlacementError(
                 f"cannot redistribute {before} to {after} on mesh axis {axis}: no contribution of each rank is defined "
                 "for it; use Partial with sum, avg, max or min"
             )

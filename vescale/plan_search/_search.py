@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.compat.devices import running_accelerator
-from vescale.errors import ArgumentTypeError, SearchError
+from vescale.errors import ArgumentTypeError, EstimateOptionError
 from vescale.estimation import (
     Device,
     device_of,
@@ -246,16 +246,16 @@ def search(
         progress: called with a line for each part of the work.
 
     Raises:
-        SearchError: a number of devices that is none, or a forward that fails with this batch on one device.
+        EstimateOptionError: a number of devices that is none, or a forward that fails with this batch on one device.
         TypeError, ValueError: a batch that does not fit, an unknown optimizer or device.
     """
     began = time.perf_counter()
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise SearchError(f"search: devices is {devices!r}; give a number of at least 1")
+        raise EstimateOptionError(f"search: devices is {devices!r}; give a number of at least 1")
     if exact < 0:
-        raise SearchError(f"search: exact is {exact}; give 0 or more")
+        raise EstimateOptionError(f"search: exact is {exact}; give 0 or more")
     if not 0 <= margin < 1:
-        raise SearchError(f"search: margin is {margin}; give a share, as 0.08")
+        raise EstimateOptionError(f"search: margin is {margin}; give a share, as 0.08")
     table = device_of(device)
     with without_collections():  # they take a seventh of a search
         looked = Looked(
@@ -312,7 +312,7 @@ class Looked:
         try:
             plan = self.sources[0].make({"dp": 1, "tp": 1})
         except PlanError as error:
-            raise SearchError(f"search: there is no plan to begin with: {error}") from error
+            raise EstimateOptionError(f"search: there is no plan to begin with: {error}") from error
         paths = [e.path.text for e in plan.entries if isinstance(e, LocalEntry) and e.kind == "experts"]
         sizes = {
             f"{path}.{name}": parameter.shape[0]
@@ -428,7 +428,7 @@ class Looked:
             problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if cell.tp * cell.cp * cell.ep > 1:
                 raise PlanError(f"a step of this mesh cannot be run: {problem}") from error
-            raise SearchError(f"search: the model does not run with this batch: {problem}") from error
+            raise EstimateOptionError(f"search: the model does not run with this batch: {problem}") from error
 
     def _findings(self, plan: Plan) -> Sequence[Finding]:
         """Of a plan without stages."""
@@ -555,7 +555,7 @@ def _sizes(inputs: Mapping[str, Any]) -> tuple[int, int | None, int]:
         else next((x for x in inputs.values() if isinstance(x, torch.Tensor)), None)
     )
     if first is None or not first.ndim:
-        raise SearchError(
+        raise EstimateOptionError(
             "search: the batch has no tensor whose dim 0 counts rows; give shapes, as input_ids=(8, 4096)"
         )
     if first.is_floating_point() or first.ndim < 2:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from vescale.errors import UnknownZooPlanError
+from vescale.errors import DerivedPlanError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,7 +50,7 @@ def path_of(name: str) -> Path:
     if name not in names():
         from vescale.plans import did_you_mean
 
-        raise UnknownZooPlanError(
+        raise DerivedPlanError(
             f"the plan zoo has no plan {name!r} (plans: {', '.join(names())}){did_you_mean(name, names())}"
         )
     return _FOLDER / f"{name}.yaml"

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.errors import CheckpointPolicyError, PhaseError, Source, UnitPolicyError, did_you_mean
+from vescale.errors import PlanValueError, Source, did_you_mean
 from vescale.plans._path import Path, Target
 
 # What a checkpointed module saves for backward: the policies of ``plan.checkpoint``, and their forms in a plan.
@@ -73,32 +73,30 @@ def checkpoint_policy(given: str | Mapping[str, Any] | CheckpointPolicy) -> Chec
         return given
     if isinstance(given, str):
         if given not in _NAMES:
-            raise CheckpointPolicyError(
+            raise PlanValueError(
                 f"policy={given!r}; use {', '.join(map(repr, _NAMES))}, or {{'save': ['aten.mm'], 'every': 2}}"
                 f"{did_you_mean(given, _NAMES)}"
             )
         return CheckpointPolicy(given, every=_EVERY.get(given, 1))  # type: ignore[arg-type]
     if not isinstance(given, Mapping):
-        raise CheckpointPolicyError(
+        raise PlanValueError(
             f"policy={given!r}; use {', '.join(map(repr, _NAMES))}, or {{'save': ['aten.mm'], 'every': 2}}"
         )
     unknown = sorted(set(map(str, given)) - set(_OPTIONS))
     if unknown:
-        raise CheckpointPolicyError(
+        raise PlanValueError(
             f"policy has no {unknown[0]!r}; use {', '.join(_OPTIONS)}{did_you_mean(unknown[0], _OPTIONS)}"
         )
     if "save" not in given:
-        raise CheckpointPolicyError("policy lacks 'save': a list of ops such as ['aten.mm'], or 'selective'")
+        raise PlanValueError("policy lacks 'save': a list of ops such as ['aten.mm'], or 'selective'")
     kind, save = _saved(given["save"])
     every, again = given.get("every", _EVERY.get(kind, 1)), given.get("recompute_communication", False)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise CheckpointPolicyError(
-            f"every={every!r}; use 1 to save each call of an op, 2 for every second one, and so on"
-        )
+        raise PlanValueError(f"every={every!r}; use 1 to save each call of an op, 2 for every second one, and so on")
     if every != 1 and kind == "full":
-        raise CheckpointPolicyError(f"every={every} with nothing to save; name ops in save, or leave every out")
+        raise PlanValueError(f"every={every} with nothing to save; name ops in save, or leave every out")
     if not isinstance(again, bool):
-        raise CheckpointPolicyError(f"recompute_communication={again!r}; use True or False")
+        raise PlanValueError(f"recompute_communication={again!r}; use True or False")
     return CheckpointPolicy(kind, save, every, again)
 
 
@@ -107,9 +105,9 @@ def checkpoint_budget(given: Any, policy: CheckpointPolicy) -> float | None:
     if given is None:
         return None
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf"):
-        raise CheckpointPolicyError(f"budget_gib={given!r}; use GiB on each rank, as 4 or 0.5")
+        raise PlanValueError(f"budget_gib={given!r}; use GiB on each rank, as 4 or 0.5")
     if policy.kind == "offload":
-        raise CheckpointPolicyError(
+        raise PlanValueError(
             "budget_gib with 'offload', which computes nothing again; a budget chooses what is: use policy='full' with it"
         )
     return float(given)
@@ -119,7 +117,7 @@ def _saved(given: Any) -> tuple[CheckpointKind, tuple[str, ...]]:
     if given == "selective":
         return "selective", ()
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise CheckpointPolicyError(f"save={given!r}; use a list of ops such as ['aten.mm'], or 'selective'")
+        raise PlanValueError(f"save={given!r}; use a list of ops such as ['aten.mm'], or 'selective'")
     names = tuple(_normalized(name) for name in given)
     return ("save", names) if names else ("full", ())
 
@@ -128,18 +126,14 @@ def _normalized(text: Any) -> str:
     if not isinstance(text, str):
         text = f"{text}" if hasattr(text, "_schema") or hasattr(text, "overloads") else text
     if not isinstance(text, str):
-        raise CheckpointPolicyError(
-            f"save holds {text!r}; name ops as 'aten.mm' or 'aten.mm.default', or 'path :: aten.mm'"
-        )
+        raise PlanValueError(f"save holds {text!r}; name ops as 'aten.mm' or 'aten.mm.default', or 'path :: aten.mm'")
     path, op = split_selector(text)
     if not _OP.fullmatch(op):
-        raise CheckpointPolicyError(
-            f"save holds {text!r}; name ops as 'aten.mm' or 'aten.mm.default', or 'path :: aten.mm'"
-        )
+        raise PlanValueError(f"save holds {text!r}; name ops as 'aten.mm' or 'aten.mm.default', or 'path :: aten.mm'")
     if path is None:
         return op
     if Path.parse(path).target is not Target.STATE:
-        raise CheckpointPolicyError(f"save holds {text!r}: {path!r} must name modules; leave out <...> and .grad")
+        raise PlanValueError(f"save holds {text!r}: {path!r} must name modules; leave out <...> and .grad")
     return f"{path} :: {op}"
 
 
@@ -181,7 +175,7 @@ def parse_phase(text: str) -> Phase:
     try:
         return _PHASE_NAMES[text.lower()]
     except KeyError:
-        raise PhaseError(f"phase {text!r} is not one of {', '.join(_PHASE_NAMES)}") from None
+        raise PlanValueError(f"phase {text!r} is not one of {', '.join(_PHASE_NAMES)}") from None
 
 
 def phase_text(phase: Phase) -> str:
@@ -355,17 +349,17 @@ def mp_policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> Mixe
     if isinstance(given, Mapping):
         unknown = sorted(set(given) - set(_PRECISION_OPTIONS))
         if unknown:
-            raise UnitPolicyError(f"mp_policy has no {unknown[0]!r}; use {', '.join(_PRECISION_OPTIONS)}")
+            raise PlanValueError(f"mp_policy has no {unknown[0]!r}; use {', '.join(_PRECISION_OPTIONS)}")
         given = MixedPrecisionPolicy(**{name: _value(name, value) for name, value in given.items()})
     if given is not None and not isinstance(given, MixedPrecisionPolicy):
-        raise UnitPolicyError(f"mp_policy={given!r}; use a MixedPrecisionPolicy, or a dict of its arguments")
+        raise PlanValueError(f"mp_policy={given!r}; use a MixedPrecisionPolicy, or a dict of its arguments")
     return None if given == _DEFAULT else given
 
 
 def _value(name: str, value: Any) -> Any:
     if name == "cast_forward_inputs":
         if not isinstance(value, bool):
-            raise UnitPolicyError(f"mp_policy: cast_forward_inputs={value!r}; use True or False")
+            raise PlanValueError(f"mp_policy: cast_forward_inputs={value!r}; use True or False")
         return value
     return float_dtype_of(f"mp_policy: {name}", value)
 
@@ -374,7 +368,7 @@ def float_dtype_of(name: str, value: torch.dtype | str | None) -> torch.dtype | 
     """A floating dtype of torch, or its name, or None. Raises ValueError with the correct form for anything else."""
     found = getattr(torch, value, None) if isinstance(value, str) else value
     if value is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise UnitPolicyError(f"{name}={value!r}; use a floating dtype such as bfloat16 or float32")
+        raise PlanValueError(f"{name}={value!r}; use a floating dtype such as bfloat16 or float32")
     return found
 
 
@@ -400,10 +394,10 @@ def pins_memory(given: OffloadPolicy | Mapping[str, Any] | None) -> bool | None:
     """
     if isinstance(given, Mapping):
         if set(given) - {"pin_memory"} or not isinstance(given.get("pin_memory", True), bool):
-            raise UnitPolicyError(f"offload_policy={dict(given)!r}; use {{pin_memory: true}}, or false")
+            raise PlanValueError(f"offload_policy={dict(given)!r}; use {{pin_memory: true}}, or false")
         return bool(given.get("pin_memory", True))
     if isinstance(given, CPUOffloadPolicy):
         return bool(given.pin_memory)
     if given is not None and not isinstance(given, OffloadPolicy):
-        raise UnitPolicyError(f"offload_policy={given!r}; use CPUOffloadPolicy(), or leave it out")
+        raise PlanValueError(f"offload_policy={given!r}; use CPUOffloadPolicy(), or leave it out")
     return None

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.errors import Coded, HfPlanError, did_you_mean
+from vescale.errors import Coded, DerivedPlanError, did_you_mean
 from vescale.placements import InterleavedShard, shard_dim
 from vescale.plans._plan_entries import PlanEntries
 
@@ -309,7 +309,7 @@ def add_hf_entries(
     experts = _plan_of(model, "ep_plan") if expert_axis is not None else {}
     tensor = _plan_of(model, "tp_plan")
     if not tensor and not experts:
-        raise HfPlanError(
+        raise DerivedPlanError(
             f"{type(model).__name__} carries no {'tp_plan' if expert_axis is None else 'tp_plan and no ep_plan'}; "
             "Plan.from_hf reads the plan of a transformers model: write the plan by hand, or see vescale.plan_zoo"
         )
@@ -344,7 +344,7 @@ def _plan_of(model: nn.Module, name: str) -> dict[str, str]:
     plan: dict[str, str] = dict(found) if isinstance(found, Mapping) else {}
     for style in plan.values():
         if style not in STYLES:
-            raise HfPlanError(
+            raise DerivedPlanError(
                 f"{type(model).__name__}.{name} uses the style {style!r}, which this version does not know (styles: "
                 f"{', '.join(STYLES)}){did_you_mean(style, STYLES)}; remove it from the model's {name}, or plan its "
                 "modules by hand"

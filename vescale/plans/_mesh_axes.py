@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.errors import MeshAxesError, did_you_mean, kind_of
+from vescale.errors import PlanValueError, did_you_mean, kind_of
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class MeshAxes:
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes):
-            raise MeshAxesError(f"{len(self.names)} axis names {self.names} for {len(self.sizes)} sizes {self.sizes}")
+            raise PlanValueError(f"{len(self.names)} axis names {self.names} for {len(self.sizes)} sizes {self.sizes}")
         if len(set(self.names)) != len(self.names):
-            raise MeshAxesError(f"mesh axis names {self.names} repeat; give each axis a name of its own")
+            raise PlanValueError(f"mesh axis names {self.names} repeat; give each axis a name of its own")
         for name, size in zip(self.names, self.sizes):
             if not name.isidentifier():
-                raise MeshAxesError(f"mesh axis name {name!r} is not an identifier; use letters, digits and _")
+                raise PlanValueError(f"mesh axis name {name!r} is not an identifier; use letters, digits and _")
             if size < 1:
-                raise MeshAxesError(f"mesh axis {name!r} has size {size}; an axis has at least one rank")
+                raise PlanValueError(f"mesh axis {name!r} has size {size}; an axis has at least one rank")
 
     @classmethod
     def of(cls, mesh: DeviceMesh | Mapping[str, int] | MeshAxes) -> MeshAxes:
@@ -39,17 +39,17 @@ class MeshAxes:
         if isinstance(mesh, Mapping):
             wrong = next((f"{name!r}: {size!r}" for name, size in mesh.items() if not _is_size(name, size)), None)
             if wrong is not None:
-                raise MeshAxesError(
+                raise PlanValueError(
                     f"mesh {{{wrong}}} is not an axis and size; give names and whole numbers, as {{'dp': 2, 'tp': 4}}"
                 )
             return cls(tuple(mesh), tuple(int(size) for size in mesh.values()))
         if not isinstance(mesh, DeviceMesh):
-            raise MeshAxesError(
+            raise PlanValueError(
                 f"mesh is {mesh!r}, {kind_of(mesh)}; give a DeviceMesh with axis names, or sizes, as "
                 "{'dp': 2, 'tp': 4}"
             )
         if mesh.mesh_dim_names is None:
-            raise MeshAxesError(
+            raise PlanValueError(
                 f"{mesh} has no axis names, and a plan names axes; pass mesh_dim_names= to init_device_mesh, for example "
                 f"{tuple(f'axis{i}' for i in range(mesh.ndim))}"
             )
@@ -72,7 +72,7 @@ class MeshAxes:
     def index(self, name: str) -> int:
         """The axis's position. Raises ValueError naming the axes and a near miss."""
         if name not in self.names:
-            raise MeshAxesError(
+            raise PlanValueError(
                 f"the mesh has no axis {name!r} (axes: {', '.join(self.names)}){did_you_mean(str(name), self.names)}"
             )
         return self.names.index(name)
@@ -92,8 +92,8 @@ def axis_sizes(text: str, *, may_be_open: bool = False) -> dict[str, int]:
         name, equals, size = (piece.strip() for piece in part.partition("="))
         if not equals or not (size.removeprefix("-") if may_be_open else size).isdigit():
             advice = "dp=2,tp=4, or dp=-1,tp=4" if may_be_open else "dp=2,tp=4"
-            raise MeshAxesError(f"{part.strip()!r} is not axis=size; write a mesh as {advice}")
+            raise PlanValueError(f"{part.strip()!r} is not axis=size; write a mesh as {advice}")
         if name in sizes:
-            raise MeshAxesError(f"mesh axis {name!r} is given twice in {text!r}")
+            raise PlanValueError(f"mesh axis {name!r} is given twice in {text!r}")
         sizes[name] = int(size)
     return sizes

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from vescale.errors import ModuleEntryError, Source, calling_line
+from vescale.errors import EntryError, Source, calling_line
 from vescale.plans._entries import (
     CheckpointEntry,
     CheckpointPolicy,
@@ -44,9 +44,9 @@ class ModuleEntries(PlanEntries):
         try:
             dtypes = {name: float_dtype_of(name, value) for name, value in given.items()}
         except ValueError as error:
-            raise ModuleEntryError(f"precision {path!r}: {error}", source) from None
+            raise EntryError(f"precision {path!r}: {error}", source) from None
         if not any(dtypes.values()):
-            raise ModuleEntryError(f"precision {path!r} gives no dtype; give param=, reduce= or output=", source)
+            raise EntryError(f"precision {path!r} gives no dtype; give param=, reduce= or output=", source)
         return self._add(PrecisionEntry(self._module(path, "precision", source), **dtypes, source=source))
 
     def checkpoint(
@@ -67,6 +67,6 @@ class ModuleEntries(PlanEntries):
             chosen = checkpoint_policy(policy)
             budget = checkpoint_budget(budget_gib, chosen)
         except ValueError as error:
-            raise ModuleEntryError(f"checkpoint {path!r}: {error}", source) from error
+            raise EntryError(f"checkpoint {path!r}: {error}", source) from error
         parsed = self._module(path, "checkpoint", source)
         return self._add(CheckpointEntry(parsed, chosen, budget, source))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from vescale.errors import ParallelPlanError, PlanError, did_you_mean
+from vescale.errors import DerivedPlanError, PlanError, did_you_mean
 from vescale.placements import RaggedShard
 from vescale.plans._entries import INIT, RUN
 from vescale.plans._hf_import import BATCHED_INPUTS, expressions
@@ -43,7 +43,7 @@ def add_parallel_plan(
         batch_axes = [axis for axis in plan.axes if axis == "dp" or axis in sharded or axis in found]
     for axis in (*found, *batch_axes):
         if axis not in plan.axes:
-            raise ParallelPlanError(
+            raise DerivedPlanError(
                 f"Plan.from_model: the mesh has no axis {axis!r} (axes: {', '.join(plan.axes.names)})"
                 f"{did_you_mean(axis, plan.axes.names)}; name the mesh's axis so, or pass axes={{{axis!r}: ...}}"
             )
@@ -67,7 +67,7 @@ class _Reader:
         """By name of the parallel axis, those without patterns left out."""
         get = getattr(self.model, "get_parallel_plan", None)
         if not callable(get):
-            raise ParallelPlanError(
+            raise DerivedPlanError(
                 f"{self.kind} has no get_parallel_plan(); Plan.from_hf reads the plans of transformers, and plan_zoo has "
                 "plans for well-known models"
             )
@@ -78,7 +78,7 @@ class _Reader:
         if not isinstance(found, Mapping) or not all(
             isinstance(patterns, Mapping | None) for patterns in found.values()
         ):
-            raise ParallelPlanError(
+            raise DerivedPlanError(
                 f"{self.kind}.get_parallel_plan() returns {type(given).__name__}, which is not a parallel plan; expected an "
                 "extra_parallel_plan of {axis: {parameter pattern: placement}}, or an ep_plan of {pattern: placement}"
             )
@@ -104,7 +104,7 @@ class _Reader:
                 self.plan.shard(expression, Shard(0), mesh=axis)
             self._embeddings(names, axis, cuts_batch)
         if not matched:
-            raise ParallelPlanError(
+            raise DerivedPlanError(
                 f"{self.kind}.get_parallel_plan(): no parameter matches the patterns for {axis!r}: {', '.join(patterns)}"
                 f"{did_you_mean(next(iter(patterns)), list(self.parameters))}"
             )
@@ -167,6 +167,6 @@ class _Reader:
             self.plan.shard(f"{expression}.<out>", Shard(0) if cuts_batch else Replicate(), mesh=axis)
 
     def _error(self, pattern: str, axis: str, found: str, expected: str) -> PlanError:
-        return ParallelPlanError(
+        return DerivedPlanError(
             f"{self.kind}.get_parallel_plan(): {pattern!r} on {axis!r} {found}; Plan.from_model reads {expected}"
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vescale.errors import PipelineEntryError, PlanError, Source, did_you_mean
+from vescale.errors import EntryError, PlanError, Source, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 
@@ -106,7 +106,7 @@ def pipeline_entry(
     """A checked entry. Raises PlanError."""
 
     def refuse(problem: str) -> PlanError:
-        return PipelineEntryError(f"pipeline: {problem}", source)
+        return EntryError(f"pipeline: {problem}", source)
 
     given = [n for n, v in (("split_before", split_before), ("stages", stages), ("balance", balance)) if v is not None]
     if len(given) != 1:
@@ -213,7 +213,7 @@ def with_pipeline(plan: Any, entry: PipelineEntry | None) -> Any:
     """A plan of the entries of ``plan``, with the pipeline of ``entry`` or with none. Raises PlanError for an axis that
     ``plan`` does not have."""
     if entry is not None and entry.mesh not in plan.axes:
-        raise PipelineEntryError(f"pipeline names axis {entry.mesh!r}, but the axes are {plan.axes}", entry.source)
+        raise EntryError(f"pipeline names axis {entry.mesh!r}, but the axes are {plan.axes}", entry.source)
     found = copy.copy(plan)
     found._pipeline = entry
     return found

@@ -24,7 +24,7 @@ import regex
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.errors import PlacementTextError
+from vescale.errors import PlacementError
 from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard
 
 _FORM = regex.compile(r"\s*(?P<name>[A-Za-z]+)\s*(?:\((?P<arguments>[^{}]*)\))?\s*", regex.V1)
@@ -37,13 +37,13 @@ def parse_placement(text: str) -> Placement:
     """The placement that ``text`` names. Raises ValueError saying what was expected."""
     form = _FORM.fullmatch(text)
     if form is None:
-        raise PlacementTextError(f"{shown_text(text)} is not a placement; expected {_EXPECTED}")
+        raise PlacementError(f"{shown_text(text)} is not a placement; expected {_EXPECTED}")
     name = form["name"]
     positional, named = _arguments(form["arguments"] or "", text)
     try:
         return _build(name, positional, named)
     except (TypeError, KeyError, IndexError) as error:
-        raise PlacementTextError(f"{shown_text(text)} is not a placement ({error}); expected {_EXPECTED}") from None
+        raise PlacementError(f"{shown_text(text)} is not a placement ({error}); expected {_EXPECTED}") from None
 
 
 def shown_text(text: str) -> str:
@@ -84,7 +84,7 @@ def _arguments(text: str, whole: str) -> tuple[list[Any], dict[str, Any]]:
     while text[position:].strip():
         found = _TOKEN.match(text, position)
         if found is None:
-            raise PlacementTextError(
+            raise PlacementError(
                 f"{shown_text(whole)}: unexpected {text[position:].strip()[0]!r}; expected {_EXPECTED}"
             )
         tokens.append((found.lastgroup or "", found[found.lastgroup or 0]))
@@ -103,16 +103,16 @@ def _arguments(text: str, whole: str) -> tuple[list[Any], dict[str, Any]]:
             items = []
             while peek() != ")":
                 if peek() == "(":
-                    raise PlacementTextError(f"{shown_text(whole)}: a tuple inside of a tuple; write (0, 1)")
+                    raise PlacementError(f"{shown_text(whole)}: a tuple inside of a tuple; write (0, 1)")
                 items.append(value())
                 if peek() == ",":
                     index += 1
                 elif peek() != ")":
-                    raise PlacementTextError(f"{shown_text(whole)}: a tuple is not closed; write (0, 1)")
+                    raise PlacementError(f"{shown_text(whole)}: a tuple is not closed; write (0, 1)")
             index += 1
             return tuple(items)
         if index >= len(tokens) or tokens[index][0] == "mark":
-            raise PlacementTextError(f"{shown_text(whole)}: a value is missing; expected {_EXPECTED}")
+            raise PlacementError(f"{shown_text(whole)}: a value is missing; expected {_EXPECTED}")
         kind, word = tokens[index]
         index += 1
         return int(word) if kind == "int" else word
@@ -126,7 +126,7 @@ def _arguments(text: str, whole: str) -> tuple[list[Any], dict[str, Any]]:
             positional.append(value())
         if index < len(tokens):
             if peek() != ",":
-                raise PlacementTextError(f"{shown_text(whole)}: expected a comma before {peek()!r}")
+                raise PlacementError(f"{shown_text(whole)}: expected a comma before {peek()!r}")
             index += 1
     return positional, named
 
@@ -153,7 +153,7 @@ def placement_text(placement: Placement) -> str:
         return f"P({placement.reduce_op})"
     if type(placement) is Replicate:
         return "R"
-    raise PlacementTextError(f"{placement!r} cannot be written in a plan; use {_EXPECTED}")
+    raise PlacementError(f"{placement!r} cannot be written in a plan; use {_EXPECTED}")
 
 
 def _tuple_text(values: tuple[int, ...]) -> str:

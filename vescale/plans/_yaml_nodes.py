@@ -16,7 +16,7 @@ from typing import Any
 import regex
 import yaml
 
-from vescale.errors import PlanError, Source, YamlSyntaxError
+from vescale.errors import PlanError, Source, YamlPlanError
 
 MAX_BYTES = 500_000  # of a plan and all that it includes
 MAX_DEPTH = 20
@@ -92,11 +92,11 @@ def _document_of(text: str, name: str, limits: YamlLimits) -> Document:
         mark = error.problem_mark or error.context_mark
         place = Source(name, mark.line + 1, mark.column + 1) if mark else Source(name, 1, 1)
         detail = error.problem or error.context or "not YAML"
-        raise YamlSyntaxError(f"not YAML: {detail}{_advice(detail)}", place) from None
+        raise YamlPlanError(f"not YAML: {detail}{_advice(detail)}", place) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
-        raise YamlSyntaxError(
+        raise YamlPlanError(
             f"not YAML: the character #x{error.character:04x} is not allowed in text; remove it, or write it escaped",
             Source(name, line, column),
         ) from None
@@ -108,18 +108,18 @@ def _text_of(path: Path, limits: YamlLimits) -> str:
     with contextlib.suppress(OSError, ValueError):  # the error is raised below
         is_special = path.exists() and not path.is_file() and not path.is_dir()
     if is_special:  # a pipe's writer may never come, and a device has no end
-        raise YamlSyntaxError(
+        raise YamlPlanError(
             f"cannot read the {limits.noun} {str(path)!r}: a pipe or device; give the path of a YAML file"
         )
     try:
         with path.open("rb") as opened:
             data = opened.read(limits.num_bytes + 1)
     except OSError as error:
-        raise YamlSyntaxError(
+        raise YamlPlanError(
             f"cannot read the {limits.noun} {str(path)!r}: {error.strerror}; give the path of a YAML file"
         ) from None
     except ValueError as error:  # a null character in the path
-        raise YamlSyntaxError(
+        raise YamlPlanError(
             f"cannot read the {limits.noun} {str(path)!r}: {error}; give the path of a YAML file"
         ) from None
     if len(data) > limits.num_bytes:
@@ -127,13 +127,13 @@ def _text_of(path: Path, limits: YamlLimits) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise YamlSyntaxError(
+        raise YamlPlanError(
             f"the {limits.noun} is not UTF-8 text: {error.reason} at byte {error.start}", Source(str(path), 1, 1)
         ) from None
 
 
 def _too_large(name: str, limits: YamlLimits) -> PlanError:
-    return YamlSyntaxError(
+    return YamlPlanError(
         f"the {limits.noun} has more than {limits.num_bytes} bytes; {limits.advice}", Source(name, 1, 1)
     )
 
@@ -162,7 +162,7 @@ class _BoundedLoader(yaml.SafeLoader):
         problem = self._problem(event)
         if problem is not None:
             mark = event.start_mark
-            raise YamlSyntaxError(problem, Source(self._document_name, mark.line + 1, mark.column + 1))
+            raise YamlPlanError(problem, Source(self._document_name, mark.line + 1, mark.column + 1))
         self._depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
@@ -194,10 +194,10 @@ def _build(node: yaml.Node, place: Place, document: Document, loader: yaml.SafeL
             source = Source(document.name, mark.line + 1, mark.column + 1)
             key = key_node.value
             if not isinstance(key_node, yaml.ScalarNode):
-                raise YamlSyntaxError("a key is not text; write name: value", source)
+                raise YamlPlanError("a key is not text; write name: value", source)
             if key in data:
                 first = document.keys[(*place, key)]
-                raise YamlSyntaxError(
+                raise YamlPlanError(
                     f"key {key!r} stands here again (first on line {first.line}); keep one of the two", source
                 )
             document.keys[(*place, key)] = source
@@ -207,7 +207,7 @@ def _build(node: yaml.Node, place: Place, document: Document, loader: yaml.SafeL
         return [_build(item, (*place, index), document, loader) for index, item in enumerate(node.value)]
     if node.tag == "tag:yaml.org,2002:int":  # YAML reads 010 as 8 and 1:30 as 90
         if _INTEGER.fullmatch(node.value) is None:
-            raise YamlSyntaxError(
+            raise YamlPlanError(
                 f"{node.value[:40]!r} is not a plain number of up to 18 digits; write it so, or quote it if it is text",
                 document.at(place),
             )

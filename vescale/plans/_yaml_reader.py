@@ -16,7 +16,7 @@ import regex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.errors import IncludeError, MissingMeshError, PlanError, YamlPlanError, did_you_mean, kind_of
+from vescale.errors import MissingMeshError, PlanError, YamlPlanError, did_you_mean, kind_of
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._module_entries import ModuleEntries
 from vescale.plans._path import MAX_EXPRESSION
@@ -55,17 +55,17 @@ def read_files(file: str | os.PathLike[str], check: Callable[[Document], Mapping
         for index, path in enumerate(_includes(document, data, chain)):
             source = document.at(("include", index))
             if path in chain:
-                raise IncludeError(f"{path.name} includes itself; remove one of the includes between", source)
+                raise YamlPlanError(f"{path.name} includes itself; remove one of the includes between", source)
             if len(files) + len(chain) >= _MAX_FILES:
-                raise IncludeError(f"more than {_MAX_FILES} files are included; write larger ones", source)
+                raise YamlPlanError(f"more than {_MAX_FILES} files are included; write larger ones", source)
             try:
                 included = load_yaml(path)
             except PlanError as error:
                 if error.source is not None:
                     raise
-                raise IncludeError(error.problem, source) from None
+                raise YamlPlanError(error.problem, source) from None
             if num_characters + included.num_characters > MAX_BYTES:
-                raise IncludeError(f"the plan and all that it includes have more than {MAX_BYTES} bytes", source)
+                raise YamlPlanError(f"the plan and all that it includes have more than {MAX_BYTES} bytes", source)
             visit(included, (*chain, path), variables)
         files.append(PlanFile(document, data, variables))
 
@@ -78,7 +78,7 @@ def _includes(document: Document, data: Mapping[str, Any], chain: tuple[Path, ..
     for index, text in enumerate(data.get("include") or []):
         source = document.at(("include", index))
         if not chain:
-            raise IncludeError(
+            raise YamlPlanError(
                 f"include {text!r}: a plan that is not a file has no folder; give the path of the file", source
             )
         folder = chain[0].parent
@@ -86,15 +86,17 @@ def _includes(document: Document, data: Mapping[str, Any], chain: tuple[Path, ..
             path = (chain[-1].parent / text).resolve()
             is_file = path.is_file()  # not a pipe, whose reader may wait forever
         except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null character, a circle of links
-            raise IncludeError(f"cannot include {text[:80]!r}: {error}; give the path of a YAML file", source) from None
+            raise YamlPlanError(
+                f"cannot include {text[:80]!r}: {error}; give the path of a YAML file", source
+            ) from None
         if Path(text).is_absolute() or not path.is_relative_to(folder):
-            raise IncludeError(
+            raise YamlPlanError(
                 f"include {text!r} leaves the folder of the plan, {folder}; copy the file into it, and write its path from "
                 "the file that includes it",
                 source,
             )
         if not is_file:
-            raise IncludeError(f"cannot include {text!r}: {path} is not a file; give the path of a YAML file", source)
+            raise YamlPlanError(f"cannot include {text!r}: {path} is not a file; give the path of a YAML file", source)
         yield path
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
 
-from vescale.errors import SamplerError
+from vescale.errors import GeneratorError
 from vescale.placements import local_region
 
 Sample = TypeVar("Sample", covariant=True)
@@ -59,7 +59,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
     ) -> None:
         if isinstance(data, Sampler):
             if shuffle or generator is not None:
-                raise SamplerError(
+                raise GeneratorError(
                     f"shuffle={shuffle} or a generator together with the sampler {data!r}; expected one of them: the "
                     "sampler decides the order, pass it alone"
                 )
@@ -73,11 +73,11 @@ class ShardedBatchSampler(Sampler[list[int]]):
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
         names = mesh.mesh_dim_names or ()
         if not wanted or not set(wanted) <= set(names):
-            raise SamplerError(f"axes {wanted} of a mesh with axes {names}; expected some of its names")
+            raise GeneratorError(f"axes {wanted} of a mesh with axes {names}; expected some of its names")
         self._placements = tuple(Shard(0) if name in wanted else Replicate() for name in names)
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            raise SamplerError(
+            raise GeneratorError(
                 "ShardedBatchSampler on a rank outside of the mesh; expected a rank that trains: skip it here"
             )
         self._coordinate = tuple(coordinate)
@@ -93,7 +93,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         for rows in [self.batch_size] + ([last] if last and not self.drop_last else []):
             corner = tuple(size - 1 for size in self._mesh_shape)
             if local_region((rows,), self._placements, self._mesh_shape, corner).numel == 0:
-                raise SamplerError(
+                raise GeneratorError(
                     f"a global batch of {rows} rows over a mesh of {self._mesh_shape} leaves ranks without a row; "
                     "expected at least one row a rank: pass drop_last=True, or a larger batch_size"
                 )
@@ -168,7 +168,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         """
         for name, own in (("batch_size", self.batch_size), ("length", len(cast(Sized, self.sampler)))):
             if state_dict[name] != own:
-                raise SamplerError(
+                raise GeneratorError(
                     f"the state was saved with {name}={state_dict[name]}, and this sampler has {own}; the order of data "
                     "would be another one: use the same global batch size and data"
                 )

@@ -42,7 +42,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import AxisGroup, all_gather_v, all_to_all_v, axis_group, requested_by
 from vescale.compat import map_tensors, no_torch_function, note, tensors_in, versions, without_modes
-from vescale.errors import ExpertRegionError
+from vescale.errors import BoundaryError
 from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import local_region, shard_dim
@@ -72,7 +72,7 @@ def find_counts(
         run: runs the module on one row for each of the first experts, so many as it gets.
 
     Raises:
-        ExpertRegionError: no choice does.
+        BoundaryError: no choice does.
     """
     candidates = [name for name, value in vars(module).items() if type(value) is int and value == number]
     if not candidates or count == number:
@@ -97,7 +97,7 @@ def find_counts(
                 here.float(), wanted.float(), rtol=1e-2, atol=1e-6, equal_nan=True
             ):
                 return names
-    raise ExpertRegionError(
+    raise BoundaryError(
         f"the experts {path!r} compute other results with {count} of their {number} experts, whether attributes that are "
         f"{number} ({', '.join(candidates)}) count these or not. Take the number of experts from a weight "
         "(self.weight.shape[0]) in the module's forward"
@@ -339,7 +339,7 @@ class ExpertRegion:
             write_back_local(x, placed, local, f"{self._requester}: written back")
 
     def _refused_write(self, name: str) -> PlanError:
-        return ExpertRegionError(
+        return BoundaryError(
             f"the experts {self.path!r} write to their input {name!r} in place. On one device this changes the caller's "
             "tensor; here each rank computes with some experts or features only, and what it writes is not what one device "
             f"writes. Write to a copy in the module ({name} = {name}.clone())",
@@ -379,7 +379,7 @@ class ExpertRegion:
             tokens, weights = (second, first) if found[second].shape != shape else (first, second)
             if found[weights].shape == shape and found[tokens].shape[:-1] == shape[:-1] and len(shape) > 1:
                 return _Routing(tokens, ids[0], weights)
-        raise ExpertRegionError(
+        raise BoundaryError(
             f"the expert region {self.path!r} gets "
             f"{', '.join(f'{name} {tuple(x.shape)} {x.dtype}' for name, x in found.items())}; experts that are spread over "
             "ranks need tokens (..., features), expert ids (..., choices) and weights (..., choices): name the module "

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from vescale.agreement import Round, compare_descriptions
 from vescale.checks import describe, step_checks
 from vescale.compat import map_tensors, no_torch_function
-from vescale.errors import ConsensusError, MeshAxesError, MeshSizeError, RestartedStoreError, ShardBatchError, kind_of
+from vescale.errors import ConsensusError, ParallelizeError, PlanValueError, RestartedStoreError, kind_of
 from vescale.ir import Wrap
 from vescale.ops import wrap_global
 from vescale.placements import shard_dim
@@ -52,7 +52,7 @@ def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> De
     the mesh, and what making the groups of a mesh takes.
     """
     if not isinstance(axes, str | Mapping):
-        raise MeshAxesError(f'axes is {axes!r}, {kind_of(axes)}; give sizes by name, as "dp=2,tp=2"')
+        raise PlanValueError(f'axes is {axes!r}, {kind_of(axes)}; give sizes by name, as "dp=2,tp=2"')
     sizes = axis_sizes(axes, may_be_open=True) if isinstance(axes, str) else dict(axes)
     kind = device or _accelerator()
     if kind not in ("cpu", "meta") and not dist.is_initialized():
@@ -113,13 +113,13 @@ def _fill(sizes: Mapping[str, int], num_ranks: int) -> MeshAxes:
     written = ",".join(f"{name}={size}" for name, size in sizes.items())
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise MeshSizeError(
+        raise ParallelizeError(
             f"mesh {written} has {len(free)} axes of size -1 ({', '.join(free)}); leave one of them open"
         )
     known = MeshAxes.of({name: size for name, size in sizes.items() if size != -1}) if sizes else MeshAxes((), ())
     product = math.prod(known.sizes)
     if not sizes or num_ranks % product or (not free and product != num_ranks):
-        raise MeshSizeError(
+        raise ParallelizeError(
             f"mesh {written or 'without axes'} has {product}{' x n' if free else ''} ranks, and this job has {num_ranks}; "
             f"give sizes whose product is {num_ranks}, start torchrun with --nproc-per-node {product}, or write -1 for one "
             "axis"
@@ -179,7 +179,7 @@ def _mesh_and_axes(where: DeviceMesh | nn.Module, axes: str | Sequence[str] | No
     if isinstance(where, nn.Module):
         runtime = Runtime.of(where)
         if runtime is None:
-            raise ShardBatchError(
+            raise ParallelizeError(
                 f"shard_batch got {kind_of(where)} that is not parallelized; expected the model after parallelize, "
                 "or a mesh and its axes"
             )
@@ -196,7 +196,7 @@ def _mesh_and_axes(where: DeviceMesh | nn.Module, axes: str | Sequence[str] | No
         names = tuple(mesh.mesh_dim_names or ())
         found = set(names) if len(names) == 1 else set(names) & _DATA_AXES
         if axes is None and names and not found:
-            raise ShardBatchError(
+            raise ParallelizeError(
                 f"shard_batch got a mesh with axes {names}, of which none is known to be the data's; name them: "
                 f"shard_batch(batch, mesh, {names[0]!r})"
             )
@@ -204,5 +204,5 @@ def _mesh_and_axes(where: DeviceMesh | nn.Module, axes: str | Sequence[str] | No
         return mesh, found
     wanted = {axes} if isinstance(axes, str) else set(axes)
     if not wanted <= set(mesh.mesh_dim_names or ()):
-        raise ShardBatchError(f"shard_batch got axes {sorted(wanted)}; the mesh has {mesh.mesh_dim_names}")
+        raise ParallelizeError(f"shard_batch got axes {sorted(wanted)}; the mesh has {mesh.mesh_dim_names}")
     return mesh, wanted

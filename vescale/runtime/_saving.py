@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.agreement import Round
 from vescale.compat import note
-from vescale.errors import ConsensusError, RankFailedError, SavePretrainedError
+from vescale.errors import ConsensusError, ForeignToolError, RankFailedError
 from vescale.runtime._runtime import BoundMethod, Runtime
 
 # How long ranks wait for the one that writes.
@@ -63,7 +63,7 @@ def _save_pretrained(
     if mesh.get_coordinate() is None:
         return None
     if kwargs.get("distributed_checkpoint"):
-        raise SavePretrainedError(
+        raise ForeignToolError(
             "save_pretrained(distributed_checkpoint=True) is for models that transformers has sharded; save "
             "model.state_dict() with torch.distributed.checkpoint instead, or leave the argument out"
         )
@@ -73,7 +73,7 @@ def _save_pretrained(
     round_ = _agree(module, mesh, ranks, os.path.abspath(save_directory))
     missing = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
     if missing:
-        raise SavePretrainedError(
+        raise ForeignToolError(
             f"save_pretrained: {missing[0]} and {len(missing) - 1} more are on the meta device, without values"
         )
     prompts = _prompts(module)
@@ -117,7 +117,7 @@ def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -
     folders = [found.decode() for found in consensus.exchange(folder.encode(), lambda: about)]
     if len(set(folders)) > 1:
         given = ", ".join(f"{folder!r} on rank {rank}" for rank, folder in zip(ranks, folders))
-        raise SavePretrainedError(
+        raise ForeignToolError(
             f"save_pretrained: ranks give different folders: {given}; give all ranks one, which the first rank writes"
         )
     return consensus

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, spec_of
-from vescale.errors import StaticGradientError
+from vescale.errors import StaticStepError
 from vescale.ops import enter_local
 
 # By the parameter and its ``grad``, as long as somebody shows them.
@@ -49,7 +49,7 @@ def without_gradient(x: torch.Tensor, what: str) -> torch.Tensor:
 def refuse_second_derivatives(_: Any) -> None:
     """Before the backward of a static forward begins: the placements of gradients of gradients are not known."""
     if torch.is_grad_enabled():
-        raise StaticGradientError(
+        raise StaticStepError(
             "a backward with create_graph=True of a model in static mode, whose recorded step had none: second derivatives "
             "(gradient penalties, Hessian-vector products) need DTensors. Compute them in the first step, too, so that the "
             "model runs in eager mode, or parallelize with mode='eager'"
@@ -64,7 +64,7 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        raise StaticGradientError(
+        raise StaticStepError(
             f"{ctx.what} of a model in static mode got a gradient, and got none in the step that was recorded; use the same "
             "outputs in the loss of the first step, or parallelize with mode='eager'"
         )

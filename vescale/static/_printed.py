@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale._version import __version__
-from vescale.errors import PlacementTextError, StaticRecordError
+from vescale.errors import PlacementError, StaticRecordError
 from vescale.plans import MeshAxes, placement_text
 from vescale.static._actions import Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._install import static_forward
@@ -241,7 +241,7 @@ def _types(kinds: Sequence[TensorType]) -> tuple[RecordedType, ...]:
 def _placement(placement: Placement) -> str:
     try:
         return placement_text(placement)
-    except PlacementTextError:  # one that plans do not have
+    except PlacementError:  # one that plans do not have
         return str(placement)
 
 
