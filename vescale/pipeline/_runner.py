@@ -89,24 +89,19 @@ class Ties:
         tied = {id(parameter) for _, parameter, _ in self._parameters()}
         return any(id(parameter) in tied for parameter in parameters)
 
-    def set_aside(self, *, syncs: bool) -> None:
+    def set_aside(self) -> None:
         """Take complete gradients of earlier steps away, so that this step's can be added up apart from them.
 
         Where this step does not synchronize (``no_sync``), its contributions stay in ``.grad``, and those of later steps
-        come to them; a gradient that has become None since, by ``zero_grad()``, takes what was set aside with it. Those of
-        units are kept elsewhere, and ``.grad`` stays as it is.
+        come to them; a gradient that has become None since, by ``zero_grad()``, takes what was set aside with it.
         """
-        own_units = {id(p.sharded) for group in unit_groups(self.model) for p in group.parameters}
         for name, parameter, _ in self._parameters():
-            if id(parameter) in own_units and not syncs:
-                continue
             if name in self._contributed:
                 if parameter.grad is None:
                     self._aside.pop(name, None)
             elif parameter.grad is not None:
                 self._aside[name], parameter.grad = parameter.grad, None
-            if id(parameter) not in own_units:
-                self._contributed.add(name)
+            self._contributed.add(name)
 
     def complete(self) -> None:
         """At the end of a step that synchronizes. Communication: as :meth:`add_up`'s."""
@@ -161,6 +156,7 @@ class Runner:
         self._let_go = self._let_go_in_step = releases(schedule.actions[self.rank])
         self._gathered: Sequence[Any] = ()
         self._syncs = True
+        self._has_unsynced = False  # the last step ran inside of no_sync
         self._resident: set[int] = set()
         self._ended: dict[int, set[int]] = {}  # the stages whose backward of a micro-batch has ended
         self.ties = Ties(model, cut, schedule, group, self.rank)
@@ -219,9 +215,11 @@ class Runner:
             )
         with self._failures.shared(), self._on(batch) as known, hooks.muted():
             before_hooks = self._without_gradients(hooks.parameters)
-            takes = scales or (known.trial is not None and syncs)  # the trial may refuse what the step has computed
+            # The trial may refuse what the step has computed. What steps inside of no_sync have left is not taken apart.
+            takes = scales or (known.trial is not None and syncs and not self._has_unsynced)
+            self._has_unsynced = not syncs
             earlier = self._without_gradients(self.model.parameters()) if takes else []
-            self.ties.set_aside(syncs=syncs)
+            self.ties.set_aside()
             with kept_gathered(self.model) as self._gathered, no_sync(self.model):
                 self._ended = {}
                 if known.loss.whole:
