@@ -177,9 +177,8 @@ def _row(name: str, value: str) -> list[str]:
 def _wrapped(text: str, indent: int) -> list[str]:
     """Lines of at most 80 columns; names of Python that are longer end a line after a dot."""
     left = " " * indent
-    long = {
-        word: word[: word[: _WIDTH - indent].rfind(".") + 1] for word in text.split() if len(word) > _WIDTH - indent
-    }
+    width = _WIDTH - indent - 2  # of a line that is not the first
+    long = {word: word[: word[:width].rfind(".") + 1] for word in text.split() if len(word) > width}
     for word, head in long.items():
         text = text.replace(word, f"{head} {word[len(head) :]}")
     return textwrap.wrap(

@@ -111,7 +111,6 @@ _ROWS: dict[str, tuple[str, str, str]] = {
         "torch.serialization's safe globals", "torch.load(weights_only=True) builds vescale's placements", _END),
     "plan_search._search:process": ("threads of torch, in processes for a search", "they share the cores", _END),
     "rng._materialize:instance": ("attributes that hold deferred tensors", "they hold real ones", "never"),
-    "runtime._adapters:instance": ("sharded parameters of modules with adapters", "PEFT sees whole ones", _CALL),
     "runtime._checkpointed_forward:instance": (
         "forward of checkpointed modules; their parameters in a forward", "they are recomputed as placed", _MODEL),
     "runtime._expert_region:instance": (
