@@ -85,6 +85,19 @@ class _Linear(torch.autograd.Function):
         return for_input, for_weight, for_bias, None
 
 
+class GradientReductionHandle:
+    """A reduction in flight, from ``module.finalize_backward(async_op=True)``."""
+
+    def __init__(self, state: ModuleState | None) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Complete the gradients; the current stream can use them."""
+        state, self._state = self._state, None
+        if state is not None:
+            state.conclude_accumulation()
+
+
 class UnshardHandle(StockUnshardHandle):
     """An unshard in flight, from ``module.unshard(async_op=True)``."""
 
@@ -199,6 +212,30 @@ class FSDPModule:
         """
         split_backwards_by(leaf_of)  # such stages call this before each backward
         self._state.iteration.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Announce calls of :meth:`finalize_backward`. A backward that synchronizes reduces at its end either way.
+        ``enabled``: whether they will come.
+        """
+        if enabled:
+            split_backwards_by(leaf_of)  # such stages call this before each forward
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what backwards without sync have left, of the whole tree that this module is the root of; nothing where
+        they have left nothing. Communication: one reduction a group; every rank calls it.
+
+        ``async_op``: return a handle, whose ``wait()`` completes the gradients; by default they are complete.
+        """
+        state = self._state
+        has_left = state.comm.has_accumulated
+        if has_left:
+            for each in state.tree_states():
+                each.reduce_accumulated()
+        handle = GradientReductionHandle(state if has_left else None)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: gradients accumulate unreduced, in ``reduce_dtype``, without communication.
@@ -322,6 +359,19 @@ class FSDPModule:
         """
         for group in self._state.groups:
             group.memory.use_backend_memory(enable)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Not supported: raises NotImplementedError for True, and changes nothing. Gathered parameters share one buffer a
+        group, which each gather allocates anew.
+
+        ``keep``: whether memory outlives :meth:`reshard`.
+        """
+        if keep:
+            raise UnsupportedSettingError(
+                f"set_keep_unsharded_storage(True) on {kind_of(self)}: a group is gathered into one buffer, which goes back "
+                "to the allocator when it is resharded; expected memory that is freed. Delete this call; call unshard() "
+                "once before a capture, or give fully_shard reshard_after_forward=False, and the addresses stay"
+            )
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Not supported, whatever the backend: raises NotImplementedError, and changes nothing.
