@@ -416,3 +416,47 @@ def reduced_several_times() -> None:
 
 def test_experts_of_a_unit_that_is_reduced_several_times(ranks: RankPools) -> None:
     ranks.run(reduced_several_times, world_size=2)
+
+
+def finalized_by_hand(async_op: bool) -> None:
+    """What two backwards without sync have left is reduced by one call, which has nothing to do before and afterwards."""
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
+    reference, model = Net().double(), Net().double()
+    model.load_state_dict(reference.state_dict())
+    by_block(model, our_fully_shard, mesh)
+    sharded: Any = model
+    sharded.set_manual_backward_finalization(True)
+    assert sharded.finalize_backward() is None
+    for step in range(2):
+        sharded.set_requires_gradient_sync(False)
+        for micro in (2 * step, 2 * step + 1):
+            for rank in range(dist.get_world_size()):
+                (net_loss(reference, micro, rank) / dist.get_world_size()).backward()
+            net_loss(model, micro, dist.get_rank()).backward()
+        sharded.set_requires_gradient_sync(True)
+        for _ in range(2):
+            handle = sharded.finalize_backward(async_op=async_op)
+            assert (handle is not None) is async_op
+            if handle is not None:
+                handle.wait()
+                handle.wait()
+        for (name, own), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert isinstance(own.grad, DTensor) and wanted.grad is not None
+            torch.testing.assert_close(own.grad.full_tensor(), wanted.grad, msg=name)
+        net_loss(model, 9, dist.get_rank()).backward()  # reduces at its end
+        for rank in range(dist.get_world_size()):
+            (net_loss(reference, 9, rank) / dist.get_world_size()).backward()
+        assert sharded.finalize_backward() is None
+        model.zero_grad()
+        reference.zero_grad()
+    with pytest.raises(NotImplementedError, match="one buffer"):
+        sharded.set_keep_unsharded_storage(True)
+    sharded.set_keep_unsharded_storage(False)
+
+
+def all_finalized() -> int:
+    return run_cases(finalized_by_hand, [(False,), (True,)])
+
+
+def test_backward_is_finalized_by_hand(ranks: RankPools) -> None:
+    ranks.run(all_finalized, world_size=2)
