@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -21,20 +22,18 @@ from vescale.static import StaticReport, report
 pytestmark = pytest.mark.helper("dispatch")
 
 
+KINDS: ContextVar[tuple[type, ...]] = ContextVar("kinds", default=())
+"""Of what the layers ran on. What objects, classes and globals hold is put back by a recomputation."""
+
+
 class Layer(Mlp):
     def __init__(self) -> None:
         super().__init__()
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Runs.kinds = (*Runs.kinds, type(x))
+        KINDS.set((*KINDS.get(), type(x)))
         return self.drop(super().forward(x))
-
-
-class Runs:
-    """Of a class: what objects hold is put back by a recomputation."""
-
-    kinds: tuple[type, ...] = ()
 
 
 class Layers(nn.Module):
@@ -63,12 +62,12 @@ def run(how: str, plan: Callable[[DeviceMesh], Plan], sizes: dict[str, int]) -> 
         half = len(ledger.records) // 2
         events = [(r.op, r.axes, r.requester, r.bytes) for r in ledger.records]
         assert events[:half] == events[half:], step
-        Runs.kinds = ()
+        KINDS.set(())
         compare(models, x, seed=step)
-        assert len(Runs.kinds) == 8  # two layers, twice each, in both models
+        assert len(KINDS.get()) == 8  # two layers, twice each, in both models
     found = report(models[1])
     if "layers.0" in found.static:
-        assert Runs.kinds.count(torch.Tensor) == 4, Runs.kinds
+        assert KINDS.get().count(torch.Tensor) == 4, KINDS.get()
     return found
 
 
