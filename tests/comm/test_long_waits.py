@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale.agreement import Watch
 from vescale.comm import look_while_waiting
 from vescale.comm._long_waits import wait_for_work
 
@@ -54,9 +54,15 @@ def test_work_that_ends_behind_a_slice(fails: bool) -> None:
     assert looks.in_vain == [False, True] if fails else looks.in_vain == [False]
 
 
-def test_a_watch_of_a_world_that_is_gone() -> None:
-    """What waits for others in a later world, or in none, is no business of it."""
-    watch = Watch(range(3), "a test", lambda found: RuntimeError(str(found)))
-    watch._place = "a test"  # as if it had been opened in a world that has been destroyed
-    watch.look(None, "a backward")
+def test_what_belongs_to_a_world_that_is_gone() -> None:
+    """Who waits in a later world, or in none, is no business of it."""
+    looks = Looks()
+    dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
+    try:
+        look_while_waiting(looks)
+        wait_for_work(EndsLate(False), torch.empty(1))
+        assert looks.in_vain == [False]
+    finally:
+        dist.destroy_process_group()
     wait_for_work(EndsLate(False), torch.empty(1))
+    assert looks.in_vain == [False]

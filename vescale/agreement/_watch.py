@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -87,7 +86,6 @@ class Watch:
     def __init__(self, ranks: Sequence[int], name: str, error: Callable[[Apart], Exception]) -> None:
         self.ranks, self._name, self._error = tuple(ranks), name, error
         self._place = ""
-        self._world: Callable[[], object] = lambda: None  # the default group that it was opened under
         self._entries: deque[Entry] = deque(maxlen=_KEPT)
         self._number = self._turn = self._post = 0
         self._at: object = None
@@ -101,7 +99,6 @@ class Watch:
         """All ranks call it together. No communication."""
         if not self._place and len(self.ranks) > 1 and not is_alone():
             self._place = Round(self.ranks, self._name).place
-            self._world = weakref.ref(dist.group.WORLD)
             look_while_waiting(self)
             if len(self.ranks) > 2:  # gathers may be messages
                 _look_for_waiting_threads()
@@ -126,10 +123,7 @@ class Watch:
         """See :class:`vescale.comm.Look`. Raises on every rank that waits, if the collectives that they have begun under one
         number do not pair; or if ranks wait in a collective that others have not begun, and these wait for them, while no
         rank does anything else."""
-        world = self._world()
-        if world is None or world is not dist.group.WORLD:  # its process groups have been destroyed
-            return
-        if (found := self._apart(awaited, what, in_vain)) is not None:
+        if self._place and (found := self._apart(awaited, what, in_vain)) is not None:
             error = self._error(found)
             self._wait_until_all_have_found_it()
             end_soon(error)

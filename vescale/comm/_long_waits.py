@@ -26,17 +26,21 @@ class Look(Protocol):
         because the process of another rank has ended; raises if it is known why."""
 
 
-_LOOKS: weakref.WeakKeyDictionary[Look, None] = weakref.WeakKeyDictionary()
+# With the default group that each belongs to; None: it belongs to none.
+_LOOKS: weakref.WeakKeyDictionary[Look, weakref.ref[dist.ProcessGroup] | None] = weakref.WeakKeyDictionary()
 
 
 def look_while_waiting(each: Look) -> None:
-    """From now on, as long as the object exists."""
-    _LOOKS[each] = None
+    """From now on, as long as the object and today's default group exist."""
+    world = dist.group.WORLD
+    _LOOKS[each] = None if world is None else weakref.ref(world)
 
 
 def look(awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
-    for each, _ in living_items(_LOOKS):
-        each.look(awaited, what, in_vain)
+    today = dist.group.WORLD
+    for each, world in living_items(_LOOKS):
+        if world is None or (today is not None and world() is today):
+            each.look(awaited, what, in_vain)
 
 
 # When a thread has begun to wait for a message. Such a wait cannot be given up for a moment: gloo would break its
