@@ -8,6 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -36,8 +37,9 @@ class Clocks:
     def __init__(self) -> None:
         self.current = "compute"
         self.known: dict[str, Time] = defaultdict(dict)
-        self.uses: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        self.owners: dict[int, str] = {}
+        # Not by address, which later memory may have.
+        self.uses: WeakKeyDictionary[Allocation, list[tuple[str, int]]] = WeakKeyDictionary()
+        self.owners: WeakKeyDictionary[Allocation, str] = WeakKeyDictionary()
         self.num_checks = self.last_copy = 0
 
     def tick(self, stream: str) -> Time:
@@ -49,10 +51,10 @@ class Clocks:
             self.known[stream][other] = max(self.known[stream].get(other, 0), time)
 
     def use(self, memory: Allocation, stream: str) -> None:
-        self.uses[id(memory)].append((stream, self.tick(stream)[stream]))
+        self.uses.setdefault(memory, []).append((stream, self.tick(stream)[stream]))
 
     def check(self, memory: Allocation, stream: str, what: str) -> None:
-        for other, time in self.uses[id(memory)]:
+        for other, time in self.uses.get(memory, []):
             self.num_checks += 1
             assert self.known[stream].get(other, 0) >= time, f"{what} on {stream} before {other} was waited for"
 
@@ -129,8 +131,8 @@ def check_uses(clocks: Clocks, patch: pytest.MonkeyPatch) -> None:
         starts = self.residency in (Residency.SHARDED, Residency.KEPT_PIECE)
         own["unshard"](self)
         if starts and self.comm.gather_stream.is_real:  # another model may have no clocks
-            clocks.uses[id(self.gathered)] = []
-            clocks.owners[id(self.gathered)] = "gather"
+            clocks.uses[self.gathered] = []
+            clocks.owners[self.gathered] = "gather"
             clocks.use(self.gathered, "gather")
             self._event = clocks.tick("gather")
 
@@ -150,8 +152,8 @@ def check_uses(clocks: Clocks, patch: pytest.MonkeyPatch) -> None:
             own["start"](self)
             return
         memory = self.gradients.unreduced.buffer._allocation
-        if id(memory) not in clocks.owners:
-            clocks.owners[id(memory)] = "compute"
+        if memory not in clocks.owners:
+            clocks.owners[memory] = "compute"
         clocks.use(memory, "compute")  # gradients were written
         own["start"](self)
         clocks.check(memory, "reduce", "gradients are reduced")
@@ -162,10 +164,10 @@ def check_uses(clocks: Clocks, patch: pytest.MonkeyPatch) -> None:
         return own["copy"](self, *args, **options)
 
     def free(self: Any) -> None:
-        owner = clocks.owners.get(id(self))
+        owner = clocks.owners.get(self)
         if owner is not None and self.is_allocated:
             clocks.check(self, owner, "memory is freed")
-            clocks.uses[id(self)] = []
+            clocks.uses[self] = []
         own["free"](self)
 
     patch.setattr(GroupMemory, "unshard", unshard)
