@@ -552,9 +552,8 @@ def test_many_drawn_programs(ranks: RankPools) -> None:
     ranks.run(programs, KINDS, range(12, 212), world_size=2, timeout=3000)
 
 
-def derivatives_of_reduced_gradients(kind: str) -> None:
-    """One device differentiates the penalty; where a gradient is reduced over ranks, what does so raises, and what does not
-    is right."""
+def small_and_parallel(kind: str) -> tuple[Any, Any, torch.Tensor]:
+    """A model on one device, the same one over two ranks, and a batch."""
     torch.manual_seed(0)
     one = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
     model, x = copy.deepcopy(one), torch.randn(4, 4)
@@ -564,6 +563,13 @@ def derivatives_of_reduced_gradients(kind: str) -> None:
     else:
         plan = Plan(mesh).shard("<in>", Shard(0), mesh="dp")
         parallelize(model, plan.zero(3) if kind == "zero" else plan)
+    return one, model, x
+
+
+def derivatives_of_reduced_gradients(kind: str) -> None:
+    """One device differentiates the penalty; where a gradient is reduced over ranks, what does so raises, and what does not
+    is right."""
+    one, model, x = small_and_parallel(kind)
 
     def loss(each: Any) -> torch.Tensor:
         found: torch.Tensor = each(x).square().mean()
@@ -597,15 +603,7 @@ def test_derivatives_of_reduced_gradients_are_refused(ranks: RankPools, kind: st
 
 def cleared_after_an_exception(kind: str) -> None:
     """Gradients are there, a second backward raises between two layers, and zero_grad() clears all that there is."""
-    torch.manual_seed(0)
-    one = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
-    model, x = copy.deepcopy(one), torch.randn(4, 4)
-    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
-    if kind == "fsdp":
-        fully_shard(model, mesh=mesh)
-    else:
-        plan = Plan(mesh).shard("<in>", Shard(0), mesh="dp")
-        parallelize(model, plan.zero(3) if kind == "zero" else plan)
+    one, model, x = small_and_parallel(kind)
 
     def fail(gradient: torch.Tensor) -> None:
         raise ValueError("a hook fails")

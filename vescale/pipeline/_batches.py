@@ -154,7 +154,7 @@ def traced_pair(
     try:
         try:
             part = traced_part()
-        except Exception:  # the loss may be that of all rows alone
+        except Exception:  # of the loss, which may be that of all rows alone; an error of the modules is raised again
             part = traced_part(len(known.calls))
     except PlanError:
         raise
