@@ -572,7 +572,7 @@ def _counted_writes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterato
 
 def _take_strides_of_whole(x: DTensor) -> None:
     """Dims of size 1 may have any stride, and kernels tell memory formats by strides: they get those of the whole tensor, by
-    which PyTorch has decided."""
+    which PyTorch has decided. Below autograd, where this runs, that is no write: the tensor keeps its version."""
     local = x._local_tensor
     if local.layout is not torch.strided or type(local) is not torch.Tensor or 1 not in local.shape:
         return
@@ -580,7 +580,7 @@ def _take_strides_of_whole(x: DTensor) -> None:
     if len(whole) == local.ndim:
         strides = [w if n == 1 and w > 0 else s for n, s, w in zip(local.shape, local.stride(), whole)]
         if strides != list(local.stride()):
-            x._local_tensor = local.as_strided(local.shape, strides)
+            local.as_strided_(local.shape, strides)
 
 
 def _is_refused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
