@@ -103,7 +103,8 @@ mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
 parallelize(torch.nn.Linear(2, 2), Plan(mesh))
 local = torch.randn(1, 2, 8).mul_(2)
 x = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(1, 4, 8), stride=(32, 8, 1))
-for op in (lambda x: x + 1, lambda x: torch.nn.functional.layer_norm(x, (8,)), torch.nn.functional.relu, lambda x: x @ torch.ones(8, 3), lambda x: x.flatten(0, 1)):
+normed = lambda x: torch.nn.functional.layer_norm(x, (8,))
+for op in (lambda x: x + 1, normed, torch.nn.functional.relu, lambda x: x @ torch.ones(8, 3), lambda x: x.flatten(0, 1)):
     before = x._version, x._local_tensor._version
     op(x)
     assert (x._version, x._local_tensor._version) == before, op

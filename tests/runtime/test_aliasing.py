@@ -120,7 +120,7 @@ def step(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def same(use: Callable[[Any, Any], Any], entries: dict[str, Any], mesh: Any) -> None:
-    """Where one device refuses what was written to since it was saved, a model may have saved a copy: its numbers are right."""
+    """Where one device refuses what was written to since it was saved, a model may have saved a copy: with right numbers."""
     reference, model = model_and_copy(Model(use), entries, mesh)
     x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     refused = False
