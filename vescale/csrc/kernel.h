@@ -173,11 +173,11 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
             key.push_back(list.size());
             key.append(list.begin(), list.end());
         } else if (value.isTensorList()) {
-            const auto list = value.toTensorList();
+            const auto list = value.toListRef();
             key.push_back(kTensors);
             key.push_back(list.size());
-            for (const at::Tensor& tensor : list) {
-                if (const char* reason = add_tensor(tensor, false)) {
+            for (const c10::IValue& item : list) {
+                if (const char* reason = add_tensor(item.toTensor(), false)) {
                     return reason;
                 }
             }
@@ -218,8 +218,8 @@ inline void Kernel::run_by_stock(const c10::OperatorHandle& op, Stack* stack) co
         if (value.isTensor()) {
             operands.push_back(value.toTensor());
         } else if (value.isTensorList()) {
-            for (const at::Tensor& tensor : value.toTensorList()) {
-                operands.push_back(tensor);
+            for (const c10::IValue& item : value.toListRef()) {
+                operands.push_back(item.toTensor());
             }
         }
     };
@@ -247,8 +247,8 @@ inline void Kernel::run_by_stock(const c10::OperatorHandle& op, Stack* stack) co
         if (result.isTensor()) {
             share_local_version(result.toTensor(), local_of(dtensor));
         } else if (result.isTensorList()) {
-            for (const at::Tensor& part : result.toTensorList()) {
-                share_local_version(part, local_of(dtensor));
+            for (const c10::IValue& part : result.toListRef()) {
+                share_local_version(part.toTensor(), local_of(dtensor));
             }
         }
     }
@@ -341,9 +341,10 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
             }
         } else if (value.isTensorList()) {
             c10::List<at::Tensor> locals;
-            const auto list = value.toTensorList();
+            const auto list = value.toListRef();
             locals.reserve(list.size());
-            for (const at::Tensor& tensor : list) {
+            for (const c10::IValue& item : list) {
+                const at::Tensor& tensor = item.toTensor();
                 PyObject* dtensor = dtensor_of(tensor);
                 locals.push_back(dtensor == nullptr ? tensor : local_of(dtensor));
                 numel += elements_of(locals.get(locals.size() - 1));

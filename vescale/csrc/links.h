@@ -312,8 +312,8 @@ inline void require_current_operands(const c10::OperatorHandle& op, const torch:
         if (value.isTensor()) {
             require(value.toTensor());
         } else if (value.isTensorList()) {
-            for (const at::Tensor& tensor : value.toTensorList()) {
-                require(tensor);
+            for (const c10::IValue& item : value.toListRef()) {
+                require(item.toTensor());
             }
         }
     }
