@@ -1,10 +1,10 @@
-"""Diffusion: a DiT (diffusers) learns to draw scikit-learn's digits, real images that come with the package.
+"""Diffusion: a DiT (diffusers) learns to draw scikit-learn's digits, a data set of real images that the package contains.
 
     python examples/diffusion_dit.py
     torchrun --nproc-per-node 4 examples/diffusion_dit.py --mesh dp=2,tp=2
 
-The noise that the script draws with torch.randn_like has one device's bits on every mesh, and so have the classes that
-DiT drops for guidance. An exponential moving average of the parameters draws samples at the end.
+On every mesh, the noise that the script draws with torch.randn_like, and the classes that DiT drops for guidance, are
+those of one device, bit for bit. At the end, samples are drawn with an exponential moving average of the parameters.
 """
 
 import argparse
@@ -42,13 +42,13 @@ def make_model() -> DiTTransformer2DModel:
 
 
 def images() -> tuple[torch.Tensor, torch.Tensor]:
-    """1,797 images of shape (1, 8, 8) in [-1, 1], and their digits."""
+    """Return 1,797 images of shape (1, 8, 8) in [-1, 1], and their digits."""
     digits = load_digits()
     return torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1, torch.tensor(digits.target)
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Global batches, the same on every rank: the plan cuts them."""
+    """Yield global batches, the same on every rank; the plan shards them."""
     pictures, classes = images()
     generator = torch.Generator().manual_seed(5)
     for _ in range(args.steps):
@@ -59,7 +59,7 @@ def batches(args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tens
 def loss_of(
     model: torch.nn.Module, noising: DDIMScheduler, pictures: torch.Tensor, classes: torch.Tensor
 ) -> torch.Tensor:
-    """The mean squared error of the noise, as on one device: all tensors are global ones."""
+    """Return the mean squared error of the noise, as on one device: all tensors are global."""
     noise = torch.randn_like(pictures)
     times = torch.randint(noising.config.num_train_timesteps, (len(pictures),), device=pictures.device)
     noisy = noising.add_noise(pictures, noise, times)
@@ -69,7 +69,7 @@ def loss_of(
 
 @torch.no_grad()
 def draw(model: torch.nn.Module, noising: DDIMScheduler, classes: torch.Tensor) -> torch.Tensor:
-    """Images of ``classes`` from noise, in 10 steps; every rank calls it."""
+    """Draw images of ``classes`` from noise, in 10 steps. All ranks must call this."""
     model.eval()
     noising.set_timesteps(10)
     pictures = torch.randn(len(classes), 1, 8, 8, device=classes.device)
@@ -85,7 +85,7 @@ def show(picture: torch.Tensor) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; returns the losses."""
+    """Train, and return the losses."""
     args = parse(argv)
     mesh = vescale.init_mesh(args.mesh)
     device = mesh.device_type

@@ -1,16 +1,16 @@
-"""A job that loses ranks, or whole hosts, and goes on with those that are left, on another mesh.
+"""A job that loses ranks, or whole hosts, and continues on the remaining ones with another mesh.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/elastic.py --out run
 
-    # On each of one or two hosts. The job goes on with one when the other one is gone, and with both when it is back:
+    # On each of one or two hosts. If one host fails, the job continues on the other, and on both when it is back:
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint host-a:29500 \\
         examples/elastic.py --out /shared/run
 
-Without the environment variable, ranks that torchrun has restarted find the addresses of those before (pytorch#135712).
-Kill any process with ``kill -9``: torchrun starts the ranks again, the mesh is made for as many as there are, and training
-goes on from the newest complete step. Parameters, optimizer, dropout and the order of data are those of a run that nobody
-has killed, and of one device. With fewer GPUs on a single host, call torchrun again with a smaller ``--nproc-per-node``.
+Without the environment variable, restarted ranks find the addresses of the previous attempt (pytorch#135712). Kill any
+process with ``kill -9``: torchrun restarts the ranks, the script creates a mesh for their number, and training continues
+from the newest complete step. Parameters, optimizer, dropout and the order of the data are those of an uninterrupted run,
+and of one device. If a single host has fewer GPUs than before, run torchrun again with a smaller ``--nproc-per-node``.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def mesh_text(ranks: int, tp: int, batch: int) -> str:
-    """The mesh for so many ranks: tensor parallel over at most ``tp``, data parallel over the rest."""
+    """Return a mesh for this number of ranks: tensor parallel over at most ``tp``, data parallel over the rest."""
     tp = max(size for size in range(1, tp + 1) if ranks % size == 0)
     if batch % (ranks // tp):
         raise SystemExit(f"--batch {batch} cannot be divided among {ranks // tp} ranks of dp; choose a multiple")
@@ -56,13 +56,13 @@ def make_model(args: argparse.Namespace) -> GPT2LMHeadModel:
 
 
 def make_data(args: argparse.Namespace) -> TensorDataset:
-    """Sequences of bytes of Python's manual."""
+    """Return sequences of bytes of Python's manual."""
     text = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
     return TensorDataset(text[: len(text) // args.length * args.length].view(-1, args.length))
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; returns the loss of each step that these ranks have made."""
+    """Train, and return the loss of each step that these ranks have run."""
     args = parse(argv)
     text = mesh_text(int(os.environ.get("WORLD_SIZE", 1)), args.tp, args.batch)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     losses: list[float] = []
     state = {"model": model, "optimizer": optimizer, "sampler": batches}
     with vescale.checkpoint.Checkpointer(args.out / "checkpoints", keep=2) as checkpoints:
-        found = checkpoints.restore(**state)  # the newest complete step, on any mesh; None: there is none
+        found = checkpoints.restore(**state)  # the newest complete step, saved on any mesh, or None
         first = found["step"] + 1 if found else 0
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         print(

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/finetune_lora.py --mesh dp=2,tp=2 --out lora
     torchrun ... examples/finetune_lora.py --base models/Llama-3.2-1B --out lora   # a folder of Hugging Face weights
 
-Without --base the example makes a small Llama in OUT/base first. Each rank reads only the slices that it holds.
+Without --base, the example first creates a small Llama in OUT/base. Each rank reads only its own slices of the weights.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_base(folder: Path) -> None:
-    """A small model, as it would come from the hub."""
+    """Save a small model, in the form of one from the Hub."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=256,
@@ -56,7 +56,7 @@ def make_model(base: Path, rank: int) -> torch.nn.Module:
 
 
 def make_plan(mesh: torch.distributed.device_mesh.DeviceMesh) -> vescale.Plan:
-    """The zoo's plan names the base model; adapters are cut like the weights that they adapt."""
+    """Return the zoo's plan for the base model, with adapters sharded like the weights that they adapt."""
     plan = vescale.plan_zoo.load("llama", mesh)
     plan.shard(r".*\.(q|k|v|gate|up)_proj\.lora_B\..*\.weight", Shard(0), mesh="tp")
     plan.shard(r".*\.(o|down)_proj\.lora_A\..*\.weight", Shard(1), mesh="tp")
@@ -64,7 +64,7 @@ def make_plan(mesh: torch.distributed.device_mesh.DeviceMesh) -> vescale.Plan:
 
 
 def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """Global batches, the same on every rank: the plan cuts them."""
+    """Yield global batches, the same on every rank; the plan shards them."""
     text = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
     generator = torch.Generator().manual_seed(5)
     for _ in range(args.steps):
@@ -73,7 +73,7 @@ def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train, and write OUT/adapters and OUT/merged; returns the losses."""
+    """Train, write OUT/adapters and OUT/merged, and return the losses."""
     args = parse(argv)
     mesh = vescale.init_mesh(args.mesh)
     base = args.base or args.out / "base"
@@ -99,8 +99,8 @@ def main(argv: list[str] | None = None) -> list[float]:
         watch.step(loss, tokens=ids.numel())
         losses.append(loss.item())
     watch.close()
-    model.save_pretrained(args.out / "adapters")  # adapters alone, as PEFT loads them
-    export_hf(model.merge_and_unload(), args.out / "merged")  # one model, as transformers loads it
+    model.save_pretrained(args.out / "adapters")  # only the adapters, in the form that PEFT loads
+    export_hf(model.merge_and_unload(), args.out / "merged")  # the merged model, in the form that transformers loads
     return losses
 
 

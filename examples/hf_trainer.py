@@ -3,9 +3,9 @@
     python examples/hf_trainer.py --out out/trainer
     torchrun --nproc-per-node 4 examples/hf_trainer.py --mesh dp=2,tp=2 --out out/trainer
 
-Two steps make every rank do what one device does: Trainer is not told of the other ranks, and the model's outputs are
-whole, by the entry ``<out>: R``. MeshTrainer saves and loads with every rank's help. It fits all trainers that are made of
-Trainer: ``class MeshDPOTrainer(MeshTrainer, DPOTrainer)``.
+Every rank runs what one device would run: MeshTrainer hides the other ranks from Trainer, and the entry ``<out>: R``
+makes the model's outputs whole. MeshTrainer saves and loads on all ranks together. It can be combined with any subclass
+of Trainer: ``class MeshDPOTrainer(MeshTrainer, DPOTrainer)``.
 """
 
 import argparse
@@ -48,13 +48,13 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def manual(length: int, number: int) -> list[dict[str, torch.Tensor]]:
-    """The first sequences of Python's manual, byte by byte."""
+    """Return the first sequences of Python's manual, byte by byte."""
     text = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()[: number * length]))
     return [{"input_ids": row, "labels": row} for row in text.view(number, length)]
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train, going on from the last checkpoint in OUT; returns the losses of all steps."""
+    """Train from the last checkpoint in OUT, and return the losses of all steps."""
     args = parse(argv)
     mesh = vescale.init_mesh(args.mesh)
     index = 0 if mesh.device_type == "cpu" else torch.accelerator.current_device_index()
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     stay_on_device(arguments, mesh, index)
     trainer = MeshTrainer(model, arguments, train_dataset=manual(args.length, 256))
     if dist.is_initialized() and dist.get_rank() > 0:
-        trainer.remove_callback(PrinterCallback)  # one rank tells
+        trainer.remove_callback(PrinterCallback)  # one rank prints
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if args.out.is_dir() else None)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -1,10 +1,10 @@
-"""PyTorch Lightning on a mesh, by a strategy with a mesh of any axes.
+"""PyTorch Lightning on a mesh with any axes.
 
     python examples/lightning_fit.py
     torchrun --nproc-per-node 4 examples/lightning_fit.py --mesh dp=2,tp=2
 
-Lightning's ModelParallelStrategy lets a module parallelize itself in configure_model(); MeshStrategy gives it the mesh.
-Every rank's loader draws the same global batches, which the plan cuts. Checkpoints are Lightning's, in parts.
+Lightning's ModelParallelStrategy lets a module parallelize itself in configure_model(); MeshStrategy provides the mesh.
+The loader of every rank draws the same global batches, which the plan shards. Checkpoints are Lightning's sharded ones.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from vescale.integrations import MeshStrategy
 
 
 class Classifier(lightning.LightningModule):
-    """A module of Lightning as for one device, but for configure_model()."""
+    """A LightningModule for one device, except for configure_model()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Classifier(lightning.LightningModule):
 
     def configure_model(self) -> None:
         if self._device_mesh is None or hasattr(self, "plan"):
-            return  # on one device; or done before
+            return  # on one device, or already parallelized
         self.plan = vescale.Plan(self.device_mesh)
         self.plan.shard("<in:input>", Shard(0), mesh="dp")
         self.plan.shard("0.(weight|bias)", Shard(0), mesh="tp")
@@ -57,7 +57,7 @@ def loader() -> DataLoader:
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; returns the losses."""
+    """Train, and return the losses."""
     parser = argparse.ArgumentParser(description="Train a classifier with Lightning.")
     parser.add_argument("--mesh", default="dp=-1,tp=1")
     parser.add_argument("--epochs", type=int, default=2)

@@ -1,11 +1,11 @@
-"""Long sequences: each rank has a part of every sequence, and keys and values go round in a ring.
+"""Long sequences: each rank has a part of every sequence, and keys and values circulate in a ring.
 
     python examples/long_context.py
     torchrun --nproc-per-node 4 examples/long_context.py --mesh dp=1,cp=4,tp=1
     torchrun --nproc-per-node 4 examples/long_context.py --mesh dp=1,cp=2,tp=2 --length 1024
 
-The plan llama_cp cuts the sequence in short runs that alternate between the ranks, so that causal attention is balanced.
-No rank ever holds the keys of a whole sequence, and with activation checkpointing of the layers, the activations of one.
+The plan llama_cp divides the sequence into short runs that alternate between the ranks, which balances causal attention.
+No rank ever holds the keys of a whole sequence, nor, with activation checkpointing, the activations of all layers.
 """
 
 import argparse
@@ -44,11 +44,11 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 def make_plan(mesh: torch.distributed.device_mesh.DeviceMesh) -> vescale.Plan:
     plan = vescale.plan_zoo.load("llama_cp", mesh)
-    return plan.checkpoint(r"model\.layers\.\d+", "full")  # layers run again in backward; collectives do not
+    return plan.checkpoint(r"model\.layers\.\d+", "full")  # backward recomputes layers, but not collectives
 
 
 def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """Global batches, the same on every rank: the plan cuts them."""
+    """Yield global batches, the same on every rank; the plan shards them."""
     text = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
     generator = torch.Generator().manual_seed(5)
     for _ in range(args.steps):
@@ -57,7 +57,7 @@ def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; returns the losses."""
+    """Train, and return the losses."""
     args = parse(argv)
     mesh = vescale.init_mesh(args.mesh)
     torch.manual_seed(17)
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     losses = []
     for ids in batches(args):
         ids = ids.to(mesh.device_type)
-        loss = model(input_ids=ids, labels=ids).loss  # labels stay whole
+        loss = model(input_ids=ids, labels=ids).loss  # labels are replicated
         loss.backward()
         vescale.optim.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,9 +1,9 @@
-"""A mixture of experts: expert parallelism over ep, everything sharded at rest over fsdp and ep.
+"""A mixture of experts: expert parallelism over ep; at rest, all parameters are sharded over fsdp and ep.
 
     python examples/moe.py
     torchrun --nproc-per-node 4 examples/moe.py --mesh fsdp=2,ep=2
 
-Every rank has its own rows of the batch. Tokens travel to the ranks of their experts by uneven all-to-alls: none is
+Each rank computes its own rows of the batch. Uneven all-to-alls send tokens to the ranks of their experts: no token is
 dropped, and losses, gradients and the load-balancing loss are those of one device.
 """
 
@@ -56,7 +56,7 @@ def make_model(args: argparse.Namespace) -> MixtralForCausalLM:
 
 
 def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """Global batches, the same on every rank: the plan cuts them."""
+    """Yield global batches, the same on every rank; the plan shards them."""
     text = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
     generator = torch.Generator().manual_seed(5)
     for _ in range(args.steps):
@@ -65,7 +65,7 @@ def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; returns the losses."""
+    """Train, and return the losses."""
     args = parse(argv)
     mesh = vescale.init_mesh(args.mesh)
     torch.manual_seed(17)

@@ -1,4 +1,4 @@
-"""Four kinds of parallelism at once: pipeline stages, data with sharded states (ZeRO), long sequences, tensors.
+"""Four kinds of parallelism at once: pipeline, sharded data (ZeRO), context and tensor parallelism.
 
     python examples/pipeline_4d.py --microbatches 4
     torchrun --nproc-per-node 4 examples/pipeline_4d.py --mesh pp=2,dp=1,cp=1,tp=2
@@ -46,13 +46,13 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 def make_plan(mesh: torch.distributed.device_mesh.DeviceMesh, args: argparse.Namespace) -> vescale.Plan:
     name = "llama_cp" if mesh["cp"].size() > 1 else "llama"
     plan = vescale.plan_zoo.load(name, mesh)  # entries for dp, cp and tp; a mesh may have more axes
-    plan.zero(3, axis="dp")  # ZeRO-3 inside of each stage
+    plan.zero(3, axis="dp")  # ZeRO-3 inside each stage
     plan.pipeline(balance="cost", mesh="pp", schedule=args.schedule, microbatches=args.microbatches)
     return plan
 
 
 def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """Global batches, the same on every rank: the plan cuts them."""
+    """Yield global batches, the same on every rank; the plan shards them."""
     text = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
     generator = torch.Generator().manual_seed(5)
     for _ in range(args.steps):
@@ -61,14 +61,14 @@ def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; returns the losses."""
+    """Train, and return the losses."""
     args = parse(argv)
     mesh = vescale.init_mesh(args.mesh)
     torch.manual_seed(17)  # the same on every rank
     model = make_model(args)
-    flops = vescale.debug.flops_per_token(model, args.length)  # of the whole model, before it is cut
+    flops = vescale.debug.flops_per_token(model, args.length)  # of the whole model, before it is split
     model = vescale.parallelize(model, make_plan(mesh, args))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # of the stages of this rank
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # for the stages of this rank
     watch = vescale.debug.monitor(model, flops_per_token=flops, every=10)
     losses = []
     for ids in batches(args):

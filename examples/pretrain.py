@@ -2,9 +2,9 @@
 
     python examples/pretrain.py                                                     # one device
     torchrun --nproc-per-node 4 examples/pretrain.py --mesh dp=2,tp=2               # ZeRO-3 x tensor parallel
-    torchrun --nproc-per-node 4 examples/pretrain.py --mesh dp=1,tp=4 --steps 60    # goes on from the last checkpoint
+    torchrun --nproc-per-node 4 examples/pretrain.py --mesh dp=1,tp=4 --steps 60    # continues from the last checkpoint
 
-Losses are those of one device on every mesh. Runs on GPUs where there are some, otherwise on CPUs.
+On every mesh, losses are those of one device. The script uses GPUs if there are any, and CPUs otherwise.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import vescale
 
 
 class Manual(Dataset):
-    """Sequences of bytes of Python's manual: the last tenth is for evaluation."""
+    """Sequences of bytes of Python's manual, of which the last tenth is for evaluation."""
 
     def __init__(self, length: int, evaluation: bool = False) -> None:
         text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
@@ -51,7 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16, reduce gradients in float32")
     parser.add_argument("--evaluate-every", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="checkpoints and steps.jsonl; a run goes on from there")
+    parser.add_argument("--out", type=Path, help="folder of checkpoints and steps.jsonl, from which a run continues")
     parser.add_argument("--tensorboard", type=Path, help="a folder for TensorBoard (pip install tensorboard)")
     return parser.parse_args(argv)
 
@@ -81,7 +81,7 @@ def make_plan(args: argparse.Namespace, mesh: torch.distributed.device_mesh.Devi
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, batches: DataLoader, device: str) -> float:
-    """The mean loss: every rank calls it, each with its rows."""
+    """Return the mean loss. All ranks must call this, each with its own rows."""
     model.eval()
     losses = [model(input_ids=ids.to(device), labels=ids.to(device)).loss.item() for ids in batches]
     model.train()
@@ -89,13 +89,13 @@ def evaluate(model: torch.nn.Module, batches: DataLoader, device: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; returns the loss of each step that this run has made."""
+    """Train, and return the loss of each step of this run."""
     args = parse(argv)
     mesh = vescale.init_mesh(args.mesh)
     device = mesh.device_type
     torch.manual_seed(17)  # the same on every rank
     with vescale.deferred_init():
-        model = make_model(args)  # no memory: parallelize makes each rank's parts only
+        model = make_model(args)  # takes no memory: parallelize creates only the parts of each rank
     model = vescale.parallelize(model, make_plan(args, mesh), strict=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     warmup = LinearLR(optimizer, 0.1, total_iters=5)

@@ -1,9 +1,10 @@
-"""Vision: a ViT (transformers) learns to read scikit-learn's digits, real images that come with the package.
+"""Vision: a ViT (transformers) learns to read scikit-learn's digits, a data set of real images that the package contains.
 
     python examples/vision_vit.py
     torchrun --nproc-per-node 4 examples/vision_vit.py --mesh dp=2,tp=2
 
-The last batch of an epoch is smaller than the others, and the ranks do not divide it: it is trained on as on one device.
+The last batch of an epoch is smaller than the others, and not divisible by the number of ranks: the step is still that
+of one device.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def make_model() -> ViTForImageClassification:
 
 
 def images() -> tuple[torch.Tensor, torch.Tensor]:
-    """1,797 images of shape (1, 8, 8), and their digits, in an order that is the same everywhere."""
+    """Return 1,797 images of shape (1, 8, 8), and their digits, in a fixed order."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(3))
     pictures = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
@@ -50,7 +51,7 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, pictures: torch.Tensor, classes: torch.Tensor) -> float:
-    """Of all images, on every rank."""
+    """Return the accuracy on all images, on every rank."""
     model.eval()
     found = model(pixel_values=pictures).logits.argmax(-1)
     model.train()
@@ -58,7 +59,7 @@ def accuracy(model: torch.nn.Module, pictures: torch.Tensor, classes: torch.Tens
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; returns the losses, and the accuracy on held-out images."""
+    """Train, and return the losses and the accuracy on held-out images."""
     args = parse(argv)
     mesh = vescale.init_mesh(args.mesh)
     device = mesh.device_type
@@ -71,7 +72,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     pictures, classes = images()
     training = TensorDataset(pictures[: args.images], classes[: args.images])
-    loader = DataLoader(training, batch_size=args.batch, shuffle=True)  # seeded alike: the same batches on every rank
+    loader = DataLoader(
+        training, batch_size=args.batch, shuffle=True
+    )  # the same seed, and so the same batches, on every rank
     watch = vescale.debug.monitor(model, every=10)
     losses = []
     for epoch in range(args.epochs):

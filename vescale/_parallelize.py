@@ -85,7 +85,7 @@ def parallelize(
         check_optimizers(optimizers, model.named_parameters(), "parallelize")
         if known is not None and MeshAxes.of(known) != plan.axes:
             raise ParallelizeError(
-                f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(known)}; give the plan's mesh"
+                f"the plan is for axes {plan.axes}, but the mesh has {MeshAxes.of(known)}; pass the plan's mesh"
             )
         program = lower(plan, model)
         staged = None
@@ -127,7 +127,7 @@ def _static_mode(mode: str) -> StaticMode | None:
     if mode == "static":
         return StaticMode()
     if mode != "eager":
-        raise ParallelizeError(f"mode={mode!r} is none of 'eager', 'static'; leave it out for 'eager'")
+        raise ParallelizeError(f"mode={mode!r} is not one of 'eager', 'static'; leave it out for 'eager'")
     return None
 
 
@@ -135,30 +135,30 @@ def _refuse(model: nn.Module, plan: Plan, static: StaticMode | None, optimizers:
     """Raises for arguments that do not go together, and for a model that is no single-device one."""
     if Runtime.of(model) is not None:
         raise ParallelizeError(
-            f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
-            "parallelize"
+            f"this {type(model).__name__} has already been parallelized; build a new model, or copy it before the "
+            "first call of parallelize"
         )
     for path, module in model.named_modules():
         other = Runtime.around(module)
         if other is not None:
             raise ParallelizeError(
-                f"{path!r} of this {type(model).__name__} is a part of another parallelized model, "
+                f"{path!r} of this {type(model).__name__} is part of another parallelized model, "
                 f"{type(other.root).__name__}, by whose plan its parameters are placed and its gradients reduced. "
                 "Parallelize one module that holds both models (nn.ModuleDict, or a class with a forward that calls "
-                "either), or give this one a copy (copy.deepcopy)"
+                "either), or pass a copy of it here (copy.deepcopy)"
             )
     refuse_wrapped(model)
     entry = plan.pipeline_entry
     if entry is not None and static is not None:
         raise ParallelizeError(
-            "pipeline: mode='static' records a step of the whole model, and each rank has some of its stages; leave out "
-            "mode= of parallelize, or the plan's pipeline",
+            "pipeline: mode='static' records a step of the whole model, but each rank has only some of its stages; "
+            "remove mode= from the call of parallelize, or the pipeline from the plan",
             entry.source,
         )
     if entry is not None and optimizers:
         raise ParallelizeError(
-            "a pipeline leaves each rank its stages' parameters: make the optimizer after parallelize, of "
-            "model.parameters()",
+            "with a pipeline, each rank keeps only the parameters of its stages: create the optimizer after "
+            "parallelize, from model.parameters()",
             entry.source,
         )
 

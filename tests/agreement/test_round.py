@@ -1,4 +1,4 @@
-"""Rounds through the store: what everyone said, who did not come, and that nothing of it stays behind."""
+"""Rounds through the store: what everyone said, who did not arrive, and that nothing of it stays behind."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def absence(late: int) -> None:
         with pytest.raises(ConsensusError, match="mine"):
             consensus.exchange(b"", lambda: "mine")
     else:
-        expected = rf"of rank {rank}.*ranks \[{late}\] did not come"
+        expected = rf"of rank {rank}.*ranks \[{late}\] did not arrive"
         with pytest.raises(ConsensusError, match=expected):
             consensus.exchange(b"", lambda: f"of rank {rank}")
         store.add(gave_up, 1)

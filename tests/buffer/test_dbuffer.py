@@ -70,7 +70,7 @@ def test_alignment_counts_elements_of_every_dtype() -> None:
 
 def test_group_errors() -> None:
     group = group_of(2)
-    with pytest.raises(ValueError, match="two tensors named 'a'"):
+    with pytest.raises(ValueError, match="two tensors of a group are named 'a'"):
         TensorGroup(("a",) * 6, group.shapes, group.layout)
     with pytest.raises(ValueError, match="plan the layout of these shapes"):
         TensorGroup(group.names, group.shapes[::-1], group.layout)
@@ -202,7 +202,7 @@ def partial_then_partial() -> None:
     each = [values(seed) for seed in range(4)]
     assert_holds(result, {name: 2 * sum(one[name] for one in each) for name in SHAPES})  # type: ignore[misc]
     finest = DBuffer(result.group, mesh, [RaggedShard(), RaggedShard()], dtype=torch.float32).allocate()
-    with pytest.raises(ValueError, match="do not follow each other"):
+    with pytest.raises(ValueError, match="are not consecutive in"):
         finest.all_gather(["replicate"])
     inner = finest.all_gather(["shard"]).wait()
     assert inner.numel == 2 * finest.numel and inner.all_gather(["replicate"]).wait().num_pieces == 1
@@ -230,9 +230,9 @@ def operations() -> None:
         y.copy_(filled(mesh, placements, 2))
         torch.testing.assert_close(half.norm(), torch.linalg.vector_norm(flat))
         assert y.zero_().norm() == 0
-    with pytest.raises(ValueError, match="must have one layout and hold the same"):
+    with pytest.raises(ValueError, match="must have the same layout and hold the same"):
         filled(mesh, [RaggedShard()], 1).add_(filled(mesh, [Replicate()], 1))
-    with pytest.raises(ValueError, match="the sum is pending"):
+    with pytest.raises(ValueError, match="its sum is still pending"):
         filled(mesh, [Partial()], 1).norm()
     with pytest.raises(ValueError, match="they must be RaggedShard"):
         filled(mesh, [Replicate()], 1).all_gather()
@@ -298,7 +298,7 @@ def memory() -> None:
         wide.local  # noqa: B018
     wide.allocate()
     assert narrow.is_allocated and together.storage.nbytes() == together.num_bytes >= wide.num_bytes + narrow.num_bytes
-    with pytest.raises(RuntimeError, match="reserve all places first"):
+    with pytest.raises(RuntimeError, match="reserve all places before the first use"):
         DBuffer(group, mesh, [Replicate()], dtype=torch.float32, allocation=together)
     assert narrow.local.data_ptr() - wide.local.data_ptr() >= wide.num_bytes
     views, shapes = wide.views, [tuple(view.shape) for view in wide.views]

@@ -97,8 +97,8 @@ def test_layouts_are_frozen() -> None:
     ("change", "parts"),
     [
         ({"offsets": (4, 15, 0)}, ("tensor 1 (9 elements in blocks of 1) at offset 15", "overlaps tensor 0", "16")),
-        ({"offsets": (2, 17, 0)}, ("tensor 0", "cut by the shard boundary at 8", "inside one of its blocks")),
-        ({"offsets": (4, 24, 0)}, ("tensor 1", "behind the buffer of 32", "4 shards of 8")),
+        ({"offsets": (2, 17, 0)}, ("tensor 0", "divided by the shard boundary at 8", "inside one of its blocks")),
+        ({"offsets": (4, 24, 0)}, ("tensor 1", "past the buffer of 32", "4 shards of 8")),
         ({"numels": (12, 9)}, ("2 numels, 3 blocks and 3 offsets",)),
         ({"shard_size": 9}, ("shard_size 9", "multiple of alignment 2", "10")),
         ({"tensor_alignment": 3}, ("shard_size 8", "tensor_alignment 3", "12")),

@@ -60,7 +60,7 @@ def test_steps(tmp_path: Path) -> None:
                 checkpoints.save(wrong, model=model)  # type: ignore[arg-type]
         checkpoints.save(np.int64(4), model=model, note="first")  # type: ignore[arg-type]
         checkpoints.save(4, model=model, note="second")
-        with pytest.warns(UserWarning, match="is there already"), pytest.raises(CheckpointError, match="already"):
+        with pytest.warns(UserWarning, match="already exists"), pytest.raises(CheckpointError, match="already"):
             checkpoints.wait()
         assert checkpoints.restore(model=model, step=torch.tensor(4)) == {"step": 4, "note": "first"}  # type: ignore[arg-type]
         checkpoints.save(4, model=model, note="third")  # scripts that save where they begin
@@ -68,7 +68,7 @@ def test_steps(tmp_path: Path) -> None:
         assert checkpoints.restore(model=model) == {"step": 4, "note": "third"}
         checkpoints.save(5, model=model)
         checkpoints.save(4, model=model)
-        with pytest.warns(UserWarning, match="is there already"), pytest.raises(CheckpointError, match="already"):
+        with pytest.warns(UserWarning, match="already exists"), pytest.raises(CheckpointError, match="already"):
             checkpoints.wait()
         checkpoints.restore(model=model, step=4)
         for unknown in ("newest", 4.0, None, False):
@@ -171,7 +171,7 @@ def test_optimizer_of_a_torch_save_file(tmp_path: Path, names: tuple[str, str]) 
         model_of.step()
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(other.parameters(), model.parameters()))
     with pytest.raises(
-        ContentMismatchError, match=r"groups of \[4, 1\] parameters, without names, and this one of \[5\]"
+        ContentMismatchError, match=r"groups of \[4, 1\] parameters, without names, but this one has groups of \[5\]"
     ):
         load(tmp_path / "one.pt", model=other, optimizer=torch.optim.AdamW(other.parameters()))
     turned = [{"params": [*other[1].parameters(), *other[0].parameters()]}, {"params": [other.more]}]
@@ -266,7 +266,7 @@ def test_numbers_that_are_not_finite_are_not_the_best(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rng.0", "model.0.weight", "optimizer.state", "step.x"])
 def test_names_of_the_checkpoints_own(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UnsavableError, match=f"'{name}' is a name of the checkpoint's own"):
+    with pytest.raises(UnsavableError, match=f"'{name}' is a name that checkpoints use themselves"):
         save(tmp_path / "one", **{name: torch.ones(3)})
 
 

@@ -75,7 +75,7 @@ def test_convert(kind: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     code, found, _ = command(capsys, "verify", tmp_path / "b", "--json")
     assert (code, found["sound"]) == (0, True)
     code, _, err = command(capsys, "convert", path, tmp_path / "b", "--to", to)
-    assert code == 2 and "exists already" in err
+    assert code == 2 and "already exists" in err
     assert sorted(entry.name for entry in tmp_path.iterdir() if "tmp" in entry.name) == []
 
 
@@ -151,7 +151,7 @@ def test_names_of_wrappers_and_of_unknown_programs(tmp_path: Path) -> None:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             load(tmp_path / f"{name}.pt", model=other)
-        assert [str(one.message) for one in found if "only behind 'run.net.'" in str(one.message)] or not told
+        assert [str(one.message) for one in found if "only with the prefix 'run.net.'" in str(one.message)] or not told
         assert same(other.state_dict(), expected), name
     with pytest.raises(CheckpointError, match=r"model.one.weight: not in the checkpoint \(nearest: "):
         load(tmp_path / "two.pt", model=model)
@@ -273,7 +273,7 @@ def test_damage_is_not_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[s
     file.write_bytes(content)
     for to in ("safetensors", "dcp", "vescale"):
         code, text, err = command(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", to)
-        assert code == 1 and not text and "of model.one.weight, are not those that were written" in err
+        assert code == 1 and not text and "of model.one.weight, differ from what was written" in err
         assert "nothing was written: take another step" in err and not (tmp_path / "b").exists()
     assert command(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", "dcp", "--no-verify")[0] == 0
 
@@ -297,8 +297,8 @@ def test_ls_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert code == 0 and [(row["step"], row["complete"]) for row in found["checkpoints"]] == [(2, False)]
     assert command(capsys, "show", tmp_path / "steps" / "step-2")[0] == 2
     code, found, err = command(capsys, "show", tmp_path / "steps", "--json")
-    assert code == 0 and found["path"].endswith("steps") and "step 2 is passed by, because it is not complete" in err
-    with pytest.warns(CheckpointWarning, match="step 2 is passed by"):
+    assert code == 0 and found["path"].endswith("steps") and "step 2 is skipped, because it is not complete" in err
+    with pytest.warns(CheckpointWarning, match="step 2 is skipped"):
         assert load(tmp_path / "steps", model=model)["epoch"] == 1
     assert command(capsys, "verify", tmp_path / "steps")[0] == 1
     assert command(capsys, "verify", tmp_path / "steps" / "step-1")[0] == 0

@@ -234,7 +234,7 @@ def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
 def test_a_step_that_is_there_is_not_replaced(tmp_path: Path) -> None:
     folder = filled(tmp_path / "run")
     with Checkpointer(folder, asynchronous=False, keep=3) as checkpoints:
-        with pytest.raises(CheckpointError, match="step-2 is there already"):
+        with pytest.raises(CheckpointError, match="step-2 already exists"):
             checkpoints.save(2, model=model_of(7))
         checkpoints.restore(model=model_of(0), step=1)
         with pytest.warns(CheckpointWarning, match=r"newer than the step that was restored"):
@@ -266,7 +266,7 @@ def test_the_writer_lives_and_ends_with_its_process(tmp_path: Path) -> None:
 
 def test_one_shot_is_exchanged_as_a_whole(tmp_path: Path) -> None:
     save(tmp_path / "one", model=model_of(1))
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         save(tmp_path / "one", model=model_of(2))
 
     def count(n: int) -> None:

@@ -69,10 +69,10 @@ def test_files_cut_off_and_missing(tmp_path: Path) -> None:
             else:
                 path.write_bytes((original + b"\0")[:length])
             assert verify(newest)
-            with pytest.warns(CheckpointWarning, match="step 2 is passed by"):
+            with pytest.warns(CheckpointWarning, match="step 2 is skipped"):
                 found = Checkpointer(tmp_path).restore(model=model_of())
             assert found is not None and found["step"] == 1
-            with pytest.raises(CheckpointError, match=r"step 2 is not complete: .*complete are \[1\]"):
+            with pytest.raises(CheckpointError, match=r"step 2 is not complete: .*the complete steps are \[1\]"):
                 Checkpointer(tmp_path).restore(model=model_of(), step=2)
             assert Checkpointer(tmp_path).steps() == [1]
             path.write_bytes(original)
@@ -182,7 +182,7 @@ def test_what_is_saved_beside(tmp_path: Path) -> None:
     assert torch.equal(torch.randn(3, generator=generator), expected)
     with pytest.raises(CheckpointError, match=r"thing\.0 is a builtins\.object"):
         save(tmp_path / "two", thing=[object()])
-    with pytest.raises(CheckpointError, match=r"'step' is a name of the checkpoint's own"):
+    with pytest.raises(CheckpointError, match=r"'step' is a name that checkpoints use themselves"):
         save(tmp_path / "two", step=1)
     with pytest.raises(CheckpointError, match="nothing saved as 'other'"):
         load(tmp_path / "one", other=generator)
@@ -278,7 +278,7 @@ def test_unusual_tensors(tmp_path: Path, asynchronous: bool) -> None:
             if name in ("bits", "scales"):
                 found[name], value = found[name].view(torch.uint8), value.view(torch.uint8)
             assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
-        with pytest.raises(CheckpointError, match=r"model.bias: a lazy module has not made this tensor yet"):
+        with pytest.raises(CheckpointError, match=r"model.bias: a lazy module has not created this tensor yet"):
             checkpoints.save(2, model=nn.LazyLinear(3))
     model = nn.Module()
     model.register_buffer("table", torch.arange(12.0).view(4, 3))

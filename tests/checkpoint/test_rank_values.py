@@ -101,7 +101,7 @@ def options_differ(folder: str) -> None:
         save(folder, model=model, optimizer=optimizer)
     texts = [str(each.message) for each in told if issubclass(each.category, CheckpointWarning)]
     assert len(texts) == (dist.get_rank() == 0)
-    assert all("optimizer: options, or states that are no tensors, differ between ranks" in text for text in texts)
+    assert all("optimizer: options, or states that are not tensors, differ between ranks" in text for text in texts)
 
 
 def replicas_differ(folder: str) -> None:
@@ -111,7 +111,7 @@ def replicas_differ(folder: str) -> None:
     with Checkpointer(folder, asynchronous=False) as checkpoints:
         checkpoints.save(0, model=model)
         late = DTensor.from_local(torch.full((8,), float(dist.get_rank())), mesh, [Replicate()], run_check=False)
-        with pytest.raises(CheckpointError, match=r"late: rank 1 and a rank before it have written different values"):
+        with pytest.raises(CheckpointError, match=r"late: rank 1 and an earlier rank have written different values"):
             checkpoints.save(1, model=model, late=late)
 
 
@@ -120,7 +120,7 @@ def states_elsewhere(folder: str) -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    with pytest.raises(ContentMismatchError, match=r"ZeroRedundancyOptimizer.*by a name of its own"):
+    with pytest.raises(ContentMismatchError, match=r"ZeroRedundancyOptimizer.*as a keyword argument"):
         save(folder, model=model, optimizer=optimizer)
 
 

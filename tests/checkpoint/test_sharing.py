@@ -276,10 +276,10 @@ def only_some_ranks(folder: str) -> None:
                     each._saver._gathering.rounds.timeout = timedelta(seconds=1)
             caller = number % 2
             if rank == caller:
-                said = rf"ranks \[{1 - caller}\] did not come to {call.strip()} "
+                said = rf"ranks \[{1 - caller}\] did not reach {call.strip()} "
                 with warnings.catch_warnings(record=True) as told:
                     warnings.simplefilter("always")
-                    with pytest.raises(CheckpointError, match=said + r"within 0:00:01.*every rank has to call it"):
+                    with pytest.raises(CheckpointError, match=said + r"within 0:00:01.*every rank must call it"):
                         run()
                 texts = [str(one.message) for one in told if issubclass(one.category, LateRanksWarning)]
                 assert len(texts) == 1 and re.match(said + r"for 0 s.*if rank == 0", texts[0]), (call, texts, told)
@@ -287,7 +287,7 @@ def only_some_ranks(folder: str) -> None:
             if rank != caller:  # comes too late
                 with (
                     warnings.catch_warnings(),
-                    pytest.raises(CheckpointError, match=f"did not come to {call.strip()} "),
+                    pytest.raises(CheckpointError, match=f"did not reach {call.strip()} "),
                 ):
                     warnings.simplefilter("ignore")
                     run()
@@ -359,7 +359,7 @@ def in_different_calls(folder: str) -> None:
                 comparison.exchange(b"", lambda: "parallelize")
     dist.barrier()
     if rank == 1:  # a rank that comes later learns of it, and is in step again
-        with pytest.raises(CheckpointError, match=r"ranks \[1\] did not come to load"):
+        with pytest.raises(CheckpointError, match=r"ranks \[1\] did not reach load"):
             load(folder, model=model)
 
 

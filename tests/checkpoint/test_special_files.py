@@ -52,7 +52,7 @@ def test_pipes_in_a_step(tmp_path: Path) -> None:
         pipe_at(path)
         assert verify(tmp_path / "step-2")
         assert main(["ckpt", "verify", str(tmp_path)]) == 1
-        with pytest.warns(CheckpointWarning, match="step 2 is passed by"):
+        with pytest.warns(CheckpointWarning, match="step 2 is skipped"):
             assert Checkpointer(tmp_path).restore(model=model_of())["step"] == 1  # type: ignore[index]
         with pytest.raises(CheckpointError, match="named pipe"):
             Checkpointer(tmp_path, verify="none").restore(model=model_of())
@@ -104,13 +104,13 @@ IMPOSSIBLE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "before": (_with("start", -64), "no such bytes"),
     "file": (_with("file", 7), "file 7, which has no such bytes"),
     "last file": (_with("file", -1), "file -1, which has no such bytes"),
-    "small": (_with("sizes", [3, 6]), "do not make it up"),
+    "small": (_with("sizes", [3, 6]), "do not cover it exactly"),
     "twice": (
         lambda m: m["tensors"]["model.weight"]["boxes"].append(m["tensors"]["model.weight"]["boxes"][0]),
         "overlap",
     ),
-    "large": (_with("shape", [10**9, 10**9]), "do not make it up"),
-    "outside": (_with("shape", [4, 9]), "reach out of it"),
+    "large": (_with("shape", [10**9, 10**9]), "do not cover it exactly"),
+    "outside": (_with("shape", [4, 9]), "extend past it"),
     "copies": (lambda m: m["files"][0].update(copies=[["gone", [3], 0, "0"]]), "a copy of gone"),
     "no tensors": (lambda m: m.pop("tensors"), "lacks tensors"),
 }

@@ -68,7 +68,7 @@ def test_a_save_inside_of_a_save(tmp_path: Path) -> None:
             return {}
 
     with Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(SaveFailedError, match=r"save was called inside of another call.*set a flag"):
+        with pytest.raises(SaveFailedError, match=r"save was called during another call.*set a flag"):
             checkpoints.save(1, value=Saving())
         checkpoints.save(3, value=3)
         assert checkpoints.restore() == {"step": 3, "value": 3}
@@ -92,7 +92,7 @@ def test_two_on_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert written.wait(20)
     (leftover,) = tmp_path.glob("step-1.tmp-*")
     second.save(2, **state(2))
-    with pytest.raises(CheckpointError, match="step-2 is there already"):
+    with pytest.raises(CheckpointError, match="step-2 already exists"):
         second.save(2, **state(2))
     second.save(3, **state(3))
     assert leftover.exists()

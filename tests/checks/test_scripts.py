@@ -353,7 +353,7 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (different_state, InputMismatchError, r"'up\.weight' of load_state_dict of Net"),
     (different_plain_data, InputMismatchError, "'data of data' of forward 1 of Net"),
     (parts_that_no_cut_gives, InputMismatchError, r"\{0: \(1, 4\), 1: \(2, 4\)\} by rank.*drop_last=True"),
-    (replicas_with_different_parts, InputMismatchError, "of which they have the same part.*ShardedBatchSampler"),
+    (replicas_with_different_parts, InputMismatchError, "although they have the same part of it.*ShardedBatchSampler"),
     (a_batch_that_is_not_global, InputMismatchError, "the input 'batch' of forward 1 of Net"),
     (evaluation_on_one_rank, StepMismatchError, r"rank 0 is before forward 2 of Net, in training, without gradients \(te.*"
      r"rank 1 is before forward 2 of Net, in training, with gradients.*no `if rank == 0:`"),
@@ -374,10 +374,10 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (a_part_of_the_model_on_one_rank, StepMismatchError, "rank 0 is before a call of 'up', a part of.*rank 1 is bef"),
     (no_sync_on_one_rank, StepMismatchError, "rank 0 is before the backward of forward 1.*rank 1 is before forward 2"),
     (different_weights_of_a_loss, InputMismatchError, "'other of mul' of the backward of forward 1 of Net"),
-    (a_collective_of_gradients, OpPlacementError, "collective allreduce on a DTensor.*leave the collective out"),
+    (a_collective_of_gradients, OpPlacementError, "collective allreduce on a DTensor.*remove the collective"),
     (a_sum_of_losses_with_gradients, MixedTensorsError, r"add_ writes a DTensor .*x\.detach\(\)"),
     (a_plain_parameter_of_each_rank, InputMismatchError, "'other of mul' of the backward of forward 1 of Net"),
-    (threads_in_another_order, StepMismatchError, "in training.*in evaluation.*several threads run forwards"),
+    (threads_in_another_order, StepMismatchError, "in training.*in evaluation.*Several threads of this process run"),
 ]  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def test_a_configuration_is_a_file_a_folder_or_a_repository_of_the_hub(
     for model in ("llama.json", "hf:llama.json", str(snapshot), f"hf:{snapshot}", "hf:some/llama"):
         assert run("lint", "llama", "--model", model, "--mesh", "dp=2,tp=2")[:2] == (0, "no findings\n"), model
     code, _, err = run("lint", "llama", "--model", "hf:some/other", "--mesh", "dp=2,tp=2")
-    assert code == 2 and "hf:some/other: no such file, and the Hub gives none" in err
+    assert code == 2 and "hf:some/other: the file was not found on the Hub" in err
 
 
 def test_lint_prints_each_finding_on_a_line_of_its_own(run: Run) -> None:
@@ -148,9 +148,9 @@ def test_lint_warns_and_can_be_told_not_to(run: Run) -> None:
         (("lint", "missing.yaml", "--model", "net:make"), "there is no file 'missing.yaml'"),
         (
             ("lint", "lama", "--model", "net:make"),
-            f"'lama' is not a file and no plan of the zoo ({', '.join(plan_zoo.names())}); did you mean 'llama'?",
+            f"'lama' is neither a file nor a plan of the zoo ({', '.join(plan_zoo.names())}); did you mean 'llama'?",
         ),
-        (("lint", "llama", "--model", "net:make"), "give --mesh, as dp=2,tp=4"),
+        (("lint", "llama", "--model", "net:make"), "pass --mesh, such as dp=2,tp=4"),
         (("lint", "llama", "--model", "net:make", "--mesh", "dp2"), "write a mesh as dp=2,tp=4"),
         (("lint", "plan.yaml", "--model", "net:mak"), "has no mak"),
         (("lint", "plan.yaml", "--model", "nomodule:make"), "No module named 'nomodule'"),
@@ -162,7 +162,7 @@ def test_lint_warns_and_can_be_told_not_to(run: Run) -> None:
         ),
         (("lint", "plan.yaml", "--model", "hf:."), "the folder has no config.json"),
         (("lint", "plan.yaml", "--model", "hf:unknown.json"), "no model_type 'lama'; did you mean 'llama'?"),
-        (("lint", "plan.yaml", "--model", "hf:none.json"), "No such file"),
+        (("lint", "plan.yaml", "--model", "hf:none.json"), "no such file"),
         (("lint", "plan.yaml", "--model", "hf:plan.yaml"), "not JSON"),
         (("explain", "plan.yaml", "--model", "net:make", "--input", "x=8by8"), "write NAME=SHAPE[:DTYPE]"),
         (("diff", "plan.yaml", "nothing.yaml"), "there is no file 'nothing.yaml'"),
@@ -240,7 +240,7 @@ def test_options_mean_the_same_everywhere(command: str, capsys: pytest.CaptureFi
     for option in (
         "--batch N rows of the global batch",
         "--seq N length of a row",
-        "--input NAME=SHAPE[:DTYPE] an input",
+        "--input NAME=SHAPE[:DTYPE] global shape and dtype of an input",
     ):
         assert option in text
 
@@ -249,7 +249,7 @@ def test_explain_only_one_section(run: Run) -> None:
     code, out, _ = run("explain", "plan.yaml", "--model", "net:make", "--only", "ir")
     assert code == 0 and out.splitlines()[0] == "forward_pre:<in>:x:wrap(tp=R)"
     code, out, _ = run("explain", "plan.yaml", "--model", "net:make", "--only", "collectives")
-    assert code == 0 and "give --input NAME=SHAPE[:DTYPE]" in out
+    assert code == 0 and "pass --input NAME=SHAPE[:DTYPE]" in out
     code, out, _ = run("explain", "plan.yaml", "--model", "net:make", "--only", "collectives", "--input", "x=8x8")
     assert ["<out>", "fwd", "tp", "all_reduce", "1", "256", "B"] in [line.split() for line in out.splitlines()]
 
@@ -309,7 +309,7 @@ def test_a_cut_over_two_axes(run: Run) -> None:
 
 def test_explain_refuses_what_does_not_fit(run: Run) -> None:
     code, out, _ = run("explain", "llama", "--model", "hf:llama.json", "--mesh", "dp=2,tp=4")
-    assert code == 1 and "cut falls inside an attention head" in out
+    assert code == 1 and "a shard boundary would fall inside an attention head" in out
     code, out, _ = run("explain", "llama", "--model", "hf:llama.json", "--mesh", "dp=2,tp=4", "--json")
     assert code == 1 and "attention head" in json.loads(out)["error"]
 
@@ -460,7 +460,7 @@ def test_lint_knows_the_blocks_of_an_optimizer(run: Run) -> None:
     assert [f["names"] for f in found("rows.yaml", "adamw8bit:block_size=96")] == [["fc2.weight"]]
     assert len(found("rows.yaml", "adamw8bit:block=8x2048")) == 2 and found("rows.yaml", "adamw8bit:block=1x2048") == []
     (column,) = found("columns.yaml", "adamw8bit")
-    assert column["names"] == ["fc2.weight"] and "cuts block 0 (elements 0 to 255)" in column["problem"]
+    assert column["names"] == ["fc2.weight"] and "divides block 0 (elements 0 to 255)" in column["problem"]
     assert all(
         f["rule"] != "optimizer-block" for f in json.loads(run("lint", "rows.yaml", *same, "--json")[1])["findings"]
     )

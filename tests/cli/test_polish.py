@@ -111,7 +111,7 @@ def test_a_new_plan_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "no findings" in capsys.readouterr().out
     assert "up.(weight|bias): {tp: S(0)}" in Path(plan).read_text()
     assert main(["plan", "new", model, "--mesh", "pp=2"]) == 2
-    assert "axis 'pp' of the mesh (pp=2) has no part" in capsys.readouterr().err
+    assert "axis 'pp' of the mesh (pp=2) is unused" in capsys.readouterr().err
     assert main(["plan", "new", f"{tmp_path}/other.py:Net", "--mesh", "tp=2"]) == 2
     assert "there is no file" in capsys.readouterr().err
 
@@ -132,6 +132,6 @@ def test_what_a_model_prints_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_axis_that_a_plan_wants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a_net.py").write_text(MODEL)
     assert main(["lint", "llama", "--model", f"{tmp_path}/a_net.py:Net", "--mesh", "tp=2"]) == 1
-    assert "give the missing axis one rank, as dp=1,tp=2" in capsys.readouterr().out
+    assert "add the missing axis with one rank, as in dp=1,tp=2" in capsys.readouterr().out
     assert main(["lint", "llama", "--model", f"{tmp_path}/a_net.py:Net", "--mesh", "ddp=2,tp=2"]) == 1
     assert "rename the axis in one of the two; did you mean 'ddp'?" in capsys.readouterr().out

@@ -186,13 +186,13 @@ def test_every_command(start: Callable[..., Job]) -> None:
     assert "(forward)  -> out = self.down(hidden)" in begin and "not stopped" not in begin, begin
     assert job.ask("p own") == "0\n(rank 0) "
     assert "rank 2 is at" in job.ask("rank 2") and job.ask("p own") == "2\n(rank 2) "
-    assert "rank 7 is not here; stopped are ranks [0, 1, 2, 3]" in job.ask("rank 7")
+    assert "rank 7 is not stopped here; the stopped ranks are [0, 1, 2, 3]" in job.ask("rank 7")
     answers = job.ask("all own * 10")
     assert all(f"{rank}  {rank * 10}\n" in answers for rank in range(4)), answers
     assert "ZeroDivisionError" in job.ask("all 1 // own")
     assert "element [7, 3] of (10, 20) is 143.0 on rank 0 and -1.0 on rank 2" in job.ask("diff odd")
     assert "equal on all ranks: shape (2, 6), torch.float32, tp=R" in job.ask("diff x")
-    assert "parts that ranks have in common are equal: shape (8, 6)" in job.ask("diff self.up.weight")
+    assert "parts that ranks share are equal: shape (8, 6)" in job.ask("diff self.up.weight")
     assert "text differs" in job.ask("diff own")
     full = job.ask("full self.up.weight")
     assert "shape (8, 6), torch.float32, tp=S(0)" in full and full.count("[") == 9, full
@@ -203,7 +203,7 @@ def test_every_command(start: Callable[..., Job]) -> None:
     assert "vescale.breakpoint()" in job.ask("l")
     assert job.ask("!mine = own + 40") == "(rank 2) " and job.ask("p mine") == "42\n(rank 2) "
     assert "NameError" in job.ask("p nothing")
-    assert "would part this rank" in job.ask("interact")
+    assert "would separate this rank" in job.ask("interact")
     job.ask("u")
     assert "rank 0 is at" in job.ask("rank 0")
     time.sleep(5)  # longer than VESCALE_TIMEOUT: no time passes at a breakpoint
@@ -330,11 +330,11 @@ def test_a_step_over_a_line_that_one_rank_runs_keeps_the_prompt(start: Callable[
     job.expect(r"\(rank 0\) ")
     assert "rank 0 is at" in job.ask("n")
     running = job.ask("n")  # rank 0 waits in its collective, and the prompt goes to a rank that has stopped
-    assert re.search(r"rank 0 still runs .*stopping.py:\d+ \(uneven\)  -> dist.all_reduce\(x\)", running), running
+    assert re.search(r"rank 0 is still running .*stopping.py:\d+ \(uneven\)  -> dist.all_reduce\(x\)", running), running
     assert re.search(r"rank 3 has stopped at .*-> if dist.get_rank\(\) != 0", running), running
     assert running.endswith("(rank 1) ")
     assert "tensor([1.])" in job.ask("p x")  # commands still work
-    assert "rank 0 is not here" in job.ask("rank 0")
+    assert "rank 0 is not stopped here" in job.ask("rank 0")
     job.ask("n")  # to their collective
     together = job.ask("n")  # into it: all four go on, and the prompt is rank 0's again
     together = together if together.endswith("(rank 0) ") else job.expect(r"\(rank 0\) ")

@@ -170,7 +170,8 @@ def in_a_stage(fault: Callable[[], None]) -> None:
 
 GONE = r"rank 1 (is dead|has reported nothing)"
 CASES: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
-    (in_forward, sleeps, r"rank 1 did not enter all_reduce number \d+ of axis 'tp' \(\d+ bytes, asked for by blocks.1.down.<out>"  # noqa: E501
+    (in_forward, sleeps, r"rank 1 did not enter all_reduce number \d+ of axis 'tp' \(\d+ bytes, requested by "
+                         r"blocks.1.down.<out>"
      r".* ranks \[0, 2\] have waited for .* s: rank 1 is at .*test_hang_report.py:\d+ \(sleeps\) in forward of blocks.1"),
     (in_forward, dies, rf"by blocks.1.down.* {GONE}|{GONE}.* blocks.1"),
     (in_forward, stops, r"rank 1 did not enter all_reduce .* by blocks.1.down.* rank 1 is stopped by a signal .*; when it last reported"),  # noqa: E501
@@ -226,9 +227,7 @@ def outlives_the_store(folder: str) -> None:
 
 def test_a_rank_that_loses_the_store_while_it_hangs_tells_so(tmp_path: Path) -> None:
     job = run_processes(outlives_the_store, tmp_path, str(tmp_path), limit=90.0)
-    assert job.codes == [0, 70, 0] and re.search("store of the job is gone .*, and rank 1 waits", job.outputs[1]), (
-        job.text
-    )
+    assert job.codes == [0, 70, 0] and re.search("job's store has ended .*, and rank 1 waits", job.outputs[1]), job.text
 
 
 def is_watched_before_it_begins(folder: str) -> None:

@@ -281,7 +281,7 @@ def test_an_exception_leaves_what_was_recorded(tmp_path: Path) -> None:
 
 
 def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="every=0; give the number of steps"):
+    with pytest.raises(ValueError, match="every=0; pass the interval of observed steps"):
         monitor(net(), every=0)
     with pytest.raises(ValueError, match="ranks='some'"):
         monitor(net(), ranks="some")  # type: ignore[arg-type]
@@ -342,7 +342,7 @@ def test_operations_that_are_not_known() -> None:
     experts = nn.ModuleDict({"experts": nn.Linear(4, 4)})
     with pytest.raises(ValueError, match="pass flops_per_token="):
         flops_per_token(experts)
-    with pytest.warns(UserWarning, match="monitor leaves MFU out: experts.weight"):
+    with pytest.warns(UserWarning, match="monitor omits MFU: experts.weight"):
         monitor(experts, peak_flops=1.0, console=False).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

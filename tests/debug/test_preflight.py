@@ -118,8 +118,8 @@ CASES: list[tuple[Callable[[Any], None], str]] = [
     (another_dtype, r"'up.weight' .* is \(8, 4\) float32 on ranks \[0, 1, 3\] and \(8, 4\) float64 on rank 2"),
     (another_order, r"'number 0 in the order' of parameters and buffers is up.weight .* and down.weight on rank 2"),
     (a_frozen_parameter, r"'up.bias' .* and \(8,\) float32, frozen on rank 2; build the same model"),
-    (another_value, r"down.bias has other values: .* on rank 2; seed every rank alike before the model"),
-    (another_seed, r"'the default generator' of random state is seed 0, .* and seed 5, .* on rank 2; seed every rank alike"),
+    (another_value, r"down.bias has other values: .* on rank 2; use the same seed on every rank before the model"),
+    (another_seed, r"'the default generator' of random state is seed 0, .* and seed 5, .* on rank 2; use the same seed"),
     (more_numbers_drawn, r"random state is seed 0, state .* and seed 0, state .* on rank 2"),
     (another_torch, r"'torch' of versions is 2\..* on ranks \[0, 1, 3\] and 2.99.0 on rank 2; install the same"),
 ]  # fmt: skip
@@ -177,7 +177,7 @@ def absent(late: int) -> str:
         os.environ["VESCALE_TIMEOUT"] = "1.5"
         begin = time.monotonic()
         try:
-            with pytest.raises(PlanMismatchError, match=rf"ranks \[{late}\] did not come") as found:
+            with pytest.raises(PlanMismatchError, match=rf"ranks \[{late}\] did not arrive") as found:
                 parallelize(Net(), plan_of(mesh))
         finally:
             del os.environ["VESCALE_TIMEOUT"]
@@ -186,7 +186,7 @@ def absent(late: int) -> str:
         message = str(found.value)
     dist.barrier()
     if rank == late:  # it learns that the others have given up
-        with pytest.raises(PlanMismatchError, match=rf"ranks \[{late}\] did not come"):
+        with pytest.raises(PlanMismatchError, match=rf"ranks \[{late}\] did not arrive"):
             parallelize(Net(), plan_of(mesh))
     return message
 
@@ -211,7 +211,7 @@ def lateness() -> list[str]:
 def test_late_ranks_are_named_while_the_others_wait(ranks: RankPools) -> None:
     said = ranks.run(lateness)
     assert said[0] == said[2] == [] and len(said[1] + said[3]) == 1, said  # of the rank that has come first
-    assert "ranks [0, 2] have not come for 3 s" in (said[1] + said[3])[0]
+    assert "ranks [0, 2] have not arrived for 3 s" in (said[1] + said[3])[0]
 
 
 def lateness_of_work() -> list[str]:
@@ -236,7 +236,7 @@ def lateness_of_work() -> list[str]:
 
 def test_ranks_that_work_are_not_late(ranks: RankPools) -> None:
     said = [text for texts in ranks.run(lateness_of_work) for text in texts]
-    assert len(said) == 1 and said[0].startswith("a second test: ranks [3] have not come"), said
+    assert len(said) == 1 and said[0].startswith("a second test: ranks [3] have not arrived"), said
 
 
 def of_fully_shard() -> str:

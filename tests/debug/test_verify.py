@@ -395,11 +395,11 @@ def test_a_job_that_fails_is_told(tmp_path: Path) -> None:
 def test_what_verify_refuses() -> None:
     with pytest.raises(TypeError, match=r"model_fn is .* other processes cannot import"):
         verify(lambda: Net(), plan_of, IDS, ["tp=2"])
-    with pytest.raises(ValueError, match="has no axis 'dp'; give sizes of tp"):
+    with pytest.raises(ValueError, match="has no axis 'dp'; pass sizes of tp"):
         verify(Net, Plan({"tp": 2}), IDS, ["dp=2"])
     with pytest.raises(ValueError, match="no mesh"):
         verify(Net, plan_of, IDS)
-    with pytest.raises(ValueError, match="at least one step"):
+    with pytest.raises(ValueError, match="expected at least 1"):
         verify(Net, plan_of, IDS, ["tp=2"], steps=0)
 
 

@@ -193,7 +193,7 @@ def test_a_choice_that_the_optimizer_does_not_take_is_a_row() -> None:
         sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG, **sizes}))
     found = estimate(model, plan, batch={"input_ids": (8, 16)}, steps=1, optimizer="sgd")
-    assert "must not be cut" in what_if(found, "optimizer=adamw8bit")["error"]
+    assert "must not be divided" in what_if(found, "optimizer=adamw8bit")["error"]
     assert what_if(found, "optimizer=adamw")["peak_bytes"] > found.peak_bytes
     for wrong in ("optimizer=adamv", "load=x", "checkpoint=most", "stage=9"):
         with pytest.raises(ValueError, match=re.escape(wrong.partition("=")[2])):
@@ -290,7 +290,7 @@ def test_refusals() -> None:
         estimate(llama(1), plan, batch={"input_ids": (2, 8)}, optimizer="adamv")
     with pytest.raises(PlanError):
         estimate(llama(1), plan.shard("nothing.weight", vescale_shard(0), mesh="dp"), batch={"input_ids": (2, 8)})
-    with pytest.raises(ValueError, match="offload=maybe: give true or false"):
+    with pytest.raises(ValueError, match="offload=maybe: write true or false"):
         what_if(estimated(CASES["dp"], steps=1), "offload=maybe")
 
 
@@ -496,7 +496,7 @@ def test_what_is_offloaded_is_in_the_memory_of_the_host() -> None:
     kept = what_if(found, "checkpoint=offload")
     assert kept["peak_bytes"] < found.peak_bytes and kept["activations"] < sum(peak["activations"].values()) / 2
     offloaded = changed_plan(found, "offload")
-    assert any("are offloaded, in the host's memory" in note for note in offloaded.notes)
+    assert any("are offloaded to host memory" in note for note in offloaded.notes)
     on_host = offloaded.again(device="cpu")
     assert on_host.peak_bytes > offloaded.peak_bytes and not any("offloaded" in note for note in on_host.notes)
 

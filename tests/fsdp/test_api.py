@@ -378,7 +378,7 @@ def as_torch_sees_it() -> None:
     assert stock_fully_shard.state(pair[0]) is stock_fully_shard.state(pair[1]) is state_of(pair[0])  # type: ignore[attr-defined]
     twin = copy.deepcopy(model)
     assert stock_fully_shard.state(twin) is state_of(twin) is not found[0]  # type: ignore[attr-defined]
-    with pytest.raises(ArgumentTypeError, match=r"mesh is 7\.5, a float; give fully_shard a DeviceMesh"):
+    with pytest.raises(ArgumentTypeError, match=r"mesh is 7\.5, a float; pass a DeviceMesh"):
         fully_shard(nn.Linear(2, 2), mesh=7.5)  # type: ignore[call-overload]
     with pytest.raises(AssertionError, match="can only be applied to a module once"):
         stock_fully_shard(model, mesh=mesh)
@@ -387,7 +387,7 @@ def as_torch_sees_it() -> None:
     theirs = nn.Linear(3, 3)
     stock_fully_shard(theirs, mesh=mesh)
     with pytest.raises(
-        ValueError, match=r"given a FSDPLinear that torch\.distributed\.fsdp\.fully_shard has sharded; give"
+        ValueError, match=r"given a FSDPLinear that torch\.distributed\.fsdp\.fully_shard has sharded; use"
     ):
         fully_shard(theirs, mesh=mesh)
     with pytest.raises(ValueError, match=r"given '0', a FSDPLinear that torch\.distributed\.fsdp\.fully_shard has"):
@@ -412,7 +412,7 @@ def beside_replicate() -> None:
         models.append(model)
         if kind == "inside":
             replicate(model[2])
-            with pytest.raises(ValueError, match="given a DDPLinear that replicate has"):
+            with pytest.raises(ValueError, match="given a DDPLinear to which replicate has been applied"):
                 fully_shard(model[2], mesh=mesh)
             fully_shard(model, mesh=mesh)
         if kind == "outside":
@@ -474,7 +474,7 @@ def test_engine(ranks: RankPools, num_ranks: int) -> None:
 
 def errors() -> None:
     mesh = mesh_of()
-    with pytest.raises(ValueError, match="has no forward to gather"):
+    with pytest.raises(ValueError, match="has no forward for which"):
         fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh)
     model = Net(tied=True)
     fully_shard(model.embed, mesh=mesh)
@@ -482,12 +482,12 @@ def errors() -> None:
         fully_shard(model, mesh=mesh)
     grid = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     uneven = parallelize_module(nn.Linear(5, 2), grid["tp"], RowwiseParallel())
-    unequal = r"'weight' of shape \(2, 5\).*cuts the 5 indices of dim 1 into 2 parts of unequal length"
+    unequal = r"'weight' of shape \(2, 5\).*divides the 5 indices of dim 1 into 2 parts of unequal length"
     with pytest.raises(NotImplementedError, match=unequal):  # on all ranks, whatever they hold
         fully_shard(uneven, mesh=grid["dp"])
     linear = nn.Linear(3, 3)
     fully_shard(linear, mesh=mesh)
-    with pytest.raises(ValueError, match="before; give each module once"):
+    with pytest.raises(ValueError, match=r"already been called for this .*; pass each module once"):
         fully_shard(linear, mesh=mesh)
     with pytest.raises(ValueError, match="divides the 4 ranks"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=3)
@@ -501,7 +501,7 @@ def errors() -> None:
         linear.set_reduce_scatter_max_input_buffers(0)  # type: ignore[attr-defined]
     with pytest.raises(NotImplementedError, match="symmetric memory"):
         linear.set_symm_mem_for_comm()  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="given to fully_shard, got Linear"):
+    with pytest.raises(ValueError, match="fully_shard has been applied, got Linear"):
         linear.set_modules_to_forward_prefetch([nn.Linear(1, 1)])  # type: ignore[attr-defined, list-item]
     with torch.device("meta"):
         on_meta = Net()

@@ -511,15 +511,17 @@ def refused() -> None:
     mesh, values, x = mesh_of(), torch.arange(12.0).view(6, 2), torch.ones(1, 2)
     with pytest.raises(ValueError, match=r"'weight' .* is a Half with fsdp_pre_all_gather and without fsdp_post"):
         fully_shard(lone(Half(values)), mesh=mesh)
-    with pytest.raises(NotImplementedError, match=r"given the placement S\(1\); .* return Shard\(0\) or None"):
+    with pytest.raises(NotImplementedError, match=r"has the placement S\(1\); .* return Shard\(0\) or None"):
         fully_shard(lone(Rounded(values)), mesh=mesh, shard_placement_fn=lambda p: Shard(1))
     fully_shard(lone(Rounded(values)), mesh=mesh, shard_placement_fn=lambda p: Shard(0))
     with deferred_init():
         deferred = MixedBlock(4, frozen=False)
-    with pytest.raises(NotImplementedError, match=r"'up.weight' .* is a Rounded around deferred tensors"):
+    with pytest.raises(NotImplementedError, match=r"'up.weight' .* is a Rounded that wraps deferred tensors"):
         fully_shard(deferred, mesh=mesh)
     with pytest.raises(
-        NotImplementedError, match=r"must not be cut inside of 4 elements; .*leave it out of orig_param_policy"
+        NotImplementedError,
+        match=r"must not be divided inside blocks of 4 elements; .*leave it out of "
+        r"orig_param_policy",
     ):
         fully_shard(lone(Rounded(torch.zeros(world_size() * 3, 2))), mesh=mesh, orig_param_policy=lambda *_: 4)
     fully_shard(lone(Rounded(torch.zeros(world_size() * 2, 2))), mesh=mesh, orig_param_policy=lambda *_: 4)
@@ -567,9 +569,7 @@ def refused() -> None:
     plain = nn.Linear(2, 4)
     fully_shard(plain, mesh=mesh)
     plain.weight.to_local().fsdp_pre_all_gather = plain.weight._local_tensor.fsdp_pre_all_gather = lambda *_: None  # type: ignore[operator, attr-defined]
-    with pytest.raises(
-        NotImplementedError, match="local tensor of parameter 'weight', a plain one, was given fsdp_pre"
-    ):
+    with pytest.raises(NotImplementedError, match="local tensor of parameter 'weight' is a plain tensor with fsdp_pre"):
         plain(x)
 
 

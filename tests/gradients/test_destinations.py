@@ -185,10 +185,10 @@ def disagreements() -> None:
         return from_local(torch.ones(4), mesh, [P(), on_the_second_axis])
 
     losses = [Loss.apply(module.first, sent(P())), Loss.apply(module.second, sent(P() if rank == 3 else R()))]
-    with pytest.raises(GradientError, match=r"second\.grad comes as .*on rank 3, and as .*on rank 0"):
+    with pytest.raises(GradientError, match=r"second\.grad arrives as .*on rank 3, but as .*on rank 0"):
         torch.stack(losses).sum().backward()
 
-    with pytest.raises(ValueError, match="first has a GradientReducer already"):
+    with pytest.raises(ValueError, match="first already has a GradientReducer"):
         GradientReducer(module, mesh)
     reducer.remove()
     module.zero_grad()
@@ -197,7 +197,7 @@ def disagreements() -> None:
         is_other = rank == 1 and step == 1
         loss = Loss.apply(module.first, sent(R())) + Loss.apply(module.second, sent(P() if is_other else R()))
         if is_other:
-            with pytest.raises(RuntimeError, match=r"second\.grad comes as .*did not come to compare"):
+            with pytest.raises(RuntimeError, match=r"second\.grad arrives as .*did not arrive at the comparison"):
                 loss.backward()
         else:
             loss.backward()
@@ -219,7 +219,7 @@ def mistakes() -> None:
         with pytest.raises(ValueError, match=r"reduce_dtype=.*use a floating-point"):
             GradientReducer(nn.Linear(2, 2), mesh, reduce_dtype=dtype)  # type: ignore[arg-type]
     for arguments in (([nn.Linear(2, 2)], mesh), (nn.Linear(2, 2), "dp")):
-        with pytest.raises(TypeError, match=r"give it an nn\.Module and a DeviceMesh"):
+        with pytest.raises(TypeError, match=r"pass an nn\.Module and a DeviceMesh"):
             GradientReducer(*arguments)  # type: ignore[arg-type]
     module = nn.Module()
     module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))

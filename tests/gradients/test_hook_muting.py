@@ -265,7 +265,7 @@ def changed_layout_in_part() -> None:
     for _ in range(3):
         backward(both=True)
     table.sparse = True
-    with pytest.raises(RuntimeError, match=r"2\.weight\.grad comes as a torch\.sparse_coo tensor"):
+    with pytest.raises(RuntimeError, match=r"2\.weight\.grad is a torch\.sparse_coo tensor"):
         backward(both=False)
 
 
@@ -285,7 +285,7 @@ def changed_layout() -> None:
     for _ in range(4):
         backward()
     model[0].sparse = True
-    with pytest.raises(RuntimeError, match=r"0\.weight\.grad comes as a torch\.sparse_coo tensor"):
+    with pytest.raises(RuntimeError, match=r"0\.weight\.grad is a torch\.sparse_coo tensor"):
         backward()
     model[0].sparse = False
     backward()

@@ -93,7 +93,7 @@ def test_axes_that_spread_experts_together() -> None:
     ("entries", "message"),
     [
         ([cut("experts.(gate_up|down)_proj", Shard(0), "ep")], r"6 experts over 4 ranks \(ep=4\).* for example 3"),
-        ([cut("experts.down_proj", Shard(2), "ep")], "leaves gate_up_proj whole"),
+        ([cut("experts.down_proj", Shard(2), "ep")], "leaves gate_up_proj replicated"),
         (
             [cut("experts.gate_up_proj", Shard(1), "ep"), cut("experts.down_proj", Shard(2), "ep")],
             r"Interleaved\(1, 2\)",
@@ -107,7 +107,7 @@ def test_errors_before_anything_runs(entries: list[Any], message: str) -> None:
 
 def test_a_bias_in_front_of_the_sum_must_be_cut() -> None:
     entries = (cut("experts.gate_up_proj", InterleavedShard(1, 2), "tp"), cut("experts.down_proj", Shard(2), "tp"))
-    with pytest.raises(PlanError, match="leaves gate_up_proj_bias whole"):
+    with pytest.raises(PlanError, match="leaves gate_up_proj_bias replicated"):
         lower(plan_of(region(None), *entries, tp=2), Block(biased=True))
 
 
@@ -116,7 +116,7 @@ def test_a_bias_in_front_of_the_sum_must_be_cut() -> None:
     [
         ([region()], "experts-whole", r"add 'experts.\(gate_up_proj\|down_proj\)': \{ep: S\(0\)\}"),
         ([region(None), cut("experts.(gate_up|down)_proj", Shard(0), "ep"), cut("router.weight", Shard(0), "ep")],
-         "router", r"router.weight, the router of experts, is cut S\(0\) over 'ep'"),
+         "router", r"router.weight, the router of experts, is sharded S\(0\) over 'ep'"),
         ([cut("experts.(gate_up|down)_proj", Shard(0), "ep")],
          "missing-region", r"add local: \{'experts': \{kind: experts, dispatch: all_to_all\}\}"),
         ([region(None), cut("experts.gate_up_proj", Shard(2), "ep"), cut("experts.down_proj", Shard(2), "ep")],

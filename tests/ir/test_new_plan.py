@@ -210,7 +210,7 @@ def test_a_layer_that_mixes_tokens_keeps_the_sequence() -> None:
             self.layers = nn.ModuleList(nn.Sequential(Attention(), Mixing("gated")) for _ in range(2))
 
     text = lines(Model(), torch.zeros(4, 6, dtype=torch.int64), sequence=True)
-    assert "The sequence stays whole in layers: flip" in text
+    assert "The sequence is not sharded in layers: flip" in text
     assert "S(1)}" not in text.replace("weight: {tp: S(1)}", "").replace("head.<out>: {tp: S(1)}", "")
 
 
@@ -230,7 +230,7 @@ class Two(nn.Module):
     [
         (lambda: new_plan(Two(), TP), r"inputs of Two.forward\(x, y\) cannot be guessed"),
         (lambda: new_plan(Feed("gated"), TP, torch.empty(2, 3)), "does not run on the meta device"),
-        (lambda: new_plan(Feed("gated"), {"pp": 2}), "axis 'pp' of the mesh .* has no part"),
+        (lambda: new_plan(Feed("gated"), {"pp": 2}), "axis 'pp' of the mesh .* is unused"),
         (lambda: new_plan(Feed("gated"), {"dp": 2}, zero=4), "zero=4"),
         (lambda: new_plan(Feed("gated"), TP, zero=3), "zero=3 shards over the batch's axes"),
         (lambda: new_plan(Feed("gated"), TP, batch_axes=["x"]), "batch_axes names 'x'"),

@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from tests.examples import NIGHTLY
-from tests.fresh import run_fresh
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole
 from vescale import parallelize
@@ -88,33 +86,3 @@ def all_cases(seeds: list[tuple[int]]) -> int:
 def test_drawn_chains_of_views(ranks: RankPools) -> None:
     seeds = [(seed,) for seed in range(60 if NIGHTLY else 3)]
     assert ranks.run(all_cases, seeds, world_size=2) == [len(seeds)] * 2
-
-
-ONE_ROW = """
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from vescale import Plan, parallelize
-
-dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
-parallelize(torch.nn.Linear(2, 2), Plan(mesh))
-local = torch.randn(1, 2, 8).mul_(2)
-x = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(1, 4, 8), stride=(32, 8, 1))
-normed = lambda x: torch.nn.functional.layer_norm(x, (8,))
-for op in (lambda x: x + 1, normed, torch.nn.functional.relu, lambda x: x @ torch.ones(8, 3), lambda x: x.flatten(0, 1)):
-    before = x._version, x._local_tensor._version
-    op(x)
-    assert (x._version, x._local_tensor._version) == before, op
-"""
-
-
-@pytest.mark.parametrize("without", ["", "VESCALE_NO_NATIVE"])
-def test_other_strides_are_no_write(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that took them for a write to a module's input brought it back alone, and waited for the others for ever."""
-    if without:
-        monkeypatch.setenv(without, "1")
-    done = run_fresh(ONE_ROW)
-    assert done.returncode == 0, done.stderr

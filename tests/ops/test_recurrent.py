@@ -140,7 +140,7 @@ def refused() -> None:
     model = Calls(nn.EmbeddingBag(9, 4, max_norm=1.0), lambda inner, x: inner(x))
     parallelize(model, Plan(mesh).shard("<in:x>", {"dp": S0}))
     with pytest.raises(
-        NotImplementedError, match=r"max_norm .*over bags of shape \(4, 3\).*let the module's <in> be R"
+        NotImplementedError, match=r"max_norm .*over bags of shape \(4, 3\).*write R for the module's <in>"
     ):
         model(torch.zeros(4, 3, dtype=torch.long))
     model = Calls(nn.GRU(3, 4), lambda inner, x: inner(x)[0])

@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "no outputs": (
         lambda call: Decision((call.operands[0].placements,)),
         ValueError,
-        r"returned outputs=None, but the op returns tensors; give the placements of each",
+        r"returned outputs=None, but the op returns tensors; return the placements of each",
     ),
 }
 

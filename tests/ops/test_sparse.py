@@ -84,5 +84,5 @@ def refusals() -> list[str]:
 
 def test_what_is_refused(ranks: RankPools) -> None:
     for cut, added in ranks.run(refusals, world_size=2):
-        assert "sparse tensors are the same on every rank. Leave the entry out" in cut
-        assert "give it dense for anything else, adj.to_dense()" in added
+        assert "sparse tensors must be the same on every rank. Remove the entry" in cut
+        assert "for anything else, use a dense tensor, adj.to_dense()" in added

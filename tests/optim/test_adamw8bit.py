@@ -459,7 +459,7 @@ def test_arguments_out_of_range(options: dict[str, Any], text: str) -> None:
 def test_parameters_that_cannot_be_updated() -> None:
     with pytest.raises(ValueError, match=r"parameter c is torch.complex64"):
         AdamW8bit([("c", torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)))])
-    with pytest.raises(ValueError, match="stochastic rounding is to bfloat16"):
+    with pytest.raises(ValueError, match="stochastic rounding needs bfloat16 parameters"):
         AdamW8bit([torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))], stochastic_rounding=True)
     embedding = torch.nn.Embedding(100, 64, sparse=True)
     optimizer = AdamW8bit(embedding.named_parameters())

@@ -265,7 +265,7 @@ def test_cut_blocks_are_refused(meshes: Any) -> None:
             distribute_tensor(torch.randn(64, 128), mesh, [RaggedShard(block=256), Shard(1)], src_data_rank=None)
         )
         with pytest.raises(
-            ValueError, match=r"S\(1\) on 'b' makes such parts. .*with block_size=64, of which none is cut"
+            ValueError, match=r"S\(1\) on 'b' creates such parts. .*with block_size=64, with which no block is divided"
         ):
             AdamW8bit([rows])
         AdamW8bit([rows], block_size=64)
@@ -273,7 +273,7 @@ def test_cut_blocks_are_refused(meshes: Any) -> None:
             AdamW8bit([parameter], block=(64, 64))
     (text,) = texts  # the same on all ranks
     assert "parameter layers.0.weight of shape (90, 50)" in text
-    assert "rank 0 ends inside of block 8 (elements 2048 to 2303)" in text
+    assert "rank 0 ends inside block 8 (elements 2048 to 2303)" in text
     assert "orig_param_policy=vescale.optim.adamw8bit_layout(block_size=256)" in text
     assert "plan.shard('layers.0.weight', RaggedShard(block=256), mesh='a', phase=INIT)" in text
 

@@ -368,7 +368,7 @@ def test_interface_on_ranks(ranks: RankPools) -> None:
 def same_error_everywhere() -> None:
     model = model_of()
     fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
-    with pytest.raises(ValueError, match="must not be cut") as error:
+    with pytest.raises(ValueError, match="must not be divided") as error:
         AdamW8bit(model.named_parameters())
     texts: list[Any] = [None] * 3
     dist.all_gather_object(texts, str(error.value))

@@ -100,7 +100,7 @@ def test_late_gone_and_resized_parameters() -> None:
     with pytest.raises(ValueError, match="late is"):
         ema.update()
     del model.late
-    with pytest.raises(ValueError, match="no late any more"):
+    with pytest.raises(ValueError, match="no longer has late"):
         ema.update()
     with pytest.raises(ValueError, match="only the state dict has an average of late"):
         EMA(model).load_state_dict(ema.state_dict())

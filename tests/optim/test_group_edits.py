@@ -182,7 +182,7 @@ def test_frozen_on_a_rank(ranks: RankPools) -> None:
 @pytest.mark.parametrize(
     ("kind", "edit", "message"),
     [
-        (Muon, {"algorithm": "adamw"}, "made for another algorithm"),
+        (Muon, {"algorithm": "adamw"}, "created for a different algorithm"),
         (Muon, {"algorithm": "adamw", "betas": (0.9, 0.99), "capturable": False}, "'momentum_buffer'.*del optimizer"),
         (Shampoo, {"max_preconditioner_dim": 5}, "max_preconditioner_dim=5"),
         (Shampoo, {"blocks": 2}, "blocks=2"),

@@ -100,7 +100,7 @@ def refused() -> None:
     model = nn.Sequential(nn.Linear(9, 9, bias=False))
     optimizer = AdamW8bit(model.parameters(), block_size=16, min_numel=0)
     held, states = list(model.parameters()), dict(optimizer.state)
-    with pytest.raises(ValueError, match=r"parameter 0\.weight of shape \(9, 9\).*must not be cut"):
+    with pytest.raises(ValueError, match=r"parameter 0\.weight of shape \(9, 9\).*must not be divided"):
         fully_shard(model, mesh=mesh, optimizer=optimizer)
     assert optimizer.param_groups[0]["params"][0] is held[0] and optimizer.state[held[0]] is states[held[0]]
 

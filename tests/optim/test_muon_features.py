@@ -84,8 +84,8 @@ def test_groups_are_made_by_name_and_printed(capsys: pytest.CaptureFixture[str])
         ({"blocks": {"qkv.weight.*x": 3}}, "of blocks matches none"),
         ({"blocks": {r"qkv\.weight": 5}}, "5 does not divide the 36"),
         ({"blocks": {r"qkv\.weight": [30, 7]}}, "sum to 37"),
-        ({"blocks": {r"qkv\.weight": ("dim", 2, 3)}}, "give a number of equal blocks"),
-        ({"blocks": {r"norm\.weight": 2}}, "is no matrix"),
+        ({"blocks": {r"qkv\.weight": ("dim", 2, 3)}}, "pass a number of equal blocks"),
+        ({"blocks": {r"norm\.weight": 2}}, "is not a matrix"),
         ({"adamw": [r"qkv\..*"], "blocks": {r"qkv\.weight": 3}}, "of adamw"),
         ({"adamw": "head"}, "a list of patterns"),
         ({"adamw": ["(head"]}, "not a regular expression"),
@@ -541,7 +541,7 @@ def gradients_of_other_kinds() -> None:
         parameters[0].grad = bad if dist.get_rank() == 1 else on_mesh(values, mesh, [Shard(1)])
         with pytest.raises(RuntimeError, match=r"parameter 'group 0, parameter 0'"):
             optimizer.step()
-    with pytest.raises(ValueError, match=r"the optimizer's.*give every rank the same"):
+    with pytest.raises(ValueError, match=r"the optimizer's.*pass the same parameters on every rank"):
         Muon(parameters[: 1 + (dist.get_rank() == 2)])
     skipping = Muon(parameters, lr=0.1, skip_nonfinite=True)
     before = [whole(p).clone() for p in parameters]

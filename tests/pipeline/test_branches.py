@@ -220,7 +220,7 @@ def warns_case() -> tuple[list[str], str]:
 
 def test_what_a_pipeline_tells(ranks: RankPools) -> None:
     first, second = ranks.run(warns_case, world_size=2)
-    assert len(first[0]) == 1 and "'norm' takes statistics over the rows" in first[0][0] and not second[0]
+    assert len(first[0]) == 1 and "'norm' computes statistics over the rows" in first[0][0] and not second[0]
     assert first[1] == second[1]
 
 

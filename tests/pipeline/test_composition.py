@@ -95,7 +95,7 @@ def test_parts_of_the_batch(ranks: RankPools, rows: int, schedule: str, microbat
     results = ranks.run(parts_case, rows, schedule, microbatches, world_size=4)
     assert_exact([found for found, _ in results])
     for _, message in results:
-        assert re.search(r"parts that ranks give .* not those of one batch; .*\(5, 6\)", message)
+        assert re.search(r"parts that ranks pass .* not those of one batch; .*\(5, 6\)", message)
 
 
 def is_reduction(record: CommRecord) -> bool:

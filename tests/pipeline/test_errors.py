@@ -35,51 +35,55 @@ def pipeline(axes: dict[str, int] | None = None, **options: Any) -> Plan:
 
 ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     "no axis": ({"axes": {"dp": 2}}, "no axis 'pp'; the axes are dp=2"),
-    "two cuts": ({"balance": "cost"}, "split_before and balance says where .* give exactly one of"),
-    "no cut": ({"split_before": None}, "nothing says where the model is cut; give exactly one of"),
+    "two cuts": ({"balance": "cost"}, "split_before and balance determines? the stages; pass exactly one of"),
+    "no cut": ({"split_before": None}, "nothing determines the stages; pass exactly one of"),
     "unknown schedule": ({"schedule": "1F2B"}, "'1F2B' is none of GPipe, 1F1B, .* did you mean.*1F1B"),
     "micro-batches": ({"microbatches": 0}, "microbatches=0; use a number of at least 1"),
     "reduce": ({"reduce": "steps"}, "reduce='steps'; use 'step' or 'microbatch'"),
     "loss": ({"loss": "loss"}, "use a path that begins with the output, such as 'out.loss'"),
     "loss of one argument": (
         {"loss": lambda out: (out, 1)},
-        r"\(out\) cannot be called with \(out, batch\): .* take both",
+        r"\(out\) cannot be called with \(out, batch\): .* with both parameters",
     ),
-    "limit without balance": ({"memory_gib": 4}, "memory_gib=4; it is a positive number, beside balance="),
+    "limit without balance": ({"memory_gib": 4}, "memory_gib=4; use a positive number, together with balance="),
     "a path of an input": ({"split_before": ["blocks.2.<in>"]}, "takes a module path"),
     "unknown path": ({"split_before": ["layers.2"]}, "'layers.2' matches no module .* for example 'blocks.0'"),
     "the model itself": ({"split_before": [""]}, "module|path"),
-    "inside of each other": ({"split_before": ["blocks.2", "blocks.2.up"]}, "'blocks.2.up' is a part of 'blocks.2'"),
+    "inside of each other": ({"split_before": ["blocks.2", "blocks.2.up"]}, "'blocks.2.up' is part of 'blocks.2'"),
     "too many stages": (
         {"split_before": ["blocks.1", "blocks.2"]},
-        "schedule 1F1B: 3 stages for 2 ranks along 'pp'; cut the model into a multiple of 2",
+        "schedule 1F1B: 3 stages for 2 ranks along 'pp'; split the model into a multiple of 2",
     ),
     "two stages a rank": (
         {"split_before": ["blocks.1", "blocks.2", "blocks.3"]},
-        "it runs one stage on each rank, and the model is cut into 4 for 2 ranks; cut it into 2, or use Interleaved1F1B",
+        "it runs one stage on each rank, but the model is split into 4 stages for 2 ranks; split it into 2, or use "
+        "Interleaved1F1B",
     ),
-    "one stage a rank": ({"schedule": "ZBV"}, "it runs exactly 2 stages on each rank; cut the model into 4, not 2"),
-    "too few micro-batches": ({"microbatches": 1}, "1 micro-batches for 2 stages; give microbatches=2 or more"),
+    "one stage a rank": ({"schedule": "ZBV"}, "it runs exactly 2 stages on each rank; split the model into 4, not 2"),
+    "too few micro-batches": ({"microbatches": 1}, "1 micro-batches for 2 stages; use microbatches=2 or more"),
     "rounds": (
         {"schedule": "Interleaved1F1B", "microbatches": 5, "split_before": ["blocks.1", "blocks.2", "blocks.3"]},
-        "5 micro-batches on 2 ranks; .* give a multiple of 2",
+        "5 micro-batches on 2 ranks; .* use a multiple of 2",
     ),
     "no beginning": (
         {"split_before": []},
         r"split_before=\[\] names no module; name one",
     ),
-    "a line of text": ({"schedule": "0F0,0B0\n"}, "it has 1 lines for 2 ranks along 'pp'; give a line for each rank"),
+    "a line of text": (
+        {"schedule": "0F0,0B0\n"},
+        "it has 1 lines for 2 ranks along 'pp'; write one line for each rank",
+    ),
     "a stage of text": (
         {"schedule": "0F0,0B0\n5F0,5B0\n", "microbatches": 1},
-        "'5F0' is of stage 5, and the model is cut into stages 0 to 1",
+        "'5F0' is of stage 5, but the model is split into stages 0 to 1",
     ),
     "a forward of text": (
         {"schedule": "0F0,0F0,0B0\n1F0,1B0\n", "microbatches": 1},
-        "it has 0F0 more than once; name each computation once",
+        "it contains 0F0 more than once; write each computation once",
     ),
     "listed twice": (
         {"split_before": None, "stages": [["blocks.0", "blocks.1"], ["blocks.1"]]},
-        "all modules of stage 1, blocks.1, are in other stages as well",
+        "all modules of stage 1, blocks.1, are also in other stages",
     ),
     "out of order": (
         {"split_before": None, "stages": [["blocks.3"], ["blocks.1"]], "schedule": "GPipe"},
@@ -87,7 +91,7 @@ ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "too few blocks": (
         {"split_before": None, "balance": "cost", "stages_per_rank": 4, "schedule": "Interleaved1F1B"},
-        "balance='cost' found no ModuleList of at least 8 blocks; give split_before=",
+        "balance='cost' found no ModuleList of at least 8 blocks; pass split_before=",
     ),
     "a stage without parameters": (
         {"split_before": ["dropouts"]},
@@ -141,7 +145,7 @@ BATCHES: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]] 
         Net,
         {},
         {"rows": 6},
-        "a batch of 6 rows cannot be cut into 4 equal micro-batches; give a multiple of 4",
+        "a batch of 6 rows cannot be split into 4 equal micro-batches; pass a multiple of 4",
     ),
     "never called": (Unused, {}, {}, "the forward does not call 'blocks.2', before which a stage begins"),
     "loss path": (Net, {"loss": "out.losses"}, {}, "the model's output, a dict, has no 'losses'"),
@@ -150,7 +154,7 @@ BATCHES: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]] 
         Net,
         {"split_before": None, "stages": [["embed", "norm"], ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]]},
         {},
-        "the forward calls 'norm' in stage 1, but .* it belongs to stage 0; give stages=",
+        "the forward calls 'norm' in stage 1, but .* it belongs to stage 0; pass stages=",
     ),
 }
 
@@ -188,7 +192,7 @@ def raised_everywhere() -> list[str]:
     with pytest.raises(StepMismatchError) as differ:
         (model.step if dist.get_rank() == 0 else model.evaluate)(**token_batch(0, names=NAMES))
     found.append(str(differ.value))
-    with pytest.raises(RuntimeError, match=r"runs in stages, none of which is the model; call \.step"):
+    with pytest.raises(RuntimeError, match=r"runs in stages, so that no rank can run its whole forward; call \.step"):
         model(**token_batch(0, names=NAMES))
     plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4)
     with pytest.raises(PlanError, match=r"mode='static' records a step of the whole model.* leave out mode="):
@@ -280,7 +284,7 @@ class Logging(Net):
 
 def test_forwards_that_read_what_depends_on_parameters() -> None:
     with pytest.raises(
-        PlanError, match=r"branches on values of parameters, or takes them to Python .* use torch\.where"
+        PlanError, match=r"branches on values of parameters, or reads them in Python .* use torch\.where"
     ):
         StagedProgram.of(pipeline(), Logging())
 

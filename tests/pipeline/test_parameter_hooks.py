@@ -113,7 +113,7 @@ def refusals() -> None:
     model = parallelize(make_net(), Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4))
     batch = token_batch(0, names=NAMES)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
-    with pytest.raises(PipelineCallError, match="LBFGS computes its step of a parameter from all parameters"):
+    with pytest.raises(PipelineCallError, match="LBFGS computes the step of each parameter from all parameters"):
         optimizer.step(lambda: model.step(**batch))
     model.embed.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # tied to the head
     with no_sync(model), pytest.raises(PipelineCallError, match="gradient of a parameter that several stages use"):

@@ -156,4 +156,4 @@ def test_early_exits_are_refused_with_the_edit(ranks: RankPools) -> None:
     for found in ranks.run(refused, Counting, EARLY_EXIT, world_size=2):
         assert "'norm', which is called in stages 0, 1, writes to its buffers" in found
     for found in ranks.run(refused, plain_norm, [EARLY_EXIT[0], EARLY_EXIT[0][2:]], world_size=2):
-        assert "all modules of stage 1, norm, head, are in other stages as well" in found
+        assert "all modules of stage 1, norm, head, are also in other stages" in found

@@ -160,12 +160,12 @@ def test_drawn_forwards(ranks: RankPools, seed: int) -> None:
 GPIPE = {"schedule": "GPipe", "microbatches": 1}
 EDITED: dict[str, tuple[str, dict[str, Any], Callable[..., Any]]] = {
     **{
-        name: ("depends on rows of several micro-batches: .* give microbatches=1 with GPipe", GPIPE, FORWARDS[name])
+        name: ("depends on rows of several micro-batches: .* use microbatches=1 with GPipe", GPIPE, FORWARDS[name])
         for name in ("manifold_mixup", "whitened_features", "attention_over_rows")
     },
     "pairs_mixed": ("or microbatches=1 with GPipe", GPIPE, FORWARDS["pairs_mixed"]),
     "uncertainties": (
-        r"reads the parameter 'sigmas', .* give stages=\[\[paths\], ...\], with 'sigmas' in that of stage 1",
+        r"reads the parameter 'sigmas', .* pass stages=\[\[paths\], ...\], with 'sigmas' in that of stage 1",
         {
             "split_before": None,
             "stages": [["embed", "inp", r"blocks\.[01]"], [r"blocks\.[23]", "head", "value", "sigmas"]],
@@ -173,7 +173,7 @@ EDITED: dict[str, tuple[str, dict[str, Any], Callable[..., Any]]] = {
         FORWARDS["uncertainties"],
     ),
     "baseline_of_values": (
-        "calls 'inp' in stage 1, .* keep what the first call has returned",
+        "calls 'inp' in stage 1, .* keep the result of the first call",
         {},
         lambda net, x, r: (lambda z: (z * (r - z.mean().detach())).mean())(net.score(x)),
     ),
@@ -248,7 +248,7 @@ def test_a_trial_without_memory_is_left_out_on_all_ranks(ranks: RankPools, error
     for rank in range(4) if error is RuntimeError else (1,):
         results = ranks.run(exhausted_case, error, rank, rank, 4, world_size=4)
         assert all(found <= 1e-12 for (found,), _ in results), results
-        assert any("there is not the memory to run the first two micro-batches together" in t for t in results[0][1])
+        assert any("there is not enough memory to run the first two micro-batches together" in t for t in results[0][1])
         assert not any(told for _, told in results[1:])
 
 

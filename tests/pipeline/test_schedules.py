@@ -47,7 +47,7 @@ def test_dry_runs(name: str) -> None:
         try:
             schedule = make_schedule(entry_of(schedule=name, microbatches=microbatches), ranks, stages)
         except PlanError as error:
-            assert re.search(r"give (a multiple of|microbatches=)", str(error)), (name, ranks, per_rank, microbatches)
+            assert re.search(r"use (a multiple of|microbatches=)", str(error)), (name, ranks, per_rank, microbatches)
             continue
         ran += 1
         assert sorted(schedule.rank_of) == sorted(list(range(ranks)) * per_rank)
@@ -87,7 +87,7 @@ def test_bubbles_and_peaks_are_those_of_the_papers() -> None:
     ("text", "problem"),
     [
         ("0F0,0B0\n1B0,1F0\n", "stage 1, microbatch 0 without first running Forward"),
-        ("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n", "the last stage takes micro-batches 1, 0; give it 0 to 1 in order"),
+        ("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n", "the last stage processes micro-batches 1, 0; write 0 to 1 in order"),
         ("0F0,0B0\n1F0\n", "Invalid backward microbatches for stage 1"),
         ("0F0,0B0\n0F1,0B1\n", "Stage 0 is assigned to both rank 1 and rank 0"),
     ],
@@ -155,7 +155,7 @@ def test_balance_by_cost_and_memory() -> None:
     plan = Plan({"pp": 2}).pipeline(balance="cost", microbatches=4)
     assert StagedProgram.of(plan, uneven()).cut.splits == ("blocks.1",)
     weights = sum(p.numel() for p in uneven().parameters()) * 4 * 4 / 2**30  # gradients, and two states
-    with pytest.raises(PlanError, match=r"memory_gib=.* take .* GiB on the fullest rank .* give memory_gib="):
+    with pytest.raises(PlanError, match=r"memory_gib=.* take .* GiB on the fullest rank .* pass memory_gib="):
         StagedProgram.of(Plan({"pp": 2}).pipeline(balance="cost", microbatches=4, memory_gib=weights / 4), uneven())
     again = Plan({"pp": 2}).pipeline(balance="cost", microbatches=4, memory_gib=weights)
     assert StagedProgram.of(again, uneven()).cut.splits == ("blocks.1",)
@@ -219,15 +219,15 @@ def test_cost_is_a_table() -> None:
     assert cut_of(uneven(), costs=costs).cut.splits == ("blocks.7",)
     written = Plan({"pp": 2}).pipeline(balance="cost", microbatches=4, costs=costs)
     assert Plan.from_yaml(written.to_yaml()).pipeline_entry == written.pipeline_entry
-    with pytest.raises(PlanError, match=r"costs has no cost for 'blocks.7'; give each block of 'blocks' a cost"):
+    with pytest.raises(PlanError, match=r"costs has no cost for 'blocks.7'; pass a cost for each block of 'blocks'"):
         cut_of(uneven(), costs={r"blocks.[0-6]": 1})
     with pytest.raises(PlanError, match=r"costs 'layers' matches no module of the model"):
         cut_of(uneven(), costs={r"blocks.\d": 1, "layers": 2})
-    with pytest.raises(PlanError, match=r"costs: 'blocks.0' costs -1; use a number that is not negative"):
+    with pytest.raises(PlanError, match=r"costs: 'blocks.0' costs -1; use a non-negative number"):
         cut_of(uneven(), costs={"blocks.0": -1})
-    with pytest.raises(PlanError, match=r'costs= is beside balance="cost"'):
+    with pytest.raises(PlanError, match=r'costs= needs balance="cost"'):
         Plan({"pp": 2}).pipeline(split_before=["blocks.1"], costs=costs)
-    with pytest.raises(PlanError, match=r"microbatch_shape=\[4\]; it is \[rows, tokens\], beside memory_gib="):
+    with pytest.raises(PlanError, match=r"microbatch_shape=\[4\]; use \[rows, tokens\], together with memory_gib="):
         cut_of(uneven(), memory_gib=1, microbatch_shape=[4])
 
 
@@ -279,7 +279,7 @@ def test_memory_counts_what_forwards_hold() -> None:
     gib = 2**30
     assert cut_of(net, memory_gib=4 * large / gib, microbatch_shape=shape).cut.splits == ("blocks.4",)
     assert cut_of(net, memory_gib=0.8 * large / gib, microbatch_shape=shape).cut.splits[0] in ("blocks.2", "blocks.3")
-    with pytest.raises(PlanError, match="what forwards hold take"):
+    with pytest.raises(PlanError, match="that forwards hold take"):
         cut_of(net, memory_gib=0.3 * large / gib, microbatch_shape=shape)
     cut_of(net, lambda plan: plan.checkpoint(r"blocks.\d+"), memory_gib=0.5 * large / gib, microbatch_shape=shape)
     full, half = (

@@ -240,9 +240,9 @@ class Hidden(Branches):
     [
         (
             Sharing,
-            r"stage 1, reads a tensor of shape \(.*8\) that stage 0 has made, and that shares memory .* out of place",
+            r"stage 1, reads a tensor of shape \(.*8\) that stage 0 has created, and that shares memory .* out of place",
         ),
-        (Hidden, r"made in a module of stage 0, and is not part of what the module returns; return it"),
+        (Hidden, r"created in a module of stage 0 but is not part of what the module returns; return it"),
     ],
 )
 def test_what_cannot_skip(cls: type[nn.Module], message: str) -> None:

@@ -186,7 +186,7 @@ def wrong_full_shape(options: StateDictOptions) -> None:
 @pytest.mark.parametrize("options", [FULL, BROADCAST], ids=["full", "broadcast"])
 def test_full_values_of_another_shape_are_refused_by_name(ranks: RankPools, options: StateDictOptions) -> None:
     for text in ranks.run(error_of, wrong_full_shape, options):
-        for part in ("weight: ", "(8, 12)", "(12, 8)", "RaggedShard", "give the full tensor"):
+        for part in ("weight: ", "(8, 12)", "(12, 8)", "RaggedShard", "pass the full tensor"):
             assert part in text
 
 

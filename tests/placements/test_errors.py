@@ -34,7 +34,7 @@ MISFITS: list[tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...], str]] = [
         (RaggedShard((0,), (2, 2, 2)),),
         (6, 2),
         (4,),
-        "3 local_units, but its mesh axis has 4 ranks; give one unit count",
+        "3 local_units, but its mesh axis has 4 ranks; pass one unit count",
     ),
     (
         (RaggedShard((0,), (1, 1, 1, 1)),),
@@ -57,7 +57,7 @@ MISFITS: list[tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...], str]] = [
         (RaggedShard((0, 1), (9, 3)), Shard(1)),
         (6, 4),
         (2, 2),
-        r"cut into dim 1 .* sum to a divisor of 6, or give block=",
+        r"divide dim 1.* sum to a divisor of 6, or pass block=",
     ),
     ((RaggedShard((0, 1, 2), (1, 1)),), (6, 2), (2,), r"flattens dims \(0, 1, 2\), .* name at most 2 leading dims"),
     (
@@ -154,20 +154,20 @@ def refuse_on_every_rank(mesh_ranks: Any) -> list[str]:
     bad = RaggedShard((0,), (1, 1, 1, 1))
     attempts = [
         (lambda: distribute_tensor(whole, mesh, (bad,)), "does not divide"),
-        (lambda: distribute_tensor(whole, mesh, (RaggedShard((0,), (3, 3)),)), "give one unit count"),
+        (lambda: distribute_tensor(whole, mesh, (RaggedShard((0,), (3, 3)),)), "pass one unit count"),
         (lambda: distribute_tensor(whole, mesh, (good, Replicate())), "one placement for each axis"),
         (lambda: distribute_tensor(whole, mesh, (InterleavedShard(2, 2),)), "names tensor dim 2"),
         (lambda: distribute_tensor(placed, mesh, (InterleavedShard(0, 2),)), "call redistribute"),
         (lambda: redistribute(placed, placements=(bad,)), "does not divide"),
-        (lambda: redistribute(placed), "needs placements"),
+        (lambda: redistribute(placed), "needs placements="),
         (lambda: redistribute(placed, placements=(Shard(5),)), "names tensor dim 5"),
         (lambda: redistribute(pending, placements=(Partial("max"),)), "redistribute to Replicate"),
         (lambda: redistribute(counts, placements=(good,)), "avg of torch.int64 .* floating-point dtype first"),
         (lambda: redistribute(turned, placements=(good,)), "max of torch.complex64"),
-        (lambda: redistribute(placed, make_mesh((0, 1)), (Replicate(),)), "go through full_tensor"),
+        (lambda: redistribute(placed, make_mesh((0, 1)), (Replicate(),)), "use full_tensor"),
         (lambda: from_local(part, mesh, (good,)), "pass shape="),
         (lambda: from_local(part, mesh, (good,), shape=(5, 2)), "does not divide"),
-        (lambda: from_local(whole, mesh, (Replicate(),), shape=(6, 2), grad_placements=(good,)), "other elements than"),
+        (lambda: from_local(whole, mesh, (Replicate(),), shape=(6, 2), grad_placements=(good,)), "other elements to"),
         (lambda: to_local(placed, grad_placements=(Partial(),)), "has its shape; keep the sharded axes"),
         (lambda: placed.full_tensor(grad_placements=(good,)), "full_tensor: grad_placements"),
         (lambda: distribute_tensor((whole.requires_grad_() * 2), mesh, (good,)), "takes a leaf tensor"),
@@ -214,10 +214,13 @@ def run_checks() -> None:
         ({"shape": pick(None, (6, 2))}, "^rank 2: .*pass shape="),
         (
             {"local": torch.zeros(units[rank] * 2, dtype=pick(torch.float64, torch.float32))},
-            "the ranks differ.*rank 2: .*64",
+            "the arguments differ between ranks.*rank 2: .*64",
         ),
-        ({"grad_placements": pick((Replicate(),), None)}, "^rank 2: .*other elements than"),
-        ({"local": torch.zeros(0), "shape": (pick(1, 2) - 1, 0)}, r"the ranks differ.*rank 2: shape \(0, 0\)"),
+        ({"grad_placements": pick((Replicate(),), None)}, "^rank 2: .*other elements to"),
+        (
+            {"local": torch.zeros(0), "shape": (pick(1, 2) - 1, 0)},
+            r"the arguments differ between ranks.*rank 2: shape \(0, 0\)",
+        ),
     ]
     for mistake, message in mistakes:
         options = {"placements": (good,), "local": part, "shape": (6, 2)} | mistake

@@ -326,9 +326,9 @@ def test_numbers_that_divide_nothing() -> None:
     """A prime number of devices, and a batch that they do not divide: what is left, or why nothing is."""
     found = search(decoder("Llama"), devices=7, batch={"input_ids": (8, 16)}, exact=0)
     reasons = " ".join(one.reason for one in found.rejected)
-    assert "a batch of 8 rows is no multiple of 7 ranks of data" in reasons
+    assert "a batch of 8 rows is not a multiple of 7 ranks of data" in reasons
     assert all(one.choice.dp == 1 for one in found.proposals)
-    assert "no multiple of 7" in reasons and (found.fits or found.advice())
+    assert "not a multiple of 7" in reasons and (found.fits or found.advice())
 
 
 def test_a_model_that_fails_says_so() -> None:

@@ -41,7 +41,7 @@ def test_plans_are_short_and_survive_a_round_trip(name: str) -> None:
 def test_unknown_names_and_meshes() -> None:
     with pytest.raises(PlanError, match=r"no plan 'lama' \(plans: .*llama.*\); did you mean 'llama'"):
         plan_zoo.load("lama", {"dp": 2, "tp": 2})
-    with pytest.raises(PlanError, match="the plan is for axes dp, tp, but the mesh given has dp, mp"):
+    with pytest.raises(PlanError, match="the plan is for axes dp, tp, but the mesh has dp, mp"):
         plan_zoo.load("llama", {"dp": 2, "mp": 2})
 
 

@@ -89,7 +89,7 @@ def test_biases_follow_their_weights() -> None:
 
 def test_fewer_key_value_heads_than_ranks() -> None:
     model = hf("llama:LlamaConfig", num_key_value_heads=1)
-    with pytest.warns(HfImportWarning, match=r"k_proj.weight stays whole: 2 ranks do not divide its 1 heads"):
+    with pytest.warns(HfImportWarning, match=r"k_proj.weight is replicated: 2 ranks do not divide its 1 heads"):
         plan = Plan.from_hf(model, {"tp": 2})
     assert r"model.layers.\d+.self_attn.q_proj.weight" in shards(plan)
     assert not any("k_proj" in path or "k|" in path for path in shards(plan))
@@ -98,7 +98,7 @@ def test_fewer_key_value_heads_than_ranks() -> None:
 
 def test_sizes_that_do_not_divide() -> None:
     model = hf("llama:LlamaConfig", intermediate_size=49, vocab_size=65)
-    with pytest.warns(HfImportWarning, match=r"lm_head.weight stays whole: 2 ranks do not divide its dim 0 of 65"):
+    with pytest.warns(HfImportWarning, match=r"lm_head.weight is replicated: 2 ranks do not divide its dim 0 of 65"):
         plan = Plan.from_hf(model, {"tp": 2})
     assert not any("mlp" in path or "lm_head" in path for path in shards(plan))
     lower(plan, model)
@@ -135,7 +135,7 @@ def test_a_plan_that_cuts_packed_experts_in_two_is_mended() -> None:
 
 
 def test_experts_that_every_rank_adds_stay_whole() -> None:
-    with pytest.warns(HfImportWarning, match=r"experts stays whole"):
+    with pytest.warns(HfImportWarning, match=r"experts is replicated"):
         plan = Plan.from_hf(hf("longcat_flash:LongcatFlashConfig"), {"tp": 2})
     assert not any(".experts." in path and "<" not in path for path in shards(plan))
 
@@ -170,7 +170,7 @@ def test_models_without_a_plan() -> None:
         Plan.from_hf(Plain(2, 2), {"tp": 2})
     model: Any = Plain(2, 2)
     model.tp_plan = {"": "colwise_packt"}
-    with pytest.raises(PlanError, match=r"style 'colwise_packt', which this version does not know"):
+    with pytest.raises(PlanError, match=r"style 'colwise_packt', which this version of vescale does not support"):
         Plan.from_hf(model, {"tp": 2})
     model.tp_plan = {"weight": "colwise"}
     assert shards(Plan.from_hf(model, {"tp": 2})) == {"weight": {"tp": Shard(0)}}

@@ -82,7 +82,10 @@ def test_other_forms_and_names(given: Any) -> None:
         ({"ep": {"model.layers.*.mlp.experts.gate_up_proj": Partial()}}, "Partial.*reads Shard"),
         ({"ep": {"model.layers.*.mlp.experts.gate_up_proj": Shard(1)}}, "reads Shard"),
         ({"ep": {"model.layers.*.mlp.expert.gate_up_proj": Shard(0)}}, "no parameter matches the patterns for 'ep'"),
-        ({"ep": {"model.layers.*.self_attn.q_proj.weight": Shard(0)}}, "a weight of one expert cannot be spread"),
+        (
+            {"ep": {"model.layers.*.self_attn.q_proj.weight": Shard(0)}},
+            "the weight of a single expert cannot be distributed",
+        ),
     ],
 )
 def test_what_cannot_be_understood(given: Any, message: str) -> None:

@@ -266,13 +266,13 @@ def test_includes_stay_in_their_folder(tmp_path: Path) -> None:
     (folder / "loop.yaml").symlink_to(folder / "loop.yaml")
     os.mkfifo(folder / "pipe.yaml")
     for text, message in {
-        "../secret.yaml": "leaves the folder",
-        "inner/../../secret.yaml": "leaves the folder",
-        str(tmp_path / "secret.yaml"): "leaves the folder",
-        str(folder / "inner"): "leaves the folder",
-        "link.yaml": "leaves the folder",
-        "linked/secret.yaml": "leaves the folder",
-        "/dev/zero": "leaves the folder",
+        "../secret.yaml": "is outside the folder",
+        "inner/../../secret.yaml": "is outside the folder",
+        str(tmp_path / "secret.yaml"): "is outside the folder",
+        str(folder / "inner"): "is outside the folder",
+        "link.yaml": "is outside the folder",
+        "linked/secret.yaml": "is outside the folder",
+        "/dev/zero": "is outside the folder",
         "loop.yaml": "cannot include|is not a file",
         "pipe.yaml": "is not a file",
         "inner": "is not a file",
@@ -310,5 +310,5 @@ def test_includes_end(tmp_path: Path) -> None:
 def test_endless_files_are_not_read_to_their_end() -> None:
     with pytest.raises(PlanError, match="a pipe or device"):
         Plan.from_yaml("/dev/zero", AXES)
-    with pytest.raises(PlanError, match=r"file is None, a NoneType; give the path of a YAML file, or YAML text"):
+    with pytest.raises(PlanError, match=r"file is None, a NoneType; pass the path of a YAML file, or YAML text"):
         Plan.from_yaml(None, AXES)  # type: ignore[arg-type]

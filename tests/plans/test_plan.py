@@ -66,25 +66,28 @@ def test_entries_know_their_line() -> None:
         (lambda p: p.shard("w", Shard(0)), "which of the axes dp, tp"),
         (lambda p: p.shard("w", [Shard(0)], mesh=("dp", "tp")), "1 placements for the 2 axes"),
         (lambda p: p.shard("w", "S(0)", mesh="tp"), "not a placement"),
-        (lambda p: p.shard("w", {"tp": Shard(0)}, mesh="tp"), "leave axis out"),
-        (lambda p: p.shard("w", {}), "name at least one axis"),
+        (lambda p: p.shard("w", {"tp": Shard(0)}, mesh="tp"), "remove axis="),
+        (lambda p: p.shard("w", {}), "pass at least one axis"),
         (
             lambda p: p.shard("w", Shard(0), mesh=()),
-            r"axis=\(\) is not the name of an axis; give axis='dp', or several",
+            r"axis=\(\) is not the name of an axis; pass axis='dp', or several",
         ),
         (lambda p: p.shard("w", [Shard(0), Shard(0)], mesh=("tp", "tp")), "repeat"),
         (lambda p: p.shard("", Shard(0), mesh="tp"), "path is empty"),
-        (lambda p: p.shard("(w", Shard(0), mesh="tp"), "not a regular expression"),
+        (lambda p: p.shard("(w", Shard(0), mesh="tp"), "not a valid regular expression"),
         (lambda p: p.shard("a.<in", Shard(0), mesh="tp"), "not an input or output"),
         (lambda p: p.shard("a.<inn>", Shard(0), mesh="tp"), "not an input or output"),
         (lambda p: p.shard("<in>.a", Shard(0), mesh="tp"), "not an input or output"),
         (lambda p: p.shard("w", Shard(0), mesh="tp", phase="forward"), "not one of init, fwd, bwd, run, all"),
         (lambda p: p.shard("w", Shard(0), mesh="tp", given="local"), "only inputs of the model itself"),
-        (lambda p: p.redistribute("w", Shard(0), Replicate(), mesh="tp"), "acts at a module's boundary"),
+        (
+            lambda p: p.redistribute("w", Shard(0), Replicate(), mesh="tp"),
+            "the entry is for a module's inputs or outputs",
+        ),
         (lambda p: p.redistribute("a.<in>", {"tp": Shard(0)}, {"dp": Replicate()}), "same axes in both"),
         (lambda p: p.factory("a.<in>", Replicate(), mesh="tp"), "takes a module path"),
         (lambda p: p.local("a", kind="expert"), "use 'experts'"),
-        (lambda p: p.local("a", dispatch="mask"), "give kind='experts' too"),
+        (lambda p: p.local("a", dispatch="mask"), "needs kind='experts'"),
     ],
 )
 def test_mistakes_are_refused_with_the_calling_line(write: Callable[[Plan], object], message: str) -> None:
@@ -201,7 +204,7 @@ def test_axes_and_lists_of_placements_are_written_as_users_do() -> None:
     two.attention("b", "ring", mesh="tp").annotate("c.grad", Partial(), mesh="dp")
     assert one == two
     assert Plan({"pp": 2}).pipeline(split_before=["a"], axis="pp") == Plan({"pp": 2}).pipeline(split_before=["a"])
-    with pytest.raises(PlanError, match="means the same; give one"):
+    with pytest.raises(PlanError, match="mean the same; pass one"):
         one.shard("w", Shard(0), mesh="dp", axis="dp")
     with pytest.raises(PlanError, match="1 placements for the 2 axes"):
         one.shard("w", [Shard(0)])
@@ -222,6 +225,6 @@ def test_zero_writes_the_entries_of_a_stage(stage: Literal[1, 2, 3]) -> None:
 
 
 def test_stages_that_zero_cannot_write() -> None:
-    for stage, text in ((2, "name the model's blocks, as units="), (4, "use 1, 2 or 3")):
+    for stage, text in ((2, "name the model's blocks, as in units="), (4, "use 1, 2 or 3")):
         with pytest.raises(PlanError, match=text):
             Plan({"dp": 2}).zero(stage)  # type: ignore[arg-type]

@@ -167,10 +167,10 @@ MISTAKES = [
     ("shrad:\n  a: {tp: R}\n", "1:1", "did you mean 'shard'"),
     ("shard: [\n", "2:1", "not YAML"),
     ("\tshard:\n", "1:1", "indent with spaces"),
-    ("shard:\n  '(a': {tp: R}\n", "2:3", "not a regular expression"),
+    ("shard:\n  '(a': {tp: R}\n", "2:3", "not a valid regular expression"),
     ("shard:\n  a.<inn:x>: {tp: R}\n", "2:3", "not an input or output"),
-    ("shard:\n a: {tp: !!python/object/apply:os.system [x]}\n", "2:10", "plans have no tags"),
-    ("vars: &x {a: b}\nshard: *x\n", "2:8", "plans have no aliases"),
+    ("shard:\n a: {tp: !!python/object/apply:os.system [x]}\n", "2:10", "plans cannot contain tags"),
+    ("vars: &x {a: b}\nshard: *x\n", "2:8", "plans cannot contain aliases"),
     ("shard:\n  ${blc}.w: {tp: R}\nvars: {blk: x}\n", "2:3", "did you mean 'blk'"),
     ("shard:\n  a: {tp: {int: R}}\n", "2:12", "did you mean 'init'"),
     ("shard:\n  a: {phase: init}\n", "2:3", "no axis is given"),
@@ -238,7 +238,7 @@ def test_included_entries_come_first_with_their_own_lines(tmp_path: Path) -> Non
         f"{tmp_path}/plan.yaml:5:3",
     ]
     assert Plan.from_yaml(plan.to_yaml(), {"dp": 2, "tp": 4}) == plan
-    with pytest.raises(PlanError, match=r"plan.yaml:3:8: the plan is for axes dp, tp, but the mesh given has tp"):
+    with pytest.raises(PlanError, match=r"plan.yaml:3:8: the plan is for axes dp, tp, but the mesh has tp"):
         Plan.from_yaml(tmp_path / "plan.yaml", {"tp": 4})
 
 
@@ -247,7 +247,7 @@ def test_the_mesh_may_be_that_of_an_included_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("include: [base.yaml]\n")
     assert Plan.from_yaml(tmp_path / "plan.yaml").axes.sizes == (2,)
     (tmp_path / "base.yaml").write_text("mesh: {tp: null}\nshard: {a: {tp: R}}\n")
-    with pytest.raises(PlanError, match=r"base.yaml:1:1: the plan does not give the sizes of tp"):
+    with pytest.raises(PlanError, match=r"base.yaml:1:1: the plan does not contain the sizes of tp"):
         Plan.from_yaml(tmp_path / "plan.yaml")
 
 
@@ -262,7 +262,7 @@ def test_mistakes_of_included_plans_have_their_own_place(tmp_path: Path) -> None
 
 
 def test_an_include_needs_a_file() -> None:
-    with pytest.raises(PlanError, match=r"<yaml>:2:4: include 'a.yaml': a plan that is not a file has no folder"):
+    with pytest.raises(PlanError, match=r"<yaml>:2:4: include 'a.yaml': a plan that is passed as text has no folder"):
         Plan.from_yaml("include:\n - a.yaml\n", AXES)
 
 

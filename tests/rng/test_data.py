@@ -83,9 +83,9 @@ def test_batches_are_those_of_one_device(
 def bad_samplers() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     data = Numbers(9)
-    with pytest.raises(ValueError, match="expected some of its names"):
+    with pytest.raises(ValueError, match="expected some of these names"):
         ShardedBatchSampler(data, 4, mesh, "tp")
-    with pytest.raises(ValueError, match="leaves ranks without a row"):
+    with pytest.raises(ValueError, match="leaves some ranks without rows"):
         ShardedBatchSampler(data, 1, mesh, "dp")
     with pytest.raises(ValueError, match="a global batch of 1 rows"):
         ShardedBatchSampler(data, 4, mesh, "dp")

@@ -404,13 +404,13 @@ def test_errors() -> None:
     with deferred_init():
         constant.copy = nn.Parameter(big * torch.ones(100, 100))
     big.add_(1)
-    with pytest.raises(RuntimeError, match="written afterwards"):
+    with pytest.raises(RuntimeError, match="written to afterwards"):
         materialize(constant)
     with pytest.raises(ValueError, match="without a mesh"):
         materialize(module, placements=lambda name, tensor: [Shard(0)])
-    with pytest.raises(TypeError, match="has its values already"):
+    with pytest.raises(TypeError, match="already has its values"):
         materialize_tensor(torch.ones(2))
-    with pytest.raises(NotImplementedError, match="exchanges the memory"), deferred_init():
+    with pytest.raises(NotImplementedError, match="replaces the memory"), deferred_init():
         torch.empty(3).resize_(5)
     module.weight.register_hook(lambda grad: grad)
     with pytest.raises(NotImplementedError, match="backward hooks"):

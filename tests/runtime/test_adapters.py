@@ -282,7 +282,7 @@ def test_methods_of_peft(ranks: RankPools, tmp_path: Path, names: tuple[str, ...
 
 def copies_of_parts() -> None:
     model = parallelize(build("llama"), plan_named("zero"))
-    with pytest.raises(NotPicklableError, match=r"cannot be copied alone.*before parallelize"):
+    with pytest.raises(NotPicklableError, match=r"cannot be copied separately.*before parallelize"):
         peft.get_peft_model(model, peft.LoraConfig(**METHODS["LoraConfig, saved head"]))
 
 

@@ -57,7 +57,12 @@ MULTIPLE_VIEWS = "is the output of a function that returns multiple views"
 # data replaces by tensors of their own (see test_aliasing.py).
 READ_ONLY_VIEWS = ("of CheckpointFunction is a view and is being modified inplace", MULTIPLE_VIEWS)
 # What a boundary that moves data may answer instead of what one device does.
-REFUSED = (MULTIPLE_VIEWS, "one tensor; here they are two", "is the same memory on one device", "by way of to_local()")
+REFUSED = (
+    MULTIPLE_VIEWS,
+    "one tensor; here they are two",
+    "which on one device shares memory with",
+    "to_local() of it was written to",
+)
 
 
 @dataclass(frozen=True)

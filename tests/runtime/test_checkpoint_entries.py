@@ -144,10 +144,10 @@ def test_yaml() -> None:
         ({"save": ["mm"]}, {}, "save holds 'mm'; name ops as 'aten.mm'"),
         ({"save": ["x.<out> :: aten.mm"]}, {}, "must name modules"),
         ({"sav": []}, {}, "policy has no 'sav'.*did you mean 'save'"),
-        ({"save": [], "every": 2}, {}, "with nothing to save"),
+        ({"save": [], "every": 2}, {}, "without ops to save"),
         (3, {}, "policy=3"),
-        ("full", {"budget_gib": 0}, "budget_gib=0; use GiB"),
-        ("offload", {"budget_gib": 1}, "computes nothing again"),
+        ("full", {"budget_gib": 0}, "budget_gib=0; use a number of GiB"),
+        ("offload", {"budget_gib": 1}, "recomputes nothing"),
     ],
     ids=str,
 )
@@ -162,7 +162,7 @@ def test_bad_policies(policy: Any, options: dict[str, Any], text: str) -> None:
         ("full", "layerz.0", "matches no module of Net; closest: layers.0"),
         ("full", "layers", r"a ModuleList whose forward never runs.*name its items: layers\.\\d\+"),
         ("full", "", "names the model itself"),
-        ("full", r"layers\.0(\.up)?", "is inside of 'layers.0'"),
+        ("full", r"layers\.0(\.up)?", "is inside 'layers.0'"),
         ({"save": ["aten.conv9"]}, "layers.0", "there is no op 'aten.conv9'"),
         (
             {"save": ["aten.bmm"]},
@@ -180,7 +180,7 @@ def test_bad_policies(policy: Any, options: dict[str, Any], text: str) -> None:
         (
             {"save": ["first :: aten.addmm"]},
             "layers.0",
-            "no module that 'first' matches is in one that the entry names",
+            "no module that 'first' matches is inside a module that the entry names",
         ),
     ],
     ids=str,
@@ -198,7 +198,7 @@ def test_entries_that_differ_or_are_local() -> None:
     with pytest.raises(PlanError, match=r"layers.0: checkpoint .* both match, and differ"), torch.device("meta"):
         lower(plan, Net())
     local = Plan({"dp": 1}).local("layers.1").checkpoint("layers.1.up")
-    with pytest.raises(PlanError, match=r"is inside of the local region 'layers.1'"), torch.device("meta"):
+    with pytest.raises(PlanError, match=r"is inside the local region 'layers.1'"), torch.device("meta"):
         lower(local, Net())
 
 

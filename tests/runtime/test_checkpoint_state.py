@@ -446,7 +446,7 @@ def named() -> None:
         loss = model(torch.ones(2, WIDTH)).sum()
         os.environ["SWITCHED_BY"] = "columns"
         with pytest.raises(
-            RecomputationError, match="the checkpointed module '1' computes otherwise when it runs again"
+            RecomputationError, match="the checkpointed module '1' computes different results when it is recomputed"
         ):
             loss.backward()
         os.environ["SWITCHED_BY"] = "input"

@@ -30,7 +30,7 @@ from vescale.runtime._missing_values import MissingValuesWarning
 REFUSED: dict[str, tuple[Callable[[nn.Module, torch.Tensor], Any], str]] = {
     "DDP": (
         lambda m, x: DistributedDataParallel(m),
-        "DistributedDataParallel of a parallelized.*call the model as it is",
+        "DistributedDataParallel of a parallelized.*call the model directly",
     ),
     "FSDP2": (lambda m, x: fully_shard(m), "fully_shard of a parallelized.*let the plan shard parameters"),
     "FSDP2 of a part": (lambda m, x: fully_shard(m[0]), "fully_shard of a parallelized"),
@@ -77,7 +77,9 @@ def tools() -> None:
                     use(tried, x)
             torch.testing.assert_close(tried(x).full_tensor(), expected, msg=name)
     for use in (lambda m: m.share_memory(), lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu"))):
-        with pytest.raises(DTensorStorageError, match=r"share_memory_\(\) of x.to_local.*FullyShardedDataParallel out"):
+        with pytest.raises(
+            DTensorStorageError, match=r"to_local\(\)\.share_memory_\(\).*remove FullyShardedDataParallel"
+        ):
             use(parallelize(plain(), plan_of(mesh)))
     assert not model[0].weight.is_shared()
     with pytest.raises(TypeError, match=r"cannot be pickled.*save model\.state_dict"):
@@ -103,7 +105,7 @@ def wrapper_around_a_part() -> None:
     watch = HangWatch(60.0)
     try:
         with pytest.raises(
-            OpPlacementError, match=r"Wrappers that broadcast parameters .*put all of the module into the plan"
+            OpPlacementError, match=r"Wrappers that broadcast parameters .*parallelize the whole module"
         ):
             DistributedDataParallel(nn.Sequential(parallelize(plain(), plan_of(make_mesh(tp=2))), nn.Linear(4, 4)))
         assert not watch.pending()  # of the refused broadcast, the shape was asked for
@@ -121,11 +123,14 @@ def distributed_before() -> None:
 
     mesh = make_mesh(tp=2)
     around: list[tuple[Callable[[nn.Module], nn.Module], str]] = [
-        (DistributedDataParallel, "a DistributedDataParallel is distributed by DistributedDataParallel already"),
-        (torch.compile, r"an OptimizedModule is torch\.compile's.*as it was before \(model\._orig_mod\)"),
+        (DistributedDataParallel, "a DistributedDataParallel is already distributed by DistributedDataParallel"),
+        (torch.compile, r"an OptimizedModule is wrapped by torch\.compile.*original model \(model\._orig_mod\)"),
         (lambda model: fully_shard(model, mesh=mesh), "distributed by fully_shard already"),
         (lambda model: vescale.fully_shard(model, mesh=mesh), "distributed by fully_shard already"),
-        (lambda model: nn.Sequential(vescale.fully_shard(model, mesh=mesh)), "of which its part '0' is distributed"),
+        (
+            lambda model: nn.Sequential(vescale.fully_shard(model, mesh=mesh)),
+            "of which its part '0' is already distributed",
+        ),
     ]
     for wrap, message in around:
         model = wrap(plain())

@@ -31,9 +31,9 @@ def test_sizes(text: str, num_ranks: int, sizes: tuple[int, ...]) -> None:
     [
         (
             "dp=2,tp=2",
-            r"mesh dp=2,tp=2 has 4 ranks, and this job has 8; give sizes whose product is 8.*--nproc-per-node 4",
+            r"mesh dp=2,tp=2 has 4 ranks, but this job has 8; pass sizes whose product is 8.*--nproc-per-node 4",
         ),
-        ("dp=-1,tp=3", r"mesh dp=-1,tp=3 has 3 x n ranks, and this job has 8"),
+        ("dp=-1,tp=3", r"mesh dp=-1,tp=3 has 3 x n ranks, but this job has 8"),
         ("dp=-1,tp=-1", "2 axes of size -1"),
         ("dp=0,tp=8", "mesh axis 'dp' has size 0"),
         ("dp=-2,tp=4", "mesh axis 'dp' has size -2"),
@@ -48,7 +48,7 @@ def test_bad_sizes(text: str, message: str) -> None:
 
 
 def test_axes_that_are_a_number() -> None:
-    with pytest.raises(PlanValueError, match=r'axes is 7\.5, a float; give sizes by name, as "dp=2,tp=2"'):
+    with pytest.raises(PlanValueError, match=r'axes is 7\.5, a float; pass sizes by name, such as "dp=2,tp=2"'):
         vescale.init_mesh(7.5)  # type: ignore[arg-type]
 
 
@@ -69,7 +69,7 @@ def differing() -> None:
     rank = dist.get_rank()
     for axes in ({"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}), ({"dp": 2}, {"tp": 2}):
         with pytest.raises(
-            PlanMismatchError, match=r"init_mesh: .*on rank 0 and .*on rank 1; give every rank the same"
+            PlanMismatchError, match=r"init_mesh: .*on rank 0 and .*on rank 1; pass the same axes on every rank"
         ):
             vescale.init_mesh(axes[rank])
     assert vescale.init_mesh("dp=2").shape == (2,)

@@ -302,7 +302,7 @@ def clipped() -> None:
     numbers = [
         make_dtensor(torch.ones(()), make_spec(mesh, [Replicate()], (), (), torch.float32)) for mesh in (of_all, of_two)
     ]
-    with pytest.raises(RuntimeError, match="which have other ranks; expected meshes over the same ranks"):
+    with pytest.raises(RuntimeError, match="which have different ranks; expected meshes over the same ranks"):
         torch.stack(numbers)  # type: ignore[arg-type]
 
 
@@ -338,7 +338,9 @@ def deferred() -> None:
         for name, value in reference.state_dict().items()
     }
     plain.load_state_dict(foreign, assign=True)
-    with pytest.raises(ValueError, match=r"was replaced by a DTensor on .*, and it rests on .*; give a plain tensor"):
+    with pytest.raises(
+        ValueError, match=r"was replaced by a DTensor on .*, but it is sharded on .*; use a plain tensor"
+    ):
         stack_loss(plain, 0)
 
 

@@ -395,11 +395,11 @@ def errors_of_instructions() -> None:
         with hooks(native):
             model = parallelize(Model(log).double(), plan)
         x = torch.ones(4, 4, dtype=torch.float64)
-        with pytest.raises(PlanError, match=r"nested\.pair\.<in:x> has shape \(4, 4\), and the plan shards its dim 2"):
+        with pytest.raises(PlanError, match=r"nested\.pair\.<in:x> has shape \(4, 4\), but the plan shards its dim 2"):
             model(x)
         assert activations() == []
         with pytest.raises(
-            PlanError, match=r"nested\.pair\.<out> has shape \(4, 4, 4\), and the plan shards its dim 3"
+            PlanError, match=r"nested\.pair\.<out> has shape \(4, 4, 4\), but the plan shards its dim 3"
         ):
             model(torch.ones(4, 4, 4, dtype=torch.float64))
         assert activations() == [] and not isinstance(torch.zeros(2), DTensor)

@@ -90,7 +90,7 @@ def test_one_item_is_placed(two_ranks: None, kind: str, entry: str, expected: se
     model = nn.Sequential(Inner(kind))
     install(model, lower(plan, model), mesh)
     if not expected:
-        with pytest.raises(EntryError, match=f"0.<out:{entry}>.*names nothing"):
+        with pytest.raises(EntryError, match=f"0.<out:{entry}>.*matches nothing"):
             model(torch.arange(4.0))
         return
     found = model(torch.arange(4.0))

@@ -174,9 +174,9 @@ def test_as_data() -> None:
     assert policies[""] is None
     assert policies["blocks.0"] == MixedPrecisionPolicy(BF16, torch.float32, cast_forward_inputs=False)
     for wrong, message in (
-        ({}, "gives no dtype"),
-        ({"param": "int8"}, "use a floating dtype"),
-        ({"reduce": "bf16"}, "use a floating dtype"),
+        ({}, "has no dtype"),
+        ({"param": "int8"}, "use a floating-point dtype"),
+        ({"reduce": "bf16"}, "use a floating-point dtype"),
     ):
         with pytest.raises(PlanError, match=message):
             Plan(mesh).precision("blocks.0", **wrong)  # type: ignore[arg-type]

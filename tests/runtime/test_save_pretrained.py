@@ -76,7 +76,7 @@ def misused(folder: str) -> None:
     model = build("llama")
     parallelize(model, plan_zoo.load("llama", make_mesh(dp=1, tp=2)))
     rank = dist.get_rank()
-    with pytest.raises(ValueError, match=r"ranks give different folders.*on rank 1"):
+    with pytest.raises(ValueError, match=r"ranks pass different folders.*on rank 1"):
         model.save_pretrained(f"{folder}/{rank}")
     if rank == 0:
         model.config.save_pretrained = None  # what fails on the rank that writes
@@ -86,12 +86,12 @@ def misused(folder: str) -> None:
     try:
         if rank == 0:
             with pytest.raises(
-                ConsensusError, match=r"every rank of the mesh has to call it.*ranks \[1\] did not come"
+                ConsensusError, match=r"every rank of the mesh must call it.*ranks \[1\] did not arrive"
             ):
                 model.save_pretrained(f"{folder}/alone")
         dist.barrier()
         if rank == 1:  # a rank that comes late learns of it, and all ranks have counted this call
-            with pytest.raises(ConsensusError, match=r"ranks \[1\] did not come"):
+            with pytest.raises(ConsensusError, match=r"ranks \[1\] did not arrive"):
                 model.save_pretrained(f"{folder}/alone")
     finally:
         del os.environ["VESCALE_TIMEOUT"]

@@ -313,7 +313,7 @@ def of_local_regions(model: nn.Module, batch: int, flattens: bool) -> None:
     plan = lambda mesh: Plan(mesh).shard("<in>", S0, mesh="dp").local("inside", inputs=S0, outputs=S0)  # noqa: E731
     size = torch.distributed.get_world_size()
     if flattens and batch % size:
-        with pytest.raises(PlanError, match=r"local region 'inside'.*how large the whole is does not follow"):
+        with pytest.raises(PlanError, match=r"local region 'inside'.*the global size is not known"):
             check(model, {"dp": size}, plan, lambda m: m(x))
     else:
         check(model, {"dp": size}, plan, lambda m: m(x))

@@ -417,7 +417,7 @@ def part_of_replicas() -> None:
     for plan, given in ((Plan(mesh["shard"]), None), (sizes, mesh["shard"])):
         sharded_at_rest(cut_batch(plan, "shard"), ".*", "shard")
         model = build()
-        with pytest.raises(PlanError, match=r"the replicas along 'replicate' would never share a gradient"):
+        with pytest.raises(PlanError, match=r"the replicas along 'replicate' would never exchange gradients"):
             parallelize(model, plan, mesh=given)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
     pipeline = mesh_of({"pp": 2, "dp": 2})

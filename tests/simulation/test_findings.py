@@ -133,7 +133,7 @@ def test_groups_are_made_by_all_their_ranks() -> None:
     assert one.kind == "never-comes" and "ended without it; call new_group()" in one.text
     pairs = [blocking(rank, made([rank // 2 * 2, rank // 2 * 2 + 1])) for rank in range(4)]
     (one,) = found(*pairs)
-    assert one.kind == "mismatch" and "rank" in one.text and "also for groups of other ranks" in one.text
+    assert one.kind == "mismatch" and "rank" in one.text and "including for groups of other ranks" in one.text
     assert found(*(blocking(r, made([r // 2 * 2, r // 2 * 2 + 1], str(r // 2))) for r in range(4))) == []
 
 

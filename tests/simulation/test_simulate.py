@@ -226,7 +226,7 @@ def test_groups_that_some_ranks_make(simulations: dict[str, Simulation]) -> None
     finding = simulations["groups"].findings[0]
     assert "rank 0 calls new_group of ranks [0, 1] at" in finding.text and "on all ranks" in finding.text
     (finding,) = simulations["own groups"].findings
-    assert finding.kind == "mismatch" and "their groups have one name" in finding.text
+    assert finding.kind == "mismatch" and "their groups have the same name" in finding.text
     assert not simulations["all groups"].findings
     assert all(not one.collectives for one in simulations["all groups"].ranks.values())
 

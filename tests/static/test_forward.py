@@ -409,7 +409,7 @@ def outputs_without_recorded_gradients() -> Any:
     _, model = both(TwoOutputs)
     for _ in range(2):
         model(batch())[0].square().mean().backward()
-    with pytest.raises(RuntimeError, match="got none in the step that was recorded"):
+    with pytest.raises(RuntimeError, match="got none in the recorded step"):
         model(batch())[1].square().mean().backward()
     return report(model)
 

@@ -141,7 +141,7 @@ def slices() -> str:
 def test_equal_numbers_mean_other_things_where_sizes_differ(ranks: RankPools) -> None:
     """Half of the first four rows is on each rank; of eight, all four are on the first one."""
     found = ranks.run(slices, world_size=2)[0]
-    assert "__getitem__ gets other arguments" in found, found
+    assert "__getitem__ gets different arguments" in found, found
 
 
 class Raises(Net):

@@ -60,5 +60,5 @@ def await_posts(keys: Mapping[str, int]) -> list[str]:
         except RuntimeError:  # store types have no common error class; a lost store raises again here
             late = {rank for key, rank in full.items() if not store.check([key])}
             if late:
-                raise ConsensusError(f"ranks {sorted(late)} have not come to post", sorted(late)) from None
+                raise ConsensusError(f"ranks {sorted(late)} have not posted", sorted(late)) from None
         return [store.get(key).decode() for key in full]

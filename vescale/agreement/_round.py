@@ -78,8 +78,8 @@ class Round:
     def late_text(self, about: str, late: Sequence[int], seconds: int) -> str:
         """What is warned of ranks that have not come for a while."""
         return (
-            f"{about}: ranks {list(late)} have not come for {seconds} s; the others wait for them until {self.timeout} have "
-            "passed"
+            f"{about}: ranks {list(late)} have not arrived for {seconds} s; the others wait for them until "
+            f"{self.timeout} have passed"
         )
 
     @property
@@ -128,9 +128,7 @@ class Round:
             except dist.DistError as error:
                 if error is meeting.own_failure:
                     raise
-                lost = (
-                    "the process that holds the job's store, rank 0 or the launcher, has ended; its own error says why"
-                )
+                lost = "the process that hosts the job's store (rank 0 or the launcher) has ended; see its own error"
                 raise ConsensusError(f"{about()}; {lost}", [0], "", f"it is gone: {lost}") from error
 
     @contextlib.contextmanager
@@ -345,11 +343,11 @@ class _Meeting:
         ranks, text = json.loads(content)
         if kind == "failed":
             raise ConsensusError(f"{self._about()}; rank {ranks[0]} has failed: {text}", ranks, "", text)
-        waited = f"did not come to compare within {self._limit}"
+        waited = f"did not arrive at the comparison within {self._limit}"
         if text:
-            waited = f"do not come, because ranks wait for each other in different places: {text}"
+            waited = f"will not arrive, because ranks wait for each other in different places: {text}"
         raise ConsensusError(
-            f"{self._about()}; ranks {ranks} {waited}; every one of ranks {list(self._ranks)} has to take this step",
+            f"{self._about()}; ranks {ranks} {waited}; each of ranks {list(self._ranks)} must take this step",
             ranks,
             text,
         )

@@ -53,5 +53,5 @@ def _number(text: str) -> int:
 def _gathered(numbers: list[int], group: dist.ProcessGroup, device: torch.device | str) -> list[list[int]]:
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     out = own.new_empty(group.size() * len(numbers))
-    all_gather_into(out, own, group, requester="do the ranks have the same buffers").wait()
+    all_gather_into(out, own, group, requester="comparison of the ranks' buffers").wait()
     return out.view(group.size(), -1).tolist()

@@ -62,7 +62,9 @@ class Allocation:
     def reserve(self, num_bytes: int) -> int:
         """The byte offset of a new place. Raises RuntimeError once memory has been allocated."""
         if self._storage is not None:
-            raise BufferMemoryError("a place was asked for in an allocation that is in use; reserve all places first")
+            raise BufferMemoryError(
+                "a place was requested in an allocation that is already in use; reserve all places before the first use"
+            )
         offset = -(-self.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self.num_bytes = offset + num_bytes
         return offset
@@ -129,8 +131,8 @@ class Allocation:
         """Free the memory; tensors over it must not be used until :meth:`allocate`. Raises RuntimeError while borrowed."""
         if self._owner_waits is not None:
             raise BufferMemoryError(
-                "memory was to be freed while another stream may use it; expected give_back() before, with the event after "
-                "which that stream has done so. This is an error of the engine"
+                "memory would be freed while another stream may still use it; expected an earlier give_back() with "
+                "the event that ends that stream's use. This is a bug in vescale"
             )
         if self._storage is not None:
             self._resize(self._storage, 0)

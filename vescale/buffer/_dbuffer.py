@@ -166,7 +166,7 @@ class LocalPart:
         if tuple(whole.shape) != self.group.shapes[index]:
             raise DBufferError(
                 f"{self.group.names[index]}: a tensor of shape {tuple(whole.shape)} for a place of shape "
-                f"{self.group.shapes[index]}; give the tensor that the group was planned for"
+                f"{self.group.shapes[index]}; pass the tensor that the group was planned for"
             )
         view = self.views[index]
         with torch.no_grad():
@@ -192,8 +192,8 @@ class DBuffer(LocalPart):
     ``None``            a buffer of its own, unrelated to the others' (tensor parallelism has cut the tensors)
     ==================  ==================================================================================
 
-    Several sharded axes cut the buffer in their order on the mesh, the last one finest. Each collective moves the whole
-    buffer in one call, without copies; a group operation is one kernel on ``local``. Padding is zero when
+    Several sharded axes divide the buffer in their order on the mesh, the last one most finely. Each collective moves
+    the whole buffer in one call, without copies; a group operation is one kernel on ``local``. Padding is zero when
     memory is allocated, and stays zero under all of them.
 
     Args:
@@ -238,7 +238,7 @@ class DBuffer(LocalPart):
 
         Args:
             tensor: its name, or its number in the group.
-            split_factor: the pieces that later axes make of dim 0, for a strided placement.
+            split_factor: the number of pieces into which later axes divide dim 0, for a strided placement.
         """
         index = self.group.index(tensor) if isinstance(tensor, str) else tensor
         return self.group.placement(index, self.num_pieces, split_factor)
@@ -280,7 +280,7 @@ class DBuffer(LocalPart):
         return self.like(dtype=dtype).allocate().copy_(self)
 
     def clone(self) -> DBuffer:
-        """A buffer with the same values in memory of its own."""
+        """Return a buffer with the same values in separate memory."""
         return self.to(self.dtype)
 
     def norm(self, order: float = 2.0) -> torch.Tensor:
@@ -292,7 +292,9 @@ class DBuffer(LocalPart):
             order: of the norm, such as 2 or infinity.
         """
         if self.partial_axes:
-            raise DBufferError(f"norm of a buffer placed as {self.placements}: the sum is pending; reduce it first")
+            raise DBufferError(
+                f"norm of a buffer placed as {self.placements}: its sum is still pending; reduce it first"
+            )
         wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
         part = _norm(self.local if order >= 0 else self._without_padding(), order, wide)
         if not self.shard_axes:
@@ -312,8 +314,8 @@ class DBuffer(LocalPart):
         if other.group.layout != self.group.layout or other.begin != self.begin or other.numel != self.numel:
             raise DBufferError(
                 f"{what} between buffers of {self.group.names[:3]}... placed as {self.placements} and of "
-                f"{other.group.names[:3]}... placed as {other.placements}; both must have one layout and hold the same "
-                "elements: use the same TensorGroup, and gather or scatter one of them"
+                f"{other.group.names[:3]}... placed as {other.placements}; both must have the same layout and hold "
+                "the same elements: use the same TensorGroup, and gather or scatter one of them"
             )
 
     # Communication: the whole buffer in one collective ----------------------------------------------------------------
@@ -325,8 +327,8 @@ class DBuffer(LocalPart):
         for axis in numbers:
             if not isinstance(self.placements[axis], Replicate | Partial):
                 raise DBufferError(
-                    f"piece along axis {axis} of a buffer placed as {self.placements}; only an axis along which every "
-                    "rank holds the whole can be cut"
+                    f"piece along axis {axis} of a buffer placed as {self.placements}; a buffer can be cut only along "
+                    "an axis on which every rank holds all of it"
                 )
         part = self._placed(numbers, RaggedShard())
         part._must_nest(self)
@@ -438,8 +440,8 @@ class DBuffer(LocalPart):
         ops = {str(getattr(self.placements[axis], "reduce_op", "")) for axis in numbers}
         if op is None and len(ops) > 1:
             raise DBufferError(
-                f"{what} of axes {numbers} placed as {self.placements}: one collective has one operation; reduce the "
-                "axes one after the other, or pass op="
+                f"{what} of axes {numbers} placed as {self.placements}: a collective has a single reduction "
+                "operation; reduce one axis after the other, or pass op="
             )
         return numbers, op or ops.pop()
 
@@ -468,9 +470,9 @@ class DBuffer(LocalPart):
         in_order = not coarser and all(axis < min(finer) for axis in whole.shard_axes) if finer else not coarser
         if whole.group.layout != self.group.layout or whole.mesh != self.mesh or not in_order:
             raise DBufferError(
-                f"the pieces of {self.placements} do not follow each other in {whole.placements}: a later axis of the "
-                "mesh cuts finer, so gather it before (and scatter it after) the earlier ones, on one mesh and with one "
-                "TensorGroup"
+                f"the pieces of {self.placements} are not consecutive in {whole.placements}: later mesh axes "
+                "subdivide the pieces of earlier ones, so gather them first (and scatter them last), on the same "
+                "mesh and with the same TensorGroup"
             )
 
     def _along(self, axes: tuple[int, ...]) -> Any:
@@ -513,18 +515,18 @@ def _checked(
     placements = tuple(placements)
     if len(placements) != mesh.ndim:
         raise DBufferError(
-            f"{len(placements)} placements {placements} for a mesh of {mesh.ndim} axes; give one for each axis"
+            f"{len(placements)} placements {placements} for a mesh of {mesh.ndim} axes; pass one for each axis"
         )
     for placement in placements:
         if placement is not None and not isinstance(placement, Replicate | Partial | RaggedShard):
             raise DBufferError(
-                f"a buffer placed as {placement!r}; use Replicate(), RaggedShard(), Partial(), or None for an axis along "
-                "which every rank has a buffer of its own"
+                f"a buffer placed as {placement!r}; use Replicate(), RaggedShard(), Partial(), or None for an axis "
+                "along which each rank has its own buffer"
             )
     num_pieces = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if isinstance(p, RaggedShard))
     if group.layout.num_shards % num_pieces:
         raise DBufferError(
-            f"placements {placements} cut the buffer into {num_pieces} pieces, and its layout was planned for "
+            f"placements {placements} divide the buffer into {num_pieces} pieces, but its layout was planned for "
             f"{group.layout.num_shards} shards; plan it for a multiple of {num_pieces}"
         )
     return placements
@@ -537,8 +539,8 @@ def _piece(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, int]:
     found = axis_group(mesh, axes)
     if list(found.coordinates) != sorted(found.coordinates):
         raise DBufferError(
-            f"the ranks of {mesh} do not ascend along axes {axes}, so a collective would put pieces in another order than "
-            "the mesh; build the mesh from ascending ranks"
+            f"the ranks of {mesh} are not in ascending order along axes {axes}, so that a collective would put pieces "
+            "in a different order than the mesh; build the mesh from ranks in ascending order"
         )
     return found.size, found.index
 

@@ -30,7 +30,7 @@ class Granularity(Protocol):
 
 @dataclass(frozen=True)
 class Elements:
-    """Blocks of ``count`` consecutive elements of the flattened tensor; 1 allows a cut anywhere."""
+    """Blocks of ``count`` consecutive elements of the flattened tensor; 1 allows shard boundaries anywhere."""
 
     count: int = 1
 
@@ -50,7 +50,7 @@ class Elements:
 class Rows:
     """Blocks of ``count`` whole rows (of the last dim) of each matrix.
 
-    A tensor of more than two dims is a stack of matrices (experts) whose blocks start anew in each matrix, so ``count``
+    A tensor of more than two dims is a stack of matrices (experts) whose blocks restart in each matrix, so ``count``
     must divide the rows of one. ``across_matrices=True`` counts rows through the whole stack instead, as the
     veScale-FSDP paper's figures do; then a block may hold the end of one expert and the start of the next. A lone
     matrix may end with a short block. A vector is one row.
@@ -82,8 +82,8 @@ class Rows:
 class Tile:
     """Tiles of the last ``len(dims)`` dims, e.g. ``Tile((128, 128))`` of every matrix.
 
-    Memory is row-major, so the smallest run of elements that cuts no tile is a band: the tile's size along its first
-    dim longer than 1, times everything behind that dim. A 128 x 128 tile becomes 128 whole rows.
+    Memory is row-major, so that the smallest run of elements that divides no tile is a band: the tile's size along its
+    first dim longer than 1, times the sizes of all later dims. A 128 x 128 tile becomes 128 whole rows.
     """
 
     dims: tuple[int, ...]
@@ -114,7 +114,7 @@ class Tile:
         elif shape[dim] % size and math.prod(shape[:dim]) > 1:
             raise DBufferError(
                 f"{size} does not divide the {shape[dim]} of dim {dim} in a tensor of shape {tuple(shape)}: blocks of "
-                f"{size} would run from one matrix into the next. Nearest sizes that work: "
+                f"{size} would extend from one matrix into the next. Nearest sizes that work: "
                 f"{_nearest_divisors(shape[dim], size)}."
             )
         return max(1, size * math.prod(shape[dim + 1 :]))
@@ -137,7 +137,7 @@ class GranularityTable:
     """An ``orig_param_policy``: (name, parameter) -> block in elements, by the first pattern that matches.
 
     ``entries`` are (pattern, granularity) pairs; patterns are matched against the whole parameter name with the
-    ``regex`` package. A parameter that no pattern matches gets None: it may be cut anywhere.
+    ``regex`` package. A parameter that no pattern matches gets None: it may be divided anywhere.
 
         policy = GranularityTable([(r".*\\.experts\\..*", Tile((128, 128))), (r".*norm.*", Elements())])
         fully_shard(layer, orig_param_policy=policy)
@@ -183,7 +183,7 @@ class GranularityTable:
         if unused:
             raise DBufferError(
                 f"pattern {unused[0]!r} matches none of {len(shapes)} parameters, for example "
-                f"{', '.join(list(shapes)[:3])}. Patterns are matched against whole names; correct or drop it."
+                f"{', '.join(list(shapes)[:3])}. Patterns are matched against whole names; correct or remove it."
             )
         return [self(name, _Shaped(tuple(shape))) or 1 for name, shape in shapes.items()]
 

@@ -84,7 +84,7 @@ class Layout:
     """Tensors in one buffer of ``num_shards`` equal shards; rank r owns elements [r, r + 1) * ``shard_size``.
 
     Sizes and offsets are in elements; tensor i is the caller's tensor i, flattened, at
-    [``offsets[i]``, ``offsets[i] + numels[i]``) of the buffer, and is cut only between its blocks of ``blocks[i]``
+    [``offsets[i]``, ``offsets[i] + numels[i]``) of the buffer, and is divided only between its blocks of ``blocks[i]``
     elements. Validated when constructed, in O(n) beside one sort:
 
     * tensors are within the buffer and do not overlap (empty tensors may be anywhere in it);
@@ -119,12 +119,12 @@ class Layout:
         if not len(self.numels) == len(self.blocks) == len(self.offsets):
             raise DBufferError(
                 f"Layout got {len(self.numels)} numels, {len(self.blocks)} blocks and {len(self.offsets)} offsets; "
-                "each tensor has one of each. Pass sequences of the same length."
+                "each tensor needs one of each. Pass sequences of the same length."
             )
         if self.lower_bound > self.shard_size:
             raise DBufferError(
-                f"lower_bound {self.lower_bound} is larger than shard_size {self.shard_size}; a proven bound never is. "
-                "Pass the bound of the same tensors, num_shards and alignment."
+                f"lower_bound {self.lower_bound} is larger than shard_size {self.shard_size}; a proven bound is never "
+                "larger. Pass the bound of the same tensors, num_shards and alignment."
             )
         unit = math.lcm(self.alignment, self.tensor_alignment)
         if self.shard_size % unit:
@@ -142,8 +142,8 @@ class Layout:
             what = f"tensor {i} ({numel} elements in blocks of {block}) at offset {offset}"
             if offset + numel > size:
                 raise DBufferError(
-                    f"{what} ends behind the buffer of {size} elements ({self.num_shards} shards of {shard}). "
-                    "Let plan_layout choose shard_size and offsets."
+                    f"{what} ends past the buffer of {size} elements ({self.num_shards} shards of {shard}). Let "
+                    "plan_layout choose shard_size and offsets."
                 )
             if offset % self.tensor_alignment:
                 raise DBufferError(
@@ -158,8 +158,9 @@ class Layout:
             if numel > head and (head % block or (numel > head + shard and shard % block)):
                 boundary = offset + head + (0 if head % block else shard)
                 raise DBufferError(
-                    f"{what} is cut by the shard boundary at {boundary}, inside one of its blocks. Only a boundary at "
-                    "a multiple of block from the tensor's start is legal. Let plan_layout choose the offsets."
+                    f"{what} is divided by the shard boundary at {boundary}, inside one of its blocks. Only a "
+                    "boundary at a multiple of block from the tensor's start is legal. Let plan_layout choose the "
+                    "offsets."
                 )
             end, previous = offset + numel, i
         for i, numel in enumerate(self.numels):
@@ -251,7 +252,8 @@ class Layout:
         return range(offset // self.shard_size, (offset + numel - 1) // self.shard_size + 1)
 
     def local_units(self, tensor: int) -> LocalUnits:
-        """The cut of ``tensor`` in the form that a ragged placement takes: units of ``block`` elements for each rank.
+        """The shards of ``tensor`` in the form that a ragged placement takes: units of ``block`` elements for each
+        rank.
 
         At most five runs, whatever ``num_shards``: ranks before it, its first rank, full shards, its last rank, ranks
         behind it.
@@ -286,7 +288,7 @@ class Layout:
     # JSON -------------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """One JSON object; :meth:`from_json` gives an equal layout."""
+        """Return a JSON object, from which :meth:`from_json` returns an equal layout."""
         return json.dumps(
             {
                 "format": _FORMAT,
@@ -316,7 +318,9 @@ class Layout:
         try:
             data: Any = json.loads(text)
         except json.JSONDecodeError as error:
-            raise DBufferError(f"not JSON ({error}); expected the text of Layout.to_json. Write it again.") from error
+            raise DBufferError(
+                f"not JSON ({error}); expected the text that Layout.to_json returns. Write it again."
+            ) from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise DBufferError(
                 f"the JSON is not a layout: expected an object with format {_FORMAT!r}. Pass Layout.to_json's text."
@@ -395,7 +399,7 @@ def offsets_in_order(numels: Sequence[int], blocks: Sequence[int], order: Iterab
     end = 0
     for i in order:
         start = earliest_start(end, numels[i], blocks[i], shard)
-        assert start is not None, "offsets are taken only of an order that was found to fit"
+        assert start is not None, "offsets are computed only for an order that is known to fit"
         offsets[i] = start
         end = start + numels[i]
     return offsets

@@ -176,7 +176,7 @@ def plan_layout(
     effort: Effort = "fast",
     max_buffers: int = 1,
 ) -> Layout | BufferPlan:
-    """Place tensors in a communication buffer so that no block is cut by a rank boundary, with as little padding as
+    """Place tensors in a communication buffer so that no rank boundary divides a block, with as little padding as
     possible. A pure function of its arguments (and of whether the C++ helper is there, see ``effort``).
 
     All sizes are in elements. The problem and the padding figures are those of the veScale-FSDP paper, section 5; the
@@ -185,7 +185,7 @@ def plan_layout(
     Args:
         numels: elements of each tensor; 0 is allowed.
         blocks: elements of each tensor's block, counted from the tensor's start, that must stay on one rank; 1 allows
-            a cut anywhere, a block of ``numel`` or more keeps the tensor whole. The last block may be short.
+            shard boundaries anywhere, a block of ``numel`` or more keeps the tensor whole. The last block may be short.
         num_shards: ranks that share the buffer.
         alignment: every shard has a multiple of this size (16 bytes of the dtype for NCCL; the least common multiple
             over the dtypes that share a buffer).
@@ -196,9 +196,9 @@ def plan_layout(
         effort: how large a table the search may fill. It bounds work, never the clock. ``"fast"`` allows 9 million
             entries (of 4 bytes, mostly) and ``"thorough"`` 40 million; without the C++ helper 1 and 4 million. A number
             is taken as it is: pass one where some hosts of a job lack the helper, and all ranks get the same layout.
-        max_buffers: above 1, tensors may be split over up to so many buffers, and the result is a :class:`BufferPlan`,
-            the tuple ``(layouts, assignment)``, also when one buffer turns out best. The split itself is a heuristic;
-            ``optimal`` of each layout speaks of the tensors that it was given.
+        max_buffers: above 1, tensors may be split over up to this number of buffers, and the result is a
+            :class:`BufferPlan`, the tuple ``(layouts, assignment)``, also when one buffer turns out best. The split
+            itself is a heuristic; ``optimal`` of each layout speaks of the tensors that it was given.
 
     Returns:
         A validated :class:`Layout`, or a :class:`BufferPlan` when ``max_buffers > 1``.
@@ -214,8 +214,8 @@ def plan_layout(
     (max_buffers,) = integers("max_buffers", [max_buffers], at_least=1)
     if len(numels) != len(blocks):
         raise DBufferError(
-            f"plan_layout got {len(numels)} numels and {len(blocks)} blocks; each tensor has one of each. "
-            "Pass 1 as the block of a tensor that may be cut anywhere."
+            f"plan_layout got {len(numels)} numels and {len(blocks)} blocks; each tensor needs one of each. Pass 1 as "
+            "the block of a tensor that may be divided anywhere."
         )
     if order not in ("auto", "default"):
         raise DBufferError(f"order is {order!r}; expected 'auto' or 'default'. 'auto' is never worse.")

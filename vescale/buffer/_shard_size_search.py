@@ -201,7 +201,7 @@ def _native(
     )
     if result < 0:
         raise MemoryError(
-            f"no memory for a planner table of {num_states(counts)} entries. Pass a smaller number as effort."
+            f"not enough memory for a planner table of {num_states(counts)} entries. Pass a smaller number as effort."
         )
     return list(order) if result else None
 

@@ -31,9 +31,9 @@ def alignment_in_elements(dtypes: Iterable[torch.dtype], alignment_bytes: int = 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of given names and shapes at the places that a :class:`Layout` gives them.
+    """Tensors with names and shapes, at the offsets of a :class:`Layout`.
 
-    The shapes are what a rank computes with: of a tensor that another mesh axis has cut, its local shape. One group
+    The shapes are what a rank computes with: for a tensor that another mesh axis shards, its local shape. One group
     describes every buffer of the same tensors (values, gradients, another dtype), so they have equal offsets.
 
     Args:
@@ -53,7 +53,9 @@ class TensorGroup:
         object.__setattr__(self, "shapes", tuple(tuple(int(n) for n in shape) for shape in self.shapes))
         if len(set(self.names)) != len(self.names):
             twice = sorted({name for name in self.names if self.names.count(name) > 1})
-            raise DBufferError(f"a group has two tensors named {twice[0]!r}; tensors are found by name: rename one")
+            raise DBufferError(
+                f"two tensors of a group are named {twice[0]!r}; tensors are looked up by name: rename one"
+            )
         numels = tuple(math.prod(shape) for shape in self.shapes)
         if len(self.names) != len(self.shapes) or numels != self.layout.numels:
             raise DBufferError(
@@ -76,11 +78,11 @@ class TensorGroup:
 
         Args:
             shapes: by name, in any order that is the same on every rank.
-            num_shards: the finest cut: the product of the sizes of all mesh axes that may ever shard the buffer.
+            num_shards: the finest division: the product of the sizes of all mesh axes that may ever shard the buffer.
             dtypes: every dtype that a buffer of this group will have.
             blocks: elements that must stay on one rank, by name; 1 (anywhere) for names that are missing.
             alignment_bytes: shards and tensors start at multiples of this many bytes.
-            effort: see :func:`plan_layout`; the default gives the same layout on hosts with and without the helper.
+            effort: see :func:`plan_layout`; the default computes the same layout on hosts with and without the helper.
         """
         alignment = alignment_in_elements(dtypes, alignment_bytes)
         chosen = blocks or {}
@@ -138,7 +140,7 @@ class TensorGroup:
     def placement(self, tensor: int, num_pieces: int, split_factor: int = 1) -> RaggedShard:
         """The ragged placement of ``tensor`` on an axis whose ``num_pieces`` ranks hold equal pieces of the buffer.
 
-        ``split_factor``: the number of pieces into which ``Shard(0)`` on later mesh axes has cut dim 0 before.
+        ``split_factor``: the number of pieces into which ``Shard(0)`` on later mesh axes has already divided dim 0.
         """
         units = self._units(tensor, num_pieces)
         block = self.layout.blocks[tensor]

@@ -39,8 +39,8 @@ def base_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[
                 plain.append(part)
             elif part == "modules_to_save":
                 raise ContentMismatchError(
-                    f"{name} is PEFT's copy of a module, which it trains instead (modules_to_save): load the weights first "
-                    "and call get_peft_model afterwards, or leave modules_to_save out"
+                    f"{name} is PEFT's copy of a module, which it trains instead (modules_to_save): load the weights "
+                    "before get_peft_model is called, or leave modules_to_save out"
                 )
             elif part not in ("base_layer", "original_module"):
                 break  # an adapter's

@@ -37,7 +37,7 @@ _RESTORE = "Checkpointer.restore"
 
 
 class Checkpointer:
-    """Saves steps of a training run to a folder, and goes on from them, on the same or on another mesh.
+    """Saves steps of a training run to a folder, and resumes from them, on the same or another mesh.
 
         with Checkpointer("runs/7", keep=3) as checkpoints:
             found = checkpoints.restore(model=model, optimizer=optimizer, scheduler=scheduler)
@@ -46,16 +46,17 @@ class Checkpointer:
                 if step % 500 == 0:
                     checkpoints.save(step, model=model, optimizer=optimizer, scheduler=scheduler)
 
-    Made, and called, by every rank of the job alike; without a process group it serves one process. A step is there as a
-    whole or not at all, whenever and however processes are ended (``docs/checkpoint.md`` has the protocol).
+    Every rank of the job must create it, and make the same calls; without a process group, it serves a single process.
+    A step is there as a whole or not at all, whenever and however processes are ended (``docs/checkpoint.md`` has the
+    protocol).
 
     Args:
         folder: of the steps, on a file system that all ranks share. Made by the first save.
         keep: how many of the newest steps stay; None: all. At least two, so that one is left if the newest is damaged.
         keep_every: steps that are multiples of it stay as well.
-        best: the name of a number given to ``save``: the step with the smallest one stays. ``(name, "max")``: the largest.
-            Infinity and not-a-number do not count.
-        asynchronous: ``save`` returns when the values are copied to memory of the host; a process of its own writes them.
+        best: the name of a number that is passed to ``save``: the step with the smallest one is kept. ``(name,
+            "max")``: the largest. Infinity and not-a-number do not count.
+        asynchronous: ``save`` returns when the values have been copied to host memory; a separate process writes them.
         verify: what ``restore`` checks before it takes a step: that files are there and have their sizes, or also checksums
             of all their bytes, which the ranks divide.
 
@@ -74,7 +75,8 @@ class Checkpointer:
     ) -> None:
         if keep is not None and (_whole_number(keep) or 0) < 2:
             raise ArgumentError(
-                f"keep is {keep!r}; expected at least 2, so that a damaged step is not the only one, or None for all"
+                f"keep is {keep!r}; expected at least 2 (so that a damaged step is never the only one), or None to "
+                "keep all"
             )
         if keep_every is not None and (_whole_number(keep_every) or 0) < 1:
             raise ArgumentError(f"keep_every is {keep_every!r}; expected a positive number of steps")
@@ -89,7 +91,7 @@ class Checkpointer:
                 raise ArgumentError(f'best is {best!r}; expected a name, or (name, "min" or "max")')
         self.folder = Path(os.path.abspath(folder))  # wherever the script goes afterwards
         if self.folder.exists() and not self.folder.is_dir():
-            raise ArgumentError(f"{self.folder} is a file; expected a folder of steps, or a path that is free")
+            raise ArgumentError(f"{self.folder} is a file; expected a folder of steps, or a path that does not exist")
         self._best = name
         self._retention = Retention(keep, keep_every, name, which == "max")
         self._verify: Verify = verify
@@ -100,7 +102,7 @@ class Checkpointer:
         self._lock, self._is_busy = threading.RLock(), False
 
     def save(self, step: int, *, model: nn.Module | None = None, optimizer: Any = None, **more: Any) -> None:
-        """Save everything that training goes on from, random state, mesh and plan included.
+        """Save everything that is needed to resume training, including random state, mesh and plan.
 
         Waits for a save that is under way. Communication: in the first save, and when tensors have come or gone, ranks
         compare names through the store; each save ends with one message of each rank, and a second one where ranks have
@@ -123,7 +125,7 @@ class Checkpointer:
         """
         number = _whole_number(step)
         if number is None or number < 0:
-            raise ArgumentError(f"step is {step!r}; expected a number that is not negative")
+            raise ArgumentError(f"step is {step!r}; expected a non-negative number")
         with self._turn("save"):
             self.wait()
             self._leave_branch()
@@ -157,7 +159,7 @@ class Checkpointer:
         Args:
             model, optimizer: None: left out. Meshes and placements may differ from those of the save.
             strict: everything that is wanted is there, and everything that is there is wanted. False: load what fits.
-            rng: set the random state, too. On any number of ranks, if they were seeded alike.
+            rng: also restore the random state; on any number of ranks, if all of them had the same seed.
             cast: convert tensors that have another dtype.
             **more: objects that were saved under these names, to be given their state.
 
@@ -214,8 +216,8 @@ class Checkpointer:
         with self._lock:
             if self._is_busy:
                 raise SaveFailedError(
-                    f"Checkpointer.{call} was called inside of another call of this Checkpointer, by a signal handler or a "
-                    "state_dict(); set a flag there, and look at it between two steps"
+                    f"Checkpointer.{call} was called during another call of this Checkpointer (from a signal handler "
+                    "or a state_dict()); set a flag there, and check it between two steps"
                 )
             self._is_busy = True
             try:
@@ -230,7 +232,7 @@ class Checkpointer:
         try:
             number = None if value is None else float(value)
         except (TypeError, ValueError):
-            raise UnsavableError(f"{self._best} is {value!r}; best={self._best!r} needs a number, or nothing") from None
+            raise UnsavableError(f"{self._best} is {value!r}; best={self._best!r} needs a number or None") from None
         return {"name": self._best, "value": number if number is not None and math.isfinite(number) else None}
 
     def _leave_branch(self) -> None:
@@ -284,7 +286,7 @@ class Checkpointer:
             problems = find_problems(os.path.join(folder, step_name(step))) if checks else []
             if problems:
                 raise NoSuchStepError(
-                    f"step {step} is not complete: {'; '.join(problems)}; complete are {self.steps()}"
+                    f"step {step} is not complete: {'; '.join(problems)}; the complete steps are {self.steps()}"
                 )
             return step
         for candidate in reversed(known):
@@ -293,7 +295,7 @@ class Checkpointer:
             problems = find_problems(os.path.join(folder, step_name(candidate))) if checks else []
             if not problems:
                 return candidate
-            tell(f"step {candidate} is passed by, because it is not complete: {'; '.join(problems[:5])}")
+            tell(f"step {candidate} is skipped, because it is not complete: {'; '.join(problems[:5])}")
         return None
 
     def _damage(self, step: int) -> list[str]:

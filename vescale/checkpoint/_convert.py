@@ -68,7 +68,7 @@ def convert(
     Raises CheckpointError where the target exists, or cannot hold what the source has; the target is then not there.
     """
     if os.path.lexists(target):
-        raise ConvertError(f"{target} exists already; choose a new folder, or remove it")
+        raise ConvertError(f"{target} already exists; choose a new folder, or remove it")
     temporary = target.parent / f"{target.name}.tmp-{uuid.uuid4().hex[:16]}"
     try:
         temporary.mkdir(parents=True)
@@ -111,7 +111,8 @@ def _to_safetensors(stored: Stored, folder: Path, progress: Progress, max_shard_
     chosen = model if stored.format == "vescale" else tensors
     if not chosen:
         raise ConvertError(
-            f"{stored.folder} has no tensors of a model, and safetensors hold nothing else; expected one"
+            f"{stored.folder} holds no tensors of a model, and safetensors files can hold nothing else; expected a "
+            "checkpoint of a model"
         )
     new = {name: name.removeprefix("model.") if stored.format == "vescale" else name for name in chosen}
     files = plan_files({new[name]: (t.shape, t.dtype) for name, t in chosen.items()}, max_shard_size)

@@ -81,7 +81,7 @@ def write_data_file(path: str, boxes: Iterable[tuple[int, int, Iterable[Any]]], 
                         checksum = zlib.crc32(piece, checksum)
                     end += len(view)
                 if end - start != box_bytes:
-                    raise ValueError(f"{path}: a box at {start} has {end - start} bytes, expected {box_bytes}")
+                    raise ValueError(f"{path}: the box at {start} has {end - start} bytes, expected {box_bytes}")
                 found.append(checksum)
                 whole, position = combine(whole, checksum, box_bytes), end
         _disk.sync(descriptor)

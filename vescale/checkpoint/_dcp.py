@@ -104,13 +104,13 @@ def _metadata(path: Path) -> tuple[dict[Any, Any], dict[tuple[Any, Any], Any]]:
     entries = metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None
     places = metadata.get("storage_data") if isinstance(metadata, Record) else None
     if not isinstance(entries, dict) or not isinstance(places, dict):
-        raise DamagedFileError(f"{about} is not metadata of torch.distributed.checkpoint")
+        raise DamagedFileError(f"{about} is not a metadata file of torch.distributed.checkpoint")
     try:
         return entries, {
             (index.get("fqn"), index.get("offset")): info for index, info in places.items() if isinstance(index, Record)
         }
     except TypeError:
-        raise DamagedFileError(f"{about} has a place for something without a name") from None
+        raise DamagedFileError(f"{about} has an entry without a name") from None
 
 
 def _tensor(files: _Files, name: str, entry: Record, where: Mapping[Any, Any]) -> StoredTensor:
@@ -119,7 +119,7 @@ def _tensor(files: _Files, name: str, entry: Record, where: Mapping[Any, Any]) -
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, torch.dtype) or not _sizes(shape) or not isinstance(chunks, list):
-        raise DamagedFileError(f"{files.folder / _METADATA} has no sound entry for {name}")
+        raise DamagedFileError(f"{files.folder / _METADATA} has no valid entry for {name}")
     boxes = []
     for chunk in chunks:
         offset: Any
@@ -189,14 +189,14 @@ class _Files:
         place = info if isinstance(info, Record) else Record("")
         path, start, length = (place.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(path, str) or type(start) is not int or type(length) is not int or start < 0 or length < 0:
-            raise DamagedFileError(f"{self.folder / _METADATA} does not say where {name} is")
+            raise DamagedFileError(f"{self.folder / _METADATA} does not contain the location of {name} is")
         if place.get("transform_descriptors"):
             raise DamagedFileError(
-                f"{self.folder / path}: {name} is stored through {place.get('transform_descriptors')}; only chunks without "
-                "compression can be read: save again without extensions"
+                f"{self.folder / path}: {name} is stored through {place.get('transform_descriptors')}; only "
+                "uncompressed chunks can be read: save it again without extensions"
             )
         if Path(path).is_absolute() or ".." in Path(path).parts or "\0" in path:
-            raise DamagedFileError(f"{self.folder / _METADATA} names the file {path!r} outside of its folder")
+            raise DamagedFileError(f"{self.folder / _METADATA} refers to the file {path!r} outside of its folder")
         if path not in self._files:
             try:
                 file: IO[bytes] = self._opened.enter_context(os.fdopen(open_regular(self.folder / path), "rb"))

@@ -17,14 +17,16 @@ from vescale.errors import CheckpointError, ConsensusError, SaveFailedError
 # What a message begins with: of a rank that has something to say, and of one that has failed.
 _HAS_COME, _FAILED = "+", "-"
 
-_EVERY_RANK = "every rank has to call it, not only some as in `if rank == 0:`, unless a rank is gone or hangs"
+_EVERY_RANK = "every rank must call it, not only some (as in `if rank == 0:`), unless a rank has ended or hangs"
 
 
 class _Calls(Round):
     """Rounds of all ranks, in calls of the user that need every rank."""
 
     def late_text(self, about: str, late: Sequence[int], seconds: int) -> str:
-        return f"{_late(late, about)} for {seconds} s, and others wait until {self.timeout} have passed; {_EVERY_RANK}"
+        return (
+            f"{_late(late, about)} for {seconds} s, and the others wait until {self.timeout} have passed; {_EVERY_RANK}"
+        )
 
 
 class Gathering:
@@ -105,7 +107,7 @@ class Gathering:
 
 
 def _late(ranks: Sequence[int], call: str) -> str:
-    return f"ranks {sorted(ranks)} did not come to {call}"
+    return f"ranks {sorted(ranks)} did not reach {call}"
 
 
 def _is_interrupt(failure: BaseException | None) -> TypeGuard[BaseException]:

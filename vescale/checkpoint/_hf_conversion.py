@@ -220,7 +220,7 @@ def _convert(
     except Exception as error:  # programs of transformers raise many kinds where sources do not fit together
         raise ContentMismatchError(
             f"{target}: transformers' conversion of {', '.join(names[:4])}{' ...' if len(names) > 4 else ''} failed: "
-            f"{error}; these do not fit the model's configuration"
+            f"{error}; the tensors do not match the model's configuration"
         ) from error
 
 

@@ -66,7 +66,7 @@ def export_hf(
     consensus = Round(range(dist.get_world_size()), "checkpoint export") if has_other_ranks() else None
     first = consensus is None or dist.get_rank() == 0
     with work.discarded_on_failure() if first else contextlib.nullcontext():
-        _together(consensus, "prepare the files of an export", work.create if first else _nothing)
+        _together(consensus, "preparation of the exported files", work.create if first else _nothing)
         whole = work.planned_whole()
         written = _together(consensus, "write an export", work.write)
         for number, item in enumerate(whole):
@@ -96,7 +96,7 @@ def _together(consensus: Round | None, about: str, run: Callable[[], int]) -> li
     if consensus is None:
         messages = [outcome()]
     else:
-        messages = consensus.exchange(outcome, lambda: f"ranks {about}; all of them have to call this")
+        messages = consensus.exchange(outcome, lambda: f"ranks {about}; all of them must call this")
     found = [message.decode().split(" ", 1) for message in messages]
     for rank, (_, text) in enumerate(found):
         if text:

@@ -94,8 +94,9 @@ def fill_the_rest(model: nn.Module, *, is_new: bool) -> None:
         return
     if not is_transformers_model(model):
         raise ContentMismatchError(
-            f"{', '.join([*rest, *names][:5])}: without values before, and not in the checkpoint, so that their values are "
-            "unknown; build the model under vescale.deferred_init(), which keeps what the constructor computes"
+            f"{', '.join([*rest, *names][:5])}: they had no values before and are not in the checkpoint, so that "
+            "their values are unknown; build the model under vescale.deferred_init(), which records what the "
+            "constructor computes"
         )
     device = torch.get_default_device()
     made: dict[int, torch.Tensor] = {}
@@ -168,8 +169,8 @@ def load_hf(
 
     Args:
         folder: with ``model.safetensors`` or ``model.safetensors.index.json``; or one file.
-        dtype: of parameters that have no memory yet (deferred, meta). None: what the model says. Values are cast to the
-            dtype of the tensor that they fill.
+        dtype: of parameters that are not allocated yet (deferred, meta). None: the model's dtypes. Values are cast to
+            the dtype of the tensor that they fill.
         strict: raise where names or shapes differ. False: load what fits, and leave the rest as the constructor made it.
 
     Raises:
@@ -293,8 +294,8 @@ def _check_dtype(wanted: Mapping[str, torch.Tensor], dtype: torch.dtype | None) 
         fixed = isinstance(tensor, DTensor) or not (tensor.is_meta or type(tensor).__name__ == "DeferredTensor")
         if fixed and tensor.is_floating_point() and tensor.dtype != dtype:
             raise ContentMismatchError(
-                f"{name} has memory in {tensor.dtype} already, and dtype={dtype} was asked for; build the model in that "
-                "dtype, or leave dtype out: values are cast to what the model has"
+                f"{name} is allocated in {tensor.dtype}, but dtype={dtype} was requested; build the model in that "
+                "dtype, or leave dtype out: values are cast to the model's dtypes"
             )
 
 
@@ -380,7 +381,7 @@ def _fill_part(
     place = source_axes(part, shape)
     if place is None:
         raise ContentMismatchError(
-            f"{part.source}: a quantized tensor whose dims the model merges cannot be read by slices"
+            f"{part.source}: a quantized tensor whose dims the model merges cannot be read in slices"
         )
     origin, axes = place
     for begin, sizes in _blocks_of(tuple(view.shape), [dim for dim, _ in axes]):

@@ -253,9 +253,9 @@ def _unsqueeze(tensor: MappedTensor, dim: int) -> MappedTensor:
 
 def _cat(tensors: Sequence[MappedTensor], dim: int = 0) -> MappedTensor:
     if not all(isinstance(tensor, MappedTensor) for tensor in tensors):
-        raise NotAnIndexMapError("values that the conversion makes itself, beside those of the checkpoint")
+        raise NotAnIndexMapError("values that the conversion creates, in addition to those of the checkpoint")
     if len({tensor.dtype for tensor in tensors}) > 1:
-        raise NotAnIndexMapError(f"one tensor of the dtypes {sorted({str(tensor.dtype) for tensor in tensors})}")
+        raise NotAnIndexMapError(f"a single tensor with the dtypes {sorted({str(tensor.dtype) for tensor in tensors})}")
     dim %= tensors[0].ndim
     first = tensors[0].shape
     for tensor in tensors:

@@ -58,8 +58,8 @@ def numbered_states(stored: Stored, groups: Sequence[Sequence[tuple[str, torch.T
     sizes = [len(group["params"]) for group in saved]
     if sizes != [len(group) for group in groups]:
         raise ContentMismatchError(
-            f"{stored.path}: the optimizer that was saved has groups of {sizes} parameters, without names, and this one "
-            f"of {[len(group) for group in groups]}; make it with the same groups in the same order"
+            f"{stored.path}: the optimizer that was saved has groups of {sizes} parameters, without names, but this "
+            f"one has groups of {[len(group) for group in groups]}; create it with the same groups in the same order"
         )
     members = [member for group in groups for member in group]
     numbers = [number for group in saved for number in group["params"]]
@@ -67,14 +67,15 @@ def numbered_states(stored: Stored, groups: Sequence[Sequence[tuple[str, torch.T
     state: dict[str, dict[str, Any]] = {}
     for found, match in states.items():
         if int(match[2]) not in place:
-            raise ContentMismatchError(f"{stored.path}: {found} is the state of a parameter that no group has")
+            raise ContentMismatchError(f"{stored.path}: {found} is the state of a parameter that is in no group")
         name, parameter = place[int(match[2])]
         if found in stored.tensors:
             shape = tuple(stored.tensors[found].shape)
             if len(shape) == parameter.ndim and shape != tuple(parameter.shape):
                 raise ContentMismatchError(
                     f"{stored.path}: {found} has shape {shape}, and {name}, the parameter in its place, has shape "
-                    f"{tuple(parameter.shape)}; make the optimizer with the parameters in the order in which it was saved"
+                    f"{tuple(parameter.shape)}; create the optimizer with the parameters in the order in which they "
+                    "were saved"
                 )
             state.setdefault(name, {})[match[3]] = {"$tensor": found}
         else:
@@ -98,7 +99,7 @@ def _saved_groups(stored: Stored, prefix: str) -> list[dict[str, Any]]:
         else:
             value = TensorName(name) if name in stored.tensors else stored.values[name]
             groups.setdefault(int(match[1]), {})[match[2]] = value
-    wrong = ContentMismatchError(f"{stored.path}: {prefix}param_groups do not say which parameters they have")
+    wrong = ContentMismatchError(f"{stored.path}: {prefix}param_groups do not list their parameters")
     if not all(isinstance(group, dict) for group in groups.values()):
         raise wrong
     found = [
@@ -160,7 +161,8 @@ def load_stored(
     if plan.others and _rank_and_world()[0] == 0:
         warnings.warn(
             f"{stored.path} was saved by {stored.values['world_size']} ranks with different values of "
-            f"{', '.join(plan.others)}, and there are {_rank_and_world()[1]} now: all get those of the first rank",
+            f"{', '.join(plan.others)}, and there are {_rank_and_world()[1]} now: all of them get the values of the "
+            "first rank",
             CheckpointWarning,
             stacklevel=3,
         )
@@ -257,8 +259,8 @@ class _Plan:
             result[key] = decode(value, lambda name, whole=whole: targets.get(name, whole.get(name)))  # type: ignore[misc]
         if left_out:
             warnings.warn(
-                f"{self.stored.path} also holds {left_out}, whose tensors are sharded; pass the objects by these names "
-                "to have them filled",
+                f"{self.stored.path} also holds {left_out}, whose tensors are sharded; to load them, pass objects by "
+                "these names",
                 CheckpointWarning,
                 stacklevel=4,
             )
@@ -316,7 +318,7 @@ class _Plan:
                 if strict:
                     raise ContentMismatchError(
                         f"{self.stored.path} has nothing saved as {key!r}; it has {sorted(saved)}: use the name that "
-                        "save() was given, or leave it out"
+                        "was passed to save(), or leave it out"
                     )
                 missing.append(key)
                 continue
@@ -380,7 +382,8 @@ def _with_our_names(stored: Stored, state: ModelState) -> Stored:
         other = _other_prefix(entries, [*state.tensors])
         if other is not None:
             warnings.warn(
-                f"{stored.path} has the model's names only behind {other!r}, and these tensors are taken for the model's",
+                f"{stored.path} has the model's names only with the prefix {other!r}; these tensors are loaded as the "
+                "model's",
                 CheckpointWarning,
                 stacklevel=5,
             )
@@ -450,8 +453,9 @@ def _restore_random_state(stored: Stored) -> None:
             seeds = different_seeds([*read_whole(stored, names[:_COMPARED_STATES]).values()])
             calls = f", the ones of {', '.join(seeds)}" if seeds else ""
             warnings.warn(
-                f"{stored.path} was saved by {len(names)} ranks whose random states differ{calls}, and there are {world} "
-                "now: all continue with that of the first. Seed all ranks alike for equal numbers on any mesh",
+                f"{stored.path} was saved by {len(names)} ranks whose random states differ{calls}, and there are "
+                f"{world} now: all continue with the state of the first rank. Use the same seed on all ranks to draw "
+                "the same numbers on any mesh",
                 CheckpointWarning,
                 stacklevel=5,
             )

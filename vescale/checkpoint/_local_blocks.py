@@ -63,7 +63,7 @@ def local_blocks(name: str, tensor: torch.Tensor, regions: Regions | None = None
     """
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise UnsavableError(
-            f"{name}: a lazy module has not made this tensor yet, so that it has no shape; run a forward first"
+            f"{name}: a lazy module has not created this tensor yet, so that it has no shape; run a forward first"
         )
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -122,7 +122,7 @@ def _check_memory(name: str, local: torch.Tensor) -> None:
     if type(local) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and _hides_memory(local):
         raise UnsavableError(
             f"{name}: a {type(local).__module__}.{type(local).__qualname__} keeps its values in other tensors; save "
-            "what it is made of, or a dequantized copy, under **more"
+            "those tensors, or a dequantized copy, as one of **more"
         )
 
 

@@ -30,16 +30,14 @@ def parse(data: bytes) -> dict[str, Any]:
     """Raises ManifestError for a manifest that is cut off, changed in any bit, or of a later version."""
     body, ending = data[:-11], data[-11:]
     if len(data) < 12 or ending != f'{zlib.crc32(body):08x}"}}\n'.encode():
-        raise ManifestError(
-            "the manifest is not what was written: its checksum differs; it was damaged, cut off, or changed by hand"
-        )
+        raise ManifestError("the checksum of the manifest differs: it was damaged, truncated, or edited by hand")
     found = json.loads(data)
     if found.get("format") != FORMAT:
         raise ManifestError(f"its format is {found.get('format')!r}, expected {FORMAT!r}")
     if found.get("version") != VERSION:
         raise ManifestError(
-            f"it has version {found.get('version')!r} of the format, and this vescale reads version {VERSION}; install the "
-            "vescale that wrote it, or a later one"
+            f"it has version {found.get('version')!r} of the format, and this vescale reads version {VERSION}; "
+            "install the vescale that wrote it, or a later one"
         )
     if lacking := [key for key in _NEEDED if key not in found]:
         raise ManifestError(f"it lacks {', '.join(lacking)}; it was not written by vescale")
@@ -75,7 +73,8 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
             if entry["shape"] != shape or entry["dtype"] != dtype:
                 raise ManifestError(
                     f"{name} is {entry['dtype']}{entry['shape']} on rank {first}, and {dtype}{shape} on rank {rank}; "
-                    "tensors of one name have to be parts of one tensor: make it a DTensor, or give it other names"
+                    "tensors with the same name must be parts of one tensor: make it a DTensor, or use different "
+                    "names"
                 )
             known = seen.setdefault(name, {})
             for offset, sizes, start, checksum in boxes:
@@ -86,9 +85,9 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
                     )
                 if sums.setdefault((name, tuple(offset)), checksum) != checksum and name not in buffers:
                     raise ManifestError(
-                        f"{name}: rank {rank} and a rank before it have written different values of the same elements, "
-                        f"those at {offset} of sizes {sizes}; ranks that hold the same part of a tensor need the same "
-                        "values: give the tensor another name on each rank, or make the ranks equal (broadcast it)"
+                        f"{name}: rank {rank} and an earlier rank have written different values of the same elements, "
+                        f"at {offset} of sizes {sizes}; ranks that hold the same part of a tensor must have the same "
+                        "values: use a different name on each rank, or broadcast the tensor"
                     )
                 if is_copy:
                     files[-1].setdefault("copies", []).append([name, sizes, start, f"{checksum:08x}"])
@@ -99,8 +98,8 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
         if written != math.prod(entry["shape"]):
             raise ManifestError(
                 f"{name}: ranks have written {written} of the {math.prod(entry['shape'])} elements of shape "
-                f"{entry['shape']}; the rank that should have written the others does not have the tensor: states of "
-                "optimizers have to be there on all ranks, or on none. The next save compares the ranks anew"
+                f"{entry['shape']}; the rank that should have written the others does not have the tensor: the states "
+                "of an optimizer must exist on all ranks, or on none. The next save compares the ranks again"
             )
     values = head["values"]
     for part in parts:
@@ -156,8 +155,9 @@ def _compare_samples(parts: Sequence[Mapping[str, Any]]) -> list[str]:
         listed = ", ".join(f"{name} (ranks {different[name][0]} and {different[name][1]})" for name in wrong[:_SHOWN])
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ManifestError(
-            f"plain tensors of one name have different values on several ranks: {listed}{more}. One of them would be saved "
-            "and the others lost. Make them DTensors (parts of one tensor), or give them another name on each rank"
+            f"plain tensors with the same name have different values on several ranks: {listed}{more}. One of them "
+            "would be saved and the others lost. Make them DTensors (parts of one tensor), or use a different name "
+            "on each rank"
         )
     if different:
         listed = ", ".join(sorted(different)[:_SHOWN])

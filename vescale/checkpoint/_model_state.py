@@ -43,8 +43,8 @@ def check_model(model: Any) -> None:
     """Raises ArgumentError for anything else than a module."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(
-            f"model is {kind_of(model)}; expected a torch.nn.Module. Pass state dicts and other data by "
-            "names of their own"
+            f"model is {kind_of(model)}; expected a torch.nn.Module. Pass state dicts and other data as keyword "
+            "arguments"
         )
 
 

@@ -42,7 +42,7 @@ class Differences:
         for name, (found, expected) in list(self.misshapen.items())[:_SHOWN]:
             lines.append(f"  {name}: the checkpoint has {found}, expected {expected}")
         if len(self.misshapen) > _SHOWN:
-            lines.append(f"  and {len(self.misshapen) - _SHOWN} more of other shapes or dtypes")
+            lines.append(f"  and {len(self.misshapen) - _SHOWN} more with other shapes or dtypes")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, object]:
@@ -56,8 +56,8 @@ class Differences:
     def refuse(self, where: str) -> None:
         if self:
             raise ContentMismatchError(
-                f"{where} does not fit what is to be loaded:\n{self.describe()}\nBuild the model and optimizer as they were "
-                "saved, or pass strict=False to load the rest and have these returned"
+                f"{where} does not match the model and optimizer:\n{self.describe()}\nBuild the same model and "
+                "optimizer as were saved, or pass strict=False to load the rest; the result lists these differences"
             )
 
 

@@ -32,7 +32,7 @@ def save(
     Called by every rank. Arguments, errors and communication are those of ``Checkpointer.save``. The folder appears, or with
     ``overwrite=True`` is exchanged, as a whole.
 
-    Raises CheckpointError if ``path`` is there already, or, with ``overwrite=True``, is something else than a checkpoint.
+    Raises CheckpointError if ``path`` already exists, or, with ``overwrite=True``, is not a checkpoint.
 
     Args:
         model, optimizer, more: what to save, as of ``Checkpointer.save``.
@@ -44,9 +44,9 @@ def save(
             expected = (
                 "a checkpoint to overwrite"
                 if overwrite
-                else "no such path; pass overwrite=True to replace a checkpoint"
+                else "a path that does not exist; pass overwrite=True to replace a checkpoint"
             )
-            raise SaveFailedError(f"{found} is there already; expected {expected}")
+            raise SaveFailedError(f"{found} already exists; expected {expected}")
     saver = Saver(str(found.parent), "save", asynchronous=False, locks=False)
     try:
         saver.save(lambda: (snapshot, Target(found.name, replace=overwrite)))
@@ -71,8 +71,8 @@ def load(
     model of transformers are loaded by :func:`load_hf`, with its names and conversions; values are then cast to the
     model's.
 
-    Returns what was saved beside, as ``Checkpointer.restore`` does. Of a ``torch.save`` file or a DCP folder these are plain
-    values without those of optimizers, as JSON has them: keys of dicts are text, tuples are lists.
+    Returns the other saved values, as ``Checkpointer.restore`` does. Of a ``torch.save`` file or a DCP folder these are
+    plain values without those of optimizers, as JSON has them: keys of dicts are text, tuples are lists.
 
     Raises CheckpointError for a path that is no checkpoint, and for what does not fit; on every rank, before anything is
     changed.

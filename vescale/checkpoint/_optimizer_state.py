@@ -34,8 +34,8 @@ def named_optimizers(optimizer: Any) -> dict[str, Optimizer]:
     for name, each in found.items():
         if not hasattr(each, "state") or not hasattr(each, "param_groups"):
             raise ContentMismatchError(
-                f"{name} is {kind_of(each)} without state and param_groups; expected a torch.optim.Optimizer, a "
-                "list or a dict of them. Pass other objects by a name of their own"
+                f"{name} is {kind_of(each)} without state and param_groups; expected a torch.optim.Optimizer, a list "
+                "or a dict of them. Pass other objects as keyword arguments"
             )
     return found
 
@@ -71,8 +71,8 @@ def _further_values(prefix: str, optimizer: Optimizer) -> dict[str, Any]:
         found = optimizer.state_dict()
     except RuntimeError as error:
         raise ContentMismatchError(
-            f"{prefix}: {type(optimizer).__qualname__}.state_dict() fails ({error}), so that what it has beside .state is "
-            "not known; pass what is to be saved of it by a name of its own: save(..., my_optimizer=...)"
+            f"{prefix}: {type(optimizer).__qualname__}.state_dict() fails ({error}), so that only its .state is "
+            "known; pass what should be saved of it as a keyword argument: save(..., my_optimizer=...)"
         ) from error
     states = found.get("state")
     theirs = sum(1 for state in states.values() if state) if isinstance(states, Mapping) else 0
@@ -80,8 +80,8 @@ def _further_values(prefix: str, optimizer: Optimizer) -> dict[str, Any]:
     if theirs > ours:
         raise ContentMismatchError(
             f"{prefix} is {kind_of(optimizer)}, whose state_dict() has states of {theirs} parameters, and whose "
-            f".state has {ours}; the others would be lost. Pass it by a name of its own, which saves its state_dict(): "
-            "save(..., my_optimizer=optimizer)"
+            f".state has {ours}; the others would be lost. Pass it as a keyword argument, so that its state_dict() is "
+            "saved: save(..., my_optimizer=optimizer)"
         )
     return {key: value for key, value in found.items() if key not in ("state", "param_groups")}
 
@@ -100,8 +100,8 @@ def _members(prefix: str, index: int, group: Mapping[str, Any], names: Mapping[i
         if name is None:
             raise ContentMismatchError(
                 f"{prefix}: parameter {place} of group {index}, of shape {tuple(parameter.shape)}, is not one of the "
-                "model's, so that its state has no name; pass the model that the optimizer was made for, or make the "
-                "optimizer with named_parameters()"
+                "model's, so that its state has no name; pass the model that the optimizer was created for, or "
+                "create the optimizer with named_parameters()"
             )
         yield name, parameter
 
@@ -176,7 +176,7 @@ def plan_optimizer_load(
             )
         elif any(each["options"] for each in saved["param_groups"]):  # files of other programs may have none
             load.structure[path] = (
-                f"{len(saved['param_groups'])} groups, which do not tell which one has no parameters here",
+                f"{len(saved['param_groups'])} groups, and it is not clear which one has no parameters here",
                 f"the options of a group without parameters, one of {len(optimizer.param_groups)}",
             )
     if saved.get("beside"):
@@ -248,7 +248,9 @@ def _placed(
     if not isinstance(own, torch.Tensor):
         entry = stored.get(value)
         if entry is None:
-            raise DamagedFileError(f"{value}: the checkpoint's values name this tensor, but its index does not have it")
+            raise DamagedFileError(
+                f"{value}: the checkpoint's values refer to this tensor, but its index does not contain it"
+            )
         own = _new_state(entry, key, group, parameter, like_parameter=value.is_sharded or load.makes_as_torch)
     load.targets[str(value)] = own
     return own

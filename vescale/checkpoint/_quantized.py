@@ -64,7 +64,7 @@ def find_quantized(stored: Stored, block: Sequence[int] | None = None) -> dict[s
         elif name.endswith("_blocks") and tensor.dtype == torch.uint8:
             values, scales = name.removesuffix("_blocks"), name.removesuffix("_blocks") + "_scales"
             if scales not in stored.tensors:
-                raise ContentMismatchError(f"{stored.folder}: {name} has no {scales} beside it")
+                raise ContentMismatchError(f"{stored.folder}: {name} has no {scales} next to it")
             if tensor.shape[:-1] != stored.tensors[scales].shape or len(tensor.shape) < 3:
                 raise ContentMismatchError(
                     f"{stored.folder}: {name} of shape {tensor.shape} and {scales} of shape "

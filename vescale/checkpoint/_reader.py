@@ -184,7 +184,8 @@ def read_tensors(
     """Fill tensors in place with the values that ``stored`` has under their names.
 
     A target is a plain tensor, which gets the whole value, or a DTensor in any placement, of which each rank reads the
-    blocks that it holds, on any device. Local tensors may be views of larger buffers; nothing beside them is written.
+    blocks that it holds, on any device. Local tensors may be views of larger buffers; nothing outside of them is
+    written.
 
     Every rank of a DTensor's mesh calls this with the same names. Ranks that hold equal parts (replicated axes, and
     plain tensors where all ranks of the job have the same ones) share the reading: one reads, and broadcasts along these
@@ -225,8 +226,8 @@ def _refuse_expanded(blocks: Mapping[str, LocalBlocks]) -> None:
             and any(n > 1 and not step for n, step in zip(local.shape, local.stride()))
         ):
             raise UnsavableError(
-                f"{name}: several elements of the tensor to fill share one place in memory (strides {local.stride()}): "
-                "it was expanded; clone() it before"
+                f"{name}: several elements of the destination tensor share memory (strides {local.stride()}), as "
+                "after expand(); clone() it first"
             )
 
 
@@ -378,8 +379,8 @@ class _Files:
             count = os.preadv(descriptor, waiting, start)
             if count == 0:
                 raise DamagedFileError(
-                    f"{self._folder / name} ends at byte {start}, but {sum(map(len, waiting))} more bytes belong to the "
-                    "checkpoint; it was cut off: use another step, or another copy of the file"
+                    f"{self._folder / name} ends at byte {start}, but {sum(map(len, waiting))} more bytes belong to "
+                    "the checkpoint; it is truncated: use another step, or another copy of the file"
                 )
             start += count
             while waiting and count >= len(waiting[0]):

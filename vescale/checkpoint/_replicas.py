@@ -88,7 +88,7 @@ class Shares:
         if self.consensus is None:
             failure = read()
         else:
-            about = "ranks load a checkpoint; all of them have to call this"
+            about = "ranks load a checkpoint; all of them must call this"
             messages = self.consensus.exchange(message, lambda: about)
             size = len(self.digest)
             failed = [(rank, each[size:].decode()) for rank, each in enumerate(messages) if len(each) > size]

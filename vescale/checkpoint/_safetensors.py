@@ -83,26 +83,26 @@ def read_header(path: Path) -> Header:
             size = os.fstat(file.fileno()).st_size
             first = file.read(8)
             if len(first) < 8:
-                raise _damaged(path, f"has {size} bytes, fewer than the 8 with the length of the header")
+                raise _damaged(path, f"has {size} bytes, fewer than the 8 that hold the length of the header")
             length = struct.unpack("<Q", first)[0]
             if length > MAX_HEADER:
                 raise _damaged(
                     path, f"has a header of {length} bytes, more than the {MAX_HEADER} that the format allows"
                 )
             if length > size - 8:
-                raise _damaged(path, f"ends inside of its header: {size} bytes, header of {length}")
+                raise _damaged(path, f"ends inside its header: {size} bytes, header of {length}")
             text = file.read(length)
     except OSError as error:
         raise DamagedFileError(f"{path}: {error.strerror or error}") from error
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"has a header that is no JSON: {error}") from None
+        raise _damaged(path, f"has a header that is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise _damaged(path, f"has a header that is {kind_of(found)}; expected an object")
     metadata = found.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _damaged(path, "has a __metadata__ that is no object of strings")
+        raise _damaged(path, "has a __metadata__ that is not an object of strings")
     spans = {name: _entry(path, name, entry) for name, entry in found.items()}
     _check_cover(path, spans, size - 8 - length)
     tensors = {name: (dtype, shape, 8 + length + begin) for name, (dtype, shape, begin, _) in spans.items()}
@@ -141,7 +141,11 @@ def _check_cover(path: Path, spans: Mapping[str, tuple[Any, Any, int, int]], siz
             )
         at, before = end, name
     if at != size:
-        less = f"{at - size} bytes are missing: the file is truncated" if at > size else f"{size - at} more follow"
+        less = (
+            f"{at - size} bytes are missing: the file is truncated"
+            if at > size
+            else (f"{size - at} extra bytes follow")
+        )
         raise _damaged(path, f"should end with {before}, at byte {at} of its data, and {less}")
 
 
@@ -167,7 +171,7 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     if indexes:
         chosen = "model.safetensors.index.json" if "model.safetensors.index.json" in indexes else indexes[0]
         if chosen == indexes[0] and len(indexes) > 1 and chosen != "model.safetensors.index.json":
-            raise UnknownFormatError(f"{folder} has several indexes: {', '.join(indexes)}; give a folder with one")
+            raise UnknownFormatError(f"{folder} has several index files: {', '.join(indexes)}; pass a folder with one")
         weights = _weight_map(folder / chosen)
         return sorted(set(weights.values())), weights
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -199,9 +203,11 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise UnknownFormatError(f"{path} has no weight_map from tensor names to file names; copy or download it again")
     for name in sorted(set(weights.values())):
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
-            raise UnknownFormatError(f"{path} names the file {name!r} outside of its folder; such an index is refused")
+            raise UnknownFormatError(
+                f"{path} refers to the file {name!r} outside of its folder; such an index is refused"
+            )
         if not (path.parent / name).is_file():
-            raise UnknownFormatError(f"{path} names the file {name}, which is not in the folder; download it, too")
+            raise UnknownFormatError(f"{path} refers to the file {name}, which is not in the folder; download it, too")
     return weights
 
 
@@ -252,10 +258,10 @@ def _shard_offsets(path: Path, header: Header) -> dict[str, tuple[int, ...]]:
         found = json.loads(header.metadata[_SHARDS])
         offsets = {name: entry["saved_offsets"] for name, entry in found.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise _damaged(path, f"has {_SHARDS} that is no map from names to offsets") from None
+        raise _damaged(path, f"has {_SHARDS} that is not a map from names to offsets") from None
     for name, offset in offsets.items():
         if not _counts(offset) or (name in header.tensors and len(offset) != len(header.tensors[name][1])):
-            raise _damaged(path, f"puts its block of {name} at {str(offset)[:200]}")
+            raise _damaged(path, f"places its block of {name} at {str(offset)[:200]}")
     return {name: tuple(offset) for name, offset in offsets.items()}
 
 

@@ -89,8 +89,8 @@ class FolderLock:
             holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
             os.close(descriptor)
             raise FolderInUseError(
-                f"another job saves to {os.path.dirname(self._path)}: {holder or 'its name is not known'}; give each job a "
-                "folder of its own, or end that one"
+                f"another job is saving to {os.path.dirname(self._path)}: {holder or 'its name is not known'}; give "
+                "each job its own folder, or stop that job"
             ) from None
         except OSError as error:
             os.close(descriptor)
@@ -144,7 +144,7 @@ def agree_on_holders(blocks: Mapping[str, LocalBlocks], consensus: Round) -> Hol
     """One round through the store; each rank reads those of the others only where they differ."""
     own = sorted(shared_names(blocks))
     messages = consensus.exchange(
-        zlib.compress(json.dumps(own).encode()), lambda: "ranks save a checkpoint; all of them have to call save()"
+        zlib.compress(json.dumps(own).encode()), lambda: "ranks save a checkpoint; all of them must call save()"
     )
     if len(set(messages)) == 1:
         return dict.fromkeys(own)
@@ -414,7 +414,7 @@ class Saver:
         except CheckpointError as error:
             self._remove_unfinished(gathering)
             self._failure = SaveFailedError(
-                f"{os.path.join(self.folder, target.name)} was not saved, what was saved before is as it was: {error}"
+                f"{os.path.join(self.folder, target.name)} was not saved; earlier steps are unchanged: {error}"
             )
             self._failure.__cause__ = error
             if self._writer is not None and gathering.rank == 0:  # the program may end without asking
@@ -440,7 +440,7 @@ class Saver:
         they ``picked`` of these is not here yet."""
         names, digests, parts = zip(*(message.split("\n", 2) for message in messages))
         if len(set(names)) > 1:
-            raise SaveFailedError(f"ranks save different steps: {sorted(set(names))}; all have to save the same one")
+            raise SaveFailedError(f"ranks save different steps: {sorted(set(names))}; all ranks must save the same one")
         different = differing(digests)
         optimizers = different.pop("optimizer", ())
         if different and picked is None:
@@ -462,8 +462,8 @@ class Saver:
         }
         found = self._writer.run(job) if self._writer is not None else commit(job)
         found["warnings"] += [
-            f"{name}: options, or states that are no tensors, differ between ranks, and those of the first rank are "
-            "saved; give all ranks the same ones"
+            f"{name}: options, or states that are not tensors, differ between ranks, and those of the first rank are "
+            "saved; use the same ones on all ranks"
             for name in optimizers
         ]
         return found
@@ -509,9 +509,11 @@ def _check_space(folder: str, nbytes: int) -> None:
         free = shutil.disk_usage(folder).free
     except FileNotFoundError:
         raise SaveFailedError(
-            f"No such file or directory: {folder} was removed, or its disk is not mounted; the next save makes it anew"
+            f"No such file or directory: {folder} was removed, or its disk is not mounted; the next save creates it "
+            "again"
         ) from None
     if free < nbytes:
         raise SaveFailedError(
-            f"{folder} has {free} bytes left, and this rank alone has {nbytes} to write: free some, or use another"
+            f"{folder} has {free} bytes left, and this rank alone has {nbytes} to write: free space, or use another "
+            "disk"
         )

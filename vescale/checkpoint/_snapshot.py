@@ -58,7 +58,9 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
     """No communication; nothing is copied. Raises CheckpointError for what cannot be saved, with its name."""
     for name in more:
         if name.split(".", 1)[0] in RESERVED or name == "optimizers":
-            raise UnsavableError(f"{name!r} is a name of the checkpoint's own; pass this value by another one")
+            raise UnsavableError(
+                f"{name!r} is a name that checkpoints use themselves; pass this value under another name"
+            )
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {"model": None, "optimizers": {}, "beside": {}}
     buffers: set[str] = set()
@@ -68,8 +70,9 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
         check_model(model)
         if optimizer is not None and any(module in AVERAGED_MODULES for module in model.modules()):
             raise UnsavableError(
-                "the model's parameters are averages, which EMA.swap() has put in their place, and training does not go on "
-                "from these: save behind the swap, or, to export the averages, save the model without an optimizer"
+                "the model's parameters are the averages that EMA.swap() has put in their place, from which training "
+                "cannot continue: save after the swap has ended, or, to export the averages, save the model without "
+                "an optimizer"
             )
         state = model_state(model)
         tensors |= {f"{MODEL}.{name}": tensor for name, tensor in state.tensors.items()}

@@ -163,7 +163,7 @@ def commit(job: Mapping[str, Any]) -> dict[str, Any]:
     else:
         if not job["replace"]:
             raise FileExistsError(
-                f"{final} is there already: another job saves to this folder, or this one was not restored from it; use "
+                f"{final} already exists: another job saves to this folder, or this job was not restored from it; use "
                 "another folder, or remove that step"
             )
         if _disk.exchange(temporary, final):
@@ -182,7 +182,9 @@ def commit(job: Mapping[str, Any]) -> dict[str, Any]:
         source = os.path.join(parent, step_name(step))
         if os.path.isdir(source):
             _disk.rename(source, f"{source}.aside-{job['id']}")
-            warnings.append(f"{source} is newer than the step that was restored, and is now {source}.aside-{job['id']}")
+            warnings.append(
+                f"{source} is newer than the step that was restored, and has been renamed to {source}.aside-{job['id']}"
+            )
     if job["retention"] is not None:
         try:
             retention = Retention(**job["retention"])
@@ -190,8 +192,9 @@ def commit(job: Mapping[str, Any]) -> dict[str, Any]:
             newer = [step for step in complete if step > job["head"]["step"]]
             if newer:
                 warnings.append(
-                    f"{parent} has steps {newer}, which are newer than {job['name']}: restore() takes step {newer[-1]}. If "
-                    "they are of an earlier run, use another folder, or restore the step that this run goes on from first"
+                    f"{parent} has steps {newer}, which are newer than {job['name']}: restore() takes step "
+                    f"{newer[-1]}. If they belong to an earlier run, use another folder, or first restore the step "
+                    "that this run continues from"
                 )
             for step in retention.surplus(parent, complete, job["name"]):
                 _remove(parent, step_name(step), job["id"])

@@ -53,7 +53,7 @@ def open_newest_step(path: Path) -> Stored:
         raise NoSuchStepError(f"{path} has no complete step: {found}")
     for step, texts in sorted(problems.items()):
         if step > steps[-1]:
-            text = f"step {step} is passed by, because it is not complete: {'; '.join(texts[:5])}"
+            text = f"step {step} is skipped, because it is not complete: {'; '.join(texts[:5])}"
             warnings.warn(text, CheckpointWarning, stacklevel=3)
     return open_step(path / step_name(steps[-1]))
 
@@ -70,7 +70,7 @@ def open_step(path: Path, *, check_sizes: bool = True) -> Stored:
     files = [file["name"] for file in manifest["files"]]
     for name in files:
         if os.path.basename(name) != name:
-            raise DamagedFileError(f"{path}: the manifest names a file {name!r} outside of the step")
+            raise DamagedFileError(f"{path}: the manifest refers to a file {name!r} outside of the step")
     values = {key: value for key, value in manifest.items() if key not in ("files", "tensors")}
     return Stored(path, _Tensors(manifest["tensors"], files, values["values"]), "vescale", values)
 
@@ -92,14 +92,16 @@ class _Tensors(Mapping[str, StoredTensor]):
         if own not in self._made:
             entry = self._entries[own]
             if any(not 0 <= file < len(self._files) for _, _, file, *_ in entry["boxes"]):
-                raise DamagedFileError(f"{name}: the manifest places it in a file that it does not list")
+                raise DamagedFileError(f"{name}: the manifest assigns it to a file that it does not list")
             boxes = tuple(
                 StoredBox(tuple(offset), tuple(sizes), self._files[file], start)
                 for offset, sizes, file, start, _ in entry["boxes"]
             )
             dtype = getattr(torch, entry["dtype"], None)
             if not isinstance(dtype, torch.dtype):
-                raise UnknownFormatError(f"{name} has dtype {entry['dtype']!r}, which this torch does not know")
+                raise UnknownFormatError(
+                    f"{name} has dtype {entry['dtype']!r}, which this version of torch does not have"
+                )
             self._made[own] = StoredTensor(tuple(entry["shape"]), dtype, boxes)
         return self._made[own]
 
@@ -182,8 +184,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return encode(value.item(), path, tensors)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise UnsavableError(
-        f"{path} is a {kind}; a checkpoint holds tensors, numbers, text, lists, tuples and dicts, and never pickles: give "
-        "what has state_dict() and load_state_dict(), or convert it first"
+        f"{path} is a {kind}; a checkpoint holds tensors, numbers, text, lists, tuples and dicts, and never pickles: "
+        "pass an object with state_dict() and load_state_dict(), or convert it first"
     )
 
 
@@ -218,7 +220,7 @@ def decode(value: Any, tensor: Callable[[TensorName], Any] = lambda name: name) 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise UnknownFormatError(f"the checkpoint names a dtype {name!r} that this torch does not know")
+        raise UnknownFormatError(f"the checkpoint names a dtype {name!r} that this version of torch does not have")
     return found
 
 

@@ -77,9 +77,9 @@ def cover_fault(boxes: Sequence[StoredBox], shape: Sequence[int]) -> str | None:
     """
     boxes = [box for box in boxes if box.numel]
     if any(at < 0 or at + size > n for box in boxes for at, size, n in zip(box.offset, box.sizes, shape)):
-        return "reach out of it"
+        return "extend past it"
     if sum(box.numel for box in boxes) != math.prod(shape):
-        return "do not make it up: they overlap, or some are missing"
+        return "do not cover it exactly: they overlap, or some are missing"
     if len(boxes) < 2:
         return None
     cuts = [

@@ -72,7 +72,7 @@ def record_of(name: str) -> Callable[..., Record]:
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
-        raise UnsafePickleError("a pickle encodes something else than bytes")
+        raise UnsafePickleError("a pickle encodes something other than bytes")
     return text.encode("latin1")
 
 
@@ -80,13 +80,13 @@ def _bytes(data: Any = b"", encoding: Any = "latin1") -> bytes:
     if isinstance(data, str) and encoding in ("latin1", "latin-1"):
         return data.encode("latin1")
     if not isinstance(data, bytes):  # a number would reserve as many bytes
-        raise UnsafePickleError("a pickle makes a bytearray of something else than bytes")
+        raise UnsafePickleError("a pickle makes a bytearray from something other than bytes")
     return data
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
     if not isinstance(real, float) or not isinstance(imaginary, float):
-        raise UnsafePickleError("a pickle makes a complex number of something else than numbers")
+        raise UnsafePickleError("a pickle makes a complex number from something other than numbers")
     return complex(real, imaginary)
 
 
@@ -129,14 +129,14 @@ class _Unpickler(pickle._Unpickler):
         full = f"{module}.{name}"
         if full not in self._names:
             raise UnsafePickleError(
-                f"{self._about} names {full}, which is not on the list of what a checkpoint may hold; nothing of it was "
-                "run. If you trust the file, load it with PyTorch and save the tensors again"
+                f"{self._about} names {full}, which is not on the list of what a checkpoint may contain; none of it "
+                "was run. If you trust the file, load it with PyTorch and save the tensors again"
             )
         return self._names[full]
 
     def persistent_load(self, identity: Any) -> Any:
         if self._persistent is None:
-            raise UnsafePickleError(f"{self._about} refers to data outside of itself")
+            raise UnsafePickleError(f"{self._about} refers to data outside the file")
         return self._persistent(identity)
 
     def load_build(self) -> None:
@@ -165,7 +165,7 @@ class _Unpickler(pickle._Unpickler):
         stack = self.stack  # type: ignore[attr-defined]
         keywords = stack.pop()
         if keywords:
-            raise UnsafePickleError(f"{self._about} calls something with keywords")
+            raise UnsafePickleError(f"{self._about} calls a function with keyword arguments")
         self.load_reduce()
 
     dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
@@ -280,7 +280,7 @@ def _made(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Te
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1
         if last * dtype.itemsize > storage.num_bytes:
             raise DamagedFileError(
-                f"a tensor of shape {shape}, strides {strides} and {dtype} reaches {last * dtype.itemsize} bytes into a "
+                f"a tensor of shape {shape}, strides {strides} and {dtype} reaches {last * dtype.itemsize} bytes of a "
                 f"storage of {storage.num_bytes}"
             )
     return TensorRecord(shape, dtype, storage.start + offset * dtype.itemsize, strides)
@@ -293,7 +293,7 @@ def _parameter(data: Any, *rest: Any) -> Any:
 def _of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """``torch.Tensor`` and ``Parameter`` with attributes of their own, which are left out."""
     if function not in (_tensor, _tensor_of_dtype) or kind is not _parameter:
-        raise DamagedFileError("a tensor of a class of its own")
+        raise DamagedFileError("a tensor of a custom class")
     return function(*args)
 
 
@@ -366,7 +366,9 @@ def read_torch_save(file: IO[bytes], start: int, length: int, about: str) -> Any
         raise DamagedFileError(f"{about} is truncated or damaged: {error}") from None
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise DamagedFileError(f"{about} is a zip without one data.pkl; expected a file written by torch.save")
+        raise DamagedFileError(
+            f"{about} is a zip file without a single data.pkl; expected a file written by torch.save"
+        )
     root = pickles[0].removesuffix("data.pkl")
 
     def find(name: str) -> tuple[int, int]:
@@ -376,14 +378,14 @@ def read_torch_save(file: IO[bytes], start: int, length: int, about: str) -> Any
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
             raise DamagedFileError(f"{about}: the record {name} is compressed or encrypted")
         if info.header_offset < 0:
-            raise DamagedFileError(f"{about} is damaged: the directory puts {name} before its first byte")
+            raise DamagedFileError(f"{about} is damaged: the directory places {name} before its first byte")
         part.seek(info.header_offset)
         local = part.read(30)
         if len(local) < 30 or local[:4] != b"PK\x03\x04":
             raise DamagedFileError(f"{about} is damaged: no record {name} where the directory says")
         begin = info.header_offset + 30 + sum(struct.unpack("<HH", local[26:30]))
         if begin + info.file_size > length:
-            raise DamagedFileError(f"{about} is truncated: the record {name} ends behind the file")
+            raise DamagedFileError(f"{about} is truncated: the record {name} ends past the end of the file")
         return begin, info.file_size
 
     def bytes_of(name: str) -> bytes:
@@ -392,14 +394,14 @@ def read_torch_save(file: IO[bytes], start: int, length: int, about: str) -> Any
         return part.read(size)
 
     if root + "byteorder" in records and bytes_of("byteorder") != b"little":
-        raise DamagedFileError(f"{about} was written on a machine with another order of bytes")
+        raise DamagedFileError(f"{about} was written on a machine with a different byte order")
 
     def storage(identity: Any) -> _Storage:
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
             raise DamagedFileError(f"{about} refers to data by {str(identity)[:200]}")
         _, dtype, key, _, _ = identity
         if not isinstance(dtype, torch.dtype) or not isinstance(key, str):
-            raise DamagedFileError(f"{about} has a storage that is not a storage of torch")
+            raise DamagedFileError(f"{about} has a storage that is not a torch storage")
         begin, size = find(f"data/{key}")
         return _Storage(start + begin, size, dtype)
 

@@ -106,7 +106,7 @@ def _faults_of_index(manifest: Mapping[str, Any]) -> list[str]:
         for name, block, start, _ in file.get("copies", ()):
             entry = manifest["tensors"].get(name)
             if entry is None or not is_inside(number, start, math.prod(block) * _itemsize(entry["dtype"])):
-                found.append(f"{file['name']} is listed with a copy of {name} at byte {start}, and has none")
+                found.append(f"{file['name']} is listed with a copy of {name} at byte {start}, but has none")
     return found
 
 
@@ -116,7 +116,7 @@ def _check_file(path: Path, boxes: list[tuple[int, int, str, str]]) -> list[str]
     except OSError as error:
         return [f"{path}: {error}"]
     problems = [
-        f"{path}: bytes {start} to {start + nbytes}, of {name}, are not those that were written (crc32 {checksum:08x}, "
+        f"{path}: bytes {start} to {start + nbytes}, of {name}, differ from what was written (crc32 {checksum:08x}, "
         f"expected {expected})"
         for checksum, (start, nbytes, expected, name) in zip(found, boxes)
         if f"{checksum:08x}" != expected
@@ -127,7 +127,7 @@ def _check_file(path: Path, boxes: list[tuple[int, int, str, str]]) -> list[str]
 def _itemsize(name: str) -> int:
     found: Any = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise UnknownFormatError(f"the manifest names a dtype {name!r} that this torch does not know")
+        raise UnknownFormatError(f"the manifest names a dtype {name!r} that this version of torch does not have")
     return found.itemsize
 
 
@@ -175,7 +175,7 @@ def _records(folder: Path, places: list[tuple[str, str, int, int]], progress: Ca
             try:
                 bad = zipfile.ZipFile(FilePart(stream, start, length)).testzip()
                 if bad is not None:
-                    problems.append(f"{about}: {bad} is not as it was written: its checksum differs")
+                    problems.append(f"{about}: {bad} has changed since it was written: its checksum differs")
             except Exception as error:  # zipfile raises many kinds for garbled files
                 problems.append(f"{about}: {error}")
         progress(length)

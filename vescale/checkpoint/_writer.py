@@ -66,7 +66,7 @@ class Writer:
             code = self._process.wait()
             self._process = None
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            raise SaveFailedError(f"the writer process {how}; the next save starts another one")
+            raise SaveFailedError(f"the writer process {how}; the next save starts a new one")
         if "error" in answer:
             raise SaveFailedError(answer["error"])
         return answer

@@ -22,7 +22,7 @@ class StepMismatchError(Coded, RuntimeError):
 
 
 class InputMismatchError(StepMismatchError):
-    """Ranks give different values where all have to give the same."""
+    """Ranks pass different values where all of them must pass the same."""
 
     code = "VS0302"
 
@@ -53,12 +53,13 @@ GENERATING = ", in generate()"
 STATE = "state: "
 """What names of parameters begin with."""
 SAME_STEPS = (
-    "Every rank has to make the same calls in the same order, also for an evaluation (no `if rank == 0:` around a call of "
-    "the model, its backward, or a read of what is cut over ranks), and to see as many batches"
+    "Every rank must make the same calls in the same order, also during evaluation (no `if rank == 0:` around a call "
+    "of the model, its backward, or a read of a value that is sharded over ranks), and must process the same number "
+    "of batches"
 )
 SEVERAL_THREADS = (
-    ". Here several threads run forwards on equal meshes, and threads take turns in another order on each rank: run them on "
-    "one thread, or give the threads an order that is the same on every rank"
+    ". Several threads of this process run forwards on equal meshes, and their order differs between ranks: run them "
+    "on one thread, or in an order that is the same on every rank"
 )
 
 
@@ -79,15 +80,16 @@ def absence(
     if isinstance(problem, CrossWaitError):
         return StepMismatchError(*places_text({r: board.text(board.ranks.index(r)) for r in problem.ranks}, advice))
     if isinstance(problem, RankGoneError):
-        text = f"rank {dist.get_rank()} is before {site}, and {problem}: its own error says why"
+        text = f"rank {dist.get_rank()} is before {site}, and {problem}: see its own error"
         return StepMismatchError(text, [problem.rank])
     positions = board.absent(number, channel)
     absent = [board.ranks[index] for index in positions]
     last = "; ".join(
-        f"rank {board.ranks[index]} came last to {board.text(index) or 'nothing'}" for index in positions[:8]
+        f"rank {board.ranks[index]} last reached {board.text(index) or 'nothing'}" for index in positions[:8]
     )
     return StepMismatchError(
-        f"rank {dist.get_rank()} is before {site}, and ranks {absent} have not come for {limit:g} s: {last}. {advice}",
+        f"rank {dist.get_rank()} is before {site}, and ranks {absent} have not arrived for {limit:g} s: {last}. "
+        f"{advice}",
         absent,
     )
 
@@ -139,8 +141,9 @@ def _without_unused_draws(inputs: dict[int, list[tuple[str, str]]]) -> dict[int,
 def uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
     first = {rank: {part[0]: part[1] for part in each["parts"]} for rank, each in zip(ranks, found)}
     return (
-        f'parts of inputs that are given as given="local" have different sizes in {found[0]["site"]}: {first}; ranks that '
-        "do not wait for each other take them as equal. Give equal parts (drop_last=True), pass the global batch, or set "
+        f'the parts of inputs that are passed with given="local" have different sizes in {found[0]["site"]}: '
+        f"{first}; ranks that do not wait for each other assume equal sizes. Pass equal parts (drop_last=True)"
+        ", pass the global batch, or set "
         "VESCALE_CHECK=steps"
     )
 
@@ -148,9 +151,11 @@ def uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
 def parts_text(site: str, found: str) -> str:
     """Of a state dict with parts that other ranks have written."""
     return (
-        f"{site} got the {PARTS} that another rank has written: {found}. torch.save writes one rank's part of each tensor, "
-        "so that one file has the parts of one rank only. Save with vescale.checkpoint.save on all ranks, which any mesh "
-        'loads, or save whole values: `state = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in '
+        f"{site} got the {PARTS} that another rank has written: {found}. torch.save writes one rank's part of each "
+        "tensor, so that a file has the parts of a single rank"
+        ". Save with vescale.checkpoint.save on all ranks (the result loads on any mesh), or save whole values:"
+        ' `state = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for '
+        "name, x in "
         "model.state_dict().items()}` on all ranks, then torch.save(state, ...) on one"
     )
 
@@ -163,90 +168,96 @@ def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
     )
     if difference.name.startswith(COMPUTED):
         return (
-            f"ranks have computed different losses before {site}: {difference.name.removeprefix(COMPUTED)} is {found}. A "
-            "loss of a parallelized model is the global one, the same on every rank, as on one device: take the same ops "
-            "and numbers on every rank (no `if rank == 0:` around a term, no number that each rank counts for itself, such "
-            "as the tokens of its own rows: count those of the global batch), and pick the same rows. If numbers differ on "
-            "purpose: `with vescale.unchecked():`"
+            f"ranks have computed different losses before {site}: {difference.name.removeprefix(COMPUTED)} is "
+            f"{found}. The loss of a parallelized model is the global one, the same on every rank, as on one device: "
+            "compute it by the same ops from the same numbers on every rank (no `if rank == 0:` around a term; no "
+            "number that each rank counts for itself, such as the tokens of its own rows: count those of the global "
+            "batch), and select the same rows. If numbers differ on purpose: `with vescale.unchecked():`"
         )
     if difference.name.startswith(WRITTEN_GATHERED):
         return (
-            "ranks have written different values to parameter "
-            f"{difference.name.removeprefix(WRITTEN_GATHERED)!r} in the forward before {site}: it is {found}. A "
-            "parameter that is gathered for a forward is the same on every rank, and so must be what is written to it. What "
-            "depends on a rank's own data (nn.Embedding(max_norm=)) has to be written outside of the forward, from the "
-            "values of all ranks; or leave the parameter out of the group (ignored_params)"
+            f"ranks have written different values to parameter {difference.name.removeprefix(WRITTEN_GATHERED)!r} in "
+            f"the forward before {site}: it is {found}. A parameter that is gathered for a forward is the same on "
+            "every rank, and whatever is written to it must be the same, too. Write values that depend on a rank's "
+            "own data (nn.Embedding(max_norm=)) outside of the forward, from the values of all ranks; or leave the "
+            "parameter out of the group (ignored_params)"
         )
     if difference.name.startswith(WRITTEN):
         return (
-            f"ranks have changed the model differently before {site}: {difference.name.removeprefix(WRITTEN)} is {found}. "
-            "The script writes to a parameter, or calls zero_grad(), on some ranks only, where one device changes all: "
-            "do the same on every rank (no `if rank == 0:` around it). If values differ on purpose: `with "
-            "vescale.unchecked():`"
+            f"ranks have changed the model differently before {site}: {difference.name.removeprefix(WRITTEN)} is "
+            f"{found}. The script writes to a parameter, or calls zero_grad(), on some ranks only, where a single "
+            "device would change the whole model: do the same on every rank (no `if rank == 0:` around it). If "
+            "values differ on purpose: `with vescale.unchecked():`"
         )
     if difference.name.startswith(STEPPED):
         return (
-            f"ranks have stepped optimizers differently before {site}: {difference.name.removeprefix(STEPPED)} is {found}. "
-            "Each rank steps its part of what one device steps: make the optimizer with the same hyperparameters and "
-            "schedulers, and call step() as often, with the same gradients, on every rank (no `if rank == 0:` around them). "
-            "If hyperparameters differ on purpose: `with vescale.unchecked():`"
+            f"ranks have stepped optimizers differently before {site}: {difference.name.removeprefix(STEPPED)} is "
+            f"{found}. Each rank updates its part of what one device would update: create the optimizer with the same "
+            "hyperparameters and schedulers, and call step() the same number of times, with the same gradients, on "
+            "every rank (no `if rank == 0:` around them). If hyperparameters differ on purpose: `with "
+            "vescale.unchecked():`"
         )
     if difference.name == PARTS:
         return parts_text(site, found)
     if difference.name.startswith(STATE):
         return (
-            f"ranks have different values of {difference.name.removeprefix(STATE)} before {site}, of which they hold the "
-            f"same part: it is {found}. The script has changed it on some ranks only: a write or an initialization "
-            "under `if rank == 0:`, another learning rate, another requires_grad or hyperparameter. Do the same on "
-            "every rank; to take values of one file or rank, call load_state_dict on all. If values differ on purpose: "
-            "`with vescale.unchecked():`"
+            f"ranks have different values of {difference.name.removeprefix(STATE)} before {site}, although they hold "
+            f"the same part of it: it is {found}. The script has changed it on some ranks only: a write or an "
+            "initialization under `if rank == 0:`, a different learning rate, requires_grad or hyperparameter. Do "
+            "the same on every rank; to load values from one file or rank, call load_state_dict on all ranks. If "
+            "values differ on purpose: `with vescale.unchecked():`"
         )
     if difference.name.startswith(DRAWN):
         return (
             f"ranks have drawn different random numbers before {site}: {difference.name.removeprefix(DRAWN)} is from "
-            f"{found}. Each rank draws its part of what one device draws, so that all have to start from one seed and draw "
-            "the same, in the same order: call torch.manual_seed with the same seed on every rank before an initialization "
-            "(and give generator= the same seed), with no `if rank == 0:` around it. If they differ on purpose: `with "
-            "vescale.unchecked():`"
+            f"{found}. Each rank draws its part of what one device would draw, so that all ranks must start from the "
+            "same seed and make the same draws in the same order: call torch.manual_seed with the same seed on every "
+            "rank before an initialization (and seed every generator= in the same way), with no `if rank == 0:` "
+            "around it. If they differ on purpose: `with vescale.unchecked():`"
         )
     if difference.name.startswith(MADE):
         return (
-            f"ranks have made different values in the forward before {site}: {difference.name.removeprefix(MADE)} is "
-            f"{found}. What a model makes of numbers, arrays or texts is the same on every rank, as on one device: give "
-            "all ranks the same texts and arrays, and seed random and numpy.random alike, or pass each rank's own part as "
+            f"ranks have created different values in the forward before {site}: {difference.name.removeprefix(MADE)} "
+            "is "
+            f"{found}. What a model creates from numbers, arrays or texts must be the same on every rank, as on one "
+            "device: pass the same texts and arrays on all ranks, and seed random and numpy.random in the same way; "
+            "or pass"
+            " each rank's own part as "
             'an input of the plan, plan.shard("<in:name>", Shard(0), mesh="dp", given="local"). If values differ on '
             "purpose: `with vescale.unchecked():`"
         )
     if difference.name in NUMBERS:
         return (
-            f"ranks have drawn different random numbers in the forward before {site}: the {difference.name} was {found}, "
-            "and the forward has drawn from it. Call random.seed and numpy.random.seed with the same seed on every rank, "
-            "and draw numbers that differ by rank (augmentation) from generators of their own, random.Random(seed) and "
-            "numpy.random.default_rng(seed)"
+            f"ranks have drawn different random numbers in the forward before {site}: the {difference.name} was "
+            f"{found}, and the forward has drawn from it. Call random.seed and numpy.random.seed with the same seed "
+            "on every rank, and draw numbers that differ by rank (augmentation) from separate generators, "
+            "random.Random(seed) and numpy.random.default_rng(seed)"
         )
     if difference.name == SEED:
         return (
-            f"ranks have drawn different random numbers in the forward before {site}: the {SEED} is {found}. Ops of a model "
-            "draw from it as on one device: call torch.manual_seed with the same seed on every rank, and draw numbers that "
-            "differ by rank (augmentation, a sample on rank 0) from a torch.Generator of their own"
+            f"ranks have drawn different random numbers in the forward before {site}: the {SEED} is {found}. Ops of "
+            "the model draw from it as on one device: call torch.manual_seed with the same seed on every rank, and "
+            "draw numbers that differ by rank (augmentation, a sample on rank 0) from a separate torch.Generator"
         )
     if GENERATING in site:
         return (
-            f"ranks disagree about {name} of {site}: it is {found}. generate() takes the prompts of all ranks, also where "
-            'the plan has given="local", and returns the tokens of all: give every rank the same prompts and options, '
-            "and seed torch alike (torch.manual_seed) before it samples. If prompts differ by rank, gather them first "
-            "(torch.distributed.all_gather_object), and take this rank's rows of the result"
+            f"ranks disagree about {name} of {site}: it is {found}. generate() takes the prompts of all ranks, even "
+            'if the plan has given="local", and returns the tokens of all: pass the same prompts and options on '
+            "every rank, and call torch.manual_seed with the same seed before it samples."
+            " If prompts differ by rank, gather them first "
+            "(torch.distributed.all_gather_object), and select this rank's rows of the result"
         )
     if local:
         return (
-            f"ranks disagree about {name} of {site}, of which they have the same part: {found}. Ranks that differ only on "
-            "other axes have to give the same part: use vescale.ShardedBatchSampler(dataset, batch_size, mesh, axes), or "
-            "write all axes over which the data differ in the plan's entry. If they differ on purpose: `with "
-            "vescale.unchecked():`"
+            f"ranks disagree about {name} of {site}, although they have the same part of it: {found}. Ranks that "
+            "differ only on other axes must pass the same part: use vescale.ShardedBatchSampler(dataset, batch_size, "
+            "mesh, axes), or name all axes over which the data differ in the plan's entry. If they differ on "
+            "purpose: `with vescale.unchecked():`"
         )
     return (
-        f"ranks disagree about {name} of {site}: it is {found}. A plain value is the global one, the same on every rank. If "
+        f"ranks disagree about {name} of {site}: it is {found}. A plain value is global: the same on every rank. If "
         "each rank has its own part of the batch (a DistributedSampler), write that in the plan, "
-        'plan.shard("<in:name>", Shard(0), mesh="dp", given="local"), and draw the parts with vescale.ShardedBatchSampler; '
-        "or seed the sampler alike on every rank. If values differ on purpose: `with vescale.unchecked():`"
+        'plan.shard("<in:name>", Shard(0), mesh="dp", given="local"), and draw the parts with '
+        "vescale.ShardedBatchSampler; or seed the sampler in the same way on every rank"
+        ". If values differ on purpose: `with vescale.unchecked():`"
     )

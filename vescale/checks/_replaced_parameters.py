@@ -131,10 +131,10 @@ class Replacement:
 
     def error(self, use: str) -> ReplacedParameterError:
         return ReplacedParameterError(
-            f"{use} parameter {self.name!r} of {self.model} as it was before {self.by}, which has replaced it: nothing of "
-            f"that reaches the model. Expected the parameters after {self.by}: call {self.by} first, then make optimizers "
-            "and averages of model.parameters(), and clip those; or have an optimizer that is made before adopted, "
-            f"{self.by}(..., optimizer=optimizer)",
+            f"{use} parameter {self.name!r} of {self.model} as it was before {self.by}, which has replaced it: the "
+            f"model is not affected. Expected the parameters after {self.by}: call {self.by} first, then create "
+            "optimizers and averages from model.parameters(), and clip those; or pass an optimizer that was created "
+            f"before, {self.by}(..., optimizer=optimizer)",
             self.name,
         )
 
@@ -222,7 +222,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (),
     with no_torch_function():
         if func == _GET_GRAD:
             if sys._getframe(1).f_code.co_name != "zero_grad":
-                _refuse(args[0], "something, such as an optimizer's step or clipping, reads the gradient of")
+                _refuse(args[0], "something (such as an optimizer's step or clipping) reads the gradient of")
         else:
             name = getattr(func, "__name__", "")
             is_write = name in _WRITES or func == _SET_DATA or (name.startswith("_foreach_") and name.endswith("_"))
@@ -242,7 +242,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (),
             for read in _tensors(list(args)):
                 found = None if read is result else replacement_of(read)
                 if found is not None and found.is_outdated and not read.is_meta:
-                    _refuse(read, "something, such as an average, reads after the model has been trained")
+                    _refuse(read, "something (such as an average) reads after the model has been trained")
         return result
 
 
@@ -315,8 +315,8 @@ def listed_optimizers(optimizers: Optimizers, caller: str) -> list[Optimizer]:
     for one in found:
         if not isinstance(getattr(one, "param_groups", None), list):
             raise ArgumentTypeError(
-                f"{caller} got optimizer={type(one).__name__}; expected an optimizer with param_groups, or several in a "
-                "list (a scheduler keeps its optimizer, which is what to pass)"
+                f"{caller} got optimizer={type(one).__name__}; expected an optimizer with param_groups, or several in "
+                "a list (of a scheduler, pass its .optimizer)"
             )
     return found
 
@@ -330,7 +330,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], named: Iterable[tuple[str,
         if not any(id(p) in known or isinstance(p, DTensor) or replacement_of(p) is not None for p in held):
             raise ParallelizeError(
                 f"{by} got {kind_of(optimizer)} that holds none of the model's parameters; pass the optimizer that "
-                "was made of model.parameters(), or make one afterwards"
+                "was created from model.parameters(), or create one afterwards"
             )
         if hasattr(optimizer, "adopt_parameters"):
             continue
@@ -340,10 +340,10 @@ def check_optimizers(optimizers: Iterable[Optimizer], named: Iterable[tuple[str,
                 for key, value in state.items():
                     if _is_cut(key, value) and value.shape != parameter.shape and value.ndim > 0:
                         raise ParallelizeError(
-                            f"the optimizer's state {key!r} of {known[id(parameter)]!r} has shape {tuple(value.shape)}, and "
-                            f"the parameter {tuple(parameter.shape)}: only states of the parameter's shape can be cut; "
-                            f"pass an optimizer that has not stepped to {by}, and load its state afterwards "
-                            "(load_state_dict)"
+                            f"the optimizer's state {key!r} of {known[id(parameter)]!r} has shape "
+                            f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}: only states of the "
+                            f"parameter's shape can be sharded; pass an optimizer that has not stepped to {by}, and "
+                            "load its state afterwards (load_state_dict)"
                         )
 
 

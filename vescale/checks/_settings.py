@@ -28,7 +28,7 @@ def check_every() -> int:
     none. Raises ValueError for what is no such number."""
     text = os.environ.get("VESCALE_CHECK_EVERY", "100")
     if not text.isdecimal():
-        raise ArgumentError(f"VESCALE_CHECK_EVERY is {text!r}; set it to a number of forwards, 0 for none, or unset it")
+        raise ArgumentError(f"VESCALE_CHECK_EVERY is {text!r}; set it to a number of forwards (0: never), or unset it")
     return int(text)
 
 

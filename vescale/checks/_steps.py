@@ -150,10 +150,11 @@ class RepeatedParts:
                 shown = ", ".join(map(repr, names[:4]))
                 warnings.warn(
                     RepeatedPartsWarning(
-                        f"in {FIRST} forwards all ranks gave the same values as their parts of {shown}: the plan says "
-                        'given="local", so that these are taken as different rows of a batch that is as many times larger. '
-                        'If every rank reads the global batch, leave given="local" out of the entry; if each has its own '
-                        "rows, draw them with vescale.ShardedBatchSampler"
+                        f"in {FIRST} forwards, all ranks passed the same values as their parts of {shown}: because "
+                        'of given="local" in the plan, they are treated as different rows of a correspondingly '
+                        'larger batch. If every rank reads the global batch, remove given="local" from the entry; '
+                        "if each rank has its own rows, draw them with"
+                        " vescale.ShardedBatchSampler"
                     ),
                     stacklevel=2,
                 )

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "path",
         nargs="?",
         metavar="SOCKET",
-        help="as the job says it; default: of your jobs here the one that stopped last",
+        help="as the job prints it; default: the one of your jobs on this host that stopped last",
     )
 
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         connection.connect(path)
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; is the job still there?") from None
+        raise UsageError(f"{path}: {error.strerror}; is the job still running?") from None
     typing = [sys.stdin.fileno()]
     with (
         connection,
@@ -56,5 +56,5 @@ def _newest() -> str:
 
     path = newest_socket()
     if path is None:
-        raise UsageError("no job of yours has stopped on this host; run it on the host that the job names")
+        raise UsageError("none of your jobs has stopped on this host; run the command on the host that the job names")
     return path

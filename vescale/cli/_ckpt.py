@@ -25,27 +25,29 @@ _PATH = "a step, a folder of steps, a DCP folder, a torch.save file, a safetenso
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = actions.add_parser("ls", help="the steps of a folder, or the one checkpoint that it is")
-    show = actions.add_parser("show", help="tensors and values of a checkpoint")
-    show.add_argument("--tensors", metavar="PATTERN", default="*", help="only tensors of these names (* and ? match)")
+    listing = actions.add_parser("ls", help="list the steps of a folder, or its single checkpoint")
+    show = actions.add_parser("show", help="show the tensors and values of a checkpoint")
+    show.add_argument(
+        "--tensors", metavar="PATTERN", default="*", help="only tensors with these names (* and ? are wildcards)"
+    )
     verify = actions.add_parser("verify", help="check every byte that the format has a checksum for; exit 1: damaged")
     for action in (listing, show, verify):
         action.add_argument("path", metavar="PATH", help=_PATH)
     convert = actions.add_parser("convert", help="write a checkpoint in another format")
     convert.add_argument("source", metavar="SOURCE", help=_PATH)
-    convert.add_argument("target", metavar="TARGET", help="a folder, which must not exist")
-    convert.add_argument("--to", required=True, choices=("safetensors", "dcp", "vescale"))
+    convert.add_argument("target", metavar="TARGET", help="a folder that does not exist yet")
+    convert.add_argument("--to", required=True, choices=("safetensors", "dcp", "vescale"), help="format of TARGET")
     diff = actions.add_parser("diff", help="compare names, shapes, dtypes and values; exit 1: different")
     diff.add_argument("a", metavar="A", help=_PATH)
-    diff.add_argument("b", metavar="B", help="likewise, in the same or another format")
+    diff.add_argument("b", metavar="B", help="the same, in the same or another format")
     diff.add_argument("--no-values", action="store_true", help="compare names, shapes and dtypes only")
-    export = actions.add_parser("export", help="write a model's checkpoint as from_pretrained loads it")
+    export = actions.add_parser("export", help="write a checkpoint of a model in the form that from_pretrained loads")
     export.add_argument("source", metavar="SOURCE", help=_PATH)
     export.add_argument("target", metavar="TARGET", help="a folder")
     export.add_argument("--model", metavar="CONFIG", required=True, help=CONFIG_HELP)
     for action in (convert, export):
-        action.add_argument("--max-shard-size", default="5GB", help="of a safetensors file (default: 5GB)")
-        action.add_argument("--no-verify", action="store_true", help="do not check the source's checksums before")
+        action.add_argument("--max-shard-size", default="5GB", help="maximum size of a safetensors file (default: 5GB)")
+        action.add_argument("--no-verify", action="store_true", help="do not check the source's checksums first")
     for action in (listing, show, verify, convert, diff, export):
         action.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -140,7 +142,10 @@ def _verify(args: argparse.Namespace) -> int:
     if not problems:
         unknown = ""
         if is_safetensors(path):
-            unknown = ": headers and sizes; safetensors have no checksums, so that changed values cannot be found"
+            unknown = (
+                ": headers and sizes checked; safetensors files have no checksums, so that changed values "
+                "cannot be detected"
+            )
         new_console().print(f"{args.path} is sound{unknown}")
     return 1 if problems else 0
 
@@ -160,7 +165,9 @@ def _convert(args: argparse.Namespace) -> int:
     new_console().print(f"{args.target}: {_summary(stored, without=left)['tensors']} tensors in the format {args.to}")
     if left:
         rest = f" and {len(left) - 20} more" if len(left) > 20 else ""
-        new_console().print(f"left out, for the format holds tensors of a model only: {', '.join(left[:20])}{rest}")
+        new_console().print(
+            f"left out, because the format can hold only tensors of a model: {', '.join(left[:20])}{rest}"
+        )
     return 0
 
 
@@ -246,8 +253,8 @@ def _is_damaged(args: argparse.Namespace, stored: Stored) -> bool:
         print(f"vescale ckpt: {problem}", file=sys.stderr)
     if problems:
         print(
-            f"vescale ckpt: {path} is damaged, and nothing was written: take another step, or another copy; --no-verify "
-            "takes the values as they are",
+            f"vescale ckpt: {path} is damaged, and nothing was written: take another step, or another copy; "
+            "--no-verify uses the values as they are",
             file=sys.stderr,
         )
     return bool(problems)

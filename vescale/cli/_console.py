@@ -33,7 +33,8 @@ class _Output(Console):
         raise BrokenPipeError  # rich would end the process with exit code 1
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """A table that would not fit has a paragraph for each row."""
+        """Columns of a table are two spaces apart, or one where it would not fit; if it still does not, each row is a
+        paragraph."""
         if not isinstance(table := objects[0] if objects else None, Table) or self._fits(table):
             return super().print(*objects, **options)
         names = [str(column.header).strip() for column in table.columns]
@@ -46,7 +47,11 @@ class _Output(Console):
         """Numbers and short texts whole, and longer texts readable."""
         widths = [max((len(str(cell)) for cell in (c.header, *c.cells)), default=0) for c in table.columns]
         least = [width if c.no_wrap else min(width, _NARROW) for width, c in zip(widths, table.columns)]
-        return sum(least) + len(least) - 1 <= self.width
+        for apart in (2, 1):
+            if sum(least) + apart * (len(least) - 1) <= self.width:
+                table.padding = (0, apart, 0, 0)
+                return True
+        return False
 
 
 def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:

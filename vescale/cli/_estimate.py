@@ -31,34 +31,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", nargs="?", help=PLAN_HELP)
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     add_mesh(parser)
-    add_inputs(parser, None, None, "none: give it, or --input")
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="its name (default: adamw), or none")
+    add_inputs(parser, None, None, "needed, unless --input is given")
     parser.add_argument(
-        "--device", default="cpu", metavar="NAME", help="a table of a device, as h100-80g, or a YAML file"
+        "--optimizer", default="adamw", metavar="NAME", help="name of the optimizer (default: adamw), or none"
     )
     parser.add_argument(
-        "--dtype", metavar="DTYPE", help="of the model's parameters, as bfloat16 (default: as it is built)"
+        "--device", default="cpu", metavar="NAME", help="a device table such as h100-80g, or a YAML file"
+    )
+    parser.add_argument(
+        "--dtype", metavar="DTYPE", help="dtype of the model's parameters, such as bfloat16 (default: as built)"
     )
     parser.add_argument(
         "--load",
         type=parse_load,
         default=1.0,
-        help="of experts: how many times the mean (default: 1), or tokens of each expert, as 120,80,95,105",
+        help="load of experts: a multiple of the mean (default: 1), or the tokens of each expert, such as "
+        "120,80,95,105",
     )
-    parser.add_argument("--rank", type=int, help="whose activations are measured (default: that of most tokens)")
-    parser.add_argument("--steps", type=int, default=3, help="how many steps are run (default: 3)")
-    parser.add_argument("--zero-table", action="store_true", help="also stages 0 to 3 of ZeRO, and HSDP")
+    parser.add_argument(
+        "--rank", type=int, help="rank whose activations are measured (default: the one with most tokens)"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="number of steps to run (default: 3)")
+    parser.add_argument("--zero-table", action="store_true", help="also estimate ZeRO stages 0 to 3, and HSDP")
     parser.add_argument(
         "--what-if",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another choice, as batch=16; may be repeated",
+        help="also estimate a variant, such as batch=16; may be repeated",
     )
     parser.add_argument("--html", metavar="FILE", help="write a page")
-    parser.add_argument("--calibrate", metavar="FILE", help="measure this machine, and write its table")
+    parser.add_argument("--calibrate", metavar="FILE", help="measure this machine, and write a device table")
     parser.add_argument(
-        "--world", type=int, default=2, metavar="N", help="ranks that --calibrate starts on a host (default: 2)"
+        "--world", type=int, default=2, metavar="N", help="ranks that --calibrate starts on this host (default: 2)"
     )
     add_json(parser)
 
@@ -75,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         if args.plan is None:
             return 0
     if args.plan is None or args.model is None:
-        raise UsageError("give PLAN and --model, as: llama --model hf:config.json --mesh dp=2 --batch 8 --seq 4096")
+        raise UsageError("pass PLAN and --model, as in: llama --model hf:config.json --mesh dp=2 --batch 8 --seq 4096")
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
     batch = batch_of(model, args)
     try:
@@ -122,7 +127,7 @@ def _calibrate(file: str, ranks: int) -> None:
     if ranks < 2:
         raise UsageError(f"--world {ranks}: collectives need at least 2")
     if not os.path.isdir(os.path.dirname(os.path.abspath(file))):
-        raise UsageError(f"--calibrate {file}: there is no such folder")
+        raise UsageError(f"--calibrate {file}: the folder does not exist")
     try:
         calibrate(file, ranks=ranks)
     except OSError as error:
@@ -136,7 +141,9 @@ def parse_load(text: str) -> float | list[float]:
     except ValueError:
         found = []
     if any(not number >= 0 for number in found) or not sum(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a factor, as 1.2, nor tokens of each expert, as 120,80")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a factor (such as 1.2) nor the tokens of each expert (such as 120,80)"
+        )
     return found[0] if len(found) == 1 else found
 
 
@@ -177,7 +184,7 @@ def _print_ranks(console: Console, found: Estimate) -> None:
         table.add_row(names, str(len(rank.ranks)), *map(bytes_text, sizes))
     console.print(table)
     if len(found.ranks) > 10:
-        console.print(f"and {len(found.ranks) - 10} other kinds of ranks that need less")
+        console.print(f"and {len(found.ranks) - 10} other groups of ranks, which need less")
 
 
 def _print_time(console: Console, found: Estimate) -> None:
@@ -192,7 +199,7 @@ def _print_time(console: Console, found: Estimate) -> None:
     console.print(table)
     time = found.time
     console.print(
-        f"MFU {time.mfu:.1%} (of the device's peak), {time.tokens_per_second:,.0f} tokens/s of the whole batch"
+        f"MFU {time.mfu:.1%} (share of the device's peak), {time.tokens_per_second:,.0f} tokens/s for the whole batch"
     )
 
 
@@ -200,7 +207,8 @@ def _print_rows(console: Console, title: str, key: str, rows: tuple[dict[str, An
     if not rows:
         return
     names = ("peak_bytes", "parameters", "gradients", "optimizer", "unsharded", "activations")
-    table = new_table(f"\n{title}", *(n.removesuffix("_bytes") for n in names), "ms", "", right=(*names, "ms"))
+    numbers = (*(name.removesuffix("_bytes") for name in names), "ms")
+    table = new_table(f"\n{title}", *numbers, "", right=numbers)
     for row in rows:
         if "error" in row:
             table.add_row(row[key], *[""] * len(names), "", row["error"])

@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="run some steps of the first rank here, with small tensors of its own, and show what they cost the host",
+        help="run some steps of the first rank in this process, with tensors of its local sizes, and show the host "
+        "time of each part",
     )
     add_json(parser)
 
@@ -111,10 +112,11 @@ def _title(section: str, plan: Plan, args: argparse.Namespace) -> str:
     return {
         "plan": f"Plan {args.plan}: {len(plan)} entries on {plan.axes}",
         "ir": "Instructions (path.hook:target:index:op; repeated layers merged)",
-        "hooks": "Hooks (modules that get one, and how many instructions each runs)",
-        "units": "Units (gathered around a forward and backward; bytes of a rank, exchanged with others in one collective)",
-        "checkpoints": "Forwards that run again in backward (repeated layers merged)",
-        "memory": "Parameters and buffers, and what is cut unevenly",
+        "hooks": "Hooks (modules with a hook, and the number of instructions that each runs)",
+        "units": "Units (gathered for a forward and backward; bytes that a rank exchanges with others in one "
+        "collective)",
+        "checkpoints": "Forwards that are recomputed in backward (repeated layers merged)",
+        "memory": "Parameters and buffers, and uneven shards",
         "collectives": "Predicted collectives of one step (bytes that a rank exchanges with others)",
         "pipeline": "Stages and their schedule (a forward takes one unit of time, a backward two)",
     }[section]
@@ -195,7 +197,7 @@ def _units(program: Program, model: nn.Module) -> list[tuple[str, UnitBucket, in
 def _print_units(console: Console, program: Program, model: nn.Module) -> None:
     found = _units(program, model)
     if not found:
-        console.print("none: no parameter is sharded at rest and whole while its module computes")
+        console.print("none: no parameter is sharded at rest and whole during computation")
         return
     numbers = ("params", "padding", "at rest", "gathered", "gather", "again", "reduce", "replicas", "number")
     table = new_table("unit", "over", "dtype", *numbers, right=numbers)
@@ -246,7 +248,8 @@ def _print_checkpoints(console: Console, program: Program) -> None:
     console.print(table)
     if any(row["budget_gib"] is not None for row in rows):
         console.print(
-            "modules with a budget save more where it allows that: decided after the first step, vescale.report(model)"
+            "modules with a budget save more if it allows that: this is decided after the first step (see "
+            "vescale.report(model))"
         )
 
 
@@ -293,7 +296,7 @@ def _print_memory(console: Console, program: Program, model: nn.Module, inputs: 
 
 def _print_collectives(console: Console, prediction: Prediction | None, inputs: dict[str, Any]) -> None:
     if prediction is None:
-        console.print("not predicted: the shapes of the inputs are not known; give --input NAME=SHAPE[:DTYPE]")
+        console.print("not predicted: the shapes of the inputs are not known; pass --input NAME=SHAPE[:DTYPE]")
         return
     shapes = [f"{name} {'x'.join(map(str, value.shape))}" for name, value in inputs.items() if hasattr(value, "shape")]
     console.print(f"for {', '.join(shapes)}")
@@ -307,10 +310,12 @@ def _print_collectives(console: Console, prediction: Prediction | None, inputs: 
     console.print()
     console.print(table)
     if prediction.stopped is not None:
-        console.print(f"the walk stopped before the model's output, what follows is missing: {prediction.stopped}")
+        console.print(
+            f"the prediction stopped before the model's output, and what follows is missing: {prediction.stopped}"
+        )
     console.print(
-        "Gradients are listed one by one, and reduced in buckets. Not predicted: what ops themselves communicate, such "
-        "as a loss over a sharded vocabulary, or attention over a cut sequence."
+        "Gradients are listed one by one, but reduced in buckets. Not predicted: what ops communicate themselves, "
+        "such as a loss over a sharded vocabulary, or attention over a sharded sequence."
     )
     if prediction.buckets:
         console.print()
@@ -473,7 +478,7 @@ def _uneven_rows(program: Program, model: nn.Module, inputs: Mapping[str, Any]) 
 
 
 def _uneven_table(rows: Sequence[_UnevenRow]) -> Any:
-    table = new_table("cut unevenly", "dim", "over", "sizes by rank", "number", right=("dim", "number"))
+    table = new_table("uneven shards", "dim", "over", "sizes by rank", "number", right=("dim", "number"))
     for row in rows:
         table.add_row(row.name, str(row.dim), row.axis, _runs(row.sizes), str(row.number))
     return table
@@ -492,7 +497,7 @@ def _print_profile(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], as_j
 
     if not inputs:
         raise UsageError(
-            "--profile runs the forward, and the shapes of its inputs are not known; give --input NAME=SHAPE[:DTYPE]"
+            "--profile runs the forward, but the shapes of its inputs are not known; pass --input NAME=SHAPE[:DTYPE]"
         )
     try:
         with working("running some steps"):

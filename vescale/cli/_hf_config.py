@@ -8,9 +8,7 @@ from pathlib import Path
 
 from vescale.cli._main import UsageError
 
-CONFIG_HELP = (
-    "a config.json of transformers or diffusers, the folder that has one, or hf:OWNER/NAME on the Hugging Face Hub"
-)
+CONFIG_HELP = "a config.json of transformers or diffusers, the folder of one, or hf:OWNER/NAME on the Hugging Face Hub"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
 
 
@@ -32,10 +30,10 @@ def config_file(text: str) -> Path | None:
     if path.exists() and not path.is_dir():
         return path
     if path.is_dir():
-        raise UsageError(f"{text}: the folder has no config.json; give {CONFIG_HELP}")
+        raise UsageError(f"{text}: the folder has no config.json; pass {CONFIG_HELP}")
     if _REPOSITORY.fullmatch(name) and path.suffix != ".json":
         return _of_hub(text, name)
-    raise UsageError(f"{text}: No such file or directory; give {CONFIG_HELP}")
+    raise UsageError(f"{text}: no such file or directory; pass {CONFIG_HELP}")
 
 
 def _is_configuration(path: Path) -> bool:
@@ -51,11 +49,13 @@ def _of_hub(text: str, name: str) -> Path:
     try:
         from transformers.utils import cached_file
     except ImportError:
-        raise UsageError(f"{text}: a model of the Hub needs transformers; install vescale[hf]") from None
+        raise UsageError(
+            f"{text}: loading a configuration from the Hub needs transformers; pip install 'vescale-plan[hf]'"
+        ) from None
     try:
         found = cached_file(name, "config.json")
     except OSError as error:  # no such file here or on the Hub, no access, no network
         reason = " ".join(str(error).split())
-        raise UsageError(f"{text}: no such file, and the Hub gives none: {reason}; give {CONFIG_HELP}") from error
+        raise UsageError(f"{text}: the file was not found on the Hub: {reason}; pass {CONFIG_HELP}") from error
     assert found is not None  # a missing file raises by default
     return Path(found)

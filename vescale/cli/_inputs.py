@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vescale.plans import MeshAxes, Plan
 
 PLAN_HELP = "a YAML file, or the name of a plan of the zoo (see `vescale zoo`)"
-MODEL_HELP = f"{CONFIG_HELP}; or pkg.module:factory (or file.py:factory), a module class or a function"
+MODEL_HELP = f"{CONFIG_HELP}; or pkg.module:factory (or file.py:factory), a class or function that returns a module"
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +33,12 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def add_inputs(
-    parser: argparse.ArgumentParser, batch: int | None = 8, seq: int | None = 128, default: str = "8"
+    parser: argparse.ArgumentParser, batch: int | None = 8, seq: int | None = 128, default: str = "default: 8"
 ) -> None:
     """Add the options that :func:`inputs_of` and :func:`batch_of` read. ``batch``, ``seq``: where none is given; None: the
     command finds the batch, as the text ``default`` says, or asks for it."""
     parser.add_argument(
-        "--batch", type=_positive, default=batch, metavar="N", help=f"rows of the global batch (default: {default})"
+        "--batch", type=_positive, default=batch, metavar="N", help=f"rows of the global batch ({default})"
     )
     default = f"default: {seq}" if seq is not None else "needed for models that take input_ids"
     parser.add_argument("--seq", type=_positive, default=seq, metavar="N", help=f"length of a row ({default})")
@@ -47,7 +47,8 @@ def add_inputs(
         action="append",
         default=[],
         metavar="NAME=SHAPE[:DTYPE]",
-        help="an input of the model, of global shape, in place of --batch and --seq, as x=8x16:bfloat16; may be repeated",
+        help="global shape and dtype of an input of the model, such as x=8x16:bfloat16, in place of --batch and "
+        "--seq; may be repeated",
     )
 
 
@@ -80,10 +81,14 @@ def load_plan(text: str, mesh: MeshAxes | None) -> Plan:
         try:
             return Plan.from_yaml(file, mesh)
         except MissingMeshError:
-            raise UsageError(f"the plan {text} leaves the sizes of its mesh open; give --mesh, as dp=2,tp=4") from None
+            raise UsageError(
+                f"the plan {text} does not fix the sizes of its mesh; pass --mesh, such as dp=2,tp=4"
+            ) from None
     if Path(text).suffix in (".yaml", ".yml") or os.sep in text:
-        raise UsageError(f"there is no file {text!r}; give a YAML file, or a plan of the zoo: {_zoo()}")
-    raise UsageError(f"{text!r} is not a file and no plan of the zoo ({_zoo()}){did_you_mean(text, plan_zoo.names())}")
+        raise UsageError(f"there is no file {text!r}; pass a YAML file, or a plan of the zoo: {_zoo()}")
+    raise UsageError(
+        f"{text!r} is neither a file nor a plan of the zoo ({_zoo()}){did_you_mean(text, plan_zoo.names())}"
+    )
 
 
 def _zoo() -> str:
@@ -108,13 +113,13 @@ def _from_config(file: Path) -> nn.Module:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--model {file}: {error.strerror}; give the path of a config.json") from None
+        raise UsageError(f"--model {file}: {error.strerror}; pass the path of a config.json") from None
     except ValueError as error:
         raise UsageError(f"--model {file}: not JSON: {error}") from None
     if not isinstance(data, dict) or not {"model_type", "_class_name"} & data.keys():
         raise UsageError(
-            f"--model {file}: no model_type, and no _class_name as diffusers writes it; give the config.json of a "
-            "Hugging Face model"
+            f"--model {file}: it has neither the model_type of transformers nor the _class_name of diffusers; pass "
+            "the config.json of a Hugging Face model"
         )
     return _of_transformers(file, data) if "model_type" in data else _of_diffusers(file, data)
 
@@ -124,7 +129,7 @@ def _of_diffusers(file: Path, data: dict[str, Any]) -> nn.Module:
         import diffusers
     except ImportError:
         raise UsageError(
-            f"--model {file}: a configuration of diffusers needs diffusers; install vescale[diffusers]"
+            f"--model {file}: a configuration of diffusers needs diffusers; pip install 'vescale-plan[diffusers]'"
         ) from None
     known: Any = getattr(diffusers, str(data["_class_name"]), None)
     if known is None or not hasattr(known, "from_config"):
@@ -141,7 +146,7 @@ def _of_transformers(file: Path, data: dict[str, Any]) -> nn.Module:
         import transformers
     except ImportError:
         raise UsageError(
-            f"--model {file}: a configuration of transformers needs transformers; pip install transformers"
+            f"--model {file}: a configuration of transformers needs transformers; pip install 'vescale-plan[hf]'"
         ) from None
     auto = transformers.models.auto
     kinds = auto.configuration_auto.CONFIG_MAPPING_NAMES
@@ -178,7 +183,7 @@ def _from_factory(text: str) -> nn.Module:
     except FileNotFoundError:
         raise UsageError(f"--model {text}: there is no file {module_name!r}") from None
     except ModuleNotFoundError as error:
-        raise UsageError(f"--model {text}: {error}; modules are looked for in {os.getcwd()} too") from None
+        raise UsageError(f"--model {text}: {error}; modules are also searched for in {os.getcwd()}") from None
     except Exception as error:
         raise UsageError(f"--model {text}: importing {module_name} raised {type(error).__name__}: {error}") from error
     for part in name.split("."):
@@ -186,7 +191,7 @@ def _from_factory(text: str) -> nn.Module:
             raise UsageError(f"--model {text}: {module_name} has no {name}")
         factory = getattr(factory, part)
     if not callable(factory) or isinstance(factory, nn.Module):
-        raise UsageError(f"--model {text}: {name} is {kind_of(factory)}; name a class or a function")
+        raise UsageError(f"--model {text}: {name} is {kind_of(factory)}; pass the name of a class or a function")
     try:
         model = factory()
     except Exception as error:
@@ -239,13 +244,15 @@ def batch_of(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
         return given_inputs(args)
     has_tokens = "input_ids" in inspect.signature(model.forward).parameters
     if args.batch is None or (has_tokens and args.seq is None):
-        raise UsageError("give the size of the batch: --batch 8 --seq 4096, or shapes, as --input x=8x16")
+        raise UsageError(
+            "the size of the batch is missing; pass --batch 8 --seq 4096, or shapes, such as --input x=8x16"
+        )
     if has_tokens:
         return {"input_ids": (args.batch, args.seq)}
     args.seq = args.seq or 128
     found = inputs_of(model, args)
     if not found:
-        raise UsageError("the model takes no input_ids; give the shapes of its inputs, as --input x=8x16")
+        raise UsageError("the model takes no input_ids; pass the shapes of its inputs, such as --input x=8x16")
     return found
 
 
@@ -263,7 +270,7 @@ def _parse_input(text: str) -> tuple[str, Any]:
     shape, _, dtype_name = rest.partition(":")
     sizes = shape.split("x")
     if not name.isidentifier() or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise UsageError(f"--input {text}: write NAME=SHAPE[:DTYPE], as input_ids=8x4096 or x=8x16:bfloat16")
+        raise UsageError(f"--input {text}: write NAME=SHAPE[:DTYPE], such as input_ids=8x4096 or x=8x16:bfloat16")
     dtype = parse_dtype(dtype_name) if dtype_name else dtype_of_input(name)
     return name, torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
 
@@ -280,5 +287,5 @@ def parse_dtype(name: str) -> Any:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number; shapes are given as --input NAME=SHAPE")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number; write shapes as --input NAME=SHAPE")
     return int(text)

@@ -36,16 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     add_mesh(parser)
     parser.add_argument(
-        "--ignore", action="append", default=[], metavar="RULE", help="leave out warnings of a rule; may be repeated"
+        "--ignore", action="append", default=[], metavar="RULE", help="omit the warnings of a rule; may be repeated"
     )
     add_optimizer(parser)
     parser.add_argument(
         "--fix",
         action="store_true",
-        help="write entries for implicit communication into PLAN, a file: those after which the plan is valid and "
-        "communicates less by itself",
+        help="write entries for implicit communication into PLAN (a file): those that keep the plan valid and reduce "
+        "its implicit communication",
     )
-    add_inputs(parser, None, 128, "8, or more, so that all ranks get as many rows")
+    add_inputs(parser, None, 128, "default: 8, or more, so that all ranks get the same number of rows")
     add_json(parser)
 
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     file = Path(args.plan)
     if args.fix and not file.is_file():
         raise UsageError(
-            f"--fix writes into a file, and {args.plan!r} is none; `vescale zoo {args.plan}` prints a plan"
+            f"--fix writes into a file, but {args.plan!r} is not one; `vescale zoo {args.plan}` prints a plan"
         )
     fixed: list[str] = []
     note = ""
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
                     found = (*found, Finding("error", "unused-output", error.problem, error.source, ()))
                 except Exception as error:  # code that reads values, or that takes other inputs
                     message = (str(error).splitlines() or ["no message"])[0]
-                    note = f"not looked for implicit communication: {type(error).__name__}: {message}"
+                    note = f"implicit communication was not checked: {type(error).__name__}: {message}"
         if rule is not None and not any(finding.severity == "error" for finding in found):
             found = (*block_findings(plan, model, rule), *found)
     except PlanError as error:  # the plan cannot even be read

@@ -12,7 +12,7 @@ _FILES = ("README.md", "config.yaml", "model.py", "plan.yaml", "train.py", "trai
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", type=Path, metavar="DIR", help="a folder that is not there yet, or empty")
+    parser.add_argument("dir", type=Path, metavar="DIR", help="a folder that does not exist yet, or is empty")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,12 +20,13 @@ def run(args: argparse.Namespace) -> int:
     folder: Path = args.dir
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(f"{folder} is there and not an empty folder; name another one: nothing was written")
+            raise UsageError(f"{folder} exists and is not an empty folder; choose another one (nothing was written)")
         folder.mkdir(parents=True, exist_ok=True)
         for name in _FILES:
             (folder / name).write_bytes((_STARTER / name).read_bytes())
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
     print(f"written to {folder}: {', '.join(_FILES)}")
-    print(f"next: cd {folder} && python train.py, or torchrun --nproc-per-node 4 train.py mesh=dp=2,tp=2")
+    print(f"next: cd {folder} && python train.py")
+    print("on four ranks: torchrun --nproc-per-node 4 train.py mesh=dp=2,tp=2")
     return 0

@@ -36,7 +36,7 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer",
         metavar="NAME",
-        help=f"keep the blocks of a block-wise quantized optimizer on one rank: {_FORM}",
+        help=f"check that no rank boundary divides a block of a block-wise quantized optimizer: {_FORM}",
     )
 
 
@@ -106,8 +106,8 @@ def _problem(
     if cut is not None:
         where = ", ".join(f"{p} on {axis}" for p, axis in zip(others, axes) if not p.is_replicate())
         return (
-            f"{{names}} of shape {shape}: {where} cuts block {cut.block} ({cut.elements}) of AdamW8bit's {blocks}; give "
-            "these parameters a param group with smaller blocks, or cut another dim"
+            f"{{names}} of shape {shape}: {where} divides block {cut.block} ({cut.elements}) of AdamW8bit's {blocks}; "
+            "put these parameters into a param group with smaller blocks, or shard another dim"
         )
     positions = ragged_positions(placements)
     if not positions:
@@ -128,6 +128,6 @@ def _problem(
         found = f"shares of {granule} elements"
     where = ",".join(axes[position] for position in positions)
     return (
-        f"{{names}} of shape {shape}: {ragged} on {where} may cut blocks of AdamW8bit ({blocks}): {found}; write "
+        f"{{names}} of shape {shape}: {ragged} on {where} may divide blocks of AdamW8bit ({blocks}): {found}; write "
         f"Ragged(block={blocks.granule(held)}) at rest (in Python RaggedShard(block={blocks.granule(held)}))"
     )

@@ -27,9 +27,9 @@ _HEAD = (
 )
 
 _NOTE = (
-    "state: parameters, gradients and two states of an optimizer, before other axes cut them; sends on: bytes of a "
-    "micro-batch's message to the next stage, before other axes cut it; sends, receives, gathers and reductions: of one "
-    "step, on each rank of the stage"
+    "state: parameters, gradients and two optimizer states, before other axes shard them; sends on: bytes of a "
+    "micro-batch's message to the next stage, before other axes shard it; sends, receives, gathers and reductions: "
+    "of one step, on each rank of the stage"
 )
 
 
@@ -61,7 +61,7 @@ def pipeline_as_dict(staged: StagedProgram | None, inputs: Mapping[str, Any]) ->
         except Exception as error:  # a forward without parameters' values may raise anything: the section shows it
             stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     else:
-        stopped = "the shapes of the inputs are not known; give --input NAME=SHAPE[:DTYPE]"
+        stopped = "the shapes of the inputs are not known; pass --input NAME=SHAPE[:DTYPE]"
     stages = []
     for stage in range(cut.num_stages):
         names = [name for name, owners in cut.owners.items() if stage in owners]
@@ -123,10 +123,10 @@ def print_pipeline(console: Console, staged: StagedProgram | None, found: dict[s
     console.print(table)
     console.print(_NOTE)
     if found["stopped"]:
-        console.print(f"messages are not known: {found['stopped']}")
+        console.print(f"messages between stages are not known: {found['stopped']}")
     console.print(
-        f"{found['schedule']}, {found['microbatches']} micro-batches: a rank waits {found['bubble']:.1%} of a step; held "
-        f"forwards by rank: {', '.join(map(str, found['peak']))}"
+        f"{found['schedule']}, {found['microbatches']} micro-batches: a rank is idle for {found['bubble']:.1%} of a "
+        f"step; held forwards by rank: {', '.join(map(str, found['peak']))}"
     )
     print(staged.schedule.draw(console.width), end="")
 
@@ -136,6 +136,6 @@ def write_page(file: str, staged: StagedProgram | None, found: dict[str, Any] | 
     from vescale.pipeline import schedule_page
 
     if found is None or staged is None:
-        raise ValueError("--html draws the schedule of a pipeline, and the plan has none")
+        raise ValueError("--html draws the schedule of a pipeline, but the plan has none")
     page = schedule_page(staged.schedule, f"Schedule {found['schedule']}", _HEAD, _rows(found), _NOTE)
     Path(file).write_text(page, encoding="utf-8")

@@ -11,10 +11,10 @@ from vescale.cli._main import UsageError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    new = actions.add_parser("new", help="write a first plan for a model, also one that carries none")
+    new = actions.add_parser("new", help="write a first plan for any model")
     new.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     new.add_argument("--mesh", required=True, metavar="AXES", help="sizes of the mesh's axes, as dp=2,tp=4")
-    new.add_argument("--sequence", action="store_true", help="cut the sequence between the parts of layers")
+    new.add_argument("--sequence-parallel", action="store_true", help="shard the sequence between the parts of layers")
     new.add_argument("--zero", type=int, default=0, choices=(0, 1, 2, 3), help="stage of sharded data parallelism")
     new.add_argument("--axis", default="tp", help="axis of tensor parallelism (default: tp)")
     new.add_argument("--batch-axis", action="append", metavar="AXIS", help="axis of the batch (default: dp, fsdp, ...)")
@@ -36,7 +36,13 @@ def run(args: argparse.Namespace) -> int:
         inputs = given_inputs(args) or example_inputs(model, args.batch, args.seq)
         with working("tracing the forward"):
             plan = new_plan(
-                model, mesh, inputs, sequence=args.sequence, zero=args.zero, axis=args.axis, batch_axes=args.batch_axis
+                model,
+                mesh,
+                inputs,
+                sequence=args.sequence_parallel,
+                zero=args.zero,
+                axis=args.axis,
+                batch_axes=args.batch_axis,
             )
     except PlanError as error:
         raise UsageError(str(error)) from None

@@ -22,31 +22,35 @@ _SHOWN = 4  # reasons of a rule
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", required=True, help=MODEL_HELP)
-    parser.add_argument("--devices", type=int, required=True, metavar="N", help="how many; every mesh uses all of them")
-    add_inputs(parser, None, None, "none: give it, or --input")
     parser.add_argument(
-        "--device", default="h100-80g", metavar="NAME", help="a table of a device (default: h100-80g), or a YAML file"
+        "--devices", type=int, required=True, metavar="N", help="number of devices; every mesh uses all of them"
     )
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="its name (default: adamw), or none")
-    parser.add_argument("--dtype", metavar="DTYPE", help="of the model's parameters (default: as it is built)")
-    parser.add_argument("--precision", metavar="DTYPE", help="to compute in, in every plan, as bfloat16")
+    add_inputs(parser, None, None, "needed, unless --input is given")
+    parser.add_argument(
+        "--device", default="h100-80g", metavar="NAME", help="a device table (default: h100-80g), or a YAML file"
+    )
+    parser.add_argument(
+        "--optimizer", default="adamw", metavar="NAME", help="name of the optimizer (default: adamw), or none"
+    )
+    parser.add_argument("--dtype", metavar="DTYPE", help="dtype of the model's parameters (default: as built)")
+    parser.add_argument("--precision", metavar="DTYPE", help="dtype of the computation in every plan, such as bfloat16")
     parser.add_argument(
         "--load",
         type=parse_load,
         default=1.0,
-        help="of experts: how many times the mean, or tokens of each (default: 1)",
+        help="load of experts: a multiple of the mean, or the tokens of each (default: 1)",
     )
     parser.add_argument(
-        "--exact", type=int, default=3, metavar="N", help="how many are estimated one by one (default: 3)"
+        "--exact", type=int, default=3, metavar="N", help="number of plans that are estimated individually (default: 3)"
     )
     parser.add_argument(
         "--margin",
         type=float,
         default=0.08,
         metavar="SHARE",
-        help="of a plan's memory that is added for fragmentation (default: 0.08)",
+        help="share of a plan's memory that is added for fragmentation (default: 0.08)",
     )
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many are printed (default: 10)")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="number of plans to print (default: 10)")
     parser.add_argument("--rejected", action="store_true", help="also print every choice that was rejected, and why")
     parser.add_argument("--output", metavar="FILE", help="write the fastest plan, as YAML")
     add_json(parser)

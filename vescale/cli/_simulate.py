@@ -20,20 +20,23 @@ _FEW = 8  # ranks: all of them are simulated by default
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks of the job")
+    parser.add_argument("--world", type=int, metavar="N", help="number of ranks of the job (required)")
     parser.add_argument(
         "--rank",
         metavar="RANKS",
-        help=f"which run, as 0,511 or 0-7 or all (default: all of up to {_FEW}, else the first two and the last one)",
+        help=f"ranks to run, such as 0,511 or 0-7 or all (default: all of up to {_FEW}, else the first two and the "
+        "last one)",
     )
-    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="for LOCAL_RANK (default: 8)")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="that a rank may run (default: 300)"
+        "--ranks-per-node", type=int, default=8, metavar="N", help="ranks on each node, for LOCAL_RANK (default: 8)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="time limit of a rank (default: 300)"
     )
     parser.add_argument("--logs", metavar="FOLDER", help="write what each rank prints to FOLDER/rank_N.log")
     parser.add_argument("--collectives", action="store_true", help="list the collectives of each rank in order")
     add_json(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="a Python script, as it is given to torchrun")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python script, as passed to torchrun, after all options")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
 
 
@@ -41,8 +44,12 @@ def run(args: argparse.Namespace) -> int:
     """0: nothing found; 1: findings."""
     from vescale.simulation import simulate
 
+    if args.world is None:
+        raise UsageError(
+            f"--world is missing before {args.script}: pass --world N SCRIPT; what follows SCRIPT is passed to it"
+        )
     if args.world < 1 or args.ranks_per_node < 1 or args.timeout <= 0:
-        raise UsageError("--world, --ranks-per-node and --timeout are positive numbers")
+        raise UsageError("--world, --ranks-per-node and --timeout must be positive numbers")
     ranks = _ranks(args.rank, args.world)
     try:
         with working(f"running {len(ranks)} of {args.world} ranks"):

@@ -30,9 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", action="append", metavar="AXES", help="sizes of the mesh's axes, as dp=2,tp=2; may be repeated"
     )
-    add_inputs(parser, 4, 16, "4")
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="training steps (default: 2)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the model and the inputs (default: 0)")
+    add_inputs(parser, 4, 16, "default: 4")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="number of training steps (default: 2)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the model and the inputs (default: 0)"
+    )
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds until a hang is reported")
     add_json(parser)
 
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         model = load_model(args.model)
         batch = random_inputs(inputs_of(model, args), model, args.seed)
         if not batch:
-            raise UsageError("the model takes no input_ids; give its inputs, as --input x=8x16")
+            raise UsageError("the model takes no input_ids; pass its inputs, such as --input x=8x16")
         with working("training on one device and on the meshes"):
             found = verify(
                 ModelFactory(args.model),

@@ -14,14 +14,16 @@ from vescale.cli._main import UsageError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    listing = actions.add_parser("list", help="names, axes and what each plan is for (the default)")
+    listing = actions.add_parser("list", help="list the names, axes and purpose of the plans (default)")
     show = actions.add_parser("show", help="print the YAML of a plan, to read or to copy")
     show.add_argument("name", metavar="NAME")
     read = actions.add_parser("import", help="print the plan that a Hugging Face model carries, as YAML to edit")
     read.add_argument("model", metavar="CONFIG", help=CONFIG_HELP)
     add_mesh(read)
     read.add_argument("--axis", default="tp", help="axis of tensor parallelism (default: tp)")
-    read.add_argument("--expert-axis", metavar="AXIS", help="axis over which whole experts are spread (default: none)")
+    read.add_argument(
+        "--expert-axis", metavar="AXIS", help="axis over which whole experts are distributed (default: none)"
+    )
     read.add_argument("--sequence-parallel", action="store_true", help="shard the sequence between the parts of layers")
     add_json(parser)
     for action in (listing, show, read):

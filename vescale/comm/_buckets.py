@@ -123,7 +123,7 @@ def bucket_limits(bucket_bytes: BucketBytes, num_ranks: int, link: Link) -> tupl
         largest = max(FIRST_BUCKET_BYTES, int(step / _LATENCY_SHARE))
         return tuple(max(1, largest >> (_DOUBLINGS - i)) for i in range(_DOUBLINGS + 1))
     if isinstance(bucket_bytes, str) or not isinstance(bucket_bytes, int | Sequence):
-        raise ArgumentError(f"bucket_bytes={bucket_bytes!r}; give bytes, a list of bytes, or 'auto'")
+        raise ArgumentError(f"bucket_bytes={bucket_bytes!r}; pass a number of bytes, a list of such numbers, or 'auto'")
     limits = (min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes) if isinstance(bucket_bytes, int) else bucket_bytes
     if not limits or any(int(limit) < 1 for limit in limits):
         raise ArgumentError(f"bucket_bytes={bucket_bytes!r}; a bucket holds at least one byte")

@@ -77,7 +77,7 @@ def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
     own = mesh.get_coordinate()
     if own is None:
         raise NotInMeshError(
-            f"rank {dist.get_rank()} asks for its group on axes {axes} of {mesh}, but is not part of that mesh; call "
+            f"rank {dist.get_rank()} requests its group on axes {axes} of {mesh}, but is not part of that mesh; call "
             "this on the mesh's ranks only"
         )
     group = mesh.get_group(axes[0]) if len(axes) == 1 else None

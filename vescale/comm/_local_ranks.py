@@ -56,7 +56,7 @@ def messages(
                     except (EOFError, ConnectionResetError):
                         process.join(5)
                         raise ProcessFailed(
-                            f"{_name(rank)} died with exit code {process.exitcode}; the other processes were stopped"
+                            f"{_name(rank)} ended with exit code {process.exitcode}; the other processes were stopped"
                         ) from None
                     if message[0] == "failed":
                         raise ProcessFailed(f"{_name(rank)} failed; the other processes were stopped\n{message[1]}")

@@ -180,7 +180,7 @@ def _set_data(hooks: DTensorHooks, self: Any, value: Any) -> None:
             f"data of shape {tuple(value.shape)} and {value.dtype} for a DTensor of shape {tuple(self.shape)} and "
             f"{self.dtype} placed as {tuple(self.placements)}; expected "
             + (
-                "the same, because it is a part of the buffer of its unit"
+                "the same, because it is part of the buffer of its unit"
                 if is_part
                 else "the global tensor, the same on every rank, or a DTensor"
             )
@@ -215,8 +215,8 @@ def _is_own_memory(dtensor: Any, value: Any) -> bool:
         return False
     if assigned != then:
         raise SetDataError(
-            f"data for a DTensor of shape {tuple(dtensor.shape)} that are its own memory, to which other data have been "
-            "assigned since: it is a part of the buffer of its unit, and stays there. Keep a copy: "
+            f"the data of a DTensor of shape {tuple(dtensor.shape)} are restored from the parameter's own memory, "
+            "which has been overwritten since: it is part of the buffer of its unit, and stays there. Keep a copy: "
             "backup = parameter.data.clone()"
         )
     return True
@@ -267,9 +267,9 @@ def refuse_early_lookups(changes: Changes, hooks: DTensorHooks) -> None:
     def assert_no_mixed_partial_types(placements: Any) -> None:
         if hooks.has_custom(placements) and sys._getframe(1).f_code is code:
             raise PlacementError(
-                f"distribute_tensor got {tuple(placements)}, and Python had looked the function up before vescale's "
-                "placements were loaded. Write `from vescale import RaggedShard` (the placement that you use) at the top of "
-                "the script, before the function is kept anywhere; or call vescale.placements.distribute_tensor"
+                f"distribute_tensor got {tuple(placements)}, but the function was imported before vescale's "
+                "placements were loaded. Write `from vescale import RaggedShard` (the placement that you use) at the "
+                "top of the script, before the function is imported; or call vescale.placements.distribute_tensor"
             )
         original(placements)
 

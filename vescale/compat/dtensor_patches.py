@@ -218,8 +218,8 @@ def refuse_storages(changes: Changes, _: Any) -> None:
     def refusing(name: str, advice: str) -> Callable[..., NoReturn]:
         def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
             raise DTensorStorageError(
-                f"{name.strip('_')}() of a DTensor of shape {tuple(self.shape)} placed as {tuple(self.placements)}: it has "
-                f"no memory of its own, and to_local() is this rank's part. {advice}"
+                f"{name.strip('_')}() of a DTensor of shape {tuple(self.shape)} placed as {tuple(self.placements)}: "
+                f"it has no memory of its own; to_local() is this rank's part. {advice}"
             )
 
         return refused
@@ -230,12 +230,13 @@ def refuse_storages(changes: Changes, _: Any) -> None:
 
 
 _NO_MEMORY = {
-    "__dlpack__": "Give the other library x.to_local(), or x.full_tensor() on all ranks",
-    "storage": "To write a file (safetensors), give it whole tensors, x.full_tensor() on all ranks, or save with "
+    "__dlpack__": "Pass x.to_local() to the other library, or x.full_tensor() on all ranks",
+    "storage": "To write a file (safetensors), write whole tensors, x.full_tensor() on all ranks; or save with "
     "vescale.checkpoint.save, and export (`vescale ckpt export`)",
     # Of share_memory(), where the process would crash, and of FullyShardedDataParallel, which frees what it has flattened.
-    "_typed_storage": "Its memory can neither be shared between processes nor freed: call share_memory_() of x.to_local(); "
-    "and leave FullyShardedDataParallel out, for the parameters are distributed already",
+    "_typed_storage": "Its memory can be neither shared between processes nor freed: call "
+    "x.to_local().share_memory_(); and remove FullyShardedDataParallel, because the parameters are "
+    "already distributed",
 }
 _OF_TORCH_SAVE = 2
 """torch.save's protocol; copies, queues and process groups pickle with newer ones."""
@@ -251,10 +252,14 @@ def _warn_of_part(x: Any) -> None:
     _WARNED.append(True)
     warnings.warn(
         SavedPartWarning(
-            f"torch.save writes this rank's part {tuple(local_of(x).shape)} of a DTensor of shape {tuple(x.shape)} placed "
-            f"as {spec.placements}, not the whole tensor: the file can be loaded on this rank of an equal mesh only. Save "
-            "the model on all ranks with vescale.checkpoint.save (any mesh loads it), or the whole values: `state = {name: "
-            'x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in model.state_dict().items()}` on all ranks, '
+            f"torch.save writes this rank's part {tuple(local_of(x).shape)} of a DTensor of shape {tuple(x.shape)} "
+            "placed "
+            f"as {spec.placements}, not the whole tensor: the file can be loaded on this rank of an equal mesh only. "
+            "Save the model with vescale.checkpoint.save on all ranks (the result loads on any mesh), or save whole "
+            "values:"
+            " `state = {name: "
+            'x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in model.state_dict().items()}` on '
+            "all ranks, "
             "then torch.save(state, ...) on one"
         ),
         stacklevel=3,

@@ -118,7 +118,7 @@ class FSDP2Module(FSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         raise PrivateAttributeError(
-            f"{cls.__name__} has no __new__ of its own; put the class that has one before FSDP2Module"
+            f"{cls.__name__} does not define __new__; list the class that defines it before FSDP2Module"
         )
 
     def _get_fsdp_state(self) -> Any:
@@ -126,8 +126,8 @@ class FSDP2Module(FSDPModule):
 
     def _set_unshard_async_op(self, async_op: bool) -> NoReturn:
         raise UnsupportedSettingError(
-            f"_set_unshard_async_op({async_op}) is private to FSDP2: it says on which stream it allocates what it gathers; "
-            "this engine has one place for that. Delete this call"
+            f"_set_unshard_async_op({async_op}) is private to FSDP2: it selects the stream on which gathered "
+            "parameters are allocated; vescale always uses the same one. Delete this call"
         )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,9 +164,9 @@ class FSDP2State:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise PrivateAttributeError(
-            f"{type(self).__name__} has no {name!r}. It is the state of a module of vescale.fsdp.fully_shard, which has not "
-            "FSDP2's private attributes; use the methods of vescale.fsdp.FSDPModule, and vescale.fsdp's share_comm_ctx and "
-            "register_fsdp_forward_method instead of those of torch.distributed.fsdp",
+            f"{type(self).__name__} has no {name!r}. The state of a module of vescale.fsdp.fully_shard does not have "
+            "FSDP2's private attributes; use the methods of vescale.fsdp.FSDPModule, and vescale.fsdp's "
+            "share_comm_ctx and register_fsdp_forward_method instead of those of torch.distributed.fsdp",
             name=name,
             obj=self,
         )

@@ -30,7 +30,7 @@ else:  # before 2.12
         def __post_init__(self) -> None:
             if self.shard is None and self.replicate is None:
                 raise PlacementError(
-                    "DataParallelMeshDims got neither shard nor replicate; name an axis of the mesh, shard='dp'"
+                    "DataParallelMeshDims got neither shard nor replicate; pass an axis of the mesh, shard='dp'"
                 )
 
         @property
@@ -62,9 +62,8 @@ def _joined(world: dist.ProcessGroup, meshes: tuple[DeviceMesh, ...]) -> DeviceM
         return DeviceMesh._concatenate(list(meshes))
     except (RuntimeError, ValueError, AssertionError) as error:
         raise PlacementError(
-            f"meshes {[mesh.mesh_dim_names or str(mesh) for mesh in meshes]} cannot be joined ({error}); take them "
-            "as sub-meshes of one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then mesh['dp'] and "
-            "mesh['tp']"
+            f"meshes {[mesh.mesh_dim_names or str(mesh) for mesh in meshes]} cannot be joined ({error}); slice both "
+            "from one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then mesh['dp'] and mesh['tp']"
         ) from error
 
 

@@ -120,9 +120,9 @@ def refuse_swaps(changes: Changes, _: Any) -> None:
     def swap_tensors(t1: Any, t2: Any) -> None:
         if isinstance(t1, DTensor) and t1.requires_grad and weakref.getweakrefs(t1):
             raise ForeignToolError(
-                f"a parameter of shape {tuple(t1.shape)} placed as {tuple(t1.placements)} is to be replaced in place, and "
-                "the gradient hooks of parallelize hold it. Add a parametrization that computes a new original (orthogonal, "
-                "spectral_norm) before parallelize, and move or convert the model before"
+                f"a parameter of shape {tuple(t1.shape)} placed as {tuple(t1.placements)} would be replaced in place, "
+                "but the gradient hooks of parallelize hold it. Add a parametrization that computes a new original "
+                "(orthogonal, spectral_norm) before parallelize, and also move or convert the model before it"
             )
         original(t1, t2)
 
@@ -260,7 +260,7 @@ def _telling(tool: str, original: Callable[..., Any], exports: Callable[[str, An
 def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
     """Take plain tensors in ops that C++ refuses them for before it asks for a decision, and in all others."""
     take_over_mixed_ops(changes, hooks)
-    answer_mixed_calls(changes, hooks.listener.mixed, hooks.listener.mixed_sizes)
+    answer_mixed_calls(changes, hooks.listener.mixed)
     dispatcher, listener = DTensor._op_dispatcher, hooks.listener
     original = dispatcher._try_replicate_spec_for_scalar_tensor
 

@@ -88,7 +88,7 @@ def native_tape() -> Any:
     where it has not been built."""
     module: Any = csrc.tape()
     if module is None:
-        raise StaticHelpersError("static mode needs the C++ helper 'tape', which was not built")
+        raise StaticHelpersError("static mode needs the C++ helper 'tape', which has not been built")
     if not _TAPES:
         module.set_tensors_in(tensors_in)
         _TAPES.append(module)

@@ -104,40 +104,43 @@ def require(feature: str) -> None:
     missing = lacking(feature)
     if missing:
         raise UnsupportedTorchError(
-            f"torch {torch.__version__} does not have what vescale needs for {feature}:{_listed(missing)}\n"
-            f"expected: {_expected()}; do without the feature, or {_EDIT}"
+            f"torch {torch.__version__} does not have what vescale needs for {feature}:{_listed(missing)}\nexpected: "
+            f"{_expected()}; do not use the feature, or {_EDIT}"
         )
 
 
 def self_check() -> None:
-    """Verify that vescale is made for the installed torch, which has every name in :data:`NEEDS`, and whose records have no
+    """Check that vescale supports the installed torch, which has every name in :data:`NEEDS`, and whose records have no
     fields that :data:`KNOWN` does not list.
 
-    Raises UnsupportedTorchError with all that is wrong. ``VESCALE_ALLOW_TORCH=1`` goes on with another version and with
-    unknown fields, after one warning; not without names. Communicates nothing and changes nothing.
+    Raises UnsupportedTorchError, which lists all problems. ``VESCALE_ALLOW_TORCH=1`` continues with another version and
+    with unknown fields, after one warning; not without names. Communicates nothing and changes nothing.
     """
     version = str(torch.__version__)
     is_known, is_allowed = torch_promise(version) != "not supported", os.environ.get(_ALLOWED, "") not in ("", "0")
     if not is_known and not is_allowed:
         raise UnsupportedTorchError(
-            f"found torch {version}, expected {_expected()}; {_EDIT}. {_ALLOWED}=1 goes on with this one, at your own risk"
+            f"found torch {version}, expected {_expected()}; {_EDIT}. {_ALLOWED}=1 continues with this version, at "
+            "your own risk"
         )
     missing = [found for need in NEEDS if (found := _lack(need)) is not None]
     if missing:
         raise UnsupportedTorchError(
-            f"torch {version} lacks what vescale builds on:{_listed(missing)}\nexpected: {_expected()}; {_EDIT}"
+            f"torch {version} lacks names that vescale needs:{_listed(missing)}\nexpected: {_expected()}; {_EDIT}"
         )
     unknown = [found for record in KNOWN if (found := _unknown_fields(record)) is not None]
     if unknown and not is_allowed:
         raise UnsupportedTorchError(
-            f"torch {version} has fields that vescale does not know, and that may change results:{_listed(unknown)}\n"
-            f"expected: {_expected()}; {_EDIT}. {_ALLOWED}=1 goes on with this one, at your own risk"
+            f"torch {version} has fields that vescale does not know and that may change "
+            f"results:{_listed(unknown)}\nexpected: {_expected()}; {_EDIT}. {_ALLOWED}=1 continues with this version, "
+            "at your own risk"
         )
     if (unknown or not is_known) and version not in _WARNED:
         _WARNED.append(version)
         what = f"; it has unknown fields: {', '.join(unknown)}" if unknown else ""
         warnings.warn(
-            f"found torch {version}, expected {_expected()}: {_ALLOWED} is set, so it goes on, untested{what}; {_EDIT}",
+            f"found torch {version}, expected {_expected()}: {_ALLOWED} is set, so vescale continues, untested{what}; "
+            f"{_EDIT}",
             UntestedTorchWarning,
             stacklevel=2,
         )

@@ -102,7 +102,7 @@ class Inspector:
     def _specification(self, expression: str) -> Any:
         value = self._value(expression)
         if not isinstance(value, DTensor):
-            return {"error": f"{expression} is {kind_of(value)}, not a DTensor; use p, or all"}
+            return {"error": f"{expression} is {kind_of(value)}, not a DTensor; use p or all"}
         mesh = value.device_mesh
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         placements = ", ".join(f"{name}={p}" for name, p in zip(names, value.placements))
@@ -133,7 +133,7 @@ class Inspector:
                 lines.append("  plan: nothing for this module")
         watch = the_watch()
         if watch is None:
-            lines.append("  pending collectives: not known (they are while vescale.debug.hang_report() is on)")
+            lines.append("  pending collectives: unknown (recorded only while vescale.debug.hang_report() is on)")
         else:
             pending = watch.pending()
             lines += [f"  pending: {text}" for text in pending] or ["  pending collectives: none"]
@@ -259,7 +259,9 @@ def breakpoint(rank: int | Literal["all"] = 0, when: bool | Callable[[], bool] |
     frame = sys._getframe(1)
     size = dist.get_world_size() if dist.is_initialized() else 1
     if rank != "all" and not 0 <= rank < size:
-        raise DebugOptionError(f"breakpoint: rank is {rank!r}, and the job has {size}; give one of them, or 'all'")
+        raise DebugOptionError(
+            f"breakpoint: rank is {rank!r}, but the job has {size} ranks; pass one of them, or 'all'"
+        )
     stage, ranks = running_stage(frame)
     name = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     session = _session(f"{name} {stage}" if stage else name)

@@ -61,12 +61,12 @@ def hang_report(timeout: float | None = None, *, folder: str | os.PathLike[str] 
     seconds = timeout if timeout is not None else limit.total_seconds() if limit is not None else None
     if seconds is None or not 0 < seconds < float("inf"):
         raise DebugOptionError(
-            f"hang_report: timeout is {seconds}; give a positive number of seconds, or set VESCALE_TIMEOUT"
+            f"hang_report: timeout is {seconds}; pass a positive number of seconds, or set VESCALE_TIMEOUT"
         )
     with _LOCK:
         if _WATCHES:
             raise DebugOptionError(
-                f"hang_report is on already, with {_WATCHES[0].limit} s; close that one first, or unset VESCALE_TIMEOUT"
+                f"hang_report is already on, with {_WATCHES[0].limit} s; close it first, or unset VESCALE_TIMEOUT"
             )
         _WATCHES.append(HangWatch(seconds, folder))
         return HangReport(_WATCHES[0])

@@ -86,7 +86,7 @@ class DispatchStats:
         if not self.is_native:
             return "ops on DTensors: PyTorch's path runs all of them (the C++ dispatcher is not installed)"
         total = sum(self.fallbacks.values())
-        lines = [f"ops on DTensors: {self.hits} in C++, {self.misses} decided anew, {total} by PyTorch's path"]
+        lines = [f"ops on DTensors: {self.hits} in C++, {self.misses} newly decided, {total} by PyTorch's path"]
         lines.append(f"{'op':36} {'C++':>8} {'decided':>8} {'us each':>8} {'PyTorch':>8} {'us each':>8}  why")
         costly = sorted(self.ops, key=lambda op: -(op.miss_seconds + op.fallback_seconds))
         for op in costly[:_NUM_ROWS]:
@@ -96,7 +96,7 @@ class DispatchStats:
                 f"{calls:8} {_each(op.fallback_seconds, calls):>8}  {', '.join(op.fallbacks)}".rstrip()
             )
         if len(costly) > _NUM_ROWS:
-            lines.append(f"... and {len(costly) - _NUM_ROWS} ops that cost less")
+            lines.append(f"... and {len(costly) - _NUM_ROWS} ops that take less time")
         return "\n".join(lines)
 
 
@@ -109,7 +109,7 @@ def dispatch_stats(*, reset: bool = False) -> DispatchStats:
     and calls that took PyTorch's path, by reason. See docs/internals/dispatch.md for the reasons.
 
     Args:
-        reset: begin to count anew after this call.
+        reset: restart the counts after this call.
     """
     ops = tuple(
         OpDispatch(
@@ -162,7 +162,7 @@ def profile_host(model: nn.Module, plan: Plan, batch: Mapping[str, Any], *, num_
         DebugOptionError: the plan has stages, or the rank's parameters take more than 2 GiB.
     """
     if num_steps < 2:
-        raise DebugOptionError(f"num_steps={num_steps}: give 2 or more, the first step is measured apart")
+        raise DebugOptionError(f"num_steps={num_steps}; pass 2 or more: the first step is measured separately")
     if plan.pipeline_entry is not None:
         raise DebugOptionError("the plan has a pipeline: profile the plan of a stage, without its `pipeline:` section")
     copied = skeleton_of(model)
@@ -204,8 +204,8 @@ def _check_size(model: nn.Module) -> None:
     num_bytes = sum(local.numel() * local.element_size() for local in map(_local, model.parameters()))
     if num_bytes > _MOST_BYTES:
         raise DebugOptionError(
-            f"a rank's parameters take {num_bytes / 2**30:.1f} GiB, and a profile computes with them; give a model with "
-            "fewer layers and smaller dims: the host's time hardly depends on sizes"
+            f"a rank's parameters take {num_bytes / 2**30:.1f} GiB, and a profile computes with them; pass a model "
+            "with fewer layers and smaller dims: host time hardly depends on sizes"
         )
 
 

@@ -42,7 +42,7 @@ def flops_per_token(model: nn.Module, sequence_length: int | None = None) -> flo
     transformers; causal masks do not halve it.
 
     Args:
-        model: before or after ``parallelize`` or ``fully_shard``; not one that has been cut into pipeline stages.
+        model: before or after ``parallelize`` or ``fully_shard``; not one that has been split into pipeline stages.
         sequence_length: tokens of a sequence; None: the products of attention are left out.
 
     Raises:
@@ -51,8 +51,8 @@ def flops_per_token(model: nn.Module, sequence_length: int | None = None) -> flo
     """
     if isinstance(model, PipelineModule):
         raise EstimateOptionError(
-            "this model has been cut into pipeline stages, and a rank knows its own; call flops_per_token(model) before "
-            "parallelize, and pass the number as flops_per_token="
+            "this model has been split into pipeline stages, and a rank has only its own; call "
+            "flops_per_token(model) before parallelize, and pass the number as flops_per_token="
         )
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", config)
@@ -78,8 +78,8 @@ def _share_of_experts(config: Any, path: str, parameter: torch.Tensor) -> float:
     chosen = config_value(config, "num_experts_per_tok")
     if not experts or not chosen:
         raise EstimateOptionError(
-            f"{path} has experts, and model.config does not tell how many a token uses (num_experts_per_tok, and one of "
-            f"{', '.join(names)}); pass flops_per_token="
+            f"{path} has experts, but model.config does not contain the number that a token uses "
+            f"(num_experts_per_tok, and one of {', '.join(names)}); pass flops_per_token="
         )
     return float(chosen) / float(experts)
 
@@ -87,8 +87,8 @@ def _share_of_experts(config: Any, path: str, parameter: torch.Tensor) -> float:
 def _check_windows(path: str, module: Any) -> None:
     if tuple(module.kernel_size) != tuple(module.stride):
         raise EstimateOptionError(
-            f"{path} is a convolution with windows of {tuple(module.kernel_size)} and steps of {tuple(module.stride)}: its "
-            "operations for a token do not follow from its parameters; pass flops_per_token="
+            f"{path} is a convolution with windows of {tuple(module.kernel_size)} and steps of "
+            f"{tuple(module.stride)}: its FLOPs per token cannot be derived from its parameters; pass flops_per_token="
         )
 
 

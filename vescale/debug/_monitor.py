@@ -36,7 +36,7 @@ class StepRecord:
 
     Attributes:
         step: its number.
-        loss: as given to :meth:`Monitor.step`; None if it was not.
+        loss: as passed to :meth:`Monitor.step`, or None.
         seconds: from the end of the step before.
         tokens: of the whole job in this step.
         tokens_per_second: of the whole job.
@@ -200,7 +200,7 @@ class Monitor:
         step: int | None = None,
         **more: float,
     ) -> StepRecord:
-        """The end of a training step; call it on every rank, behind ``optimizer.step()``.
+        """Mark the end of a training step; call it on every rank, after ``optimizer.step()``.
 
         A loss on a GPU is copied, and read when the next step has ended, so that the host does not wait for the device;
         one that is a pending sum of DTensor's is reduced then, on all ranks.
@@ -236,7 +236,7 @@ class Monitor:
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
                 raise DebugOptionError(
-                    f"loss has shape {tuple(loss.shape)}; give a number, or a tensor with one element"
+                    f"loss has shape {tuple(loss.shape)}; pass a number, or a tensor with one element"
                 )
             self._waiting = record, loss.detach().clone() if loss.device.type != "cpu" else loss.detach()
             if loss.device.type == "cpu":
@@ -368,9 +368,9 @@ def monitor(
     Communication: none, except that a loss that is a pending sum is reduced.
     """
     if every < 1:
-        raise DebugOptionError(f"every={every}; give the number of steps between two that are observed, at least 1")
+        raise DebugOptionError(f"every={every}; pass the interval of observed steps, at least 1")
     if ranks not in ("first", "all"):
-        raise DebugOptionError(f"ranks={ranks!r}; give 'first' or 'all'")
+        raise DebugOptionError(f"ranks={ranks!r}; pass 'first' or 'all'")
     if tensorboard is not None:
         require_tensorboard()
     parameter = next(model.parameters(), None)
@@ -380,7 +380,7 @@ def monitor(
         try:
             flops_per_token = count_flops(model, sequence_length)
         except ValueError as error:
-            warnings.warn(f"monitor leaves MFU out: {error}", stacklevel=2)
+            warnings.warn(f"monitor omits MFU: {error}", stacklevel=2)
     rank = dist.get_rank() if dist.is_initialized() else 0
     chosen: list[Output] = list(outputs)
     if rank == 0 and console:

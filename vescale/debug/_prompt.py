@@ -253,7 +253,7 @@ class Prompt:
             return self._change_rank(rest)
         if command in ("all", "diff", "full"):
             if not rest:
-                return f"*** {command} needs an expression, as: {command} loss\n"
+                return f"*** {command} needs an expression, such as: {command} loss\n"
             return str(getattr(self, f"_{command}")(rest))
         if command == "where":
             answers = self._ask("where", "", self._chosen())
@@ -262,7 +262,7 @@ class Prompt:
         if command in ("h", "help", "?") and not rest:
             return HELP + self._text(self._ask("pdb", "help", self._session.stopped()[:1]))
         if command in _FORBIDDEN:
-            return f"*** {command} would part this rank from the others; use ! statements, or c\n"
+            return f"*** {command} would separate this rank from the others; use ! statements, or c\n"
         return self._text(self._ask("pdb", line, self._chosen()))
 
     def _change_rank(self, text: str) -> str:
@@ -271,7 +271,7 @@ class Prompt:
             self.current = None
             return ""
         if not text.isdecimal() or int(text) not in stopped:
-            return f"*** rank {text or '?'} is not here; stopped are ranks {stopped}\n"
+            return f"*** rank {text or '?'} is not stopped here; the stopped ranks are {stopped}\n"
         self.current = int(text)
         return f"rank {text} is at {self._session.statuses()[int(text)]['place']}\n"
 
@@ -299,7 +299,7 @@ class Prompt:
                 return f"{text}: each rank has its part of a sum\n" + self._absent()
             lines = self._diff_values(expression, tensors)
             if not lines:
-                same = "parts that ranks have in common are equal" if any(a["part"] not in ("", "[]") for a in
+                same = "parts that ranks share are equal" if any(a["part"] not in ("", "[]") for a in
                 tensors.values()) \
                     else "equal on all ranks"  # fmt: skip
                 return f"{same}: {text}\n" + self._absent()
@@ -346,12 +346,12 @@ class Prompt:
             return f"*** {own['error']}\n"
         missing = [rank for rank in own["ranks"] if rank not in stopped]
         if missing:
-            return f"*** ranks {missing} of the tensor's mesh are not stopped here, and gathering needs them all\n"
+            return f"*** ranks {missing} of the tensor's mesh are not stopped here, and gathering needs all of them\n"
         different = [
             r for r in own["ranks"] if answers[r].get("text") != own["text"] or answers[r].get("ranks") != own["ranks"]
         ]
         if different:
-            return f"*** not gathered: ranks {different} have something else; see: diff {expression}\n"
+            return f"*** not gathered: ranks {different} have a different value; see: diff {expression}\n"
         gathered = self._ask("full", expression, own["ranks"])
         shown = self.current if self.current in gathered else own["ranks"][0]
         return f"{own['text']}\n{_text_of(gathered[shown])}\n"
@@ -383,7 +383,9 @@ class Prompt:
 
     def _running_lines(self, ranks: Sequence[int]) -> str:
         statuses = self._session.statuses()
-        return "".join(f"  rank {rank} still runs {statuses[rank]['place']}\n" for rank in ranks if rank in statuses)
+        return "".join(
+            f"  rank {rank} is still running {statuses[rank]['place']}\n" for rank in ranks if rank in statuses
+        )
 
     def running_text(self) -> str:
         """Which ranks run which line, and which have stopped, while the prompt's rank is running."""
@@ -394,8 +396,8 @@ class Prompt:
         text += "".join(f"  rank {rank} has stopped at {place}\n" for rank, place in places.items())
         if stopped:
             text += (
-                "a line that waits for other ranks (a collective, a read of what is cut over ranks) ends when they run it, "
-                "too: n lets the stopped ranks go on\n"
+                "a line that waits for other ranks (a collective, a read of a sharded value) ends when they run it, "
+                "too: n lets the stopped ranks continue\n"
             )
         return text
 

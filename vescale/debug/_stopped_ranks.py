@@ -186,7 +186,7 @@ class Session:
             if reason is None and self.prompt_rank not in (None, self.rank):
                 reason = self._loss_of_front()
         except RuntimeError as error:
-            raise JobEnded("the store of the job is gone, with its launcher") from error
+            raise JobEnded("the job's store has ended together with its launcher") from error
         if reason is not None:
             raise JobEnded(str(reason))
 
@@ -194,11 +194,11 @@ class Session:
         assert self.prompt_rank is not None
         state = self.process(self.prompt_rank).state()
         if state == "ended":
-            return f"rank {self.prompt_rank}, which had the prompt, is dead"
+            return f"rank {self.prompt_rank}, which had the prompt, has died"
         if state == "unknown":
             beat = self._get("beat")
             if beat is not None and time.time() - beat > _PROMPT_TIMEOUT:
-                return f"rank {self.prompt_rank}, which had the prompt, does not answer"
+                return f"rank {self.prompt_rank}, which had the prompt, does not respond"
         return None
 
     def end(self, reason: str) -> None:

@@ -76,7 +76,8 @@ class CommTrace(Observer):
                 yield operation
 
     def assert_comms(self, *, axis: str | None = None, only: bool = False, **counts: int) -> None:
-        """Raise CommBudgetError unless each op named (``all_reduce=8``) ran so many times, over ``axis`` where given.
+        """Raise CommBudgetError unless each named op ran this number of times (``all_reduce=8``), over ``axis`` if
+        given.
 
         ``only``: and no other op did.
 
@@ -98,11 +99,12 @@ class CommTrace(Observer):
         near = ""
         if axis is not None and not any(True for _ in self._chosen(None, axis)) and self.operations:
             axes = sorted({operation.axes or "(unnamed)" for operation in self.operations})
-            near = f"; axes that were used are {axes}, and comm_trace(mesh) names those of a mesh"
+            near = f"; the axes that were used are {axes}, and comm_trace(mesh) names those of a mesh"
         raise CommBudgetError(
             f"rank {dist.get_rank() if dist.is_initialized() else 0} ran {'; '.join(texts)}{near}. These ran:\n"
             + "\n".join(lines or ["  none"])
-            + "\nChange the plan entry of what is too much (vescale explain shows what each costs), or the number."
+            + "\nChange the plan entry behind the excess (`vescale explain` shows the cost of each), or the expected "
+            "number."
         )
 
     def table(self) -> Table:
@@ -200,7 +202,7 @@ class CommTrace(Observer):
 
 @contextlib.contextmanager
 def comm_trace(mesh: DeviceMesh | None = None, *, save: str | os.PathLike[str] | None = None) -> Iterator[CommTrace]:
-    """Collect every collective that this process starts inside of the context, of this library, stock PyTorch (DTensor,
+    """Collect every collective that this process starts inside the context, of this library, stock PyTorch (DTensor,
     FSDP2, DDP) and user code, in forward and backward.
 
     A collective of this library is one operation, even if the backend runs several (gloo has no reduce-scatter: it runs
@@ -231,7 +233,8 @@ def comm_trace(mesh: DeviceMesh | None = None, *, save: str | os.PathLike[str] |
 def assert_comms(
     *, axis: str | None = None, only: bool = False, mesh: DeviceMesh | None = None, **counts: int
 ) -> Iterator[CommTrace]:
-    """A block that must run so many of the collectives named (``all_reduce=8``), over ``axis`` where given, on this rank.
+    """A block that must run this number of the named collectives (``all_reduce=8``) on this rank, over ``axis`` if
+    given.
 
     Raises CommBudgetError when the block is left, naming what ran and who asked for it. See :meth:`CommTrace.assert_comms`.
 

@@ -55,7 +55,7 @@ class MeshVerification:
             return f"{self.axes}: DIFFERENT: the first difference is {self.divergence.text()}{note}"
         counts = ", ".join(f"{count} {_plural(kind)}" for kind, count in self.compared.items())
         worst = max(self.worst.values(), default=0.0)
-        explained = f"the largest difference is {worst:.2f} of what the order of additions explains"
+        explained = f"the largest difference is {worst:.2f} of the difference that the order of additions explains"
         return f"{self.axes}: EQUAL: {counts}; {explained}{note}"
 
     def to_json(self) -> dict[str, Any]:
@@ -142,11 +142,11 @@ def verify(
     import.
     """
     if steps < 1:
-        raise VerifyError(f"verify: steps is {steps}; train at least one step")
+        raise VerifyError(f"verify: steps is {steps}; expected at least 1")
     own = plan.axes if isinstance(plan, Plan) else None
     chosen = [_axes(mesh, own) for mesh in (meshes if meshes is not None else [own] if own is not None else [])]
     if not chosen:
-        raise VerifyError("verify: no mesh; pass meshes=['tp=2'], or a plan with sizes")
+        raise VerifyError("verify: no mesh is given; pass meshes=['tp=2'], or a plan with sizes")
     for what, function in (
         ("model_fn", model_fn),
         ("loss_fn", loss_fn),
@@ -212,7 +212,7 @@ def _axes(mesh: MeshSizes, own: MeshAxes | None) -> MeshAxes:
         return found
     unknown = [name for name in found.names if name not in own.names]
     if unknown:
-        raise VerifyError(f"verify: the plan has no axis {unknown[0]!r}; give sizes of {', '.join(own.names)}")
+        raise VerifyError(f"verify: the plan has no axis {unknown[0]!r}; pass sizes of {', '.join(own.names)}")
     sizes = dict(zip(found.names, found.sizes))
     return MeshAxes.of({name: sizes.get(name, 1) for name in own.names})
 

@@ -273,7 +273,7 @@ class Divergence:
     def text(self) -> str:
         where = f"{self.module}.{self.what}" if self.module else self.what
         op = f" ({self.op})" if self.op else ""
-        limit = "must be bit-equal" if self.bound == 0 else f"another order of additions explains {self.bound:.1e}"
+        limit = "must be bit-equal" if self.bound == 0 else f"a different order of additions explains {self.bound:.1e}"
         governed = "; ".join(self.entries) or "no entry of the plan: Replicate"
         return (
             f"{self.kind} {where}{op} of step {self.step}, on rank {self.rank}: element {list(self.index)} is {self.found}, "

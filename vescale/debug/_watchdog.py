@@ -66,7 +66,7 @@ class StartedCollective:
 
     def text(self) -> str:
         group = f"axis {self.axes!r}" if self.axes else f"ranks {list(self.ranks)}"
-        who = f", asked for by {self.who}" if self.who else ""
+        who = f", requested by {self.who}" if self.who else ""
         return f"{self.op} number {self.number} of {group} ({self.bytes} bytes{who})"
 
 
@@ -122,7 +122,7 @@ class RankReport:
         if state == "stopped":
             return f"is stopped by a signal ({number}){known}"
         if not self.is_answer:
-            return f"does not answer ({number}){known}"
+            return f"does not respond ({number}){known}"
         return f"is at {self.place.text()}"
 
 
@@ -156,7 +156,7 @@ def diagnose(reports: Mapping[int, RankReport], silent: Sequence[int] = ()) -> s
     if messages:
         return _of_message(*max(messages, key=lambda found: (found[1].op == "recv", found[1].seconds)), reports)
     peers = [c for report in answers for c in report.running]
-    return f"a rank waits in {peers[0].text()}" if peers else "a rank has waited for too long, and does not any more"
+    return f"a rank waits in {peers[0].text()}" if peers else "a rank had waited for too long, but no longer does"
 
 
 def _of_collective(stuck: StartedCollective, reports: Mapping[int, RankReport]) -> str:
@@ -186,16 +186,16 @@ def _of_collective(stuck: StartedCollective, reports: Mapping[int, RankReport]) 
     if len(kinds) > 1:
         few, many = sorted(kinds.values(), key=lambda ranks: (len(ranks), -ranks[0]))[:: len(kinds) - 1]
         return (
-            f"{_ranks_text(few)} entered {entered[few[0]].text()}, and {_ranks_text(many)} "
-            f"{entered[many[0]].text()} in its place: {_about(few[0], reports[few[0]])}"
+            f"{_ranks_text(few)} entered {entered[few[0]].text()}, and {_ranks_text(many)} {entered[many[0]].text()} "
+            f"instead: {_about(few[0], reports[few[0]])}"
         )
     bad = [rank for rank in stuck.ranks if reports[rank].process.state() in ("stopped", "ended")]
     if bad:
         texts = "; ".join(_about(rank, reports[rank]) for rank in bad)
-        return f"{_ranks_text(bad)} entered {stuck.text()} and cannot go on: {texts}"
+        return f"{_ranks_text(bad)} entered {stuck.text()} and cannot continue: {texts}"
     return (
-        f"all of {_ranks_text(sorted(entered))} have entered {stuck.text()}, and it has not ended for {waits:.1f} s: the "
-        "network or a device is stuck"
+        f"all of {_ranks_text(sorted(entered))} have entered {stuck.text()}, which has not finished for {waits:.1f} "
+        "s: the network or a device is stuck"
     )
 
 
@@ -214,7 +214,7 @@ def _of_message(waits: int, stuck: StartedCollective, reports: Mapping[int, Rank
     name = f"axis {stuck.axes!r}" if stuck.axes else f"ranks {list(stuck.ranks)}"
     return (
         f"rank {waits} has waited for rank {stuck.peer} for {stuck.seconds:.1f} s, in a {stuck.op} over {name} "
-        f"(asked for by {stuck.who}): {_about(stuck.peer, reports.get(stuck.peer))}"
+        f"(requested by {stuck.who}): {_about(stuck.peer, reports.get(stuck.peer))}"
     )
 
 
@@ -244,7 +244,7 @@ def _has_entered(report: RankReport | None, stuck: StartedCollective) -> bool:
 
 
 def _about(rank: int, report: RankReport | None) -> str:
-    return f"rank {rank} {report.whereabouts() if report is not None else 'has reported nothing since the job began'}"
+    return f"rank {rank} {report.whereabouts() if report is not None else 'has not reported since the job began'}"
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
@@ -384,7 +384,7 @@ class HangWatch(Observer):
             except RuntimeError as error:  # the store is gone with its host, a rank or the launcher
                 lost += 1
                 if lost >= 3 and (self._hung() is not None or self._ending):
-                    _say(f"vescale: the store of the job is gone ({error}), and rank {channel.rank} waits")
+                    _say(f"vescale: the job's store has ended ({error}), and rank {channel.rank} waits")
                     self._end(channel, {})
             self._stops.wait(0.02 if self._ending else self._beat)
 

@@ -43,7 +43,7 @@ _RELEASE = re.compile(r"(\d+\.\d+)(\.\d+)*(\.post\d+)?(\+.*)?")
 
 
 class UnsupportedTorchError(Coded, ImportError):
-    """The installed torch is not one that vescale is made for, or lacks something that vescale builds on."""
+    """The installed torch is not supported, or lacks something that vescale needs."""
 
     code = "VS1701"
 

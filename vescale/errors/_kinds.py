@@ -15,14 +15,13 @@ class Kind(NamedTuple):
 KINDS: dict[str, Kind] = {
     "VS0001": Kind(
         "An argument, an environment variable or a missing package",
-        "Pass a value or type that the message lists, set the variable to one of them or unset it, install the "
+        "Pass a value or type that the message lists, set the variable to one of them or unset it, or install the "
         "package.",
     ),
     "VS0100": Kind(
         "An entry of a plan",
-        "Correct the line with which the message begins: an axis of the mesh, a phase (`INIT`, `FWD`, `BWD`, "
-        "`RUN`, `ALL`), arguments that do not exclude each other. The axes of a mesh have names and sizes, as in "
-        "`dp=2,tp=2`.",
+        "Correct the line with which the message begins: an axis of the mesh, a phase (`INIT`, `FWD`, `BWD`, `RUN`, "
+        "`ALL`), or arguments that exclude each other. The axes of a mesh have names and sizes, as in `dp=2,tp=2`.",
     ),
     "VS0101": Kind(
         "A path of a plan",
@@ -33,12 +32,12 @@ KINDS: dict[str, Kind] = {
     "VS0120": Kind(
         "A plan in a file",
         "Correct the file at the line and column in the message. Plans have no duplicate keys, tags or aliases; "
-        "files that they include are in their folder. `vescale zoo show llama` prints an example. A program in "
-        "JSON is lowered again.",
+        "files that they include are in their folder. `vescale zoo show llama` prints an example. Lower a program in "
+        "JSON again.",
     ),
     "VS0130": Kind(
         "A plan that is derived from a model",
-        "Use a plan that `vescale zoo` lists, `vescale plan new` with inputs with which the forward runs (`--input "
+        "Use a plan that `vescale zoo` lists, `vescale plan new` with inputs on which the forward runs (`--input "
         "x=8x16`), or write the entries that the message names.",
     ),
     "VS0200": Kind(
@@ -57,8 +56,8 @@ KINDS: dict[str, Kind] = {
     ),
     "VS0204": Kind(
         "A call of parallelize, or of a function for parallelized models",
-        "Parallelize a new model once, on the mesh of the plan, and pass the model that `parallelize` returned. An "
-        "optimizer that is passed holds parameters of the model, with states of their shapes.",
+        "Parallelize a new model once, on the mesh of the plan, and pass the model that `parallelize` returned. If "
+        "you pass an optimizer, it must hold parameters of the model, with states of their shapes.",
     ),
     "VS0207": Kind(
         "Parameters or buffers without values",
@@ -72,7 +71,7 @@ KINDS: dict[str, Kind] = {
     ),
     "VS0212": Kind(
         "A rank that has failed, ended or not arrived",
-        "Find the error of that rank, which the message quotes or its output has. Call the function in the message "
+        "Find the error of that rank: in the message, or in the output of the rank. Call the function in the message "
         "on all ranks. With `torchrun --max-restarts`, set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` on every host.",
     ),
     "VS0222": Kind(
@@ -96,19 +95,19 @@ KINDS: dict[str, Kind] = {
     ),
     "VS0401": Kind(
         "A placement that does not fit the tensor or the mesh",
-        "Pass one placement for each axis of the mesh, with dims that the tensor has; the message has the shape "
-        "and the possible numbers. Write `R`, `S(0)`, `P(sum)` or `Ragged(...)` in text. Values that are partial "
-        "or on another mesh go through `R` or `full_tensor()`.",
+        "Pass one placement for each axis of the mesh, with dims that the tensor has; the message has the shape and "
+        "the possible numbers. Write `R`, `S(0)`, `P(sum)` or `Ragged(...)` in text. Convert partial values, and "
+        "values on another mesh, to `R` or by `full_tensor()` first.",
     ),
     "VS0407": Kind(
-        "Values of one rank taken for the whole",
+        "A value of one rank used as the whole",
         "Save with `vescale.checkpoint.save` on all ranks; read a value by `x.full_tensor()` or `x.item()` on all "
         "ranks; or add `<out>: R` to the plan.",
     ),
     "VS0502": Kind(
         "Layouts and buffers",
         "Compute sizes and offsets with `plan_layout`, reserve all buffers before `allocate()`, and gather, reduce "
-        "or shard a buffer on the axes in the message first. Block sizes have as many dims as their tensor.",
+        "or shard a buffer on the axes in the message first. A block size needs as many dims as its tensor.",
     ),
     "VS0603": Kind(
         "A call of fully_shard, or of a module that it has sharded",
@@ -123,18 +122,18 @@ KINDS: dict[str, Kind] = {
     ),
     "VS0802": Kind(
         "An option or a state of an optimizer",
-        "Use an option that the message lists, parameters that are floats with values, the gradients of all ranks, "
-        "and the states of the same optimizer. Leave `ema.swap()` before `update()`.",
+        "Use an option that the message lists, floating-point parameters with values, gradients on all ranks, and "
+        "states of the same optimizer. Leave `ema.swap()` before `update()`.",
     ),
     "VS0804": Kind(
-        "Blocks or matrices that ranks divide",
+        "Blocks or matrices that rank boundaries divide",
         "Use `orig_param_policy=adamw8bit_layout()` or `muon_layout(model)`, `RaggedShard(block=...)` in a plan, "
         "or a group with a smaller `block_size`.",
     ),
     "VS0900": Kind(
         "A checkpoint",
-        "The message names the file or tensor. `vescale ckpt ls` lists complete steps, `vescale ckpt verify` "
-        "checks all files.",
+        "The message names the file or tensor. `vescale ckpt ls` lists complete steps; `vescale ckpt verify` checks "
+        "all files.",
     ),
     "VS0904": Kind(
         "A file that is damaged, unsafe or of an unknown format",
@@ -143,18 +142,18 @@ KINDS: dict[str, Kind] = {
     ),
     "VS0908": Kind(
         "A checkpoint that does not fit what it is loaded into",
-        "Build the same model and optimizer as were saved, or pass `strict=False`, and check what was not loaded.",
+        "Build the same model and optimizer as were saved, or pass `strict=False` and check what was not loaded.",
     ),
     "VS0914": Kind(
         "A save that did not succeed",
-        "Correct the cause in the message: space, permissions, a value that cannot be saved, another job that "
-        "saves to the folder, ranks that did not call `save`. The steps that were complete before are still there.",
+        "Correct the cause in the message: space, permissions, a value that cannot be saved, another job that saves "
+        "to the folder, ranks that did not call `save`. Earlier complete steps are unchanged.",
     ),
     "VS1001": Kind(
-        "A model, a loss or a schedule that stages do not fit",
-        "Begin stages at modules that the forward calls in order, such as decoder blocks. Pass labels to "
-        "`.step()`, or a function `loss=f(out, batch) -> (sum, count)`. Use the numbers in the message for stages, "
-        "ranks and micro-batches.",
+        "A model, a loss or a schedule that cannot run in stages",
+        "Begin stages at modules that the forward calls in order, such as decoder blocks. Pass labels to `.step()`, "
+        "or a function `loss=f(out, batch) -> (sum, count)`. Use the numbers of stages, ranks and micro-batches in "
+        "the message.",
     ),
     "VS1006": Kind(
         "A call of a model with stages",
@@ -163,26 +162,27 @@ KINDS: dict[str, Kind] = {
     ),
     "VS1008": Kind(
         "Rows of a micro-batch that depend on each other",
-        "Compute it before the step, and pass the result in the batch; or use `microbatches=1` with GPipe, "
+        "Compute what the message names before the step, and pass the result in the batch; or use `microbatches=1` "
+        "with GPipe, "
         '`rows="microbatch"`, or a normalization of individual rows.',
     ),
     "VS1101": Kind(
         "A step of static mode",
-        'Do in the first step what later ones do, with the same outputs in the loss; or use `mode="eager"`.',
+        'Let the first step do what later steps do, with the same outputs in the loss; or use `mode="eager"`.',
     ),
     "VS1104": Kind(
         "C++ helpers that are missing",
-        "Run the command of the message, unset the variable that it names, or go on without them "
+        "Run the command in the message, unset the variable that it names, or continue without the helpers "
         "(`VESCALE_NO_NATIVE=1`; static mode needs them).",
     ),
     "VS1201": Kind(
         "Deferred initialization",
-        "Read values, and register hooks, after `materialize()`; pass it a mesh together with placements.",
+        "Read values, and register hooks, after `materialize()`; pass a mesh together with placements.",
     ),
     "VS1202": Kind(
         "Random numbers and samplers",
-        "Use an [op that is supported](rng.md#ops), on a tensor that is not partial, with a `torch.Generator` of "
-        "its device. A sampler has axes of the mesh and a batch of at least one row per rank.",
+        "Use an [op that is supported](rng.md#ops), on a tensor that is not partial, with a `torch.Generator` of its "
+        "device. A sampler needs axes of the mesh, and a batch with at least one row for each rank.",
     ),
     "VS1401": Kind(
         "More communication than a test allows",
@@ -190,8 +190,8 @@ KINDS: dict[str, Kind] = {
     ),
     "VS1502": Kind(
         "Estimates, searches, simulations and verify",
-        "Pass the model before `parallelize`, shapes with which its forward runs on one device, and names that the "
-        "message lists.",
+        "Pass a model that has not been parallelized, shapes on which its forward runs on one device, and names that "
+        "the message lists.",
     ),
     "VS1601": Kind(
         "An op without a rule for these placements",
@@ -213,12 +213,12 @@ KINDS: dict[str, Kind] = {
     ),
     "VS1607": Kind(
         "Ordinary tensors together with DTensors",
-        "Use the parameter inside of the module's forward, or write `x.detach()`. Convert labels of this rank by the line "
-        "in the message.",
+        "Use the parameter inside the module's forward, or write `x.detach()`. Convert labels of this rank with the "
+        "line in the message.",
     ),
     "VS1701": Kind(
         "The installed PyTorch or CUDA",
-        "Install a version in the range of the message. `VESCALE_ALLOW_TORCH=1` goes on with another one, "
-        "untested. Report a kernel that is refused, with what `vescale env` prints.",
+        "Install a version in the range of the message. `VESCALE_ALLOW_TORCH=1` continues with another version, "
+        "untested. If a kernel is refused, report it with the output of `vescale env`.",
     ),
 }

@@ -81,7 +81,7 @@ def compare(model: nn.Module, estimate: _Estimate, optimizer: torch.optim.Optimi
     rank = dist.get_rank() if dist.is_initialized() else 0
     own = next((r for r in estimate.ranks if rank in r.ranks), None)
     if own is None:
-        raise ArgumentError(f"the estimate is for another mesh, which has no rank {rank}")
+        raise ArgumentError(f"the estimate is for a different mesh, which has no rank {rank}")
     found = Comparison(rank, tuple(_rows(model, own, optimizer)))
     print(found)
     off = [f"{name} {error:+.1%}" for name, error in found.errors().items() if abs(error) > _WARN_ABOVE]

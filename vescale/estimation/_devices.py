@@ -67,7 +67,7 @@ class Device:
     Attributes:
         name: of the table.
         memory_bytes: None: not limited.
-        rounding_bytes: blocks of the allocator are multiples of so many bytes.
+        rounding_bytes: blocks of the allocator are multiples of this number of bytes.
         flops: peak, by dtype.
         bandwidth: of the device's memory.
         efficiency: of matrix products; ``bandwidth_efficiency``: of ops that move memory.
@@ -75,10 +75,11 @@ class Device:
         node_bandwidth, node_latency, network_bandwidth, network_latency: of a rank, one way.
         op_seconds: host time of an op on a plain tensor; ``dtensor_seconds``: what one on DTensors takes beside, or by
             what it is for (:data:`vescale.estimation.HOST_KINDS`), then with what a gather or reduction of a unit takes.
-        outside_bytes: memory that PyTorch's allocator does not know: by name; ``communicator``: for each group.
+        outside_bytes: memory outside of PyTorch's allocator, by name; ``communicator``: for each group.
         confidence: of the terms, a relative error.
-        sources: where each number is from, by its key here; what says "assumption" is neither published nor measured.
-        overlap: the share of gathers and reductions of parameters that runs beside compute.
+        sources: the source of each number, by its key; "assumption" marks numbers that are neither published nor
+            measured.
+        overlap: the share of gathers and reductions of parameters that overlaps with compute.
         ops: of a measured host, seconds of a call by op: of its floating-point operations in float32, or of its bytes.
         collectives: of a measured host, seconds by collective, of the bytes that a rank receives among ``measured_ranks``.
     """
@@ -110,7 +111,7 @@ class Device:
         """Raises ValueError naming a key that is missing, unknown or of another type.
 
         Args:
-            data: the table's values by name, as YAML gives them.
+            data: the table's values by name, as read from YAML.
             where: the table's file, for messages.
         """
         known = dict(cls.__annotations__)
@@ -121,13 +122,13 @@ class Device:
         if missing:
             raise EstimateOptionError(f"{where}: no {missing[0]!r}; see vescale/estimation/devices/schema.json")
         if not isinstance(data["name"], str):
-            raise EstimateOptionError(f"{where}: name is {data['name']!r}; give a text")
+            raise EstimateOptionError(f"{where}: name is {data['name']!r}; write a string")
         for key in ("flops", "outside_bytes", "confidence"):
             if not isinstance(data[key], Mapping) or not all(_is_number(x) and x >= 0 for x in data[key].values()):
-                raise EstimateOptionError(f"{where}: {key} is {data[key]!r}; give a mapping from names to numbers")
+                raise EstimateOptionError(f"{where}: {key} is {data[key]!r}; write a mapping from names to numbers")
         if not data["flops"] or not all(data["flops"].values()):
             raise EstimateOptionError(
-                f"{where}: flops is {data['flops']!r}; give positive numbers by dtype, as float32: 1e12"
+                f"{where}: flops is {data['flops']!r}; write positive numbers by dtype, such as float32: 1e12"
             )
         for key in known:
             if known[key] not in ("float", "int", "int | None") or key not in data:
@@ -136,9 +137,9 @@ class Device:
             if value is None and known[key] == "int | None":
                 continue
             if not _is_positive(value) and not (key == "overlap" and _is_number(value) and value == 0):
-                raise EstimateOptionError(f"{where}: {key} is {value!r}; give a positive number")
+                raise EstimateOptionError(f"{where}: {key} is {value!r}; write a positive number")
             if known[key] != "float" and value != int(value):
-                raise EstimateOptionError(f"{where}: {key} is {value!r}; give a whole number")
+                raise EstimateOptionError(f"{where}: {key} is {value!r}; write an integer")
         host = data["dtensor_seconds"]
         by_kind = host if isinstance(host, Mapping) else {"forward": host}
         if (
@@ -147,24 +148,24 @@ class Device:
             or not all(map(_is_positive, by_kind.values()))
         ):
             raise EstimateOptionError(
-                f"{where}: dtensor_seconds is {host!r}; give a positive number, or one for 'forward' and others by name: "
-                f"{', '.join(HOST_KINDS)}"
+                f"{where}: dtensor_seconds is {host!r}; write a positive number, or one for 'forward' and others by "
+                f"name: {', '.join(HOST_KINDS)}"
             )
         sources = data["sources"]
         if not isinstance(sources, Mapping) or not all(isinstance(x, str) for x in sources.values()):
             raise EstimateOptionError(
-                f"{where}: sources is {sources!r}; give a mapping from keys of the table to texts"
+                f"{where}: sources is {sources!r}; write a mapping from keys of the table to strings"
             )
         points = data["efficiency"]
         if not _are_points(points, 2, 2) or not all(number > 0 for point in points for number in point):
             raise EstimateOptionError(
-                f"{where}: efficiency is {points!r}; give a list of [operations of a call, share of the peak]"
+                f"{where}: efficiency is {points!r}; write a list of [operations of a call, share of the peak]"
             )
         values = {**data, "efficiency": Efficiency(tuple((float(f), float(s)) for f, s in sorted(points)))}
         for key in _CURVES:
             curves = data.get(key, {})
             if not isinstance(curves, Mapping) or not all(_are_points(one, 2, 3) for one in curves.values()):
-                raise EstimateOptionError(f"{where}: {key} is {curves!r}; give lists of [size, seconds] by name")
+                raise EstimateOptionError(f"{where}: {key} is {curves!r}; write lists of [size, seconds] by name")
             values[key] = {
                 name: Curve(tuple(tuple(map(float, p)) for p in sorted(one))) for name, one in curves.items()
             }
@@ -172,7 +173,8 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether PyTorch's caching allocator gives its memory, in blocks; a host's allocator gives what is asked for."""
+        """Whether PyTorch's caching allocator provides its memory, in blocks; a host's allocator provides the requested
+        size."""
         return self.rounding_bytes > 1
 
     def peak_flops(self, dtype: torch.dtype) -> float:
@@ -211,7 +213,7 @@ class Device:
         return max(device, host) if self.is_gpu else device + host
 
     def outside(self, axes: MeshAxes) -> dict[str, int]:
-        """Bytes beside the allocator's, by what they are for; a communicator for each axis with several ranks.
+        """Bytes outside of the allocator, by purpose; one communicator for each axis with several ranks.
 
         Args:
             axes: names and sizes of the mesh's axes.
@@ -253,15 +255,15 @@ def device_of(device: str | Device) -> Device:
         file = Path(device)
     if not file.is_file():
         raise EstimateOptionError(
-            f"there is no table of a device {device!r}; give one of {', '.join(device_names())}, or a YAML file"
-            f"{did_you_mean(device.lower(), device_names())}"
+            f"there is no table of a device {device!r}; pass one of {', '.join(device_names())}, or a YAML "
+            f"file{did_you_mean(device.lower(), device_names())}"
         )
     try:
         with file.open(encoding="utf-8") as stream:
             data = yaml.safe_load(stream)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise EstimateOptionError(f"{file}: this is not YAML that can be read: {reason}") from None
+        raise EstimateOptionError(f"{file}: not readable as YAML: {reason}") from None
     if not isinstance(data, dict):
-        raise EstimateOptionError(f"{file}: a table is a mapping; see vescale/estimation/devices/schema.json")
+        raise EstimateOptionError(f"{file}: expected a mapping; see vescale/estimation/devices/schema.json")
     return Device.from_data({"name": file.stem, **data}, str(file))

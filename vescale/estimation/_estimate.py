@@ -97,8 +97,8 @@ def padding_note(program: Program, model: nn.Module, padding: int, parameters: i
     if padding <= _NOTED * parameters:
         return None
     begin = (
-        f"of {parameters:,} bytes of parameters of a rank, {padding:,} are padding, because blocks that stay whole do not "
-        "fill the ranks"
+        f"of {parameters:,} bytes of a rank's parameters, {padding:,} are padding, because blocks that must not be "
+        "divided do not fill the ranks evenly"
     )
     buckets = [one for one in unit_buckets(program, model) if not one.parts]
     worst = max(buckets, key=lambda one: one.padding_elements * one.dtype.itemsize, default=None)
@@ -111,7 +111,7 @@ def padding_note(program: Program, model: nn.Module, padding: int, parameters: i
     total = sum(layout.numels)
     before, after = (size / total - 1 for size in (worst.buffer_size, layout.shard_size * worst.num_ranks))
     return (
-        f"{begin}. Smaller blocks, {edits} at init in place of what shards these now, leave {after:.1%} padding in the "
+        f"{begin}. Smaller blocks, {edits} at init instead of the present entries, leave {after:.1%} padding in the "
         f"unit {worst.path!r}, which has {before:.1%}"
     )
 
@@ -164,7 +164,7 @@ class Estimate:
         axes: of the plan's mesh, that of a pipeline among them.
         device: what it would run on.
         ranks: memory, one entry for ranks that need the same.
-        outside: bytes that the device needs beside PyTorch's allocator, by what they are for.
+        outside: bytes that the device needs outside of PyTorch's allocator, by purpose.
         time: seconds of a step.
         notes: what was assumed.
         given: the arguments of :func:`estimate`.
@@ -299,7 +299,7 @@ def estimate(
         TypeError, ValueError: a batch that does not fit, an unknown optimizer or device.
     """
     if steps < 1:
-        raise ArgumentError(f"steps is {steps}; give at least 1 (3 shows the steady state)")
+        raise ArgumentError(f"steps is {steps}; pass at least 1 (3 shows the steady state)")
     table = device_of(device)
     maker = make_optimizer(optimizer)
     inputs = make_batch(model, batch, with_labels=loss is None)
@@ -413,11 +413,11 @@ def estimate(
     if entry is not None:
         time = _with_bubble(times, passes, staged.schedule)
     numbers = f"rank {ran[0]} was" if len(ran) == 1 else f"ranks {' and '.join(map(str, ran))} were"
-    notes.insert(0, f"{numbers} simulated for {steps} steps: the code that trains ran on tensors without values")
+    notes.insert(0, f"{numbers} simulated for {steps} steps: the training code ran on tensors without values")
     if on_host:
         notes.append(
-            f"{on_host / 2**30:.2f} GiB a rank are offloaded, in the host's memory, at most; the seconds of copies to and "
-            "from it, and of an optimizer that runs there, are not in the step's"
+            f"{on_host / 2**30:.2f} GiB per rank are offloaded to host memory, at most; the time of copies to and "
+            "from the host, and of an optimizer that runs there, is not included in the time of a step"
         )
     padded = padding_note(program, skeleton, *padding)
     if padded is not None:

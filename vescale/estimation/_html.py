@@ -50,8 +50,8 @@ def page(estimate: Estimate, title: str) -> str:
         f"{1e3 * estimate.step_seconds:.4g} ms, with an MFU of {estimate.time.mfu:.1%} (of the device's peak).</p>",
         f"<h2>Memory during a step</h2><div class=key>{key}</div>{_areas(peak.timeline)}",
         "<h2>At the peak</h2>" + _table(("category", "size"), [(n, bytes_text(v)) for n, v in sums.items()]),
-        "<h2>Activations by module</h2><p class=muted>A module's own; modules inside of it have rows of their own.</p>"
-        + _bars(_merged(peak.categories["activations"])),
+        "<h2>Activations by module</h2><p class=muted>Activations of each module itself, without those of the "
+        "modules inside it, which have separate rows.</p>" + _bars(_merged(peak.categories["activations"])),
         "<h2>Ranks</h2>" + _bars({_ranks(r.ranks): r.peak_bytes for r in estimate.ranks}),
         "<h2>Time of a step</h2>"
         + _table(("term", "ms"), [(n, _ms(terms[n])) for n in ("compute", "memory", "exposed", "bubble", "host")]),

@@ -37,9 +37,10 @@ def make_optimizer(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], torch.o
     if isinstance(optimizer, str):
         if optimizer.lower() not in OPTIMIZERS:
             raise ArgumentError(
-                f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}{did_you_mean(optimizer, tuple(OPTIMIZERS))}"
+                f"optimizer {optimizer!r} is not one of "
+                f"{', '.join(OPTIMIZERS)}{did_you_mean(optimizer, tuple(OPTIMIZERS))}"
             )
         return OPTIMIZERS[optimizer.lower()]
     if not callable(optimizer):
-        raise ArgumentTypeError(f"optimizer is {kind_of(optimizer)}; give a name, or a function of the parameters")
+        raise ArgumentTypeError(f"optimizer is {kind_of(optimizer)}; pass a name, or a function of the parameters")
     return optimizer

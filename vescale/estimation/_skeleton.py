@@ -45,10 +45,12 @@ def check_names(model: nn.Module, names: Iterable[str]) -> None:
             continue
         near = did_you_mean(name, [p for p in parameters if p != rest.name])
         if _declared(rest):
-            raise ArgumentTypeError(f"batch: {forward} takes {name!r} by **{rest.name}, which do not declare it{near}")
+            raise ArgumentTypeError(
+                f"batch: {forward} takes {name!r} by **{rest.name}, which does not declare it{near}"
+            )
         warnings.warn(
-            f"batch: {forward} takes {name!r} by **{rest.name}, but no module reads it, so that it is not in the "
-            f"estimate{near}",
+            f"batch: {forward} takes {name!r} by **{rest.name}, but no module reads it, so that the estimate does not "
+            f"include it{near}",
             EstimateWarning,
             stacklevel=4,
         )
@@ -84,8 +86,8 @@ def skeleton_of(model: nn.Module, without: Iterable[nn.Module] = ()) -> nn.Modul
     """
     if Runtime.of(model) is not None:
         raise EstimateError(
-            f"this {type(model).__name__} has been parallelized: estimate the plan with a model as it was before (on the "
-            "meta device it costs nothing), and compare with estimate.compare(model)"
+            f"this {type(model).__name__} has been parallelized: estimate with a model that has not been (on the meta "
+            "device, it takes no memory), and compare with estimate.compare(model)"
         )
     memo: dict[int, Any] = {id(module): nn.Module() for module in without}
     for parameter in model.parameters():
@@ -110,7 +112,7 @@ def make_batch(model: nn.Module, batch: Mapping[str, Any], *, with_labels: bool 
     """
     if not isinstance(batch, Mapping):
         raise ArgumentTypeError(
-            f"batch is {kind_of(batch)}; give a mapping from names of the forward's inputs to shapes"
+            f"batch is {kind_of(batch)}; pass a mapping from names of the forward's inputs to shapes"
         )
     check_names(model, batch)
     parameters = inspect.signature(model.forward).parameters
@@ -147,6 +149,7 @@ def loss_of(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     first = next((x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
     if first is None:
         raise ArgumentTypeError(
-            f"the forward returns {type(output).__name__} without a loss; give loss=, a function of output and batch"
+            f"the forward returns {type(output).__name__} without a loss; pass loss=, a function of the output and "
+            "the batch"
         )
     return first.float().mean()

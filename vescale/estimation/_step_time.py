@@ -34,10 +34,10 @@ class StepTime:
         bubble: idle time of a pipeline.
         flops: floating-point operations of this rank; ``peak_flops``: of the device in the dtype of most of them.
         tokens: of the global batch.
-        confidence: relative error of each term, as the device's table says.
+        confidence: relative error of each term, from the device's table.
         phases: by phase of a step, seconds of its ops; ``on_dtensors``: how many ops on DTensors by what they are for, and
             collectives of units.
-        is_gpu: True if the host launches work that runs beside it, so that the longer of the two counts.
+        is_gpu: True if the host launches work that runs in parallel to it, so that the longer of the two counts.
     """
 
     compute: float

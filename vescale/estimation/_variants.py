@@ -63,7 +63,9 @@ def what_if(estimate: Estimate, text: str) -> dict[str, Any]:
             raise EstimateOptionError(f"what-if {part!r}: write NAME=VALUE, as {WHAT_IF}")
         name = "sequence" if name == "seq" else name
         if name in changes:
-            raise EstimateOptionError(f"what-if {text!r}: {name} is there twice; give each value a --what-if")
+            raise EstimateOptionError(
+                f"what-if {text!r}: {name} is given twice; write a separate --what-if for each value"
+            )
         changes[name] = value
     return changed(estimate, changes, text)
 
@@ -108,13 +110,13 @@ def _change(given: dict[str, Any], name: str, value: str) -> None:
         given["batch"] = {key: _resized(x, dim, number) for key, x in given["batch"].items()}
     elif name == "stage":
         if value not in ("0", "1", "2", "3"):
-            raise EstimateOptionError(f"what-if stage={value}: give 0, 1, 2 or 3")
+            raise EstimateOptionError(f"what-if stage={value}: write 0, 1, 2 or 3")
         given["plan"] = zero_plan(plan, batch_axes(plan), _number(name, value), _units_beside(plan, given["model"]))
     elif name == "checkpoint":
         given["plan"] = _checkpointed(plan, value, unit_paths(given["model"]))
     elif name == "offload":
         if value.lower() not in (*_YES, *_NO):
-            raise EstimateOptionError(f"what-if offload={value}: give true or false")
+            raise EstimateOptionError(f"what-if offload={value}: write true or false")
         units = _units_beside(plan, given["model"])
         given["plan"] = _with_offload(plan, units) if value.lower() in _YES else _without_offload(plan)
     elif name == "precision":
@@ -126,7 +128,7 @@ def _change(given: dict[str, Any], name: str, value: str) -> None:
         with contextlib.suppress(ValueError):
             load = float(value)
         if not 0 < load < math.inf:
-            raise EstimateOptionError(f"what-if load={value}: give how many times the mean, as 1.2")
+            raise EstimateOptionError(f"what-if load={value}: write a multiple of the mean, such as 1.2")
         given["load"] = load
     elif name in ("optimizer", "device"):
         given[name] = value
@@ -136,7 +138,7 @@ def _change(given: dict[str, Any], name: str, value: str) -> None:
 
 def _number(name: str, value: str) -> int:
     if not value.isdecimal() or (name != "stage" and not int(value)):
-        raise EstimateOptionError(f"what-if {name}={value}: give a whole number")
+        raise EstimateOptionError(f"what-if {name}={value}: write an integer")
     return int(value)
 
 
@@ -173,11 +175,12 @@ def zero_plan(plan: Plan, axes: tuple[str, ...], stage: int, units: tuple[str, .
     Raises PlanError for a stage that there is not, and where no axis has several ranks.
     """
     if stage not in (0, 1, 2, 3):
-        raise EstimateError(f"there is no stage {stage} of ZeRO; give 0, 1, 2 or 3")
+        raise EstimateError(f"there is no stage {stage} of ZeRO; pass 0, 1, 2 or 3")
     own = [axis for axis in axes if plan.axes.size(axis) > 1]
     if stage and not own:
         raise EstimateError(
-            "no axis over which the plan cuts the batch has several ranks, over which to shard parameters"
+            "none of the axes over which the plan shards the batch has several ranks, so that parameters cannot be "
+            "sharded"
         )
     found = _without(_without_ragged(plan), UnitEntry)
     if stage:
@@ -297,12 +300,12 @@ def _holds(path: str, name: str) -> bool:
 
 def _checkpointed(plan: Plan, policy: str, units: tuple[str, ...]) -> Plan:
     if policy not in ("none", "full", "selective", "offload"):
-        raise EstimateOptionError(f"what-if checkpoint={policy}: give none, full, selective or offload")
+        raise EstimateOptionError(f"what-if checkpoint={policy}: write none, full, selective or offload")
     found = _without(plan, CheckpointEntry)
     if policy == "none":
         return found
     if not units:
-        raise EstimateError("the model has no list of blocks (nn.ModuleList), whose activations would be checkpointed")
+        raise EstimateError("the model has no list of blocks (nn.ModuleList) whose activations could be checkpointed")
     for path in units:
         found.checkpoint(path, policy)
     return found
@@ -312,7 +315,9 @@ def _with_precision(plan: Plan, dtype: str) -> Plan:
     try:
         float_dtype_of("", dtype)
     except PlanValueError:
-        raise EstimateOptionError(f"what-if precision={dtype}: give a floating dtype, as bfloat16 or float32") from None
+        raise EstimateOptionError(
+            f"what-if precision={dtype}: write a floating-point dtype, such as bfloat16 or float32"
+        ) from None
     found = _without(plan, PrecisionEntry)
     return found.precision("", param=dtype, reduce="float32")
 

@@ -111,17 +111,17 @@ def fully_shard(
             whole mesh, on which the parameters are DTensors.
         reshard_after_forward: True frees parameters after forward; False keeps them until backward; a number keeps a
             piece on each of so many consecutive ranks; None: True, and False for the root.
-        shard_placement_fn: may return ``Shard(dim)`` for a parameter that must be cut so (gathering it costs copies), or a
-            ``ShardPlacementResult`` with a mesh of its own.
+        shard_placement_fn: may return ``Shard(dim)`` for a parameter that must be sharded on that dim (gathering it
+            costs copies), or a ``ShardPlacementResult`` with a separate mesh.
         mp_policy, offload_policy: PyTorch's classes.
         ignored_params: left as they are.
         dp_mesh_dims: names of the data-parallel axes of ``mesh``.
         orig_param_policy: ``policy(name, parameter)`` gives the elements that stay together on one rank (see
             ``vescale.buffer.GranularityTable``); None for "anywhere". Names are relative to ``module``.
         alignment_bytes: shards, and tensors in them, start at multiples of this.
-        optimizer: one that was made of parameters which this call or earlier ones have sharded, or several: their groups
-            get the new parameters in place, so that schedulers made on them go on. States of a parameter's shape are cut as
-            it is. Other holders of the parameters of before, which step, clip or average them, get a
+        optimizer: one that was created with parameters which this call or earlier ones have sharded, or several: their
+            groups get the new parameters in place, so that existing schedulers continue. States of a parameter's shape
+            are sharded as it is. Other holders of the parameters of before, which step, clip or average them, get a
             :class:`~vescale.ReplacedParameterError`.
 
     A parameter that is a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` is gathered by them, as
@@ -130,7 +130,7 @@ def fully_shard(
     rank must have tensors of equal shapes and dtypes gathered: a hook pads what a rank with fewer rows has.
 
     Random ops on DTensors have single-device semantics from then on (``vescale.rng.enable()``), so that initializing shards
-    after ``to_empty()`` gives the numbers of one device where ranks are seeded alike.
+    after ``to_empty()`` gives the numbers of one device if all ranks have the same seed.
 
     A module built inside ``vescale.deferred_init()`` needs no :func:`vescale.materialize`: each rank computes only its part
     of every parameter, and buffers whole. (One all-reduce of 16 bytes on each axis tells whether the ranks recorded alike.)
@@ -141,8 +141,8 @@ def fully_shard(
         ValueError: a container without forward; a mesh that is neither FSDP's nor HSDP's; a parameter that a group of
             another module has taken (tied weights); a module that was given before; a tensor subclass with one of the two
             all-gather hooks; an optimizer that holds none of the parameters, or whose states have other shapes.
-        NotImplementedError: a tensor subclass that is to be cut otherwise than into chunks of dim 0 (the first forward
-            raises it for one without hooks).
+        NotImplementedError: a tensor subclass that would be sharded in another way than into chunks of dim 0 (the first
+            forward raises it for one without hooks).
         RuntimeError: ranks that recorded other constructors or seeds, of a deferred module.
     """
     optimizers = listed_optimizers(optimizer, "fully_shard")
@@ -162,9 +162,9 @@ def fully_shard(
         taken = getattr(parameter, _MANAGED_BY, None)
         if taken is not None:
             raise FullyShardError(
-                f"parameter {name!r} of {type(modules[0]).__name__} is tied to {taken}, which fully_shard has put into "
-                "another group already; give the modules that share it to one call, fully_shard([a, b]), or leave the inner "
-                "one to the outer call"
+                f"parameter {name!r} of {type(modules[0]).__name__} is tied to {taken}, which fully_shard has already "
+                "put into another group; pass the modules that share it in a single call, fully_shard([a, b]), or "
+                "leave the inner module to the outer call"
             )
     deferred = any(has_deferred(one) for one in modules)
     if deferred:
@@ -243,19 +243,21 @@ def _roots(module: Any) -> list[nn.Module]:
     """The given modules without those that are inside of another one."""
     given = [module] if isinstance(module, nn.Module) else list(module)
     if not given:
-        raise FullyShardError("fully_shard got an empty list; give at least one module")
+        raise FullyShardError("fully_shard got an empty list; pass at least one module")
     for one in given:
         if isinstance(one, nn.ModuleList | nn.ModuleDict) and type(one).forward is nn.Module.forward:
             raise FullyShardError(
-                f"fully_shard got {kind_of(one)}, which has no forward to gather parameters before; give the "
-                "modules in it, one by one or as a list"
+                f"fully_shard got {kind_of(one)}, which has no forward for which parameters could be gathered; pass "
+                "the modules that it contains, one by one or as a list"
             )
         if state_of(one) is not None:
-            raise FullyShardError(f"fully_shard was given this {type(one).__name__} before; give each module once")
+            raise FullyShardError(
+                f"fully_shard has already been called for this {type(one).__name__}; pass each module once"
+            )
         if is_replicated(one):
             raise FullyShardError(
-                f"fully_shard was given {kind_of(one)} that replicate has; expected one of the two: shard it, or "
-                "leave it out"
+                f"fully_shard was given {kind_of(one)} to which replicate has been applied; expected only one of the "
+                "two: shard the module, or leave it out"
             )
     inside = {id(child) for one in given for child in one.modules() if child is not one}
     return [one for one in dict.fromkeys(given) if id(one) not in inside]
@@ -269,8 +271,7 @@ def _axes(mesh: DeviceMesh | None, named: DataParallelMeshDims | None) -> DataPa
         mesh = init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
-            f"mesh is {mesh!r}, {kind_of(mesh)}; give fully_shard a DeviceMesh (init_device_mesh), or leave it out "
-            "for all ranks"
+            f"mesh is {mesh!r}, {kind_of(mesh)}; pass a DeviceMesh (init_device_mesh), or leave it out to use all ranks"
         )
     if named is None:
         return DataParallelAxes.of_mesh(mesh)
@@ -289,8 +290,8 @@ def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         if fsdp2_state(module) is not None:
             where = f"{path!r}, {kind_of(module)}" if path else f"{kind_of(module)}"
             raise FullyShardError(
-                f"fully_shard was given {where} that torch.distributed.fsdp.fully_shard has sharded; give all of a model to "
-                "one of the two"
+                f"fully_shard was given {where} that torch.distributed.fsdp.fully_shard has sharded; use one of the "
+                "two functions for the whole model"
             )
         yield path, module
         for name, child in module.named_children():
@@ -312,7 +313,7 @@ def _refuse_plans(roots: Sequence[nn.Module], axes: DataParallelAxes) -> None:
             raise FullyShardError(
                 f"fully_shard was given {where} of a parallelized model, whose plan distributes it over the ranks of "
                 f"{mesh}, and reduces its gradients there: let the plan shard it, {{axis: {{init: Ragged, run: R}}}} "
-                "(docs/plans.md, ZeRO); or parallelize on mesh['tp'] alone, and give fully_shard mesh['dp']"
+                "(docs/plans.md, ZeRO); or parallelize on mesh['tp'] alone, and pass mesh['dp'] to fully_shard"
             )
 
 
@@ -379,8 +380,8 @@ def _placement(
         return None, axes
     if not isinstance(wanted, Shard) or not -parameter.ndim <= wanted.dim < parameter.ndim:
         raise FullyShardError(
-            f"shard_placement_fn returned {wanted!r} for {name!r} of shape {tuple(parameter.shape)}; expected None or "
-            "Shard(dim) with a dim of that tensor"
+            f"shard_placement_fn returned {wanted!r} for {name!r} of shape {tuple(parameter.shape)}; expected None, "
+            "or Shard(dim) with a dim of that tensor"
         )
     return Shard(wanted.dim % parameter.ndim), axes
 

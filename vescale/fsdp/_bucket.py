@@ -448,10 +448,10 @@ class Bucket:
                 "a tensor subclass" if is_subclass else f"gathered as {written.dtype} of shape {tuple(written.shape)}"
             )
             raise FullyShardStateError(
-                f"parameter {parameter.name!r} of {path or 'the root'}, of {self.dtype} and shape {parameter.shape}, was "
-                f"written to inside of a forward or backward, where it is {what}: the write would be lost, or rounded. "
-                "Write to it outside of the forward, where it is the sharded parameter, or leave it out of the group "
-                "(ignored_params)"
+                f"parameter {parameter.name!r} of {path or 'the root'}, of {self.dtype} and shape {parameter.shape}, "
+                f"was written to during a forward or backward, in which it is {what}: the write would be lost, or "
+                "rounded. Write to it outside of the forward, where it is the sharded parameter, or leave it out of "
+                "the group (ignored_params)"
             )
         with torch.inference_mode(False), torch.no_grad():
             place = self.gathering.unsharded(index, parameter.shape)

@@ -93,8 +93,8 @@ class ResidencyError(Coded, RuntimeError):
     def __init__(self, what: str, state: Enum, event: Enum, legal: Iterable[tuple[Any, Any]]) -> None:
         events = ", ".join(repr(one.value) for of, one in legal if of is state)
         super().__init__(
-            f"{what} of fully_shard is {state.value!r} and got the event {event.value!r}; expected one of {events}. This is "
-            "an error of the engine, or of code that drives it from several threads"
+            f"{what} of fully_shard is {state.value!r} and got the event {event.value!r}; expected one of {events}. "
+            "This is a bug in vescale, or the module is used by several threads"
         )
 
 

@@ -40,9 +40,9 @@ def check_extended(name: str, tensor: torch.Tensor) -> None:
         )
     if any(is_deferred(part) for part in plain_parts(tensor)):
         raise UnsupportedParameterError(
-            f"parameter {name!r} of shape {tuple(tensor.shape)} is {kind_of(tensor)} around deferred tensors; "
-            "fully_shard materializes plain parameters only. Build it on the meta device, or convert the parameter after "
-            "vescale.materialize(model)"
+            f"parameter {name!r} of shape {tuple(tensor.shape)} is {kind_of(tensor)} that wraps deferred tensors; "
+            "fully_shard materializes plain parameters only. Build it on the meta device, or convert the parameter "
+            "after vescale.materialize(model)"
         )
 
 
@@ -62,8 +62,9 @@ def refuse_hooks(plain: Iterable[tuple[str, torch.Tensor]]) -> None:
     for name, local in plain:
         if hasattr(local, PRE) or hasattr(local, POST):
             raise UnsupportedParameterError(
-                f"the local tensor of parameter {name!r}, a plain one, was given {PRE} or {POST}; fully_shard calls them on "
-                "tensor subclasses, whose local tensors are chunks of dim 0. Make the parameter one before fully_shard"
+                f"the local tensor of parameter {name!r} is a plain tensor with {PRE} or {POST}; fully_shard calls "
+                "these methods only for tensor subclasses, whose local tensors are chunks of dim 0. Convert the "
+                "parameter to such a subclass before fully_shard"
             )
 
 
@@ -71,8 +72,9 @@ def check_one_kind(name: str, tensor: torch.Tensor, was_extended: bool) -> None:
     """Raises ValueError where a plain parameter was replaced by a tensor subclass after ``fully_shard``, or the reverse."""
     if is_extended(tensor) != was_extended:
         raise GatherHookError(
-            f"parameter {name!r} was {'a tensor subclass' if was_extended else 'a plain tensor'} when it was given to "
-            f"fully_shard, and was replaced by {kind_of(tensor.data)} since; convert parameters before fully_shard"
+            f"parameter {name!r} was {'a tensor subclass' if was_extended else 'a plain tensor'} when it was passed "
+            f"to fully_shard, but has been replaced by {kind_of(tensor.data)} since; convert parameters before "
+            "fully_shard"
         )
 
 
@@ -115,8 +117,8 @@ def _num_arguments(function: Callable[..., Any], is_bound: bool) -> int:
     number = len(signature.parameters) - is_bound
     if number not in (1, 5):
         raise ArgumentTypeError(
-            f"{PRE}{signature} takes {number} arguments beside the tensor; expected {PRE}(self, mesh), or {PRE}(self, mesh, "
-            "outer_size, outer_stride, module, mp_policy)"
+            f"{PRE}{signature} takes {number} arguments in addition to the tensor; expected {PRE}(self, mesh), or "
+            f"{PRE}(self, mesh, outer_size, outer_stride, module, mp_policy)"
         )
     return number
 
@@ -132,14 +134,15 @@ def unsharded_of(name: str, shape: Sequence[int], answer: Any) -> tuple[torch.Te
             pass
         case _:
             raise ArgumentTypeError(
-                f"{POST} of parameter {name!r} returned {_kind(answer)} the first time; expected (the unsharded tensor, a "
-                "tuple of the plain tensors whose memory it is in)"
+                f"{POST} of parameter {name!r} returned {_kind(answer)} the first time; expected (the unsharded "
+                "tensor, a tuple of the plain tensors that hold its memory)"
             )
     if tuple(tensor.shape) != tuple(shape):
         if not tensor.is_contiguous() or tensor.numel() < math.prod(shape):
             raise GatherHookError(
                 f"{POST} of parameter {name!r} returned a tensor of shape {tuple(tensor.shape)}, strides "
-                f"{tuple(tensor.stride())}; expected {tuple(shape)}, or a contiguous one with rows of padding at its end"
+                f"{tuple(tensor.stride())}; expected {tuple(shape)}, or a contiguous tensor with padding rows at its "
+                "end"
             )
         tensor = tensor.as_strided(tuple(shape), contiguous_stride(shape), tensor.storage_offset())
     return tensor, tuple(inner)

@@ -408,9 +408,9 @@ def _leaves(inputs: Sequence[Any], *, returns_graph: bool) -> list[Any] | None:
     if returns_graph:
         raise UnsupportedParameterError(
             f"torch.autograd.grad(..., create_graph=True) of parameter {asked.name!r} of shape {asked.global_shape}, "
-            "which fully_shard or a unit of a plan gathers: the reduction over ranks is not part of the graph. Expected "
-            "gradients of inputs and activations, create_graph=False, or a plan that keeps this parameter whole "
-            "(no entry with phase=INIT)"
+            "which fully_shard or a unit of a plan gathers: the reduction over ranks is not part of the graph. "
+            "Expected gradients of inputs and activations, create_graph=False, or a plan that replicates this "
+            "parameter (no entry with phase=INIT)"
         )
     return [
         each if managed is None or managed.unsharded is None else managed.unsharded
@@ -427,7 +427,7 @@ def _answers(inputs: Sequence[Any], gradients: Sequence[torch.Tensor | None]) ->
         own = [(index, managed) for index, managed in asked if managed.axes.data_parallel.group is group]
         has = [gradients[index] is not None for index, _ in own]
         flags = torch.tensor(has, dtype=torch.uint8, device=own[0][1].axes.device)
-        flags = all_reduce_(flags, "max", group, requester="which gradients any rank has").wait()
+        flags = all_reduce_(flags, "max", group, requester="which gradients exist on any rank").wait()
         with torch.no_grad():
             for (index, managed), any_has in zip(own, flags.tolist(), strict=True):
                 answers[index] = _reduced(managed, gradients[index]) if any_has else None

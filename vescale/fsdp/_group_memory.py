@@ -196,7 +196,7 @@ class GroupMemory:
                 try:
                     pending.wait()
                 except Exception as second:
-                    error.add_note(f"An all-gather that was running failed, too: {type(second).__name__}: {second}")
+                    error.add_note(f"A running all-gather failed, too: {type(second).__name__}: {second}")
         self._drop_memory()
 
     def _drop_memory(self) -> None:
@@ -409,8 +409,8 @@ class GroupMemory:
 def _freed_text(path: str) -> str:
     """Of tensors over memory that a group has gathered parameters to, in the time in which it has none."""
     return (
-        f"this tensor shares memory with a parameter of {path or 'the root'} that was gathered for a forward or backward, "
-        "and that memory has been freed since. Expected a copy, made where the tensor was taken "
+        f"this tensor shares memory with a parameter of {path or 'the root'} that was gathered for a forward or "
+        "backward, and that memory has since been freed. Expected a copy, made where the tensor was obtained "
         "(weight.detach().clone()), or the registered parameter, read where the value is needed"
     )
 

@@ -169,8 +169,8 @@ class FSDPModule:
         """Change ``reshard_after_forward``, the root's, too. Raises ValueError for anything but a bool."""
         if not isinstance(reshard_after_forward, bool):
             raise FullyShardError(
-                f"set_reshard_after_forward got {reshard_after_forward!r}; expected a bool (a number of ranks can be given "
-                "to fully_shard only)"
+                f"set_reshard_after_forward got {reshard_after_forward!r}; expected a bool (only fully_shard itself "
+                "takes a number of ranks)"
             )
         for state in self._states(recurse):
             state.reshard_root = reshard_after_forward
@@ -188,13 +188,13 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Start to gather these modules when this one's forward starts.
-        ``modules``: given to ``fully_shard``, in the order of their forwards.
+        ``modules``: sharded by ``fully_shard``, in the order of their forwards.
         """
         self._state.forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Start to gather these modules when this one's backward starts, instead of the one that ran before it.
-        ``modules``: given to ``fully_shard``, in the order of their backwards.
+        ``modules``: sharded by ``fully_shard``, in the order of their backwards.
         """
         self._state.backward_prefetch = _states_of(modules)
 
@@ -262,7 +262,7 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Communicate sums, and divide in a step of its own. ``enable``: whether backends get sums alone."""
+        """Communicate sums, and divide in a separate step. ``enable``: whether backends only compute sums."""
         for group in self._state.groups:
             group.options.sum_only = enable
 
@@ -294,7 +294,7 @@ class FSDPModule:
         for group in groups:
             if stream is not None and group.axes.replicate:
                 raise FullyShardError(
-                    "set_all_reduce_hook got a stream for HSDP, whose all-reduce has one; leave stream out"
+                    "set_all_reduce_hook got a stream, but the all-reduce of HSDP already has one; leave stream out"
                 )
             group.options.hook, group.options.hook_stream = hook, stream
 
@@ -342,8 +342,8 @@ class FSDPModule:
             group.options.custom_reduce_scatter = comm
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce-scatter on a process group of its own, so that it can run beside all-gathers; modules over the same ranks
-        share it. Collective: one rendezvous for each distinct set of ranks.
+        """Reduce-scatter on a separate process group, so that it can overlap with all-gathers; modules over the same
+        ranks share it. Collective: one rendezvous for each distinct set of ranks.
 
         ``enable``: True turns it on, False off.
         """
@@ -368,9 +368,9 @@ class FSDPModule:
         """
         if keep:
             raise UnsupportedSettingError(
-                f"set_keep_unsharded_storage(True) on {kind_of(self)}: a group is gathered into one buffer, which goes back "
-                "to the allocator when it is resharded; expected memory that is freed. Delete this call; call unshard() "
-                "once before a capture, or give fully_shard reshard_after_forward=False, and the addresses stay"
+                f"set_keep_unsharded_storage(True) on {kind_of(self)}: a group is gathered into one buffer, which is "
+                "freed when it is resharded. Delete this call; to keep the addresses, call unshard() once before a "
+                "capture, or pass reshard_after_forward=False to fully_shard"
             )
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -384,8 +384,8 @@ class FSDPModule:
         """
         raise UnsupportedSettingError(
             f"set_symm_mem_for_comm({backend!r}) on {kind_of(self)}: its parameters are views of the buffer that an "
-            "all-gather writes, which is freed and allocated anew each time, and symmetric memory needs a rendezvous of all "
-            "ranks for each allocation; expected ordinary memory, or the backend's own. Delete this call, or replace it by "
+            "all-gather writes, which is freed and reallocated each time, but symmetric memory needs a rendezvous of "
+            "all ranks for each allocation. Delete this call, or replace it by "
             "set_allocate_memory_from_process_group_for_comm(True), which registers the buffers with NCCL"
         )
 
@@ -414,8 +414,8 @@ class FSDPModule:
         groups = self._state.groups
         if len(groups) > 1:
             raise FullyShardError(
-                f"{what} on a module with {len(groups)} groups over different meshes (from shard_placement_fn), which it "
-                "would mean differently; give the modules of each mesh to fully_shard separately"
+                f"{what} on a module with {len(groups)} groups over different meshes (from shard_placement_fn), for "
+                "which it would have different meanings; pass the modules of each mesh to fully_shard separately"
             )
         return groups
 
@@ -462,8 +462,8 @@ def _states_of(modules: Sequence[FSDPModule]) -> list[ModuleState]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise FullyShardError(
-                f"expected modules that were given to fully_shard, got {type(module).__name__}; shard it before, or "
-                "leave it out"
+                f"expected modules to which fully_shard has been applied, got {type(module).__name__}; shard it "
+                "first, or leave it out"
             )
     return [module._state for module in modules]
 
@@ -473,13 +473,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Raises ValueError when there is no such method.
 
-    ``method_name``: of a method beside ``forward``, such as ``"generate"``.
+    ``method_name``: of a method other than ``forward``, such as ``"generate"``.
     """
     if not isinstance(module, FSDPModule):
         return
     method = getattr(module, method_name, None)
     if method is None:
-        raise FullyShardError(f"{type(module).__name__} has no method {method_name!r}; name one that it has")
+        raise FullyShardError(
+            f"{type(module).__name__} has no method {method_name!r}; pass the name of one of its methods"
+        )
 
     function = getattr(method, "__func__", None)  # of whichever module it is called on: modules can be copied
 
@@ -500,9 +502,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots, such as the stages of a pipeline, share streams and memory in flight.
 
-    Raises ValueError for a module that was not given to ``fully_shard``.
+    Raises ValueError for a module to which ``fully_shard`` has not been applied.
 
-    ``modules``: roots that were given to ``fully_shard``.
+    ``modules``: roots to which ``fully_shard`` has been applied.
     """
     if not modules:
         return

@@ -62,8 +62,8 @@ class ManagedParameter:
     the cut at rest that was asked for instead of the planner's: ``Shard(dim)`` or a ``RaggedShard`` with units.
 
     Raises:
-        NotImplementedError: tensor parallelism that has cut an inner dim unevenly, or a tensor subclass that is to be cut
-            otherwise than into chunks of dim 0.
+        NotImplementedError: tensor parallelism that has cut an inner dim unevenly, or a tensor subclass that would be
+            sharded in another way than into chunks of dim 0.
         ValueError: a DTensor that is already cut along a data-parallel axis, or a tensor subclass with one of the two
             all-gather hooks.
     """
@@ -116,8 +116,8 @@ class ManagedParameter:
             for axis in axes.running_data_parallel:
                 if not spec.placements[axis].is_replicate():
                     raise FullyShardError(
-                        f"parameter {self.name!r} of shape {self.global_shape} is placed as {tuple(spec.placements)}, and "
-                        f"fully_shard shards it over axis {axis}; it must be Replicate() there"
+                        f"parameter {self.name!r} of shape {self.global_shape} is placed as {tuple(spec.placements)}, "
+                        f"and fully_shard shards it over axis {axis}; expected Replicate() on that axis"
                     )
             return axes.mesh, axes.others_at_rest(spec.placements), axes.shard
         joined = concatenate_meshes([axes.mesh, spec.mesh])
@@ -131,9 +131,10 @@ class ManagedParameter:
             parts = math.prod(n for n, placement in zip(mesh_shape, self._others) if shard_dim(placement) == dim)
             if largest[dim] * parts != shape[dim]:
                 raise UnsupportedParameterError(
-                    f"parameter {self.name!r} of shape {shape} is placed as {tuple(self._others)}, which cuts the "
-                    f"{shape[dim]} indices of dim {dim} into {parts} parts of unequal length; fully_shard needs inner dims "
-                    "that are cut evenly: make the size a multiple of the number of ranks, or leave the parameter whole"
+                    f"parameter {self.name!r} of shape {shape} is placed as {tuple(self._others)}, which divides the "
+                    f"{shape[dim]} indices of dim {dim} into {parts} parts of unequal length; fully_shard needs even "
+                    "shards of inner dims: make the size a multiple of the number of ranks, or replicate the "
+                    "parameter"
                 )
         return largest
 
@@ -146,15 +147,18 @@ class ManagedParameter:
         """Raises NotImplementedError, on all ranks, where a tensor subclass cannot be cut into chunks of dim 0 as wanted."""
         found = None
         if not self.shape:
-            found, edit = "is a scalar", "give it a dim, or pass it in ignored_params"
+            found, edit = "is a scalar", "add a dim to it, or pass it in ignored_params"
         elif given is not None and given != Shard(0):
-            found, edit = f"was given the placement {given}", "return Shard(0) or None from shard_placement_fn"
+            found, edit = f"has the placement {given}", "return Shard(0) or None from shard_placement_fn"
         elif self.given_part(0, self.axes.shard_size)[1] * math.prod(self.place[1:]) % self.block:
-            found, edit = f"must not be cut inside of {self.block} elements", "leave it out of orig_param_policy"
+            found, edit = (
+                (f"must not be divided inside blocks of {self.block} elements"),
+                "leave it out of orig_param_policy",
+            )
         if found is not None:
             raise UnsupportedParameterError(
-                f"parameter {self.name!r} of shape {self.shape} is a tensor subclass and {found}; fully_shard cuts those "
-                f"into chunks of dim 0, one for each of the {self.axes.shard_size} ranks: {edit}"
+                f"parameter {self.name!r} of shape {self.shape} is a tensor subclass and {found}; fully_shard divides "
+                f"those into chunks of dim 0, one for each of the {self.axes.shard_size} ranks: {edit}"
             )
 
     @property
@@ -222,8 +226,9 @@ class ManagedParameter:
         assert isinstance(found, DTensor)
         if found.device_mesh != spec.mesh:
             raise FullyShardError(
-                f"parameter {self.name!r} of shape {self.global_shape} was replaced by a DTensor on {found.device_mesh}, "
-                f"and it rests on {spec.mesh}; give a plain tensor, or one on that mesh, or load without assign=True"
+                f"parameter {self.name!r} of shape {self.global_shape} was replaced by a DTensor on "
+                f"{found.device_mesh}, but it is sharded on {spec.mesh}; use a plain tensor, or one on that mesh, or "
+                "load without assign=True"
             )
         if tuple(found.placements) != tuple(spec.placements):
             found = found.redistribute(placements=spec.placements)

@@ -48,7 +48,7 @@ def compare_inputs(path: str, outcome: str, inputs: Rows, along: dist.ProcessGro
         "fsdp_pre_all_gather",
         along,
         f"the first gather of {where}",
-        f"ranks want to gather different tensors of {where}",
+        f"ranks would gather different tensors of {where}",
         "fsdp_pre_all_gather must return tensors of the same dtypes and shapes on every rank: pad what a rank with fewer "
         "rows, or none, returns",
     )
@@ -64,7 +64,7 @@ def _compare(
         found = compare_descriptions(sections, consensus, lambda: moment)
     except ConsensusError as error:
         raise ShardingMismatchError(
-            f"{error}; run the forward on every rank, and give fully_shard the same mesh on all of them", error.ranks
+            f"{error}; run the forward on every rank, and pass the same mesh to fully_shard on all of them", error.ranks
         ) from None
     if found is not None:
         raise ShardingMismatchError(f"{problem}: {found.text()}; {advice}", found.ranks)

@@ -17,8 +17,8 @@ def refuse_transforms(path: str) -> None:
     if in_transform():
         what = repr(path) if path else "a module"
         raise TransformError(
-            f"a transform of torch.func (grad, vjp, jvp, vmap, ...) runs {what} that fully_shard gathers, and knows nothing "
-            "of gathered parameters. Expected torch.autograd.grad(..., create_graph=True), jvp, vjp and hvp of "
+            f"a transform of torch.func (grad, vjp, jvp, vmap, ...) runs {what} that fully_shard gathers, which such "
+            "transforms do not support. Expected torch.autograd.grad(..., create_graph=True), jvp, vjp and hvp of "
             "torch.autograd.functional, or forward mode (torch.autograd.forward_ad)"
         )
 
@@ -50,18 +50,18 @@ def replacement(parameter: ManagedParameter) -> nn.Parameter | None:
     what = f"parameter {parameter.name!r} of shape {parameter.global_shape} ({names})"
     if any(value is None for value in other):
         raise FullyShardError(
-            f"{what} was removed after fully_shard, which gathers it with its group; expected the parameters that were "
-            "there then: prune, parametrize and delete before fully_shard"
+            f"{what} was removed after fully_shard, which gathers it with its group; expected the parameters that "
+            "existed then: prune, parametrize and delete parameters before fully_shard"
         )
     if len(other) < len(found):
         raise FullyShardError(
-            f"{what} was replaced in {len(other)} of its {len(found)} places after fully_shard; a tied parameter must stay "
-            "one: set the new one in all places, or untie it before fully_shard"
+            f"{what} was replaced in {len(other)} of its {len(found)} places after fully_shard; a tied parameter must "
+            "stay tied: set the new parameter in all places, or untie it before fully_shard"
         )
     if not isinstance(other[0], nn.Parameter):
         raise UnsupportedParameterError(
-            f"{kind_of(other[0])} is in the place of {what}, as torch.func.functional_call puts it; fully_shard "
-            "gathers nn.Parameters only. Write the values to the parameters, or call a module that is not sharded"
+            f"{kind_of(other[0])} is in place of {what}, as after torch.func.functional_call; fully_shard gathers "
+            "nn.Parameters only. Write the values to the parameters, or call a module that is not sharded"
         )
     return other[0]
 
@@ -76,8 +76,8 @@ def check_distinct(parameters: Iterable[ManagedParameter]) -> None:
         if current is not None and other != parameter.name:
             raise FullyShardError(
                 f"parameters {other!r} and {parameter.name!r} of shape {parameter.global_shape} were tied after "
-                "fully_shard, which has given each a place of its own; tie them before it, and give the modules that share "
-                "the weight to one call, fully_shard([a, b])"
+                "fully_shard, which has allocated them separately; tie them before it, and pass the modules that "
+                "share the weight in a single call, fully_shard([a, b])"
             )
 
 
@@ -93,9 +93,10 @@ def warn_of_strays(root: nn.Module, parameters: Iterable[ManagedParameter], igno
     ]
     if strays:
         warnings.warn(
-            f"{type(root).__name__} has trainable parameters that were added after fully_shard ({', '.join(strays[:5])}"
-            f"{' and more' if len(strays) > 5 else ''}): nothing reduces their gradients, so that ranks drift apart. Add "
-            "them before fully_shard, or name them in ignored_params if that is done elsewhere",
+            f"{type(root).__name__} has trainable parameters that were added after fully_shard "
+            f"({', '.join(strays[:5])}{' and more' if len(strays) > 5 else ''}): nothing reduces their gradients, so "
+            "that ranks drift apart. Add them before fully_shard, or pass them in ignored_params if their gradients "
+            "are reduced elsewhere",
             UserWarning,
             stacklevel=2,
         )

@@ -111,7 +111,7 @@ class SubclassShards:
         if tuple(found.shape) != parameter.global_shape:
             raise FullyShardError(
                 f"parameter {parameter.name!r} of shape {parameter.global_shape} was replaced by one of shape "
-                f"{tuple(found.shape)}; give one of the same shape"
+                f"{tuple(found.shape)}; use one of the same shape"
             )
         if not isinstance(found, DTensor):
             parameter.make_sharded(self.cut(index, found), cut)

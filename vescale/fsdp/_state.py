@@ -431,9 +431,9 @@ class ModuleState(FSDP2State):
         """Of a part that is copied without its unit."""
         kinds = ", ".join(type(module).__name__ for module in self.modules)
         raise NotPicklableError(
-            f"a part of {kinds} cannot be copied alone: fully_shard, or a unit of a plan, keeps its parameters in one "
-            "memory with others. Copy the whole model; what makes copies of parts (PEFT's modules_to_save, LN tuning) "
-            "comes before parallelize and fully_shard"
+            f"a part of {kinds} cannot be copied separately: fully_shard, or a unit of a plan, keeps its parameters "
+            "in a buffer with others. Copy the whole model; tools that copy parts of it (PEFT's modules_to_save, LN "
+            "tuning) must run before parallelize and fully_shard"
         )
 
     def take_place(self, memo: dict[int, Any]) -> None:
@@ -463,8 +463,8 @@ class ModuleState(FSDP2State):
         if len(self.modules) > 1:
             kinds = ", ".join(type(module).__name__ for module in self.modules)
             raise FullyShardStateError(
-                f"the first forward ran a list of modules ({kinds}) that fully_shard was given together; run the module "
-                "that contains them, which must be given to fully_shard, too"
+                f"the first forward ran a list of modules ({kinds}) that were passed to fully_shard together; run the "
+                "module that contains them, to which fully_shard must be applied, too"
             )
         (root,) = self.modules
         found: list[ModuleState] = []
@@ -478,8 +478,8 @@ class ModuleState(FSDP2State):
                 continue
             if state is not self and state.is_root is not None:
                 raise FullyShardStateError(
-                    f"{path} has run forward as a root of its own before {type(root).__name__}, which contains it; run the "
-                    "outermost module that fully_shard was given first"
+                    f"{path} has run its forward as a separate root before {type(root).__name__}, which contains it; "
+                    "first run the outermost module to which fully_shard was applied"
                 )
             found.append(state)
         for state in found:
@@ -512,8 +512,8 @@ class ModuleState(FSDP2State):
         """See :meth:`FSDPModule.reset_iter_state`."""
         if self.is_root is False:
             raise FullyShardStateError(
-                "reset_iter_state was called on a module that is not the root; call it on the outermost module that "
-                "fully_shard was given"
+                "reset_iter_state was called on a module that is not the root; call it on the outermost module to "
+                "which fully_shard was applied"
             )
         if not self.iteration.states:
             self.abandon()

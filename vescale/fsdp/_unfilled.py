@@ -23,7 +23,7 @@ Place = tuple[nn.Module, str]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNFILLED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-_IS_OFF: ContextVar[bool] = ContextVar("values are of no interest", default=False)
+_IS_OFF: ContextVar[bool] = ContextVar("values are not used", default=False)
 _SHOWN = 5
 
 
@@ -77,10 +77,11 @@ def check_filled(model: nn.Module) -> None:
     if names:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise MissingValuesError(
-            f"{', '.join(names[:_SHOWN])}{more} of this {type(model).__name__} got memory by to_empty(), and nothing was "
-            "written to them: load_state_dict does not reach buffers that are not persistent (tables of positions). Build "
-            "the model inside of vescale.deferred_init(), which records what the constructor computes; or, for a model of "
-            "transformers, call vescale.checkpoint.load_hf(model, folder), which computes them; or write them yourself"
+            f"{', '.join(names[:_SHOWN])}{more} of this {type(model).__name__} were allocated by to_empty(), but "
+            "nothing has been written to them: load_state_dict does not fill non-persistent buffers (such as "
+            "position tables). Build the model under vescale.deferred_init(), which records what the constructor "
+            "computes; or, for a model of transformers, call vescale.checkpoint.load_hf(model, folder), which "
+            "computes them; or write them yourself"
         )
 
 

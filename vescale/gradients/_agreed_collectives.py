@@ -104,7 +104,7 @@ class AgreedCollectives:
             moment = f"comparison {self._place} collective {self._num_since}"
             return self._consensus.have_all_come(moment, text) or self._is_in_notices(expected[2], text, device)
         try:
-            found = self._consensus.exchange(text.encode(), lambda: "agreeing on the next collective")
+            found = self._consensus.exchange(text.encode(), lambda: "agreement on the next collective")
         except ConsensusError as error:
             raise OrderMismatchError(
                 f"{error}: run the same modules in the same order on every rank", error.ranks

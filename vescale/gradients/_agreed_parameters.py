@@ -60,10 +60,12 @@ def agree_on_arrivals(
     Ranks may use different parameters, but not the same parameter in different ways: this raises GradientError,
     which names the parameter, on every rank.
     """
-    first = f"{name_of(observed[0].index)}.grad comes as {describe(observed[0])} for the first time" if observed else ""
+    first = (
+        (f"{name_of(observed[0].index)}.grad arrives as {describe(observed[0])} for the first time") if observed else ""
+    )
 
     def about() -> str:
-        return first or "no gradient came in this backward"
+        return first or "no gradient arrived in this backward"
 
     payload: Any = [(o.index, o.arrival.placements, o.arrival.dtype, o.count) for o in observed], list(unseen)
     found: dict[int, list[ObservedArrival]] = {}  # of the first rank with each message: others say nothing new
@@ -95,8 +97,8 @@ def agree_on_arrivals(
                     for some in (arrivals, expected)
                 ]
                 raise GradientError(
-                    f"{name_of(index)}.grad comes as {texts[0]} on rank {rank}, and as {texts[1]} on rank {other}; run the "
-                    "same model code on inputs that are placed alike on every rank"
+                    f"{name_of(index)}.grad arrives as {texts[0]} on rank {rank}, but as {texts[1]} on rank {other}; "
+                    "run the same model code on inputs with the same placements on every rank"
                 )
     return list(merged.values()), list(unseen_anywhere)
 
@@ -170,7 +172,7 @@ class AgreedParameters:
         removed = set(self._removed)
         self.agreed = [reduced for reduced in self.agreed if reduced not in removed]
         names = sorted(reduced.name for reduced in removed)
-        self._agree(sorted(self._new, key=lambda reduced: reduced.name), f"no longer there: {names}")
+        self._agree(sorted(self._new, key=lambda reduced: reduced.name), f"no longer present: {names}")
         self.is_outdated |= bool(removed)
         self._new, self._removed, self._row = [], [], None
         return removed

@@ -227,7 +227,7 @@ class _History:
         """Its path, and a longer name for where other units have this path, too."""
         unit = self.units.get(number)
         path, model = ("a module", "a model") if unit is None else (unit.path() or "the root", unit.order.model)
-        return path, f"{path} of {model} (number {number} of what fully_shard was given)"
+        return path, f"{path} of {model} (number {number} of the modules passed to fully_shard)"
 
 
 # By default group, then by the name of the group along which there are shards, and all data-parallel ranks.
@@ -481,9 +481,9 @@ def _error(log_of: Mapping[int, Entries]) -> OrderMismatchError:
     """Of ranks with these logs."""
     if len({tuple(entries) for entries in log_of.values()}) == 1:
         return OrderMismatchError(
-            f"ranks {sorted(log_of)} have found each other in different gathers, and have gathered the same since they "
-            "compared last: an error has ended a forward or backward of some of them at another place. End the program "
-            "on every rank where one rank raises"
+            f"ranks {sorted(log_of)} are in different gathers, although they have gathered the same units since their "
+            "last comparison: an error has ended a forward or backward early on some of them. If one rank raises, "
+            "end the program on every rank"
         )
     difference = first_difference("units since the last comparison", log_of)
     return different_modules(difference.text(), difference.ranks)

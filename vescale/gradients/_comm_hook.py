@@ -49,8 +49,8 @@ def call_hook(hook: CommHook, bucket: GradientBucket) -> Pending:
     )
     if not isinstance(pending, Pending):
         raise ArgumentTypeError(
-            f"{name} returned {kind_of(answer)}; return the reduced tensor, or a vescale.comm.Pending of it, "
-            "Pending(tensor, [work]) where a torch.distributed work has to be waited for"
+            f"{name} returned {kind_of(answer)}; return the reduced tensor, or a vescale.comm.Pending of it: "
+            "Pending(tensor, [work]), if a torch.distributed work must be waited for"
         )
     if pending.out.numel() != bucket.buffer.numel():
         raise GradientError(

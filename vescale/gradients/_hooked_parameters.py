@@ -91,8 +91,8 @@ class HookedParameters:
                 if not parameter.requires_grad:
                     continue
                 raise GradientReducerError(
-                    f"{name} has a GradientReducer already, so that its gradient would be reduced twice; use that one "
-                    "(gradient_reducer(model) of a parallelized model), or remove() it"
+                    f"{name} already has a GradientReducer, so that its gradient would be reduced twice; use that "
+                    "reducer (gradient_reducer(model) of a parallelized model), or remove() it"
                 )
             if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is not None:
                 found.append(ReducedParameter(name, parameter, rule, self._policy))
@@ -157,8 +157,8 @@ def _refuse_reducing(module: nn.Module) -> None:
         reason = next((found for check in _checks if (found := check(part)) is not None), None)
         if reason is None and isinstance(part, _REDUCING):
             reason = (
-                f"{kind_of(part)}, which reduces the gradients of its parameters; give the reducer only modules "
-                "without such parts"
+                f"{kind_of(part)}, which reduces the gradients of its parameters; pass only modules without such "
+                "parts to the reducer"
             )
         if reason is not None:
             raise GradientReducerError(f"GradientReducer of a module whose part {name or '(itself)'!r} is {reason}")

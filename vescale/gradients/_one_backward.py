@@ -41,9 +41,9 @@ class OneBackward:
         # A backward inside of another one (reentrant activation checkpointing) runs on the same thread.
         if running.thread != thread and running.number != current_backward():
             raise GradientError(
-                f"{_name_of(thread)} begins a backward of {name()} while {_name_of(running.thread)} runs one. "
-                "Which of their collectives come first may differ between ranks. Run one after the other, in the same order "
-                "on every rank, or one backward of the sum of both losses, which gives the same gradients"
+                f"{_name_of(thread)} begins a backward of {name()} while {_name_of(running.thread)} runs one. The "
+                "order of their collectives may differ between ranks. Run one backward after the other, in the same "
+                "order on every rank, or a single backward of the sum of both losses, which gives the same gradients"
             )
 
 

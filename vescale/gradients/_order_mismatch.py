@@ -19,9 +19,10 @@ _KINDS = (
 
 def different_modules(found: str, ranks: Sequence[int]) -> OrderMismatchError:
     return OrderMismatchError(
-        f"ranks have run different modules that fully_shard (or a plan's unit) was given: {found}; a gather is a "
-        "collective, and gathers of different modules mix their parameters. Run the same modules in the same order on every "
-        "rank: give fully_shard the block that holds the experts, or run every expert on every rank, also with no token",
+        f"ranks have run different modules to which fully_shard (or a plan's unit) applies: {found}; a gather is a "
+        "collective, so that gathers of different modules would mix their parameters. Run the same modules in the "
+        "same order on every rank: apply fully_shard to the block that holds the experts, or run every expert on "
+        "every rank, even without tokens",
         ranks,
     )
 

@@ -126,7 +126,7 @@ class ReducedParameter:
             return usual
         if gradient.layout is not torch.strided:
             raise GradientError(
-                f"{self.name}.grad comes as a {gradient.layout} tensor, which is not reduced; make it dense "
+                f"{self.name}.grad is a {gradient.layout} tensor, which cannot be reduced; make it dense "
                 "(nn.Embedding(sparse=False))"
             )
         placements = self._placements_of(gradient)
@@ -228,8 +228,8 @@ class ReducedParameter:
         """The user has changed the contribution that ``.grad`` shows, and means the complete gradient, too."""
         if local.any():
             raise GradientError(
-                f"{self.name}.grad was changed after a backward under no_sync() that came on top of a complete gradient: "
-                "only this rank's contribution was there to be changed; change gradients when they are complete, or "
+                f"{self.name}.grad was changed after a backward under no_sync() that added to a complete gradient: "
+                "only this rank's contribution was changed; change gradients when they are complete, or call "
                 "zero_grad() before no_sync()"
             )
         self.previous = None

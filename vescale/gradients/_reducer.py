@@ -168,10 +168,12 @@ def check_settings(
     """Raises TypeError and ValueError for invalid arguments of a reducer, before any communication."""
     if not isinstance(module, nn.Module) or not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
-            f"GradientReducer of {kind_of(module)} over {kind_of(mesh)}; give it an nn.Module and a DeviceMesh"
+            f"GradientReducer of {kind_of(module)} over {kind_of(mesh)}; pass an nn.Module and a DeviceMesh"
         )
     if op not in (None, "avg", "sum"):
-        raise GradientReducerError(f"GradientReducer: op={op!r}; use 'avg', 'sum', or None for what the gradients say")
+        raise GradientReducerError(
+            f"GradientReducer: op={op!r}; use 'avg', 'sum', or None for the operation of the gradients' placements"
+        )
     if reduce_dtype is not None and not (
         isinstance(reduce_dtype, torch.dtype) and (reduce_dtype.is_floating_point or reduce_dtype.is_complex)
     ):
@@ -181,7 +183,7 @@ def check_settings(
         )
     if mesh.get_coordinate() is None:
         raise GradientReducerError(
-            f"GradientReducer over {mesh}, which this rank is not part of; make it on the mesh's ranks"
+            f"GradientReducer over {mesh}, which this rank is not part of; create it on the mesh's ranks only"
         )
     bucket_limits(bucket_bytes, 1, link_of(mesh.device_type))
 
@@ -279,8 +281,8 @@ class GradientReducer:
         self._parameters.turn.one_backward = one_backward
 
     def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
-        """Reduce the gradients of more ``parameters``, on the meshes of known ones; called alike on every rank. Raises
-        GradientError and ValueError as the constructor does."""
+        """Reduce the gradients of more ``parameters``, on the meshes of known ones; all ranks must make the same call.
+        Raises GradientError and ValueError as the constructor does."""
         self._parameters.add(parameters)
 
     # Public
@@ -317,7 +319,7 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Complete the gradients of this step on a rank whose backward reached no parameter, and those accumulated under
-        :meth:`no_sync`. Does nothing if a backward has done so since the last call, nor inside of :meth:`no_sync`.
+        :meth:`no_sync`. Does nothing if a backward has done so since the last call, or inside :meth:`no_sync`.
 
         If the backward of some rank may reach no parameter, call this in every step on every rank. A call that is made in
         some steps only counts as the end of the step before, and the other ranks hang.
@@ -349,9 +351,12 @@ class GradientReducer:
         invalid result.
         """
         if self._backward.current() is not None:
-            raise GradientError("register_comm_hook in a backward; some of its gradients are on their way already")
+            raise GradientError(
+                "register_comm_hook was called during a backward, some of whose gradients are "
+                "already being reduced; call it between steps"
+            )
         if not callable(hook):
-            raise ArgumentTypeError(f"register_comm_hook got {kind_of(hook)}; give a function of a bucket")
+            raise ArgumentTypeError(f"register_comm_hook got {kind_of(hook)}; pass a function of a bucket")
         self._hook = hook
         for bucket in self._schedule.buckets:
             bucket.hook = hook

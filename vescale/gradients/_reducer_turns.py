@@ -203,7 +203,7 @@ class _Among:
 
     def _is_alike_in_store(self, turn: ReducerTurn | RootTurn) -> bool:
         assert self._consensus is not None
-        asked = f"comparing what is reduced ({turn.name})"
+        asked = f"comparison of what is reduced ({turn.name})"
         try:
             return len(set(self._consensus.exchange(str(turn.number).encode(), lambda: asked))) == 1
         except ConsensusError as error:
@@ -222,8 +222,8 @@ class _Among:
 
     def _absence(self, turn: ReducerTurn | RootTurn, absent: Sequence[int], why: str) -> OrderMismatchError:
         return OrderMismatchError(
-            f"rank {dist.get_rank()} is before the reduction of {turn.name}, and ranks {list(absent)} have not come: {why}. "
-            f"Run the same backwards in the same order on every rank, or {self._remedy}",
+            f"rank {dist.get_rank()} is before the reduction of {turn.name}, but ranks {list(absent)} have not "
+            f"arrived: {why}. Run the same backwards in the same order on every rank, or {self._remedy}",
             absent,
         )
 
@@ -236,7 +236,7 @@ class _Among:
             consensus.exchange(b"read", lambda: f"leaving the comparison of the order of {self._what}s")
         found = first_difference("what is reduced now", names)
         raise OrderMismatchError(
-            f"ranks reduce gradients of different models: {found.text()}; their sums would mix parameters. Run the same "
+            f"ranks reduce gradients of different models: {found.text()}; the sums would mix parameters. Run the same "
             f"backwards in the same order on every rank, or {self._remedy}",
             found.ranks,
         )

@@ -138,8 +138,8 @@ def contribution(arrival: Arrival, destination: Destination, policy: Policy) -> 
     wide = policy.reduce_dtype or arrival.dtype
     if arrival.dtype.is_complex and not wide.is_complex:
         raise GradientError(
-            f"a gradient of {arrival.dtype} would lose its imaginary part in reduce_dtype={wide}; use a complex one, or "
-            "reduce it with a reducer of its own"
+            f"a gradient of {arrival.dtype} would lose its imaginary part in reduce_dtype={wide}; use a complex one, "
+            "or reduce it with a separate reducer"
         )
     if destination.mesh is None:
         axes = _nontrivial(policy.mesh, range(policy.mesh.ndim))
@@ -230,8 +230,8 @@ def _outside(mesh: DeviceMesh, other: DeviceMesh, union: MeshUnion | None) -> tu
     common = set(mesh.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
     if len(common) > 1:
         raise GradientError(
-            f"a parameter is on {mesh}, and the gradients are to be reduced over {other}: they share ranks "
-            f"{sorted(common)[:8]}, but are not axes of one mesh; build both by slicing one DeviceMesh"
+            f"a parameter is on {mesh}, but its gradient would be reduced over {other}: they share ranks "
+            f"{sorted(common)[:8]}, but are not slices of one mesh; obtain both by slicing one DeviceMesh"
         )
     return axes
 

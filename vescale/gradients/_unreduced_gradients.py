@@ -295,10 +295,10 @@ class UnreducedGradients:
         parameter = self.parameters[index]
         if self._received[index]:
             raise GradientError(
-                f"parameter {parameter.name!r} of shape {parameter.shape} got two gradients in one backward (reentrant "
-                "activation checkpointing does that), and the first one has taken its place, so that the second may be "
-                "wrong; expected one: checkpoint with use_reentrant=False, or call set_in_place_gradients(False) on the "
-                "module that was given to fully_shard"
+                f"parameter {parameter.name!r} of shape {parameter.shape} got two gradients in one backward (as with "
+                "reentrant activation checkpointing), and the first one has already replaced the parameter in "
+                "memory, so that the second may be wrong; expected one: checkpoint with use_reentrant=False, or call "
+                "set_in_place_gradients(False) on the module that was passed to fully_shard"
             )
         assert parameter.unsharded is not None
         self._mark_as_overwritten([parameter.unsharded])

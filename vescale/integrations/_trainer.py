@@ -15,7 +15,7 @@ class MeshTrainer(Trainer):
     """Trainer for a model of ``vescale.parallelize`` whose outputs are whole (``<out>: R`` on all axes of its plan).
 
     Batch sizes are those of the whole job. Models are saved in Hugging Face's format, and optimizer and scheduler so that
-    training resumes on any mesh. It fits all trainers that are made of Trainer:
+    training resumes on any mesh. It can be combined with any subclass of Trainer:
     ``class MeshDPOTrainer(MeshTrainer, DPOTrainer)``. Call :func:`vescale.integrations.hide_ranks` before its arguments are
     made.
     """

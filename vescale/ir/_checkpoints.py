@@ -193,8 +193,9 @@ def _is_allowed(path: str, entry: CheckpointEntry, resolution: Resolution, findi
     if path == "":
         findings.error(
             "checkpoint-root",
-            f"checkpoint '{entry.path}' names the model itself: all of its forward would be computed again at once, which "
-            r"needs as much memory as saving it; name its blocks, as 'layers.\d+'",
+            f"checkpoint '{entry.path}' names the model itself: its whole forward would be recomputed at once, which "
+            "needs as much memory as saving it; name its blocks, as in "
+            r"'layers.\d+'",
             entry.source,
         )
         return False
@@ -203,8 +204,8 @@ def _is_allowed(path: str, entry: CheckpointEntry, resolution: Resolution, findi
         if around is not None and outer != "":
             findings.error(
                 "checkpoint-nested",
-                f"{{names}}: checkpoint '{entry.path}' is inside of '{outer}', which checkpoint '{around.path}' "
-                f"({around.source}) computes again as a whole; keep one of the two",
+                f"{{names}}: checkpoint '{entry.path}' is inside '{outer}', which checkpoint '{around.path}' "
+                f"({around.source}) already recomputes as a whole; keep one of the two",
                 entry.source,
                 path,
             )
@@ -212,8 +213,8 @@ def _is_allowed(path: str, entry: CheckpointEntry, resolution: Resolution, findi
         if outer in resolution.locals:
             findings.error(
                 "checkpoint-local",
-                f"{{names}}: checkpoint '{entry.path}' is inside of the local region '{outer}' "
-                f"({resolution.locals[outer].source}); name the module of the region, or one around it",
+                f"{{names}}: checkpoint '{entry.path}' is inside the local region '{outer}' "
+                f"({resolution.locals[outer].source}); name the module of the region, or one that contains it",
                 entry.source,
                 path,
             )
@@ -261,8 +262,8 @@ class _Selectors:
                 is_unused = (id(entry), text) not in self._used and self._exists(op, None)
                 if where is not None and is_unused and self._modules.get((id(entry), where)):
                     problem = (
-                        f"checkpoint '{entry.path}': no module that '{where}' matches is in one that the entry names; write "
-                        "paths from the model on, as the entry's own"
+                        f"checkpoint '{entry.path}': no module that '{where}' matches is inside a module that the "
+                        "entry names; write paths from the model's root, as in the entry itself"
                     )
                     self.findings.error("no-match", problem, entry.source)
 
@@ -298,8 +299,8 @@ class _Selectors:
             names = [f"{namespace}.{other}" for other in dir(getattr(torch.ops, namespace))]
             self.findings.error(
                 "no-match",
-                f"checkpoint '{entry.path}': there is no op {op!r}{did_you_mean(op, names)}; name ops as torch.ops has "
-                "them, 'aten.mm' or 'aten.mm.default'",
+                f"checkpoint '{entry.path}': there is no op {op!r}{did_you_mean(op, names)}; name ops as in "
+                "torch.ops: 'aten.mm' or 'aten.mm.default'",
                 entry.source,
             )
         if known and entry is not None:
@@ -307,8 +308,8 @@ class _Selectors:
             if all(one._schema.is_mutable for one in overloads):
                 self.findings.error(
                     "checkpoint-write",
-                    f"checkpoint '{entry.path}': {op!r} writes to its argument, so that its result cannot be kept apart; "
-                    "name the op that makes what is written to, or one behind it",
+                    f"checkpoint '{entry.path}': {op!r} writes to its argument, so that its result cannot be saved "
+                    "separately; name the op that creates what is written to, or a later one",
                     entry.source,
                 )
                 return False

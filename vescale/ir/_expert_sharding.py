@@ -102,15 +102,16 @@ class _Cutter:
                 experts.append(axis)
             elif self.is_stacked and 0 in cut:
                 self._error(
-                    f"cuts {_by_dim(dims)} over {axis!r}: shard dim 0 of all alike to spread the experts, or later dims of "
-                    "all to cut their features"
+                    f"shards {_by_dim(dims)} over {axis!r}: shard dim 0 of all of them to distribute the experts, or "
+                    "later dims of all of them to shard their features"
                 )
             elif not self.is_stacked and all(dims[t.name] in (0, None) for t in self.tensors if len(t.shape) > 1):
                 self._error(
-                    f"has a module for each expert, and cuts their matrices on dim 0 alone over {axis!r}, which spreads "
-                    "no experts and leaves no dim that ranks sum over. A placement cannot give whole modules to ranks: "
-                    "cut the features of each, gate and up on S(0) and down on S(1), or hold the experts' weights in one "
-                    "parameter of shape (experts, ...), as transformers 5 does, and write S(0) for it"
+                    f"has a module for each expert, and shards their matrices on dim 0 alone over {axis!r}, which "
+                    "neither distributes experts nor leaves a dim that ranks sum over. A placement cannot assign "
+                    "whole modules to ranks: shard the features of each, gate and up on S(0) and down on S(1), or "
+                    "hold the experts' weights in one parameter of shape (experts, ...), as transformers 5 does, and "
+                    "write S(0) for it"
                 )
             else:
                 biases |= dict.fromkeys(self._whole_biases(axis, position, dims))
@@ -132,13 +133,14 @@ class _Cutter:
         if not whole and len(set(sizes.values())) > 1:
             found = ", ".join(f"{name} {size}" for name, size in sizes.items())
             self._error(
-                f"spreads different numbers of experts over {axis!r} ({found}); its parameters must have as many"
+                f"distributes different numbers of experts over {axis!r} ({found}); all of its parameters must have "
+                "the same number"
             )
         for tensor in self.tensors:
             if tensor.dim(position) == 0 and type(tensor.running[position]) is not Shard:
                 self._error(
-                    f"spreads {tensor.name} over {axis!r} as {placement_text(tensor.running[position])}; write S(0), so "
-                    "that each rank has experts in a row"
+                    f"spreads {tensor.name} over {axis!r} as {placement_text(tensor.running[position])}; write S(0), "
+                    "so that each rank has consecutive experts"
                 )
 
     def _whole_biases(self, axis: str, position: int, dims: Mapping[str, int | None]) -> Iterator[str]:
@@ -165,15 +167,15 @@ class _Cutter:
             dim = tensor.dim(position)
             if "gate_up" in tensor.name and dim is not None and type(tensor.running[position]) is Shard:
                 self._error(
-                    f"cuts {tensor.name} as S({dim}) over {axis!r}, but it holds gates first and then ups, of which a rank "
-                    f"would get one kind only; write Interleaved({dim}, 2), which cuts each"
+                    f"shards {tensor.name} as S({dim}) over {axis!r}, but it holds the gates first and then the ups, "
+                    f"so that a rank would get only one kind; write Interleaved({dim}, 2), which shards each"
                 )
 
     def _whole(self, axis: str, names: Sequence[str]) -> None:
         self._error(
-            f"cuts some parameters over {axis!r} and leaves {', '.join(names)} whole, which every rank would add to the "
-            "sum; cut all of them, or none (only a bias that is added behind the sum may stay whole: X_bias of X, bias "
-            "beside weight)"
+            f"shards some parameters over {axis!r} and leaves {', '.join(names)} replicated, which every rank would "
+            "add to the sum; shard all of them, or none (only a bias that is added after the sum may be replicated: "
+            "X_bias of X, bias of weight)"
         )
 
     def _error(self, problem: str) -> None:
@@ -308,8 +310,8 @@ def lint_experts(
             axis = _free_axis(axes)
             findings.warning(
                 "experts-whole",
-                f"local '{entry.path}' sends tokens to experts on other ranks, but no axis spreads the experts of "
-                f"{{names}}; add '{weights}': {{{axis}: S(0)}}, or leave dispatch out",
+                f"local '{entry.path}' sends tokens to experts on other ranks, but no axis distributes the experts of "
+                f"{{names}}; add '{weights}': {{{axis}: S(0)}}, or remove dispatch",
                 entry.source,
                 path,
             )
@@ -329,8 +331,8 @@ def _feature_dims(
         sizes = ", ".join(f"{name} {size}" for name, size in whole.items())
         findings.warning(
             "experts-dim",
-            f"experts {{names}}: the cuts over '{axis}' leave dims of different sizes whole ({sizes}), but those are the "
-            "tokens' features in every weight; cut the other dim of one of them",
+            f"experts {{names}}: the cuts over '{axis}' leave dims of different sizes unsharded ({sizes}), but in "
+            "every weight, that dim is the tokens' features; shard the other dim of one of them",
             resolution.locals[path].source,
             path,
         )
@@ -352,9 +354,9 @@ def _router(path: str, axes: MeshAxes, resolution: Resolution, index: ModelIndex
                     choice = planned.running_at(axis)
                     findings.warning(
                         "router",
-                        f"{{names}}, the router of {path}, is cut {placement_text(placement)} over '{axis}': a rank would "
-                        "see the scores of some experts only, and choosing the best gathers them; leave it whole "
-                        f"({{{axis}: R}})",
+                        f"{{names}}, the router of {path}, is sharded {placement_text(placement)} over '{axis}': a "
+                        "rank would have the scores of some experts only, and selecting the best would gather them; "
+                        f"replicate it ({{{axis}: R}})",
                         choice.entry.source if choice is not None else None,
                         shown_name(index.states[index.state_names[full]]),
                     )
@@ -369,9 +371,9 @@ def _missing_regions(axes: MeshAxes, resolution: Resolution, index: ModelIndex, 
         dispatch = "all_to_all" if any(0 in map(tensor.dim, range(len(axes.names))) for tensor in tensors) else "mask"
         findings.warning(
             "missing-region",
-            f"{{names}} looks like experts, which run on as many tokens as are routed to them: no DTensor rule fits"
-            f"{', and cut parameters would be gathered' if cut else ''}; add local: {{'{path}': {{kind: experts, dispatch: "
-            f"{dispatch}}}}} (with a pattern for all layers)",
+            "{names} looks like experts, which run on the tokens that are routed to them: no DTensor rule "
+            f"applies{', and sharded parameters would be gathered' if cut else ''}; add local: {{'{path}': {{kind: "
+            f"experts, dispatch: {dispatch}}}}} (with a pattern for all layers)",
             None,
             path,
         )

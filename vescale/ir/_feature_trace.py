@@ -133,12 +133,12 @@ class FeatureGroups:
             group.whole = other.whole = why
             return
         if group.num_parts > 1 and other.num_parts > 1 and group.num_parts != other.num_parts:
-            group.whole = other.whole = "weights are taken apart into different numbers of parts"
+            group.whole = other.whole = "weights are split into different numbers of parts"
             return
         if first_is_part != second_is_part:
             smaller = other if first_is_part else group
             if smaller.num_parts > 1:
-                group.whole = other.whole = "a part of some features meets all of others"
+                group.whole = other.whole = "a shard of some features is combined with all of others"
                 return
             smaller.members = {name: (dim, False) for name, (dim, _) in smaller.members.items()}
         group.num_parts = max(group.num_parts, other.num_parts)
@@ -303,7 +303,7 @@ class FeatureFlow(ABC):
             self.groups.join(first.weight, features.weight, first.is_part, features.is_part)
         for tensor in tensors:
             if self._of(tensor) is None and not self._fits(tensor, dims, result, first, is_part):
-                self._keep_whole(first, f"{name} takes a replicated operand, too")
+                self._keep_whole(first, f"{name} also takes a replicated operand")
         self._features[result] = replace(first, dims=dims, is_part=is_part)
 
     def _fits(
@@ -341,7 +341,7 @@ class FeatureFlow(ABC):
             dims = moved_dims(name, old, x, args, kwargs)
             if isinstance(found, Features):
                 if not dims:
-                    self._keep_whole(found, f"{name} takes some of them")
+                    self._keep_whole(found, f"{name} selects some of them")
                 else:
                     if name == "view_as_real" and dims[-1] == x.ndim - 1:
                         dims = (*dims, x.ndim)
@@ -417,7 +417,7 @@ class FeatureFlow(ABC):
             size = x.shape[before]
             length = 1 if isinstance(item, int) else len(range(*item.indices(size)))
             if before == features.dims[0] and features.before > 1 and length != size:
-                return self._keep_whole(features, "the code takes some of batch and heads")
+                return self._keep_whole(features, "the code selects some of batch and heads")
             if before == features.dims[0] and length != size:
                 start = item % size if isinstance(item, int) else item.indices(size)[0]
                 equal = (
@@ -428,7 +428,7 @@ class FeatureFlow(ABC):
                 )
                 alone = isinstance(item, int) and len(features.dims) == 1
                 if not equal or alone or is_part or not self.groups.take_apart(features.weight, size // length):
-                    self._keep_whole(features, "the code takes some of them")
+                    self._keep_whole(features, "the code selects some of them")
                     return
                 is_part = True
             if not isinstance(item, int):
@@ -455,7 +455,7 @@ class FeatureFlow(ABC):
             dims = (dims,) if isinstance(dims, int) else dims
             along = {d % x.ndim for d in dims} if isinstance(dims, tuple | list) else set(range(x.ndim))
         if features.dims[0] in along:
-            self._keep_whole(features, f"{name} goes along them")
+            self._keep_whole(features, f"{name} runs along them")
             return
         self._use(features, x)
         for output in outputs:
@@ -491,7 +491,7 @@ class FeatureFlow(ABC):
         if found is None or found.dims[0] != query.ndim - 3:
             for _, features in self._given((query, *others)):
                 one = query.ndim > 3 and query.shape[-3] == 1
-                self._keep_whole(features, "attention has one head" if one else "attention is not cut by heads")
+                self._keep_whole(features, "attention has one head" if one else "attention is not sharded by heads")
             return None
         self._use(found, query)
         self.groups.of(found.weight).uses_attention = True
@@ -503,8 +503,8 @@ class FeatureFlow(ABC):
             is_same = self.groups.root(features.weight) == self.groups.root(found.weight)
             heads = other.shape[other.ndim - 3] if features.dims[0] == other.ndim - 3 else 1
             if features.dims[0] not in (other.ndim - 3, other.ndim - 1) or (is_same and heads % self.num_ranks):
-                self._keep_whole(found, "queries, keys and values are not made by the same heads")
-                self._keep_whole(features, "queries, keys and values are not made by the same heads")
+                self._keep_whole(found, "queries, keys and values do not come from the same heads")
+                self._keep_whole(features, "queries, keys and values do not come from the same heads")
             elif heads % self.num_ranks:
                 self._keep_whole(features, f"{self.num_ranks} ranks do not divide {heads} heads of keys and values")
                 self.keys_of_queries[features.weight] = found.weight
@@ -650,7 +650,9 @@ class FeatureTrace(FeatureFlow):
         product.looks_up_positions |= in_dim < 0 and (x.ndim < 2 or x.shape[0] < self.batch)
         fits = given is not None and given.dims == (x.ndim - 1,) and in_dim >= 0
         if given is not None and not fits:
-            self._keep_whole(given, f"'{product.path or 'the model'}' multiplies some of the features of each head")
+            self._keep_whole(
+                given, f"'{product.path or 'the model'}' multiplies only some of the features of each head"
+            )
         if given is not None and fits:
             self._use(given, x)
             group = self.groups.of(given.weight)
@@ -713,11 +715,11 @@ class FeatureTrace(FeatureFlow):
         if module.num_heads % self.num_ranks:
             group.whole = f"{self.num_ranks} ranks do not divide {module.num_heads} heads"
         if module.bias_k is not None or module.add_zero_attn:
-            group.whole = "keys and values get a row of their own"
+            group.whole = "keys and values get an extra row"
 
     def _note(self, weight: str, why: str | None, given: Features) -> None:
         if weight in self.groups:
-            self.groups.keep_whole(weight, why or "it serves every head")
+            self.groups.keep_whole(weight, why or "it is shared by all heads")
 
     # Tokens of heads
 

@@ -590,7 +590,7 @@ class ForwardState:
     def _error(self, what: str) -> RecomputationError:
         return RecomputationError(
             f"the checkpointed module {self._path!r} {what}: its recomputation would read the new values, and write a "
-            "second time. Do that outside of the module, or leave the module out of the plan's checkpoint entries"
+            "second time. Write outside of the module, or exclude the module from the plan's checkpoint entries"
         )
 
     def keeps_tensors_in_arguments(self) -> bool:

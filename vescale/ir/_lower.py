@@ -54,8 +54,8 @@ def _unused_axes(plan: Plan, findings: Findings) -> None:
         if axis not in named and plan.axes.size(axis) > 1:
             findings.warning(
                 "unused-axis",
-                f"no entry names axis '{axis}': its {plan.axes.size(axis)} ranks hold and compute the same; for replicas "
-                f"that share a batch (hybrid sharding), cut the inputs over it: '<in>': {{{axis}: S(0)}}",
+                f"no entry names axis '{axis}': its {plan.axes.size(axis)} ranks hold and compute the same; for "
+                f"replicas that share a batch (hybrid sharding), shard the inputs over it: '<in>': {{{axis}: S(0)}}",
                 None,
             )
 
@@ -71,7 +71,7 @@ def _redundant_entries(plan: Plan, resolution: Resolution, index: ModelIndex, fi
         if id(entry) not in used and not tied:
             findings.warning(
                 "redundant",
-                f"'{entry.path}' says nothing that entries before it do not say of the same tensors; remove it",
+                f"'{entry.path}' is redundant: earlier entries say the same of the same tensors; remove it",
                 entry.source,
             )
 
@@ -91,8 +91,9 @@ def _ragged_while_running(plan: Plan, resolution: Resolution, index: ModelIndex,
             if isinstance(placement, RaggedShard) and choice is not None:
                 findings.warning(
                     "ragged-running",
-                    f"{{names}} on axis '{axis}': ragged while the module computes, which few ops can read; add what it is "
-                    f"then, usually '{choice.entry.path}': {{{axis}: {{init: Ragged, run: R}}}}",
+                    f"{{names}} on axis '{axis}' is ragged while the module computes, which few ops support; add its "
+                    f"placement during computation, usually '{choice.entry.path}': {{{axis}: {{init: Ragged, run: "
+                    "R}}",
                     choice.entry.source,
                     shown_name(index.states[name]),
                 )
@@ -114,8 +115,9 @@ def _partial_outputs(plan: Plan, resolution: Resolution, index: ModelIndex, find
             choice = planned.running_at(axis)
             findings.warning(
                 "partial-output",
-                f"{{names}} is cut along the dim that is summed over, so the output is a partial sum on '{axis}', and no "
-                f"<out> entry of its module or one around it says what becomes of it; add <out>: {{{axis}: R}}, or S(dim)",
+                "{names} is sharded along the dim that is summed over, so that the output is a partial sum on "
+                f"'{axis}', and no <out> entry of its module or one around it says how to reduce it; add <out>: "
+                f"{{{axis}: R}}, or S(dim)",
                 choice.entry.source if choice is not None else None,
                 shown_name(index.states[name]),
             )
@@ -125,7 +127,8 @@ def _partial_outputs(plan: Plan, resolution: Resolution, index: ModelIndex, find
                 if isinstance(choice.placement, Partial):
                     findings.warning(
                         "partial-output",
-                        f"'{choice.entry.path}' leaves the model's output a partial sum on '{axis}'; write R, or S(dim)",
+                        f"'{choice.entry.path}' leaves the model's output as a partial sum on '{axis}'; write R, or "
+                        "S(dim)",
                         choice.entry.source,
                     )
 
@@ -166,8 +169,9 @@ def _same_batch(plan: Plan, resolution: Resolution, findings: Findings) -> None:
         if gathered and not cut and plan.axes.size(axis) > 1:
             findings.warning(
                 "same-batch",
-                f"parameters are gathered over '{axis}' to compute, but no input of the model is cut over it: its "
-                f"{plan.axes.size(axis)} ranks compute the same batch; add '<in>': {{{axis}: S(0)}}, or name the inputs",
+                f"parameters are gathered over '{axis}' to compute, but no input of the model is sharded over it: its "
+                f"{plan.axes.size(axis)} ranks compute the same batch; add '<in>': {{{axis}: S(0)}}, or name the "
+                "inputs",
                 gathered[0].entry.source,
             )
 
@@ -179,7 +183,8 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     program on every rank. What it emits, in module order:
 
     - for every parameter and buffer a :class:`Place`, Replicate on axes that no entry names;
-    - for parameters that are cut over one axis at rest and whole there while they compute, a :class:`Unit` at the module
+    - for parameters that are sharded over one axis at rest and replicated on it during computation, a :class:`Unit` at
+    the module
       around whose forward and backward they are gathered: the plan's units, else the model's repeated blocks;
     - for one with other placements while its module computes, a :class:`Redistribute` before that forward;
     - for inputs of the model a :class:`Wrap`, Replicate on axes that no entry names;
@@ -195,8 +200,8 @@ def lower(plan: Plan, model: nn.Module) -> Program:
 
     Raises:
         LoweringError: a :class:`PlanError` with every mistake: paths that match nothing, entries that disagree, dims out
-            of range, uneven cuts, cuts inside attention heads, inputs that no forward takes. Nothing has been
-            communicated then.
+            of range, uneven shards, shard boundaries inside attention heads, inputs that no forward takes. Nothing has
+            been communicated then.
     """
     index = _index(plan, model)
     if plan.pipeline_entry is not None:

@@ -169,8 +169,8 @@ def example_inputs(model: nn.Module, batch: int = 8, length: int = 128) -> dict[
                 continue
             return {required[0]: guess}
     raise DerivedPlanError(
-        f"the inputs of {type(model).__name__}.forward({', '.join(required)}) cannot be guessed; give them, as inputs= (or "
-        "--input x=8x16 for each)"
+        f"the inputs of {type(model).__name__}.forward({', '.join(required)}) cannot be guessed; pass them as inputs= "
+        "(or --input x=8x16 for each)"
     )
 
 

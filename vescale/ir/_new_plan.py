@@ -127,23 +127,24 @@ def new_plan(
     axis: str = "tp",
     batch_axes: Sequence[str] | None = None,
 ) -> NewPlan:
-    """Write a first plan for a model: the batch cut over data-parallel axes, and weights over ``axis``.
+    """Write a first plan for a model: the batch is sharded over data-parallel axes, and weights over ``axis``.
 
     The forward runs once on the meta device. Weights whose features stay together (query, key, value and attention's output;
-    a feed-forward with its gate; fused ones that the code takes apart) are cut in pairs, by output features and by input
-    features, so that one sum ends each pair. Tables of a vocabulary, heads of that size and experts are cut, too.
+    a feed-forward with its gate; fused ones that the code splits) are sharded in pairs, by output features and by input
+    features, so that one sum ends each pair. Vocabulary tables, heads of that size and experts are sharded, too.
     Convolutions, norms and whatever mixes features otherwise stay whole. What ``vescale lint`` finds fault with is left out,
-    so that the plan has no findings, unless nothing can be cut over an axis at all.
+    so that the plan has no findings, unless nothing can be sharded over an axis at all.
 
     Args:
         model: on any device, also the meta device; it is not changed, and nothing is computed.
         mesh: a DeviceMesh with axis names, or ``{axis: size}``.
         inputs: what the forward is called with, by name or position; only shapes and dtypes are read. None: token ids or
             images, by the model's config and signature.
-        sequence: cut the sequence over ``axis`` between the parts of each layer, where the code allows it.
+        sequence: shard the sequence over ``axis`` between the parts of each layer, where the code allows it.
         zero: 0, or the stage of sharding of optimizer state (1), gradients (2) and parameters (3) over the batch's axes.
         axis: the axis of tensor parallelism, if the mesh has it.
-        batch_axes: axes that cut the batch (dim 0 of the inputs); None: those of the mesh called ``dp``, ``fsdp`` and so on.
+        batch_axes: axes over which the batch (dim 0 of the inputs) is sharded; None: those of the mesh called ``dp``,
+            ``fsdp`` and so on.
 
     Raises:
         PlanError: an axis that has no part, a stage that does not exist, a forward that does not run on the meta device,
@@ -153,7 +154,7 @@ def new_plan(
     plan.comments, plan.head = {}, []
     data = _checked_axes(plan.axes, axis, batch_axes)
     if zero not in (0, 1, 2, 3):
-        raise DerivedPlanError(f"new_plan: zero={zero!r}; stages are 0 (nothing sharded), 1, 2 and 3")
+        raise DerivedPlanError(f"new_plan: zero={zero!r}; pass 0 (nothing sharded), 1, 2 or 3")
     if zero and not data:
         raise DerivedPlanError(
             f"new_plan: zero={zero} shards over the batch's axes, and the mesh ({plan.axes}) has none; add dp="
@@ -199,8 +200,8 @@ def _checked_axes(axes: MeshAxes, axis: str, batch_axes: Sequence[str] | None) -
         raise DerivedPlanError(f"new_plan: batch_axes names {unknown[0]!r}, which the mesh ({axes}) does not have")
     if unused:
         raise DerivedPlanError(
-            f"new_plan: axis {unused[0]!r} of the mesh ({axes}) has no part; axes of the batch are {', '.join(_BATCH_AXES)} "
-            f"(or batch_axes=), and that of tensor parallelism is {axis!r} (or axis=)"
+            f"new_plan: axis {unused[0]!r} of the mesh ({axes}) is unused; axes of the batch are "
+            f"{', '.join(_BATCH_AXES)} (or batch_axes=), and that of tensor parallelism is {axis!r} (or axis=)"
         )
     return data
 

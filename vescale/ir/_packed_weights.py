@@ -86,13 +86,14 @@ def lint_packed(
             if choice is None or _is_gathered(packing.name, axis, resolution, index):
                 continue
             write = (
-                f"'{choice.entry.path}': {{{axis}: Interleaved({packing.dim}, {packing.num_parts})}}, which cuts each"
+                f"'{choice.entry.path}': {{{axis}: Interleaved({packing.dim}, {packing.num_parts})}}, which shards each"
             )
             findings.warning(
                 "packed",
-                f"{{names}} is cut S({packing.dim}) over '{axis}', but the model takes what it makes apart along that dim, "
-                f"into {packing.num_parts or 'unequal'} parts, of which each rank would have some: the others are "
-                f"communicated; write {write if packing.num_parts else f'{{{axis}: R}}, or give each part a weight'}",
+                f"{{names}} is sharded S({packing.dim}) over '{axis}', but the model splits its output along that "
+                f"dim, into {packing.num_parts or 'unequal'} parts, of which each rank would have only some, and "
+                "would have to communicate the others; write "
+                f"{write if packing.num_parts else f'{{{axis}: R}}, or use a separate weight for each part'}",
                 choice.entry.source,
                 shown_name(index.states[packing.name]),
             )

@@ -63,14 +63,16 @@ def refusal_of_uneven(
     if any(around in resolution.locals for around in enclosing(path)):
         return "a local region computes with local sizes"
     if len(cuts) != 1 or type(cuts[0]) is not Shard:
-        return "only one axis may cut a dim unevenly, in one piece a rank"
+        return "only one axis may shard a dim unevenly, in one piece per rank"
     if is_linear and is_attention(parent):
         return f"attention ({type(parent).__name__}) views these features as heads"
     if not (state.is_parameter and (is_linear or (isinstance(owner, nn.Embedding) and dim == 0))):
         kind = "a buffer" if not state.is_parameter else f"{kind_of(owner)}"
-        return f"rows of nn.Embedding, and rows and columns of nn.Linear, may be uneven, not those of {kind}"
+        return (
+            f"rows of nn.Embedding, and rows and columns of nn.Linear, may be sharded unevenly, but not those of {kind}"
+        )
     if dim > 0 and is_gathered:
-        return "what rests elsewhere is gathered in one buffer, in which dims but the first are cut evenly"
+        return "units gather parameters in one buffer, in which only the first dim may be sharded unevenly"
     return None
 
 
@@ -232,8 +234,9 @@ def check_boundaries(resolution: Resolution, findings: Findings) -> None:
             if isinstance(choice.placement, Partial):
                 findings.error(
                     "partial",
-                    f"'{choice.entry.path}' gives an input of the model as {placement_text(choice.placement)} on {axis}: a "
-                    f"tensor that the caller passes holds values, not {_terms(choice.placement)}; use R, or S(dim)",
+                    f"'{choice.entry.path}' declares an input of the model as {placement_text(choice.placement)} on "
+                    f"{axis}: a tensor that the caller passes holds values, not {_terms(choice.placement)}; use R, or "
+                    "S(dim)",
                     choice.entry.source,
                 )
 
@@ -252,9 +255,9 @@ def _check_phases(planned: PlannedState, state: StateTensor, axes: MeshAxes, fin
         if choice.placement != forward:
             findings.error(
                 "phase",
-                f"'{choice.entry.path}' places {{names}} as {placement_text(choice.placement)} on {axis} in the backward "
-                f"and {placement_text(forward)} in the forward; a parameter has one placement while it runs: write "
-                "phase=run; for its gradient, name .grad",
+                f"'{choice.entry.path}' places {{names}} as {placement_text(choice.placement)} on {axis} in the "
+                f"backward and {placement_text(forward)} in the forward; a parameter has one placement during "
+                "computation: write phase=run; for its gradient, name .grad",
                 choice.entry.source,
                 shown_name(state),
             )
@@ -281,8 +284,8 @@ def _check_annotated(planned: PlannedState, state: StateTensor, findings: Findin
         if placed is not None:
             findings.error(
                 "conflict",
-                f"{{names}} on axis {axis!r}: annotate '{choice.entry.path}' says that it is placed so already, but shard "
-                f"'{placed.entry.path}' ({placed.entry.source}) places it; keep one of the two",
+                f"{{names}} on axis {axis!r}: annotate '{choice.entry.path}' says that it already has this placement, "
+                f"but shard '{placed.entry.path}' ({placed.entry.source}) places it; keep one of the two",
                 choice.entry.source,
                 shown_name(state),
             )
@@ -324,8 +327,9 @@ def _check_cuts(
                 fewer = max(size for size in range(1, num_ranks) if state.shape[0] % size == 0)
                 findings.error(
                     "divisible",
-                    f"{{names}}: {state.shape[0]} experts over {num_ranks} ranks ({sizes}); every rank must have as many: "
-                    f"spread them over a number of ranks that divides {state.shape[0]}, for example {fewer}",
+                    f"{{names}}: {state.shape[0]} experts over {num_ranks} ranks ({sizes}); every rank must have the "
+                    f"same number: distribute them over a number of ranks that divides {state.shape[0]}, for example "
+                    f"{fewer}",
                     entry.source,
                     shown_name(state),
                 )
@@ -368,8 +372,8 @@ def _head_error(
     noun = "head" if heads.count == 1 else "heads"
     findings.error(
         "head",
-        f"{{names}}: {heads.count} {heads.kind} {noun} of {heads.size} ({heads.attribute}={heads.count}) over {sizes}: the "
-        f"cut falls inside an attention head; {advice}",
+        f"{{names}}: {heads.count} {heads.kind} {noun} of {heads.size} ({heads.attribute}={heads.count}) over "
+        f"{sizes}: a shard boundary would fall inside an attention head; {advice}",
         entry.source,
         shown_name(state),
     )
@@ -427,8 +431,9 @@ def check_replicas(plan: Plan, units: Sequence[GatheredUnit], findings: Findings
         findings.error(
             "replicas",
             f"parameters are sharded over {_quoted(first.shard)} alone, and no entry names {_quoted(idle)}, whose "
-            f"{math.prod(plan.axes.size(axis) for axis in idle)} ranks would repeat the same work; for hybrid sharding cut "
-            f"the batch over both, '<in:name>': {{{', '.join(f'{axis}: S(0)' for axis in (idle[0], *first.shard))}}}",
+            f"{math.prod(plan.axes.size(axis) for axis in idle)} ranks would repeat the same work; for hybrid "
+            "sharding, shard the batch over both: '<in:name>': "
+            f"{{{', '.join(f'{axis}: S(0)' for axis in (idle[0], *first.shard))}}}",
             source,
         )
 
@@ -448,10 +453,10 @@ def _missing_axes(mesh: DeviceMesh, shard: Sequence[str]) -> str:
         return ""
     wanted = tuple(name for name in names if name in own or name in missing)
     return (
-        f"parameters are sharded over {_quoted(shard)} of a mesh with axes {own}, a slice of one with axes {names}: the "
-        f"replicas along {_quoted(missing)} would never share a gradient, and drift apart; write the plan for "
-        f"mesh{list(wanted)} and cut the batch over {_quoted([*missing, *shard])} (hybrid sharding); for models that are "
-        "meant to train apart, make their mesh by itself"
+        f"parameters are sharded over {_quoted(shard)} of a mesh with axes {own}, a slice of one with axes {names}: "
+        f"the replicas along {_quoted(missing)} would never exchange gradients, and would diverge; write the plan for "
+        f"mesh{list(wanted)} and shard the batch over {_quoted([*missing, *shard])} (hybrid sharding); to train "
+        "separate models on purpose, create a separate mesh for each"
     )
 
 

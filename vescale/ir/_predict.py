@@ -232,7 +232,7 @@ def predict(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> Pr
     it was.
 
     Args:
-        program: what :func:`lower` made of the plan for ``model``.
+        program: the result of :func:`lower` for the plan and ``model``.
     """
     walk = _Walk(program, ModelIndex(model))
     stopped = None

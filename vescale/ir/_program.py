@@ -286,7 +286,7 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
             raise ProgramTextError("a unit that is sharded over no axis")
         values["mp_policy"] = mp_policy_of(values.get("mp_policy"))
         if not isinstance(values.get("offload_pinned"), bool | None):
-            raise ProgramTextError(f"offload_pinned is {values['offload_pinned']!r}, not true or false")
+            raise ProgramTextError(f"offload_pinned is {values['offload_pinned']!r}; expected true or false")
     if kind is Precision:
         values = {key: float_dtype_of(key, value) for key, value in values.items()}
     if kind is Attention:

@@ -106,8 +106,8 @@ class Matcher:
                 seconds_left = self._seconds_left + allowance - (time.thread_time() - start)
                 if seconds_left <= 0 or not self._finished(path, name, seconds_left, found):
                     raise SlowPathError(
-                        f"the path '{path}' takes too long to match (over {self._seconds_left + allowance:.1f} s for "
-                        f"{len(names)} names); write it without nested repetitions such as (a+)+ or (.*)*",
+                        f"the path '{path}' takes too long to match (more than {self._seconds_left + allowance:.1f} s "
+                        f"for {len(names)} names); write it without nested repetitions such as (a+)+ or (.*)*",
                         source,
                     )
             self._found[key] = tuple(found)
@@ -217,8 +217,8 @@ class PlannedAxes:
         findings.error(
             "conflict",
             f"{{names}} on axis {axis!r}{role}: '{entry.path}' says {placement_text(placement)}, but "
-            f"'{before.entry.path}'{_at(before.entry.source)} says {placement_text(before.placement)}; keep one of the "
-            "two, or make their paths disjoint: '(?!(PATH)$)' in front of one leaves out what PATH matches",
+            f"'{before.entry.path}'{_at(before.entry.source)} says {placement_text(before.placement)}; keep one of "
+            "the two, or make their paths disjoint: '(?!(PATH)$)' in front of one excludes what PATH matches",
             entry.source,
             name,
         )
@@ -389,8 +389,8 @@ class _Resolver:
         if not entry.phase & RUN:
             self.findings.error(
                 "phase",
-                f"shard '{entry.path}' has phase=init, but inputs and outputs exist only while the model runs; leave "
-                "the phase out, or write fwd or bwd",
+                f"shard '{entry.path}' has phase=init, but inputs and outputs exist only while the model runs; remove "
+                "the phase, or write fwd or bwd",
                 entry.source,
             )
             return
@@ -464,7 +464,7 @@ class _Resolver:
         )
 
     def unit(self, entry: UnitEntry) -> None:
-        differ = "say different things of resharding, mixed precision or offload"
+        differ = "have different settings of resharding, mixed precision or offload"
         self._keep(self.resolution.units, entry, "unit", differ, lambda before: _alike(before, entry))
 
     def checkpoint(self, entry: CheckpointEntry) -> None:
@@ -538,8 +538,8 @@ class _Resolver:
             advice = rf"name its items: {path.pattern}.\d+" if children else "name a module that is called"
             self.findings.error(
                 "not-called",
-                f"{what} '{path}' matches {name or 'the model'}, a {container} whose forward never runs, so that "
-                f"nothing would happen; {advice}",
+                f"{what} '{path}' matches {name or 'the model'}, a {container} whose forward never runs, so that the "
+                f"entry would have no effect; {advice}",
                 source,
             )
         return called
@@ -626,7 +626,8 @@ class _Resolver:
         if state.shape is None:
             self.findings.error(
                 "lazy",
-                "{names} has no shape yet: its module is lazy; call the model once on one device before it is placed",
+                "{names} has no shape yet, because its module is lazy; call the model once on one device before "
+                "parallelize",
                 entry.source,
                 state.name,
             )
@@ -635,10 +636,10 @@ class _Resolver:
             return placement
         ndim = len(state.shape)
         if not -ndim <= dim < ndim:
-            allowed = f"a dim in [{-ndim}, {ndim})" if ndim else "R: it has no dim to cut"
+            allowed = f"a dim in [{-ndim}, {ndim})" if ndim else "R: it has no dim to shard"
             self.findings.error(
                 "dim",
-                f"'{entry.path}' cuts dim {dim} ({placement_text(placement)} on {axis}), but {{names}} has shape "
+                f"'{entry.path}' shards dim {dim} ({placement_text(placement)} on {axis}), but {{names}} has shape "
                 f"{state.shape}; use {allowed}",
                 entry.source,
                 state.name,
@@ -658,7 +659,7 @@ class _Resolver:
             self.findings.error(
                 "conflict",
                 f"{{names}}: '{entry.path}' says given={entry.given}, but '{before.path}' ({before.source}) says "
-                f"given={before.given}; an input is given in one way",
+                f"given={before.given}; an input is either global or local",
                 entry.source,
                 shown,
             )

@@ -280,7 +280,7 @@ def shard_tokens(model: nn.Module, inputs: Mapping[str, Any], cuts: list[Cut], t
         own = [path for path, of in layers.items() if of == name]
         problem = walk.problems.get(name) or next((f"{p} does not run" for p in own if p not in walk.finished), None)
         if problem:
-            notes.append(f"The sequence stays whole in {name}: {problem}.")
+            notes.append(f"The sequence is not sharded in {name}: {problem}.")
             continue
         cut = Cut(f"{name}: tokens", "The sequence, between the parts of layers: each rank has a part of the tokens.")
         for path in own:
@@ -362,7 +362,7 @@ class _TokenTrace:
             first = next(iter(inspect.signature(module.forward).parameters))
             x = kwargs.get(first, x) if not args else x
             if not isinstance(x, torch.Tensor) or x.ndim != 3:
-                self._fail(f"the first input of {path} is no (batch, tokens, features)")
+                self._fail(f"the first input of {path} is not of shape (batch, tokens, features)")
             else:
                 self._tokens[x] = True
 
@@ -372,7 +372,7 @@ class _TokenTrace:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             first = next(tensors_of(output), None)
             if first is None or first not in self._tokens:
-                self._fail(f"the first output of {path} is not made of its own tokens alone")
+                self._fail(f"the first output of {path} does not depend on its own tokens alone")
             self.finished.add(path)
             self._running.pop()
             if not self._running:

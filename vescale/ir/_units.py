@@ -190,9 +190,9 @@ def _unit_of(name: str, index: ModelIndex, paths: dict[str, UnitEntry | None], f
             others = ", ".join(f"{n} in {c[0] or 'the model itself'}" for n, c in zip(state.names, chains))
             findings.error(
                 "tied-units",
-                f"unit '{entry.path}': one weight has the names {', '.join(state.names)} ({others}), in several units: "
-                f"leave out the unit around {alias}, so that {common or 'the model itself'} holds it, or name a module "
-                "around all of them",
+                f"unit '{entry.path}': one weight has several names, {', '.join(state.names)} ({others}), in "
+                f"different units: remove the unit around {alias}, so that {common or 'the model itself'} holds it, "
+                "or name a module that contains all of them",
                 entry.source,
             )
             break
@@ -217,18 +217,18 @@ def _check_reachable(
         if isinstance(other, Replicate) and len(changes) == 1:
             continue  # its gradient has entries of its own, so that it is moved by itself
         if isinstance(one, RaggedShard):
-            reason = "a ragged cut at rest is gathered before its module runs, and nothing else"
+            reason = "a ragged placement at rest can only be gathered before its module runs"
         elif entry is not None:
-            reason = f"unit '{entry.path}' gathers parameters that are cut in one way, and moves them in no other"
+            reason = f"unit '{entry.path}' can only gather parameters, each of which has one kind of shard"
         else:
             continue
         choice = planned.running_at(axis)
-        more = ", and its other axes change, too" if len(changes) > 1 else ""
+        more = ", and its placements on other axes change, too" if len(changes) > 1 else ""
         findings.error(
             "unreachable",
-            f"{{names}} rests {placement_text(one)} on {axis} and runs {placement_text(other)} on {axis}{more}: {reason}; "
-            f"write {axis}: {{init: {placement_text(one)}, run: R}}, and change no other axis"
-            f"{', or cut it alike on all that change' if more else ''}",
+            f"{{names}} is {placement_text(one)} on {axis} at rest and {placement_text(other)} on {axis} while it "
+            f"runs{more}: {reason}; write {axis}: {{init: {placement_text(one)}, run: R}}, and change no other "
+            f"axis{', or use the same placement on all axes that change' if more else ''}",
             choice.entry.source if choice is not None else None,
             shown_name(index.states[name]),
         )
@@ -242,23 +242,23 @@ def _check_joint_cut(name: str, planned: PlannedState, index: ModelIndex, axes: 
     cuts = {axis: placement for axis, placement in zip(axes, rest) if axis in ragged}
     one = placement_text(cuts[ragged[0]])
     wanted = ", ".join(f"{axis}: {{init: {one}, run: R}}" for axis in ragged)
-    advice = f"write {wanted}, and change no other axis, or leave all but one of them out"
+    advice = f"write {wanted}, and change no other axis, or keep only one of them"
     others = [axis for axis, a, b in zip(axes, rest, run) if a != b and axis not in ragged]
     if len(set(cuts.values())) > 1:
-        reason = "its cuts differ, and it can have one only, over the ranks of all these axes together"
+        reason = "its placements differ, but it must have a single one over the ranks of all these axes together"
     elif not all(isinstance(placement, Replicate) for axis, placement in zip(axes, run) if axis in ragged):
         reason = (
-            f"it runs {_listed({axis: run[axes.index(axis)] for axis in ragged})}, and one cut is gathered as a whole"
+            f"it runs {_listed({axis: run[axes.index(axis)] for axis in ragged})}, but a shard is gathered as a whole"
         )
     elif others:
-        reason = f"it runs otherwise on {', '.join(others)}, too, and a unit gathers, and moves in no other way"
+        reason = f"its placement also changes on {', '.join(others)}, but a unit can only gather"
     else:
-        reason = "entries for its gradient keep it out of a unit, which alone can gather it"
-        advice = "leave those out, or all but one of the axes"
+        reason = "it has entries for its gradient, which exclude it from units, and only a unit can gather it"
+        advice = "remove those, or keep only one of the axes"
     choice = planned.running_at(ragged[-1])
     findings.error(
         "unreachable",
-        f"{{names}} rests {_listed(cuts)}: {reason}; {advice}",
+        f"{{names}} is {_listed(cuts)} at rest: {reason}; {advice}",
         choice.entry.source if choice is not None else None,
         shown_name(index.states[name]),
     )
@@ -285,9 +285,9 @@ def _check_entries(units: tuple[GatheredUnit, ...], resolution: Resolution, axes
             local = resolution.locals[region]
             findings.error(
                 "unit-conflict",
-                f"unit '{unit.entry.path}' ({unit.path}) is inside of the local region '{local.path}' ({local.source}), "
-                f"whose ranks may run different modules, while all ranks gather a unit together; make {region}, or a module "
-                "around it, the unit",
+                f"unit '{unit.entry.path}' ({unit.path}) is inside the local region '{local.path}' ({local.source}), "
+                f"whose ranks may run different modules, but all ranks must gather a unit together; make {region}, or "
+                "a module that contains it, the unit",
                 unit.entry.source,
             )
 
@@ -302,8 +302,9 @@ def _empty(entry: UnitEntry, matched: list[str], held: set[str], findings: Findi
         )
     else:
         problem = (
-            f"unit '{entry.path}' covers no sharded parameter: nothing in {shown} is sharded at rest and whole while it "
-            f"runs; add shard entries for its parameters, {{axis: {{init: Ragged, run: R}}}}, or remove the unit"
+            f"unit '{entry.path}' covers no sharded parameter: nothing in {shown} is sharded at rest and replicated "
+            "while it runs; add shard entries for its parameters, {axis: {init: Ragged, run: R}}, or remove the "
+            "unit"
         )
     findings.error("empty-unit", problem, entry.source)
 

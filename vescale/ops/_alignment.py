@@ -87,7 +87,7 @@ def align(
         if spec.mesh != leader.mesh and math.prod(spec.shape) != 1:
             raise OpPlacementError(
                 f"{name}: operands of shapes {tuple(leader.shape)} and {tuple(spec.shape)} are on different meshes "
-                f"{leader.mesh} and {spec.mesh}; bring them to one mesh through full_tensor() and distribute_tensor()"
+                f"{leader.mesh} and {spec.mesh}; move them to one mesh by full_tensor() and distribute_tensor()"
             )
     target = tuple(
         placement

@@ -189,9 +189,9 @@ def apply_outside(function: type[torch.autograd.Function], *args: Any, where: st
 def _error(where: str) -> TransformError:
     kind = "a transform of torch.func (grad, vjp, vmap, ...)" if in_transform() else "forward-mode differentiation"
     return TransformError(
-        f"{kind} of {where}: placements change here, and only gradients have a rule for that. Expected reverse mode: "
-        "torch.autograd.grad(..., create_graph=True), and jacobian, jvp, vjp and hvp of torch.autograd.functional; or "
-        "functions of tensors, and modules without entries, inside of the model"
+        f"{kind} of {where}: placements change here, which only reverse mode supports. Expected reverse mode: "
+        "torch.autograd.grad(..., create_graph=True), and jacobian, jvp, vjp and hvp of torch.autograd.functional; "
+        "or functions of tensors, and modules without entries, inside of the model"
     )
 
 
@@ -504,10 +504,7 @@ def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
     if result is not None:
         return result
     with no_torch_function():
-        result = apply_outside(_WrapGlobal, x, mesh, tuple(placements), requester, where=requester)
-        if local_of(result).untyped_storage() is x.untyped_storage():
-            share_version(x, result)
-        return result
+        return apply_outside(_WrapGlobal, x, mesh, tuple(placements), requester, where=requester)
 
 
 NATIVE = native_conversions(
@@ -542,7 +539,7 @@ def link_view(local: torch.Tensor, copy: torch.Tensor, update: Callable[[torch.T
 
 
 def share_version(x: torch.Tensor, copy: DTensor) -> None:
-    """Writes to one of the two count as writes to both, for autograd."""
+    """Writes to one of the two count as writes to both, for autograd, as far as there is C++ for it."""
     NATIVE.share_version(copy, x)
 
 

@@ -98,8 +98,9 @@ def _written_back(call: OpCall, decision: Decision) -> Decision:
         return dataclasses.replace(decision, write_back=moved) if moved else decision
     index = moved[0]
     raise OpPlacementError(
-        f"{call.op} writes to {call.describe(index)}, and needs it as {placements_text(decision.inputs[index])}: the write "
-        "would go to a copy and be lost; use the out-of-place op and redistribute its result, or call redistribute() first"
+        f"{call.op} writes to {call.describe(index)}, which it needs as {placements_text(decision.inputs[index])}: it "
+        "would write to a copy, and the write would be lost; use the out-of-place op and redistribute its result, or "
+        "call redistribute() first"
     )
 
 
@@ -174,8 +175,8 @@ def register_rule(op: Any, rule: Rule) -> None:
         rule: ``OpCall -> Decision | None``.
 
     Raises:
-        TypeError: something else than op overloads, or a rule that cannot be called. When the rule has run, the op raises
-            TypeError for something else than a Decision or None, and ValueError for placements that do not fit the
+        TypeError: something other than op overloads, or a rule that is not callable. When the rule has run, the op
+            raises TypeError for anything but a Decision or None, and ValueError for placements that do not fit the
             operands and results of the op.
     """
     if isinstance(op, _Overload | _AllOverloads) or not isinstance(op, Iterable):
@@ -185,8 +186,8 @@ def register_rule(op: Any, rule: Rule) -> None:
     for one in ops:
         if isinstance(one, _AllOverloads):
             raise RuleError(
-                f"register_rule: found {one}, which has the overloads {', '.join(one.overloads())}; expected one overload "
-                f"or an iterable of them: give {one}.{one.overloads()[0]}"
+                f"register_rule: found {one}, which has the overloads {', '.join(one.overloads())}; expected one "
+                f"overload or an iterable of them: pass {one}.{one.overloads()[0]}"
             )
         if not isinstance(one, _Overload):
             raise RuleError(

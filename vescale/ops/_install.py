@@ -101,10 +101,11 @@ def report_fallback(op: str, operand: str, target: str, is_lost: bool) -> None:
     ``is_lost``: whether what is written to the result does not reach the operand."""
     filename, line = _site()
     found = f"{filename}:{line}: {op} has no rule for {operand}"
-    fix = "redistribute it yourself where the op is called, or keep the op's operands in a placement it has a rule for"
+    fix = "redistribute the operand before the op is called, or use a placement for which the op has a rule"
     if _STRICT and _own_rank() in _STRICT:
         raise PlacementFallbackError(
-            f"{found}; it would be brought to {target}, and strict_placements() expects no implicit communication; {fix}"
+            f"{found}; it would be redistributed to {target}, but strict_placements() forbids implicit communication; "
+            f"{fix}"
         )
     key = (filename, line, op, operand)
     with _LOCK:
@@ -112,7 +113,7 @@ def report_fallback(op: str, operand: str, target: str, is_lost: bool) -> None:
             return
         _REPORTED.add(key)
     note = "; the result is a copy, not a view: writes to it do not reach the operand" if is_lost else ""
-    text = f"{found}; it is brought to {target}, which communicates on every call{note}; {fix}"
+    text = f"{found}; it is redistributed to {target}, which communicates on every call{note}; {fix}"
     warnings.warn_explicit(text, PlacementFallbackWarning, filename, line)
 
 

@@ -114,7 +114,7 @@ def register(op: Any, **fields: Any) -> None:
         )
         if taken:
             raise RuleError(
-                f"{op} has {', '.join(taken)} registered already; each op belongs to one file of vescale.ops"
+                f"{op} has {', '.join(taken)} already registered; each op belongs to one file of vescale.ops"
             )
         _ENTRIES = {**_ENTRIES, op: replace(known, **fields)}
 
@@ -137,8 +137,8 @@ def register_family(name: str, covers: Callable[[Any], bool], rule: Callable[...
     """
     global _FAMILIES
     if name not in FAMILY_ORDER or name in _FAMILIES:
-        known = "is registered already" if name in _FAMILIES else f"is not in FAMILY_ORDER {FAMILY_ORDER}"
-        raise RuleError(f"op family {name!r} {known}; give each family one place in FAMILY_ORDER")
+        known = "is already registered" if name in _FAMILIES else f"is not in FAMILY_ORDER {FAMILY_ORDER}"
+        raise RuleError(f"op family {name!r} {known}; give each family a single place in FAMILY_ORDER")
     with _LOCK:
         _FAMILIES = {**_FAMILIES, name: OpFamily(name, covers, rule)}
 
@@ -269,7 +269,7 @@ def check_decision(rule: Any, call: OpCall, found: Any) -> None:
     if found.outputs is None:
         if any(tensors):
             raise RuleError(
-                f"{of} outputs=None, but the op returns tensors; give the placements of each of its results"
+                f"{of} outputs=None, but the op returns tensors; return the placements of each of its results"
             )
         return
     if not isinstance(found.outputs, Sequence) or not any(tensors) or len(found.outputs) != len(tensors):

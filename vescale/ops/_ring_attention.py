@@ -449,8 +449,8 @@ class _RingAttention(torch.autograd.Function):
         with torch.no_grad():
             found = _RingAttention._gradients(ctx, grad, saved)
         once = (
-            f"{ctx.call.ring.requester}: blocks that go round have no derivatives of their gradients, and these are "
-            "asked for (create_graph=True); write all_gather or ulysses for this axis in the plan's attention section"
+            f"{ctx.call.ring.requester}: ring attention has no second derivatives, which create_graph=True requests; "
+            "write all_gather or ulysses for this axis in the plan's attention section"
         )
         return None, *differentiable_once(found, (grad, query, own_block, mask), once), None
 

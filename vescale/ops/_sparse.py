@@ -43,9 +43,9 @@ def multiply_sparse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     found = [x for x in tensors_in((args, kwargs)) if is_sparse(x)]
     if not is_product or other is None or any(x.requires_grad for x in found):
         raise UnsupportedOpError(
-            f"{name} of a {found[0].layout} tensor of shape {tuple(found[0].shape)} among DTensors: products of a sparse "
-            "matrix without gradients and a dense one run (torch.sparse.mm(adj, x), adj @ x); give it dense for anything "
-            "else, adj.to_dense()"
+            f"{name} of a {found[0].layout} tensor of shape {tuple(found[0].shape)} among DTensors: products of a "
+            "sparse matrix without gradients and a dense one run (torch.sparse.mm(adj, x), adj @ x); for anything "
+            "else, use a dense tensor, adj.to_dense()"
         )
     (sparse,) = found
     is_first = args[0] is sparse

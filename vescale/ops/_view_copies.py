@@ -101,8 +101,8 @@ def _after_local_write(storage: torch.UntypedStorage) -> None:
     """By way of ``to_local()``, in a model's forward. As ``csrc/links.h`` answers."""
     if getattr(storage, ORIGIN, None) is not None:
         raise OpPlacementError(
-            "a view that cuts a sharded dim is a view of a gathered copy, and was written to by way of to_local(): its base "
-            "does not get the new values, as it would on one device; write to the DTensor instead"
+            "a view that divides a sharded dim is a view of a gathered copy, and to_local() of it was written to: "
+            "unlike on one device, its base does not get the new values; write to the DTensor instead"
         )
     note_writes([storage])
     if _UNWATCHED:
@@ -143,14 +143,14 @@ def _gather_again(storage: torch.UntypedStorage) -> None:
     origin: _Origin = getattr(storage, ORIGIN)
     source, target = origin.source, origin.target
     report_implicit_move(
-        "a view, after a write to what it views,", "self", origin.local, source.placements, target.placements, _EDIT
+        "a view, after a write to its base,", "self", origin.local, source.placements, target.placements, _EDIT
     )
     with torch.no_grad(), no_torch_function():
         moved = move_local(origin.local, source.mesh, source.shape, source.placements, target.placements).wait()
         _copy_of(origin, storage).copy_(moved)
 
 
-_EDIT = "take the view after the write, or view a tensor that is Replicate there"
+_EDIT = "take the view after the write, or of a tensor that is Replicate on that axis"
 
 
 def _copy_of(origin: _Origin, storage: torch.UntypedStorage) -> torch.Tensor:

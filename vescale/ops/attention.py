@@ -352,8 +352,9 @@ class AttentionWork:
         found = self.held(tuple(x.shape), tuple(x.placements), split)
         if len(found) > 1:
             raise UnsupportedOpError(
-                f"{ATTENTION}: dim {x.ndim + split} of an operand of shape {tuple(x.shape)} is cut into several runs by "
-                f"{x.placements}, and the query's by {self.placements}; place query, key, value and mask alike"
+                f"{ATTENTION}: dim {x.ndim + split} of an operand of shape {tuple(x.shape)} is split into several "
+                f"runs by {x.placements}, and the query's by {self.placements}; use the same placements for query, "
+                "key, value and mask"
             )
         first_held = found[0][0] if found else 0
         if len(runs) > 1:

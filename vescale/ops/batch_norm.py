@@ -199,9 +199,9 @@ class _Normalize(torch.autograd.Function):
         with torch.no_grad():
             found = _Normalize._gradients(ctx, grad, x, weight, mean, inverse)
         once = (
-            "batch_norm over a sharded batch has no derivatives of its gradient, and these are asked for "
-            "(create_graph=True); normalize with LayerNorm or GroupNorm, or keep the batch whole: write R for the module's "
-            "<in> in the plan's shard section"
+            "batch_norm over a sharded batch has no second derivatives, which create_graph=True requests; normalize "
+            "with LayerNorm or GroupNorm, or replicate the batch: write R for the module's <in> in the plan's shard "
+            "section"
         )
         return *differentiable_once(found, (grad, x, weight), once), None, None, None, None
 

@@ -120,8 +120,8 @@ def stack_rule(call: OpCall) -> Decision | None:
     other = next((s.mesh for s in call.operands if frozenset(s.mesh.mesh.flatten().tolist()) != first), None)
     if other is not None:
         raise OpPlacementError(
-            f"{call.op}: numbers on {call.mesh} and on {other}, which have other ranks; expected meshes over the same "
-            "ranks: take the numbers out with full_tensor(), and bring them to all ranks"
+            f"{call.op}: numbers on {call.mesh} and on {other}, which have different ranks; expected meshes over the "
+            "same ranks: read the numbers with full_tensor(), and send them to all ranks"
         )
     whole = (Replicate(),) * call.mesh.ndim
     return Decision(tuple(tuple(spec.placements) for spec in call.operands), (whole,), local=call.op)

@@ -86,7 +86,7 @@ def _embedding(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dic
     if call.renorms:
         raise UnsupportedOpError(
             f"{_OP}: max_norm with a table of placements {tuple(weight.placements)} and indices of placements "
-            f"{tuple(indices.placements)} needs the rows of other ranks; leave it out, or replicate both"
+            f"{tuple(indices.placements)} needs rows of other ranks; remove max_norm, or replicate both"
         )
     padding = padding + weight.shape[0] if padding is not None and padding < 0 else padding
     return _lookup(context, weight, indices, padding, call.counts)
@@ -165,7 +165,7 @@ def _embedding_bag(context: OpContext, func: Any, args: tuple[Any, ...], kwargs:
     if any(rows) and (options["max_norm"] is not None or options["scale_grad_by_freq"]):
         raise UnsupportedOpError(
             f"{name}: max_norm and scale_grad_by_freq over bags of shape {tuple(bags.shape)} with placements "
-            f"{tuple(bags.placements)} need the bags of other ranks; leave them out, or let the module's <in> be R"
+            f"{tuple(bags.placements)} need the bags of other ranks; remove them, or write R for the module's <in>"
         )
     for operand in ("input", "offsets", "per_sample_weights"):
         if isinstance(options[operand], DTensor):

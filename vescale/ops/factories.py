@@ -108,8 +108,8 @@ def random_rule(call: OpCall) -> Decision | None:
     """Refuse what no handler of :mod:`vescale.rng` has run before."""
     spec = call.operands[0]
     raise OpPlacementError(
-        f"{call.op} on a tensor of shape {tuple(spec.shape)} placed as {spec.placements}: every rank's generator would "
-        "draw different numbers, unlike one device; call vescale.rng.enable(), or draw on a replicated tensor and "
+        f"{call.op} on a tensor of shape {tuple(spec.shape)} placed as {spec.placements}: unlike on one device, each "
+        "rank's generator would draw its own numbers; call vescale.rng.enable(), or draw on a replicated tensor and "
         "redistribute the result"
     )
 

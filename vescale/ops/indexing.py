@@ -243,7 +243,7 @@ def _targets(x: Any, dim: int, index: Any, by_parts: bool = True) -> tuple[tuple
 
 def _look_up(x: DTensor, local: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Of a rank's part ``local`` of ``x``: the values at those global indices that it has, zeros for the others."""
-    require_in_bounds(index, x.shape[dim], _OP, "check the indices, or the size of the dim that they point into")
+    require_in_bounds(index, x.shape[dim], _OP, "check the indices, or the size of the dim that they refer to")
     coordinate = x.device_mesh.get_coordinate()
     assert coordinate is not None  # only ranks of the mesh run functions of its models
     region = local_region(tuple(x.shape), tuple(x.placements), tuple(x.device_mesh.shape), coordinate)

@@ -321,15 +321,15 @@ def _refuse_bad_labels(scores: torch.Tensor, num_bad: int) -> None:
     if num_bad:
         last = scores.shape[min(scores.ndim - 1, 1)] - 1
         raise IndexBoundsError(
-            f"nll_loss: {num_bad} labels are out of bounds; a label is a class 0..{last} "
-            "or ignore_index: check the labels, or the model's number of classes"
+            f"nll_loss: {num_bad} labels are out of bounds; expected classes 0..{last} or ignore_index: check the "
+            "labels, or the model's number of classes"
         )
 
 
 def _mixed_loss(scores: torch.Tensor, target: Any) -> str:
     return (
-        f"nll_loss: plain scores of shape {tuple(scores.shape)} with labels placed as {tuple(target.placements)}; use the "
-        "model's own output for the scores, or plain labels"
+        f"nll_loss: plain scores of shape {tuple(scores.shape)} with labels placed as {tuple(target.placements)}; "
+        "pass the model's own output as the scores, or plain labels"
     )
 
 

@@ -135,8 +135,8 @@ def _error(op: Any, x: Any, what: str, edit: str) -> OpPlacementError:
     name = str(op).removeprefix("aten.").partition(".")[0]
     placed = tuple(x.placements) if isinstance(x, DTensor) else "a plain tensor"
     return OpPlacementError(
-        f"{name} gives a tensor of shape {tuple(x.shape)} placed as {placed} {what}: ranks hold parts of it, whose order in "
-        f"memory is not that of the whole tensor. Expected {edit}"
+        f"{name} gives a tensor of shape {tuple(x.shape)} placed as {placed} {what}: ranks hold parts of it, whose "
+        f"memory order differs from that of the whole tensor. Expected {edit}"
     )
 
 
@@ -151,8 +151,8 @@ def _has_same_storage_numel(op: Any, args: tuple[Any, ...], kwargs: dict[str, An
     primal, tangent = args
     if is_tracing():
         raise TransformError(
-            f"torch.func.linearize of a function of DTensors (here of shape {tuple(primal.shape)}): its trace takes their "
-            "local tensors for constants, and the function that it returns would not depend on the tangent. Expected "
-            "torch.func.jvp(function, primals, tangents), which computes the same for one tangent"
+            f"torch.func.linearize of a function of DTensors (here of shape {tuple(primal.shape)}): its trace treats "
+            "their local tensors as constants, so that the function that it returns would not depend on the tangent. "
+            "Expected torch.func.jvp(function, primals, tangents), which computes the same for one tangent"
         )
     return bool(primal.numel() == tangent.numel())

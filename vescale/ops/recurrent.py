@@ -63,8 +63,8 @@ def _packed(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[s
     dropout, train = args[6:8] if func in _RECURRENT else (0.0, False)
     if dropout and train and draws_rows():
         raise RandomOpError(
-            f"torch.{name} of a packed sequence with dropout={dropout} draws for all rows at once, and a pipeline runs a "
-            "part of them at a time; give it padded tensors, or microbatches=1 (with GPipe)"
+            f"torch.{name} of a packed sequence with dropout={dropout} draws for all rows at once, but a pipeline "
+            "runs a part of them at a time; pass padded tensors, or use microbatches=1 (with GPipe)"
         )
 
     def whole(x: Any) -> Any:

@@ -89,8 +89,8 @@ class StateTensor:
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != self.shape or value.dtype != self.dtype:
             found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise OptimizerError(
-                f"{what} of the state dict is {found}; this optimizer has {self.dtype} of shape {self.shape}. Make it with "
-                "the block_size, block, min_numel and state_dtype of the one that was saved"
+                f"{what} of the state dict is {found}; this optimizer has {self.dtype} of shape {self.shape}. Create "
+                "it with the same block_size, block, min_numel and state_dtype as the one that was saved"
             )
         value = value.detach().to(parameter.device, copy=True)  # two optimizers must not write to one state
         if self.placements is None or not isinstance(parameter, DTensor):
@@ -150,9 +150,9 @@ def check_states(name: str, parameter: torch.Tensor, group: Mapping[str, Any], s
                 continue
         found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise OptimizerError(
-            f"the state {key!r} of parameter {name} is {found}, and the options of its group describe {wanted.dtype} of "
-            f"shape {wanted.shape}. States keep the form in which they were made: leave block_size, block, min_numel, "
-            "state_dtype and master_weights of a group as they are, or make a new optimizer with other ones"
+            f"the state {key!r} of parameter {name} is {found}, but the options of its group describe {wanted.dtype} "
+            f"of shape {wanted.shape}. States keep the form in which they were created: do not change block_size, "
+            "block, min_numel, state_dtype and master_weights of a group, or create a new optimizer"
         )
 
 
@@ -174,8 +174,8 @@ def check_blocks(name: str, parameter: torch.Tensor, group: Mapping[str, Any]) -
     rank = int(mesh.mesh[cut.coordinate])
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     raise MatrixBlocksError(
-        f"parameter {name} of shape {shape} is placed as {placements}: the part of rank {rank} ends inside of block "
-        f"{cut.block} ({cut.elements}) of {blocks}, which are quantized together and must not be cut. "
+        f"parameter {name} of shape {shape} is placed as {placements}: the part of rank {rank} ends inside block "
+        f"{cut.block} ({cut.elements}) of {blocks}, which is quantized as a whole and must not be divided. "
         + how_to_fix(name, shape, placements, mesh_shape, names, blocks)
     )
 
@@ -195,8 +195,12 @@ def how_to_fix(
         # The axes that cut while the module computes: a layout at rest changes nothing about that.
         cuts = ", ".join(f"{p} on {axis_names[axis]!r}" for axis, p in enumerate(others) if not p.is_replicate())
         size = next((n for n in (128, 64, 32, 16, 8) if _is_whole(FlatBlocks(n), shape, others, mesh_shape)), None)
-        finer = f"Give it a param group with block_size={size}, of which none is cut" if size else "Cut another dim"
-        return f"{cuts} makes such parts. {finer}, or one with a min_numel above its {count} elements"
+        finer = (
+            (f"Put it into a param group with block_size={size}, with which no block is divided")
+            if size
+            else "Shard another dim"
+        )
+        return f"{cuts} creates such parts. {finer}, or into one with a min_numel above its {count} elements"
     axes = [axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
     axes += [axis for axis, p in enumerate(placements) if not p.is_replicate()]
     granule = blocks.granule(shape)
@@ -354,8 +358,8 @@ class AdamW8bit(ExactStates):
         expected = state_tensors(parameter, group)
         if missing := [key for key in ("step", *expected) if key not in state]:
             raise OptimizerError(
-                f"the state dict has no {missing[0]!r} for parameter {name}, only {sorted(state)}; it was saved by another "
-                "optimizer, or with other options"
+                f"the state dict has no {missing[0]!r} for parameter {name}, only {sorted(state)}; it was saved by a "
+                "different optimizer, or with different options"
             )
         step = torch.as_tensor(state["step"], dtype=torch.float32).detach()
         found: dict[str, Any] = {"step": step.to(parameter.device if group["capturable"] else "cpu", copy=True)}
@@ -370,7 +374,7 @@ class AdamW8bit(ExactStates):
             with torch.enable_grad():
                 loss = closure()
         if not all(group["capturable"] for group in self.param_groups):
-            check_no_capture("the step's number and corrections", "make the optimizer with capturable=True")
+            check_no_capture("the step count and bias corrections", "create the optimizer with capturable=True")
         for index in range(len(self.param_groups)):
             self._make_states(index)
         listed = [
@@ -494,14 +498,14 @@ class AdamW8bit(ExactStates):
 def adamw8bit_layout(
     block_size: int = 256, *, block: tuple[int, int] | None = None, min_numel: int = 4096
 ) -> Callable[[str, Any], int | None]:
-    """An ``orig_param_policy`` for ``fully_shard`` with which no boundary between ranks cuts a block of
+    """An ``orig_param_policy`` for ``fully_shard`` with which no boundary between ranks divides a block of
     :class:`AdamW8bit`; pass the optimizer's arguments.
 
     The policy returns the number of elements that stay together, None for parameters that are not quantized.
 
     Args:
         block_size, min_numel: the optimizer's.
-        block: what stays together beside: a granularity, as of ``RaggedShard``.
+        block: what else stays together: a granularity, as of ``RaggedShard``.
     """
     blocks = FlatBlocks(block_size) if block is None else RowBlocks(*block)
 
@@ -544,7 +548,7 @@ def _check_group(group: dict[str, Any]) -> None:
     lr, (beta1, beta2) = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1:
-            raise OptimizerError(f"lr is a tensor of shape {tuple(lr.shape)}; give one number")
+            raise OptimizerError(f"lr is a tensor of shape {tuple(lr.shape)}; pass a single number")
     elif not lr >= 0:
         raise OptimizerError(f"lr is {lr}; expected 0 or more")
     for name, beta in (("betas[0]", beta1), ("betas[1]", beta2)):
@@ -571,10 +575,11 @@ def _check_group(group: dict[str, Any]) -> None:
         raise OptimizerError(f"state_dtype is {group['state_dtype']}; expected torch.{', torch.'.join(STATE_DTYPES)}")
     if group["stochastic_rounding"] and group["master_weights"]:
         raise OptimizerError(
-            "stochastic_rounding and master_weights exclude each other: a copy in float32 needs no rounding"
+            "stochastic_rounding and master_weights exclude each other, because a float32 copy needs no rounding; "
+            "pass one of them"
         )
     if group["stochastic_rounding"] and group["capturable"]:
-        raise OptimizerError("stochastic_rounding draws on the host, by the step's number; use it without capturable")
+        raise OptimizerError("stochastic_rounding draws on the host, by the step count; use it without capturable")
     if group["skip_nonfinite"] and group["capturable"]:
         raise OptimizerError("skip_nonfinite decides on the host; use it without capturable")
 
@@ -584,5 +589,6 @@ def _check_parameter(name: str, parameter: torch.Tensor, group: dict[str, Any]) 
         raise OptimizerError(f"parameter {name} is {parameter.dtype}; AdamW8bit updates real floating-point parameters")
     if group["stochastic_rounding"] and parameter.dtype == torch.float16:
         raise OptimizerError(
-            f"parameter {name} is {parameter.dtype}; stochastic rounding is to bfloat16. Use bfloat16, or master_weights"
+            f"parameter {name} is {parameter.dtype}; stochastic rounding needs bfloat16 parameters. Use bfloat16, or "
+            "master_weights"
         )

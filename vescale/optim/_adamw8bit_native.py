@@ -167,7 +167,7 @@ def update_all(updates: Sequence[Update]) -> None:
         raise OptimizerError(
             f"AdamW8bit got states of {row['numel']} elements and {row['num_maxima']} maxima for a part of "
             f"{row['matrices']} x {row['rows']} x {row['columns']} elements in blocks of {row['block_rows']} x "
-            f"{row['block_columns']}: its tensors have been replaced. Put states in place with load_state_dict"
+            f"{row['block_columns']}: its tensors have been replaced. Load states with load_state_dict"
         )
 
 

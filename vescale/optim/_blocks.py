@@ -90,8 +90,8 @@ class Blocks(ABC):
         self, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
     ) -> UnevenBlocksError:
         return UnevenBlocksError(
-            f"a tensor of shape {shape} is placed as {placements} on a mesh of {mesh_shape}, which leaves ranks uneven "
-            f"numbers of {self} that no placement describes; cut it evenly, or over one axis"
+            f"a tensor of shape {shape} is placed as {placements} on a mesh of {mesh_shape}, which would give ranks "
+            f"uneven numbers of {self}, for which there is no placement; shard it evenly, or over a single axis"
         )
 
     @abstractmethod

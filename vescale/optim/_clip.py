@@ -76,8 +76,8 @@ def stages_that_wait() -> dict[dist.ProcessGroup, torch.Tensor]:
         groups = pipeline_groups()
     if len(groups) > 1:
         raise OptimizerError(
-            f"the norm of no gradients, while {len(groups)} models in stages exist: which one's other stages wait for this "
-            "rank cannot be known. Give the parameters themselves, also those without a gradient: "
+            f"no gradients were passed, and there are {len(groups)} models in stages: it is not known whose other "
+            "stages wait for this rank. Pass the parameters themselves, including those without a gradient: "
             "vescale.optim.clip_grad_norm_(model.parameters(), ...)"
         )
     return groups
@@ -130,14 +130,16 @@ def _ranks_of(spec: DTensorSpec) -> AxisGroup | None:
     if mesh.get_coordinate() is None:
         raise OptimizerError(
             f"a gradient of shape {tuple(spec.shape)} is on {mesh}, which rank {dist.get_rank()} is not part of, so "
-            "that it cannot know that gradient's part of the norm; give every rank gradients of its own meshes only, and "
-            "combine get_total_norm() of the sets over all ranks"
+            "that it cannot compute that gradient's part of the norm; pass gradients of a rank's own meshes only, "
+            "and combine the results of get_total_norm() over all ranks"
         )
     axes = tuple(
         axis for axis, placement in enumerate(placements) if not placement.is_replicate() and mesh.size(axis) > 1
     )
     if any(placements[axis].is_partial() for axis in axes):
-        raise OptimizerError(f"the norm of a pending reduction {placements} is not the norm of its parts; reduce it")
+        raise OptimizerError(
+            f"the norm of a pending reduction {placements} cannot be computed from its parts; reduce it first"
+        )
     return axis_group(mesh, axes) if axes else None
 
 
@@ -358,8 +360,8 @@ def _listed(tensors: _Tensors, caller: str) -> list[torch.Tensor]:
     listed = list(tensors)
     if was_iterator and not listed:
         warnings.warn(
-            f"{caller} got an iterator that has nothing left, so that no gradient is clipped; pass "
-            "`model.parameters()` anew each time, or a list",
+            f"{caller} got an exhausted iterator, so that no gradient would be clipped; call `model.parameters()` "
+            "again each time, or pass a list",
             UserWarning,
             stacklevel=4,
         )

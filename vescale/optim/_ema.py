@@ -130,12 +130,12 @@ class EMA:
 
     def _check(self, present: dict[str, torch.Tensor]) -> None:
         if gone := [name for name in self._averages if name not in present]:
-            raise OptimizerError(f"the model has no {gone[0]} any more, of which there is an average; make a new EMA")
+            raise OptimizerError(f"the model no longer has {gone[0]}, of which there is an average; create a new EMA")
         for name, average in self._averages.items():
             if _form(average) != _form(present[name]):
                 raise OptimizerError(
-                    f"{name} is {_form(present[name])}, and its average {_form(average)}; make the EMA after the model is "
-                    "sharded, and a new one when it is sharded anew"
+                    f"{name} is {_form(present[name])}, and its average {_form(average)}; create the EMA after the "
+                    "model is sharded, and a new one if it is sharded again"
                 )
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class EMA:
         for name, average in self._averages.items():
             if saved[name].shape != average.shape:
                 found, expected = tuple(saved[name].shape), tuple(average.shape)
-                raise OptimizerError(f"the saved average of {name} has shape {found}, and its parameter {expected}")
+                raise OptimizerError(f"the saved average of {name} has shape {found}, but its parameter {expected}")
         for name, average in self._averages.items():
             value = saved[name].detach()
             if isinstance(average, DTensor):
@@ -191,7 +191,7 @@ class _Swapped:
 def _start(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """An average that begins with the value of ``tensor``."""
     if tensor.is_meta:
-        raise OptimizerError(f"{name} is on the meta device; make the EMA when the model has values")
+        raise OptimizerError(f"{name} is on the meta device; create the EMA after the model has values")
     dtype = torch.float32 if tensor.dtype in _LOW_PRECISION else tensor.dtype
     with torch.no_grad():
         local = local_part(tensor).to(dtype, copy=True)

@@ -10,5 +10,5 @@ def check_no_capture(what: str, fix: str) -> None:
     """Raises ValueError while the current stream is captured. ``what`` the host computes, and the edit."""
     if is_capturing():
         raise OptimizerError(
-            f"a step is being captured in a graph, and the host computes {what}: every replay would repeat it; {fix}"
+            f"a step is being captured in a graph, but the host computes {what}: every replay would repeat it; {fix}"
         )

@@ -75,9 +75,9 @@ class LinkedRanks:
     def _absence(self, late: Sequence[int], limit: timedelta) -> OptimizerError:
         return OptimizerError(
             f"skip_nonfinite: rank {dist.get_rank()} takes a step of {self._kind} together with the ranks of its "
-            f"meshes, and ranks {list(late)} did not come within {limit}. All ranks of a mesh, and of its slices, "
-            "must make the optimizer and call step() as often; models that are trained apart need meshes of "
-            "their own"
+            f"meshes, and ranks {list(late)} did not arrive within {limit}. All ranks of a mesh, and of its slices, "
+            "must create the optimizer, and call step() the same number of times; models that are trained separately "
+            "need separate meshes"
         )
 
 

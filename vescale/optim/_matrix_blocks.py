@@ -64,8 +64,8 @@ def matrix_grid(shape: Sequence[int], blocks: Any, name: str) -> MatrixGrid:
     shape = tuple(shape)
     if len(shape) not in (2, 3):
         raise MatrixBlocksError(
-            f"parameter {name!r} has shape {shape}; a matrix has 2 dims, a stack of matrices 3: give it a group with "
-            'algorithm="adamw"'
+            f"parameter {name!r} has shape {shape}; expected 2 dims (a matrix) or 3 (a stack of matrices): put it "
+            'into a group with algorithm="adamw"'
         )
     first = len(shape) - 2
     cuts = [tuple(range(size + 1)) if dim < first else (0, size) for dim, size in enumerate(shape)]
@@ -75,14 +75,14 @@ def matrix_grid(shape: Sequence[int], blocks: Any, name: str) -> MatrixGrid:
         if isinstance(counts, int):
             if counts < 1 or size % counts:
                 raise MatrixBlocksError(
-                    f"blocks={blocks!r} of parameter {name!r}: {counts} does not divide the {size} indices of dim {dim} of "
-                    f"its matrices ({shape}); give a divisor, or a list of sizes that sum to {size}"
+                    f"blocks={blocks!r} of parameter {name!r}: {counts} does not divide the {size} indices of dim "
+                    f"{dim} of its matrices ({shape}); pass a divisor, or a list of sizes that sum to {size}"
                 )
             counts = (size // counts,) * counts
         if sum(counts) != size or any(count < 1 for count in counts):
             raise MatrixBlocksError(
-                f"blocks={blocks!r} of parameter {name!r}: the sizes sum to {sum(counts)}, and dim {dim} of its matrices "
-                f"has {size} indices ({shape}); give positive sizes that sum to {size}"
+                f"blocks={blocks!r} of parameter {name!r}: the sizes sum to {sum(counts)}, but dim {dim} of its "
+                f"matrices has {size} indices ({shape}); pass positive sizes that sum to {size}"
             )
         cuts[first + dim] = (0, *itertools.accumulate(counts))
     return _grid(shape, tuple(cuts), first)
@@ -97,8 +97,8 @@ def _parsed(blocks: Any, name: str) -> tuple[int, int | tuple[int, ...]]:
     is_list = isinstance(counts, Sequence) and not isinstance(counts, str) and all(type(c) is int for c in counts)
     if dim not in (0, 1, -1, -2) or not (is_count or is_list):
         raise MatrixBlocksError(
-            f"blocks={blocks!r} of parameter {name!r}; give a number of equal blocks of rows, a list of row counts, or "
-            '("dim", d, number or list) with d 0 or 1'
+            f"blocks={blocks!r} of parameter {name!r}; pass a number of equal blocks of rows, a list of row counts, "
+            'or ("dim", d, number or list) with d = 0 or 1'
         )
     return dim % 2, counts if is_count else tuple(counts)
 

@@ -98,8 +98,9 @@ def check_same_algorithms(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
         found = theirs.get(name, (algorithm, blocks))
         if found != (algorithm, blocks):
             raise OptimizerError(
-                f"parameter {name!r} was saved with algorithm={found[0]!r} and blocks={found[1]!r}, and this optimizer has "
-                f"algorithm={algorithm!r} and blocks={blocks!r}; make the groups alike, or load the parameters only"
+                f"parameter {name!r} was saved with algorithm={found[0]!r} and blocks={found[1]!r}, but this "
+                f"optimizer has algorithm={algorithm!r} and blocks={blocks!r}; create the same groups, or load only "
+                "the parameters"
             )
 
 
@@ -211,7 +212,7 @@ class MatrixOptimizer(ExactStates):
     def _check_capture(self) -> None:
         """Raises ValueError while a CUDA graph is captured and the host computes something of a step."""
         if any(group["algorithm"] == "adamw" and not group["capturable"] for group in self.param_groups):
-            check_no_capture("AdamW's step number", 'give groups with algorithm="adamw" capturable=True')
+            check_no_capture("AdamW's step number", 'set capturable=True in groups with algorithm="adamw"')
 
     # The interface of torch.optim.
 
@@ -245,7 +246,8 @@ class MatrixOptimizer(ExactStates):
             for tensor in param_group["params"]:
                 if tensor.is_complex() or not tensor.is_floating_point():
                     raise OptimizerError(
-                        f"a parameter of shape {tuple(tensor.shape)} is {tensor.dtype}; expected a real float"
+                        f"a parameter of shape {tuple(tensor.shape)} is {tensor.dtype}; expected a real "
+                        "floating-point dtype"
                     )
             if self._parameters is not None:
                 self._follow(announces=True)
@@ -279,8 +281,8 @@ class MatrixOptimizer(ExactStates):
         options = ADAMW_DEFAULTS if group["algorithm"] == "adamw" else self.defaults
         if missing := sorted(options.keys() - group.keys() - {"differentiable"}):  # torch gives that to copies
             raise OptimizerError(
-                f"a group has algorithm={group['algorithm']!r} and no {missing}: it was made for another algorithm; "
-                "give its parameters to add_param_group() of this one"
+                f"a group has algorithm={group['algorithm']!r} and no {missing}: it was created for a different "
+                "algorithm; pass its parameters to add_param_group() of this optimizer"
             )
         if group["algorithm"] != "adamw":
             self._check_group(group)
@@ -297,9 +299,9 @@ class MatrixOptimizer(ExactStates):
                 continue  # made when they are needed, and kept
             if shape != expected.get(name):
                 raise OptimizerError(
-                    f"parameter {parameter.name!r} has a state {name!r} of shape {shape}, and expects "
-                    f"{expected.get(name)} with {self._shown_options(parameter.group)}: it was made for other options; keep "
-                    "these, or begin anew: del optimizer.state[parameter]"
+                    f"parameter {parameter.name!r} has a state {name!r} of shape {shape}; expected "
+                    f"{expected.get(name)} with {self._shown_options(parameter.group)}: it was created for different "
+                    "options; keep those, or reset it: del optimizer.state[parameter]"
                 )
 
     def _shown_options(self, group: Mapping[str, Any]) -> str:

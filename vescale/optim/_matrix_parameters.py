@@ -269,12 +269,13 @@ def _place(tensor: torch.Tensor, name: str) -> TensorPlace:
     spec = spec_of(tensor)
     if spec.mesh.get_coordinate() is None:
         raise OptimizerError(
-            f"parameter {name!r} is on {spec.mesh}, which rank {dist.get_rank()} is not part of; give every rank the "
-            "parameters of its own meshes only"
+            f"parameter {name!r} is on {spec.mesh}, which rank {dist.get_rank()} is not part of; pass only the "
+            "parameters of a rank's own meshes"
         )
     if any(placement.is_partial() for placement in spec.placements):
         raise OptimizerError(
-            f"parameter {name!r} has the placements {spec.placements}: a pending sum cannot be a parameter"
+            f"parameter {name!r} has the placements {spec.placements}: a parameter cannot be a pending sum; "
+            "redistribute it first"
         )
     return TensorPlace(tuple(tensor.shape), spec.mesh, tuple(spec.placements))
 

@@ -36,7 +36,7 @@ def checked_coefficients(given: object) -> Coefficients:
     rows = [given] if isinstance(given, Sequence) and given and not isinstance(given[0], Sequence) else given
     if not isinstance(rows, Sequence) or not rows or any(not isinstance(r, Sequence) or len(r) != 3 for r in rows):
         raise OptimizerError(
-            f"coefficients={given!r}; give three numbers (a, b, c), or a list of such triples, one for each step"
+            f"coefficients={given!r}; pass three numbers (a, b, c), or a list of such triples, one for each step"
         )
     return tuple((float(a), float(b), float(c)) for a, b, c in rows)
 
@@ -122,11 +122,11 @@ class Muon(MatrixOptimizer):
     ``ns_dtype``.
 
     Args:
-        params: parameters, named or not, or groups; :func:`~vescale.optim.muon_groups` makes them by name. Options of a
+        params: parameters, named or not, or groups; :func:`~vescale.optim.muon_groups` creates them by name. Options of a
             group: ``algorithm``: ``"muon"`` (default) or ``"adamw"``, whose options are ``lr=1e-3, betas=(0.9, 0.999),
             eps=1e-8, weight_decay=1e-2, capturable=False`` unless the group has its own: they are not Muon's.
             ``capturable``: AdamW's step number, and an ``lr`` that is a tensor, stay on the device (CUDA graphs).
-            ``blocks``: which parts of each matrix are matrices of their own, for example fused projections: ``n`` equal
+            ``blocks``: which parts of each matrix are separate matrices, for example in fused projections: ``n`` equal
             blocks of rows, a list of row counts, or ``("dim", 1, n or list)`` for columns. A parameter of 3 dims
             ``[E, m, n]`` is E matrices, each cut by ``blocks``.
         lr, weight_decay: decay is by ``lr`` itself, not adjusted. A tensor is never read by the host for matrices.
@@ -136,8 +136,9 @@ class Muon(MatrixOptimizer):
         norm_dtype: in which the norm is taken, before the cast to ``ns_dtype``; None: after the cast.
         adjust_lr: ``s(m, n)`` of each block: ``"original"`` sqrt(max(1, m/n)), ``"match_rms_adamw"`` 0.2 sqrt(max(m,
             n)), ``"spectral"`` sqrt(m/n).
-        batch: up to so many matrices of one shape are iterated together on their owner. More than 1 uses other kernels,
-            which round otherwise: results then depend on the mesh, in bfloat16 by about 1e-2 of an update.
+        batch: the maximum number of matrices of one shape that are iterated together on their owner. More than 1 uses
+            other kernels, which round otherwise: results then depend on the mesh, in bfloat16 by about 1e-2 of an
+                update.
         orthogonalize: ``f(U) -> O`` in place of Newton-Schulz, for variants; [m, n], or [b, m, n] with ``batch``. The
             result travels with the parameter's dtype.
         skip_nonfinite: leave everything as it is, on all ranks, in a step in which any gradient has inf or nan: those
@@ -147,7 +148,7 @@ class Muon(MatrixOptimizer):
         compare_gradients: compare in each step which gradients ranks have, so that one that is missing on some ranks
             counts as zeros there. One small all-reduce. None: where something travels anyway; elsewhere gradients that
             the engines of this package make are alike.
-        bucket_bytes: an owner receives about so many in one all-to-all.
+        bucket_bytes: about how many bytes an owner receives in one all-to-all.
 
     Raises:
         ValueError: options without meaning, parameters that are no matrices, or that differ between ranks.
@@ -177,7 +178,7 @@ class Muon(MatrixOptimizer):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         if orthogonalize is not None and not callable(orthogonalize):
-            raise OptimizerError(f"orthogonalize={orthogonalize!r}; give a function of a matrix, or None")
+            raise OptimizerError(f"orthogonalize={orthogonalize!r}; pass a function of a matrix, or None")
         self._orthogonalize = orthogonalize
         defaults = {
             "lr": lr,
@@ -206,17 +207,17 @@ class Muon(MatrixOptimizer):
         lr, wanted = group["lr"], "a number >= 0"
         if isinstance(lr, torch.Tensor):
             if lr.numel() != 1:
-                raise OptimizerError(f"lr has {lr.numel()} elements; give one number")
+                raise OptimizerError(f"lr has {lr.numel()} elements; pass a single number")
         elif not lr >= 0:
             raise OptimizerError(f"lr={lr!r}; give {wanted}")
         for name in ("weight_decay", "momentum", "eps"):
             if not group[name] >= 0:
                 raise OptimizerError(f"{name}={group[name]!r}; give {wanted}")
         if group["adjust_lr"] not in _ADJUSTMENTS:
-            raise OptimizerError(f"adjust_lr={group['adjust_lr']!r}; give one of {sorted(_ADJUSTMENTS)}")
+            raise OptimizerError(f"adjust_lr={group['adjust_lr']!r}; pass one of {sorted(_ADJUSTMENTS)}")
         for name, least in (("ns_steps", 0), ("batch", 1)):
             if not isinstance(group[name], int) or not least <= group[name]:
-                raise OptimizerError(f"{name}={group[name]!r}; give an integer >= {least}")
+                raise OptimizerError(f"{name}={group[name]!r}; pass an integer >= {least}")
         for name in ("ns_dtype", "norm_dtype"):
             if group[name] is not None or name == "ns_dtype":
                 group[name] = dtype_name(group[name], name)
@@ -285,8 +286,8 @@ class Muon(MatrixOptimizer):
         found = self._orthogonalize(values)
         if found.shape != values.shape:
             raise OptimizerError(
-                f"orthogonalize was given {tuple(values.shape)} and returned {tuple(found.shape)}; return the shape "
-                "that was given"
+                f"orthogonalize got a matrix of shape {tuple(values.shape)} and returned one of shape "
+                f"{tuple(found.shape)}; return a matrix of the same shape"
             )
         return found.to(values.dtype)
 
@@ -309,8 +310,8 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for :class:`~vescale.optim.Muon`, with the parameters' names, and print who is where.
 
-    Parameters with 2 or 3 dims are Muon's, all others AdamW's. Nothing in a tensor tells an embedding or a head from a
-    hidden weight: name those in ``adamw``. A tied parameter is AdamW's if any of its names matches.
+    Parameters with 2 or 3 dims are Muon's, all others AdamW's. A tensor does not show whether it is an embedding or
+    head, or a hidden weight: name those in ``adamw``. A tied parameter is AdamW's if any of its names matches.
 
     Args:
         model: before or after it is sharded; frozen parameters have a place, too.
@@ -338,10 +339,10 @@ def muon_groups(
         pattern = with_blocks.get(parameter)
         if parameter in for_adamw or parameter.ndim not in (2, 3):
             if pattern is not None:
-                why = f"matches {for_adamw[parameter]!r} of adamw" if parameter in for_adamw else "is no matrix"
+                why = f"matches {for_adamw[parameter]!r} of adamw" if parameter in for_adamw else "is not a matrix"
                 raise MatrixBlocksError(
-                    f"blocks has {pattern!r} for parameter {names[0]!r} of shape {tuple(parameter.shape)}, which {why}; "
-                    "drop one of the two"
+                    f"blocks has {pattern!r} for parameter {names[0]!r} of shape {tuple(parameter.shape)}, which "
+                    f"{why}; remove one of the two"
                 )
             rest.append((names[0], parameter))
             continue
@@ -365,7 +366,7 @@ def _matching(
     """The first pattern that matches a name of each parameter; raises ValueError for one that matches none, nor one of those
     that other stages of a pipeline have."""
     if isinstance(patterns, str):
-        raise MatrixBlocksError(f"{what}={patterns!r}; give a list of patterns")
+        raise MatrixBlocksError(f"{what}={patterns!r}; pass a list of patterns")
     found: dict[nn.Parameter, str] = {}
     for pattern in patterns:
         path = Path.parse(pattern)
@@ -411,20 +412,20 @@ def muon_layout(
 ) -> Callable[[str, torch.Tensor], int | None]:
     """An ``orig_param_policy`` that keeps each matrix of Muon whole on one rank, so that its step communicates nothing.
 
-    ``fully_shard(block, orig_param_policy=muon_layout(block))`` plans buffers whose cuts go between matrices. Ranks
-    then hold unequal parts, and the buffer has padding where matrices are few: ``fully_shard``'s report and
-    ``plan_layout`` tell how much. Blocks of rows stay apart; blocks of columns do not form runs of memory, so that the
-    matrix stays whole.
+    ``fully_shard(block, orig_param_policy=muon_layout(block))`` plans buffers whose shard boundaries fall between
+    matrices. Ranks then hold unequal parts, and the buffer has padding where matrices are few: ``fully_shard``'s report
+    and ``plan_layout`` tell how much. Blocks of rows stay apart; blocks of columns do not form runs of memory, so that
+    the matrix stays whole.
 
     In a plan, write the same block: ``plan.shard(path, RaggedShard(block=m * n), ...)``.
 
     Args:
-        model: the module that is given to ``fully_shard``, or one that it is in.
+        model: the module that is passed to ``fully_shard``, or one that contains it.
         groups: of :func:`muon_groups` of this module, for its ``blocks`` and what is left to AdamW; None: every
             parameter of 2 or 3 dims is one matrix, or a stack of matrices.
 
-    Returns ``policy(name, parameter)``: elements that stay together, None where a cut may be anywhere. It raises ValueError
-    for a parameter that the model did not have.
+    Returns ``policy(name, parameter)``: elements that stay together, or None if shard boundaries may be anywhere. It
+    raises ValueError for a parameter that the model did not have.
     """
     known = dict(model.named_parameters(remove_duplicate=False))
     specs: dict[nn.Parameter, Any] = {}
@@ -449,8 +450,8 @@ def muon_layout(
         found = parameter if parameter in sizes else own if own is not None and own.shape == parameter.shape else None
         if found is None:
             raise MatrixBlocksError(
-                f"muon_layout was made for a model without parameter {name!r} of shape {tuple(parameter.shape)}; make it of "
-                "the module that is given to fully_shard: orig_param_policy=muon_layout(block)"
+                f"muon_layout was created for a model without parameter {name!r} of shape {tuple(parameter.shape)}; "
+                "create it from the module that is passed to fully_shard: orig_param_policy=muon_layout(block)"
             )
         return sizes[found]
 

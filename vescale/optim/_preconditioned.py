@@ -108,10 +108,11 @@ def entries_of_all_stages(
             messages = rounds.exchange(message.encode(), lambda: f"{kind} plans in which steps matrices are due")
         except ConsensusError as error:
             raise OptimizerError(
-                f"{kind} plans in which steps matrices are due over all stages of the model, and ranks {list(error.ranks)} "
-                f"did not come within {rounds.timeout}. All stages must make the optimizer, and add groups to it (with no "
-                'parameters where they have none: {"params": []}); or give stagger=False, with which all matrices are due '
-                "together"
+                f"{kind} plans the steps in which matrices are due over all stages of the model, but ranks "
+                f"{list(error.ranks)} did not arrive within "
+                f"{rounds.timeout}. All stages must create the optimizer, and add the same groups to it (without "
+                "parameters where a stage has none: "
+                '{"params": []}); or pass stagger=False, with which all matrices are due together'
             ) from None
     found = [row for each in messages for row in json.loads(each)]
     return dict(sorted({(g, place, block): (cost, frequency) for g, place, block, cost, frequency in found}.items()))
@@ -126,15 +127,15 @@ class PreconditionedOptimizer(MatrixOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if not isinstance(group["lr"], torch.Tensor) and not group["lr"] >= 0:
-            raise OptimizerError(f"lr={group['lr']!r}; give a number >= 0")
+            raise OptimizerError(f"lr={group['lr']!r}; pass a number >= 0")
         for name in ("weight_decay", "eps"):
             if not group[name] >= 0:
-                raise OptimizerError(f"{name}={group[name]!r}; give a number >= 0")
+                raise OptimizerError(f"{name}={group[name]!r}; pass a number >= 0")
         if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-            raise OptimizerError(f"betas={group['betas']!r}; give two numbers, each at least 0 and less than 1")
+            raise OptimizerError(f"betas={group['betas']!r}; pass two numbers in [0, 1)")
         for name in ("precondition_frequency", "max_preconditioner_dim"):
             if type(group[name]) is not int or group[name] < 1:
-                raise OptimizerError(f"{name}={group[name]!r}; give a positive integer")
+                raise OptimizerError(f"{name}={group[name]!r}; pass a positive integer")
 
     def _check_capture(self) -> None:
         check_no_capture("which roots and bases are due", "call step() outside of the graph")

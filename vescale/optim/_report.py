@@ -67,8 +67,8 @@ def compare_parameters(described: Sequence[tuple[Sequence[int], str, str]]) -> N
         found = compare_descriptions({"parameters": members}, consensus, lambda: "planning an optimizer")
         if found is not None:
             raise OptimizerError(
-                f"the optimizer's {found.text()}; give every rank the same parameters, in the same order and groups, and "
-                "freeze the same ones"
+                f"the optimizer's {found.text()}; pass the same parameters on every rank, in the same order and "
+                "groups, and freeze the same ones"
             )
 
 
@@ -137,7 +137,7 @@ class OptimizerReport:
 def report(optimizer: Optimizer, *, file: TextIO | None = None) -> OptimizerReport:
     """What ``optimizer`` holds and sends for each parameter; the first rank prints it as a table. No communication.
 
-    Optimizers of :mod:`vescale.optim` know it. Of others, states are counted if there are some, and else those that a step
+    Optimizers of :mod:`vescale.optim` report them. For others, existing states are counted, or else those that a step
     with zeros makes (on the meta device, unless the optimizer reads values). Their bytes of a step are 0 if they update
     element by element; for ``torch.optim.Muon``, which
     works on whole matrices, those of gathering each sharded matrix once in bfloat16, the least that it can need.
@@ -230,7 +230,7 @@ def dtype_name(given: object, option: str) -> str:
     name = str(given).removeprefix("torch.")
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise OptimizerError(f"{option}={given}; give a floating dtype")
+        raise OptimizerError(f"{option}={given}; pass a floating-point dtype")
     return name
 
 

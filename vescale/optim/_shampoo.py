@@ -20,11 +20,11 @@ _GRAFT_EPS = 1e-8  # of Adam's step
 class Shampoo(PreconditionedOptimizer):
     """Shampoo on parameters in any placement; AdamW for groups with ``algorithm="adamw"``.
 
-    A matrix is cut into tiles of at most ``max_preconditioner_dim``. For each tile G, ``L = b2 L + (1 - b2) G G^T`` and
-    ``R = b2 R + (1 - b2) G^T G``; the direction is ``(L + eps)^(-1/4) G (R + eps)^(-1/4)``, scaled to the norm of the
-    grafted step. Decay is decoupled, as in AdamW. L and R are not corrected for their start at zero, which the scaling
-    would undo. Each tile is computed by one rank, which alone holds its states; results have the bits of one device on
-    any mesh.
+    A matrix is split into tiles of at most ``max_preconditioner_dim``. For each tile G, ``L = b2 L + (1 - b2) G G^T``
+    and ``R = b2 R + (1 - b2) G^T G``; the direction is ``(L + eps)^(-1/4) G (R + eps)^(-1/4)``, scaled to the norm of
+    the grafted step. Decay is decoupled, as in AdamW. L and R are not corrected for their start at zero, which the
+    scaling would undo. Each tile is computed by one rank, which alone holds its states; results have the bits of one
+    device on any mesh.
 
     In a step the gradient of each tile travels to the owner once, in the parameter's dtype, and the update once to each
     rank that holds it, in float32 at least.
@@ -37,10 +37,10 @@ class Shampoo(PreconditionedOptimizer):
             ``algorithm="shampoo"`` (default) or ``"adamw"``, and ``blocks``.
         betas: of the average of gradients (0: none, else corrected for its start at zero) and of L, R and Adam's
         square. eps: added to the eigenvalues of L and R.
-        precondition_frequency: roots are computed every so many steps.
+        precondition_frequency: the number of steps after which roots are recomputed.
         start_preconditioning_step: the grafted step is taken before; None: ``precondition_frequency``.
-        grafting: whose step gives the size: ``"adam"``, without momentum (eps 1e-8); ``"sgd"``, the gradient; None: no
-            scaling (before the first root, the gradient).
+        grafting: the method whose step determines the size: ``"adam"``, without momentum (eps 1e-8); ``"sgd"``, the
+            gradient; None: no scaling (before the first root, the gradient).
         stagger: the roots of different tiles are due in different steps of each ``precondition_frequency``; a tile's
             first root may then be up to so many steps later. The schedule depends on the tiles alone. False: all in the
             same step.
@@ -98,10 +98,10 @@ class Shampoo(PreconditionedOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         if group["grafting"] not in ("adam", "sgd", None):
-            raise OptimizerError(f'grafting={group["grafting"]!r}; give "adam", "sgd" or None')
+            raise OptimizerError(f'grafting={group["grafting"]!r}; pass "adam", "sgd" or None')
         start = group["start_preconditioning_step"]
         if start is not None and (type(start) is not int or start < 1):
-            raise OptimizerError(f"start_preconditioning_step={start!r}; give a positive integer, or None")
+            raise OptimizerError(f"start_preconditioning_step={start!r}; pass a positive integer, or None")
 
     def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
         group = parameter.group

@@ -96,7 +96,7 @@ class SOAP(PreconditionedOptimizer):
         super()._check_group(group)
         group["factor_dtype"] = dtype_name(group["factor_dtype"], "factor_dtype")
         if group["factor_dtype"] not in ("float32", "float64"):
-            raise OptimizerError(f"factor_dtype={group['factor_dtype']!r}; give torch.float64 or torch.float32")
+            raise OptimizerError(f"factor_dtype={group['factor_dtype']!r}; pass torch.float64 or torch.float32")
 
     def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
         shape = parameter.place.shape

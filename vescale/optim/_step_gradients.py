@@ -79,7 +79,7 @@ class StepGradients:
         for gradient, name in zip(gradients, names):
             if gradient is not None and gradient.is_sparse:
                 raise OptimizerError(
-                    f"parameter {name} has a sparse gradient; use an optimizer for those, or sparse=False"
+                    f"parameter {name} has a sparse gradient; use an optimizer for sparse gradients, or sparse=False"
                 )
         gradients = self._with_zeros(parameters, gradients, names)
         held = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -168,9 +168,9 @@ class StepGradients:
                     return {int(index): axes for index, axes in notes.get(self._step, {}).items()}
             if time.monotonic() > deadline:
                 raise OptimizerError(
-                    f"parameter {name} has no gradient on rank {dist.get_rank()}, which waits to learn whether rank {rank} "
-                    f"has one; that rank did not come to step {self._step} of its optimizer in time. All ranks of a mesh "
-                    "must call step()"
+                    f"parameter {name} has no gradient on rank {dist.get_rank()}, which waits to learn whether rank "
+                    f"{rank} has one; that rank did not reach step {self._step} of its optimizer in time. All ranks "
+                    "of a mesh must call step()"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -246,9 +246,9 @@ def agreed_gradients(
             )
         if status == _ELSEWHERE and lacks:
             raise OptimizerError(
-                f"parameter {parameter.name!r}: its gradient is missing on some ranks, and placed otherwise than the "
-                f"parameter ({parameter.place.placements}) on others; give every rank a gradient, or place "
-                "gradients as parameters"
+                f"parameter {parameter.name!r}: its gradient is missing on some ranks, and has other placements than "
+                f"the parameter ({parameter.place.placements}) on others; compute a gradient on every rank, with the "
+                "placements of the parameter"
             )
     if told and not finite:
         return None
@@ -300,7 +300,7 @@ def _status(parameter: MatrixParameter) -> tuple[int, str]:
     if gradient is None:
         return _NONE, ""
     if gradient.layout != torch.strided or gradient.is_complex():
-        return _UNUSABLE, f"its gradient is {gradient.layout} {gradient.dtype}; expected a dense real one"
+        return _UNUSABLE, f"its gradient is {gradient.layout} {gradient.dtype}; expected a dense real tensor"
     if gradient.shape != tensor.shape or isinstance(gradient, DTensor) != isinstance(tensor, DTensor):
         return _UNUSABLE, (
             f"its gradient is {kind_of(gradient)} of shape {tuple(gradient.shape)}; expected a "
@@ -353,7 +353,7 @@ def _compared(
         raise OptimizerError(
             f"parameter {differing[0]!r} is frozen (requires_grad=False) on some ranks and trained on others"
             + (f", and so are {len(differing) - 1} more" if len(differing) > 1 else "")
-            + "; set requires_grad alike on every rank"
+            + "; set requires_grad in the same way on every rank"
         )
     return agreed, missing, finite, linked in together
 

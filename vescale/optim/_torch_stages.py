@@ -41,9 +41,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not getattr(optimizer, "knows_stages", False) and _is_coupled(optimizer):
         name = type(optimizer).__name__
         raise PipelineCallError(
-            f"pipeline: {name} computes its step of a parameter from all parameters, and this rank has those of its stages "
-            "only, so that the step would not be that of one device; use an optimizer that treats parameters independently "
-            f"(SGD, AdamW, vescale.optim.Muon), or {name} with a plan without a pipeline"
+            f"pipeline: {name} computes the step of each parameter from all parameters, but this rank has only those "
+            "of its stages, so that the result would differ from one device; use an optimizer that treats parameters "
+            f"independently (SGD, AdamW, vescale.optim.Muon), or {name} with a plan without a pipeline"
         )
 
 

@@ -272,7 +272,7 @@ def balanced_splits(model: nn.Module, entry: PipelineEntry, num_ranks: int, prog
     name = blocks_of(model, num_stages)
     if name is None:
         raise PipelineCutError(
-            f"pipeline: balance='cost' found no ModuleList of at least {num_stages} blocks; give split_before=",
+            f"pipeline: balance='cost' found no ModuleList of at least {num_stages} blocks; pass split_before=",
             entry.source,
         )
     blocks = model.get_submodule(name)
@@ -315,7 +315,8 @@ def _table(model: nn.Module, blocks: str, entry: PipelineEntry) -> list[float]:
     if missing or unused:
         problem = f"has no cost for {missing[0]!r}" if missing else f"{unused[0]!r} matches no module of the model"
         raise PipelineCutError(
-            f"pipeline: costs {problem}; give each block of {blocks!r} a cost, as vescale.pipeline.measure_costs does",
+            f"pipeline: costs {problem}; pass a cost for each block of {blocks!r}, as vescale.pipeline.measure_costs "
+            "returns",
             entry.source,
         )
     costs = [cost or 0.0 for cost in found]
@@ -368,14 +369,14 @@ def _within_memory(
         with contextlib.suppress(ValueError):
             cuts.append(partition(costs, num_stages, states, limits, saved, forwards))
     if not cuts:
-        held = " and what forwards hold" if entry.microbatch_shape is not None else ""
+        held = " and the activations that forwards hold" if entry.microbatch_shape is not None else ""
         least = partition([a + max(forwards) * b for a, b in zip(states, saved)], num_stages)
         most = max(on_ranks(least)) / 2**30
         raise PipelineCutError(
-            f"pipeline: no cut into {num_stages} stages keeps a rank under memory_gib={entry.memory_gib}: parameters, "
-            f"gradients and two states of an optimizer{held} take {most:.3g} GiB on the fullest rank of the "
-            f"most even cut; give memory_gib={most * 1.01:.3g} or more, or more ranks along {entry.mesh!r}, or checkpoint "
-            "entries",
+            f"pipeline: no split into {num_stages} stages keeps each rank under memory_gib={entry.memory_gib}: "
+            f"parameters, gradients and two states of an optimizer{held} take {most:.3g} GiB on the fullest rank of "
+            f"the most even split; pass memory_gib={most * 1.01:.3g} or more, use more ranks along {entry.mesh!r}, or "
+            "add checkpoint entries",
             entry.source,
         )
     return min(cuts, key=lambda cut: max(sum(costs[a:b]) for a, b in zip(cut, [*cut[1:], len(costs)])))
@@ -415,7 +416,7 @@ def partition(
     """
     n = len(costs)
     if n < num_parts:
-        raise ValueError(f"{n} items in {num_parts} parts; give each part an item")
+        raise ValueError(f"{n} items in {num_parts} parts; expected at least one item in each part")
     sums = [0.0, *itertools.accumulate(costs)]
     held = [0.0, *itertools.accumulate(sizes if sizes is not None else [0] * n)]
     again = [0.0, *itertools.accumulate(repeated if repeated is not None else [0] * n)]

@@ -103,9 +103,9 @@ def warn_of_rows(found: Sequence[str], entry: PipelineEntry) -> None:
     if dist.is_initialized() and dist.get_rank() == 0:
         more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         warnings.warn(
-            f"pipeline: {'; '.join(found[:_SHOWN])}{more}: in each of {entry.microbatches} micro-batches by itself, and "
-            "not once for the batch as on one device. Use a normalization of single rows (LayerNorm, GroupNorm), put batch "
-            "normalization into evaluation mode, or give microbatches=1 with GPipe",
+            f"pipeline: {'; '.join(found[:_SHOWN])}{more}: separately in each of {entry.microbatches} micro-batches, "
+            "not once for the batch as on one device. Use a normalization of single rows (LayerNorm, GroupNorm), set "
+            "batch normalization to evaluation mode, or use microbatches=1 with GPipe",
             PipelineWarning,
             stacklevel=2,
         )
@@ -160,9 +160,9 @@ def traced_pair(
         raise
     except Exception as error:  # of the model's own code, which has run for the whole batch
         raise PipelineBatchError(
-            f"pipeline: the forward takes the batch, and none of its {entry.microbatches} micro-batches, with which it "
-            f"raises {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}; give a number of "
-            "microbatches= that leaves rows together which belong together, or microbatches=1 with GPipe",
+            f"pipeline: the forward runs with the batch, but not with one of its {entry.microbatches} micro-batches, "
+            f"with which it raises {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}; "
+            "choose microbatches= so that rows that belong together stay together, or use microbatches=1 with GPipe",
             entry.source,
         ) from error
     return known, part
@@ -194,14 +194,14 @@ def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry, count: int =
         names = [name for name, value in batch.items() for _ in tree_flatten(value)[0]]
         shown = {name: n for name, n in zip(names, rows) if n is not None}
         raise PipelineBatchError(
-            f"pipeline: the batch has {'no rows' if not size else f'tensors of different sizes in dim 0: {shown}'}; give "
-            ".step() tensors that all have the batch in dim 0",
+            f"pipeline: the batch has {'no rows' if not size else f'tensors of different sizes in dim 0: {shown}'}; "
+            "pass tensors to .step() that all have the batch in dim 0",
             entry.source,
         )
     if size % m:
         raise PipelineBatchError(
-            f"pipeline: a batch of {size} rows cannot be cut into {m} equal micro-batches; give a multiple of {m} rows, or "
-            "another microbatches=",
+            f"pipeline: a batch of {size} rows cannot be split into {m} equal micro-batches; pass a multiple of {m} "
+            "rows, or change microbatches=",
             entry.source,
         )
     part = size // m
@@ -221,8 +221,9 @@ def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[i
         whole = replace(whole, draws=whole.draws[: len(part.draws)])
     if [d.op for d in whole.draws] != [d.op for d in part.draws]:
         raise PipelineBatchError(
-            f"pipeline: the forward draws {len(whole.draws)} times for the whole batch, and {len(part.draws)} times for a "
-            "micro-batch; its random numbers cannot be those of one device",
+            f"pipeline: the forward draws {len(whole.draws)} times for the whole batch, but {len(part.draws)} times "
+            "for a micro-batch, so that its random numbers cannot match one device; draw the same number of times "
+            "for both",
             entry.source,
         )
     found: dict[tuple[int, ...], int | None] = {}
@@ -231,16 +232,16 @@ def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[i
         fits = len(big.shape) == len(small.shape) and len(different) <= 1
         if not fits or any(big.shape[d] != m * small.shape[d] for d in different):
             raise PipelineBatchError(
-                f"pipeline: {small.op.name} draws for a tensor of shape {big.shape} of the batch, and {small.shape} of "
-                f"a micro-batch, which is not one of {m} parts of it along a dim; its random numbers cannot be those of one "
-                "device",
+                f"pipeline: {small.op.name} draws for a tensor of shape {big.shape} of the batch, and {small.shape} "
+                f"of a micro-batch, which is not one of {m} parts of it along a dim, so that its random numbers "
+                "cannot match one device; draw for a tensor that has the batch in one dim",
                 entry.source,
             )
         dim = different[0] if different else None
         if found.setdefault(small.shape, dim) != dim:
             raise PipelineBatchError(
-                f"pipeline: tensors of shape {small.shape} are drawn that depend on the batch, and others that do not; give "
-                "one of them another shape",
+                f"pipeline: tensors of shape {small.shape} are drawn of which some depend on the batch and others do "
+                "not; change the shape of one of them",
                 entry.source,
             )
     return found
@@ -267,10 +268,10 @@ class _Loss:
 
     def why_slow(self) -> str:
         return (
-            f"pipeline: {self.whole}: it is computed once, of the rows of all micro-batches, by the last stage, and each "
-            "step runs every forward twice, first without gradients. The numbers are those of one device. To save that "
-            "time, compute what needs all rows before .step(), or give rows='microbatch' in plan.pipeline(...), if each "
-            "micro-batch shall compute it of its own rows"
+            f"pipeline: {self.whole}: the last stage computes it once, from the rows of all micro-batches, and each "
+            "step runs every forward twice, first without gradients. The numbers are those of one device. To save "
+            "that time, compute what needs all rows before .step(); or, if each micro-batch may use its own rows, "
+            "pass rows='microbatch' to plan.pipeline(...)"
         )
 
 
@@ -304,7 +305,7 @@ def _loss(whole: Trace, part: Trace, entry: PipelineEntry) -> _Loss:
 
 def rows_error(why: str, entry: PipelineEntry) -> PipelineRowsError:
     return PipelineRowsError(
-        f"pipeline: {why}; and each of {entry.microbatches} micro-batches has a part of the batch's rows. {EDITS}",
+        f"pipeline: {why}, but each of {entry.microbatches} micro-batches has only a part of the batch's rows. {EDITS}",
         entry.source,
     )
 
@@ -312,7 +313,7 @@ def rows_error(why: str, entry: PipelineEntry) -> PipelineRowsError:
 def _share(whole: Trace, part: Trace, entry: PipelineEntry) -> LossShare:
     """Raises PipelineLossError for a loss that is no sum over rows."""
     if part.is_cut_short:
-        raise PipelineLossError("pipeline: the loss cannot be computed of a micro-batch")
+        raise PipelineLossError("pipeline: the loss cannot be computed from a micro-batch")
     if callable(entry.loss):
         return LossShare(1.0, {})
     if any(term.reduction == MEAN and not term.is_known for term in whole.losses):

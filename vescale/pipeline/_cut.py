@@ -21,7 +21,7 @@ class Cut:
 
     Attributes:
         splits: the module before whose call stage 1, 2, ... begins.
-        bound: stages of each module that runs inside of one stage, outermost ones only, with at least one parameter; of a
+        bound: stages of each module that runs inside one stage, outermost ones only, with at least one parameter; of a
             module with several names (the embedding of an encoder and a decoder) those of all of them, and of one that is
             listed in several (the norm and the head of an early exit) all these.
         owners: stages of each parameter, by first name: all stages that one of its names belongs to.
@@ -43,13 +43,13 @@ class Cut:
 
     @classmethod
     def of(cls, model: nn.Module, entry: PipelineEntry, num_ranks: int, program: Program | None = None) -> Cut:
-        """The cut of an entry. Raises PlanError for paths that match nothing, or that cannot begin a stage.
+        """Return the stages of an entry. Raises PlanError for paths that match nothing, or that cannot begin a stage.
 
         Args:
             model: the whole model.
             entry: what ``Plan.pipeline`` has added.
             num_ranks: of the axis that runs the stages.
-            program: whose checkpoint entries say what stages hold.
+            program: whose checkpoint entries determine what stages hold.
         """
         order = {name: n for n, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
         explicit: dict[str, set[int]] = {}
@@ -68,7 +68,7 @@ class Cut:
                     explicit.setdefault(name, set()).add(stage)
                 if not names:
                     raise PipelineCutError(
-                        f"pipeline: stages= names no module of stage {stage}; name the one before which it begins",
+                        f"pipeline: stages= names no module of stage {stage}; name its first module",
                         entry.source,
                     )
             splits = []
@@ -76,8 +76,8 @@ class Cut:
                 alone = [name for name in names if explicit[name] == {stage}]
                 if not alone:
                     raise PipelineCutError(
-                        f"pipeline: all modules of stage {stage}, {', '.join(names)}, are in other stages as well; name the "
-                        "one before which it begins",
+                        f"pipeline: all modules of stage {stage}, {', '.join(names)}, are also in other stages; name "
+                        "its first module",
                         entry.source,
                     )
                 splits.append(_first_called(model, min(alone, key=order.__getitem__)))
@@ -101,7 +101,7 @@ class Cut:
             inside = [name for name in splits if name != outer and name.startswith(f"{outer}.")] if outer else []
             if inside or (outer in splits and outer == ""):
                 raise PipelineCutError(
-                    f"pipeline: {inside[0]!r} is a part of {outer!r}; split before one of the two", entry.source
+                    f"pipeline: {inside[0]!r} is part of {outer!r}; split before only one of the two", entry.source
                 )
         if "" in splits:
             raise PipelineCutError(
@@ -161,8 +161,8 @@ class Cut:
         if empty:
             begins = ["the model's beginning", *(f"before {split!r}" for split in splits)]
             raise PipelineCutError(
-                f"pipeline: stage {min(empty)}, which begins {begins[min(empty)]}, has no parameters; let fewer stages "
-                "begin, or begin it before a module that has some",
+                f"pipeline: stage {min(empty)}, which begins {begins[min(empty)]}, has no parameters; use fewer "
+                "stages, or begin it before a module with parameters",
                 entry.source,
             )
         stages_of: dict[int, set[int]] = {}

@@ -82,8 +82,8 @@ class HeaderExchange:
             return
         if told is not None and not (may_change and _without_gradients(told) == _without_gradients(new)):
             raise PipelineCallError(
-                f"pipeline: what enters stage {stage} is {headers} for this micro-batch, and was {told} for another one of "
-                "the same shapes; between stages, shapes and placements must not depend on values"
+                f"pipeline: the input of stage {stage} is {headers} for this micro-batch, but was {told} for another "
+                "one with the same shapes; between stages, shapes and placements must not depend on values"
             )
         self.known[stage] = new
         self._told.add(stage)

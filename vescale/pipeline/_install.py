@@ -30,23 +30,24 @@ _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = w
 
 
 class PipelineModule(nn.Module):
-    """What a parallelized model with a pipeline is, beside its own class. Its forward is that of a stage, and is not called;
-    its parameters, and ``state_dict()``, are those of this rank's stages, under their names in the whole model."""
+    """The second class of a parallelized model with a pipeline, in addition to its own. Its forward is that of a stage,
+    and is not called; its parameters, and ``state_dict()``, are those of this rank's stages, under their names in the
+    whole model."""
 
     def step(self, **batch: Any) -> torch.Tensor:
         """Forward and backward of the whole batch in all stages, by the plan's schedule.
 
         Args:
             batch: arguments of the model's forward: the global batch, the same on every rank; of inputs that the plan
-                says are ``given="local"``, this rank's part. Tensors are cut into micro-batches along dim 0.
+                says are ``given="local"``, this rank's part. Tensors are split into micro-batches along dim 0.
 
         Gradients are complete afterwards, and added to what ``.grad`` had: call ``zero_grad()`` where they shall not
         accumulate. Random numbers are those of one device that runs the whole batch.
 
         Returns the loss of the whole batch, a plain tensor without a graph, the same on every rank.
 
-        Raises PlanError, on every rank and before any communication, for a batch that cannot be cut, or a forward that the
-        plan's stages do not fit.
+        Raises PlanError, on every rank and before any communication, for a batch that cannot be split, or a forward
+        that the plan's stages do not fit.
         """
         return self._pipeline.step(batch)
 

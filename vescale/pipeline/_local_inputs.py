@@ -98,8 +98,8 @@ class LocalInputs:
         if wrong:
             shown = ", ".join(f"{name} {tuple(part.shape)} of {shapes[name]}" for name, part in parts.items())
             raise PipelineBatchError(
-                'pipeline: the parts that ranks give (given="local") are not those of one batch; this rank gives '
-                f"{shown}. Give each rank the rows that torch.chunk gives it (ShardedBatchSampler does)"
+                'pipeline: the parts that ranks pass (given="local") are not those of one batch; this rank passes '
+                f"{shown}. Pass the rows that torch.chunk assigns to each rank (as ShardedBatchSampler does)"
             )
         return shapes
 

@@ -27,7 +27,7 @@ def output_at(out: Any, path: str, source: Any = None) -> Any:
         else:
             raise PipelineLossError(
                 f"pipeline: loss={path!r}: the model's output, {kind_of(found)}, has no {name!r}; pass labels to "
-                ".step() if the model needs them for its loss, or give another path or a callable f(out, batch)",
+                ".step() if the model needs them for its loss, or write another path or a callable f(out, batch)",
                 source,
             )
     return found
@@ -41,8 +41,8 @@ def check_loss(output: Any, entry: PipelineEntry) -> None:
     if not isinstance(loss, torch.Tensor) or loss.ndim:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{kind_of(loss)}"
         raise PipelineLossError(
-            f"pipeline: loss={entry.loss!r} is {found}, and no tensor without dims; pass labels to .step() if the model "
-            "needs them for its loss, or give another path or a callable f(out, batch) -> (sum, count)",
+            f"pipeline: loss={entry.loss!r} is {found}, not a scalar tensor; pass labels to .step() if the model "
+            "needs them for its loss, or write another path or a callable f(out, batch) -> (sum, count)",
             entry.source,
         )
 
@@ -68,8 +68,8 @@ def try_loss(entry: PipelineEntry, output: Any, batch: Mapping[str, Any]) -> tor
             found = _with_values(entry.loss, output, batch)
         except Exception as error:
             raise PipelineLossError(
-                f"pipeline: the callable loss raises {type(error).__name__}: {error}, with {given}; it gets both as "
-                "f(out, batch) -> (sum, count)",
+                f"pipeline: the callable loss raises {type(error).__name__}: {error}, with {given}; expected a "
+                "function f(out, batch) -> (sum, count) of both",
                 entry.source,
             ) from first
     pair = found if isinstance(found, tuple | list) and len(found) == 2 else (None, None)
@@ -78,8 +78,8 @@ def try_loss(entry: PipelineEntry, output: Any, batch: Mapping[str, Any]) -> tor
         shown = [tuple(v.shape) if isinstance(v, torch.Tensor) else type(v).__name__ for v in pair]
         what = f"a pair of {shown[0]} and {shown[1]}" if pair[0] is not None else f"{kind_of(found)}"
         raise PipelineLossError(
-            f"pipeline: the callable loss returns {what}, with {given}; return the sum over the micro-batch, a tensor "
-            "without dims, and the count that the sum over all micro-batches is divided by",
+            f"pipeline: the callable loss returns {what}, with {given}; return the sum over the micro-batch, a scalar "
+            "tensor, and the count by which the sum over all micro-batches is divided",
             entry.source,
         )
     total: torch.Tensor = pair[0]

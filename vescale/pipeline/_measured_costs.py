@@ -34,7 +34,9 @@ def measure_costs(model: nn.Module, batch: Mapping[str, Any], *, repeat: int = 5
     """
     name = blocks_of(model)
     if name is None:
-        raise PipelineCutError("measure_costs: the model has no ModuleList of at least 2 blocks; give costs by hand")
+        raise PipelineCutError(
+            "measure_costs: the model has no ModuleList of at least 2 blocks; pass costs= to plan.pipeline(...)"
+        )
     blocks = model.get_submodule(name)
     wanted = {f"{name}.{n}" if name else n: block for n, block in blocks.named_children()}
     containers = {".".join(name.split(".")[:n]) for n in range(name.count(".") + 2)} | {""}

@@ -57,7 +57,7 @@ def _pointwise(call: RowCall) -> RowState:
     ndim = call.outs[0][0].ndim
     places = {(o.dim + ndim - o.big.ndim, o.outer) for o in call.cut}
     if len(places) > 1:
-        return call.mixed("meets rows in different dims")
+        return call.mixed("combines rows in different dims")
     if call.numbers_differ:
         return call.mixed("has the number of rows among its arguments")
     ((dim, outer),) = places
@@ -79,7 +79,7 @@ def _reduction(call: RowCall) -> RowState | list[RowState]:
     if x.dim in dims:
         if call.name in ("sum", "mean", "nansum"):
             return [RowState("sum") for _ in call.outs]
-        return [call.mixed("goes along the rows") for _ in call.outs]
+        return [call.mixed("runs along the rows") for _ in call.outs]
     keeps = bool(call.big.get("keepdim")) or call.outs[0][0].ndim == x.big.ndim
     dim = x.dim if keeps else x.dim - sum(d < x.dim for d in dims)
     return [call.rows(dim, x.outer, n) for n in range(len(call.outs))]
@@ -92,10 +92,10 @@ def _along(name: str) -> Rule:
         places = {(o.dim, o.outer) for o in call.cut}
         first = call.operands[0]
         if len(places) > 1 or first.big.ndim != call.outs[0][0].ndim:
-            return call.mixed("meets rows in different dims")
+            return call.mixed("combines rows in different dims")
         ((dim, outer),) = places
         if dim in _dims(call, first, name):
-            return [call.mixed("goes along the rows") for _ in call.outs]
+            return [call.mixed("runs along the rows") for _ in call.outs]
         return [call.rows(dim, outer, n) for n in range(len(call.outs))]
 
     return rule
@@ -139,7 +139,7 @@ def _slice(call: RowCall) -> RowState:
         return call.rows(x.dim, (end - start) // block) if end > start else UNKNOWN
     if x.outer == 1 and start == from_ and start < step and end == size and to == rows and rows % step == 0:
         return call.rows(x.dim)
-    return call.mixed("takes some of the rows")
+    return call.mixed("selects some of the rows")
 
 
 def _split(call: RowCall) -> list[RowState]:
@@ -156,7 +156,7 @@ def _split(call: RowCall) -> list[RowState]:
     for n, (big, _) in enumerate(call.outs):
         size = big.shape[dim]
         fits = size and size % block == 0
-        found.append(call.rows(dim, size // block, n) if fits else call.mixed("takes some of the rows"))
+        found.append(call.rows(dim, size // block, n) if fits else call.mixed("selects some of the rows"))
     return found
 
 
@@ -165,13 +165,13 @@ def _cat(call: RowCall) -> RowState:
     stacks = call.name == "stack"
     places = {(o.dim + (stacks and dim <= o.dim), o.outer) for o in call.cut}
     if len(places) > 1:
-        return call.mixed("meets rows in different dims")
+        return call.mixed("combines rows in different dims")
     ((place, outer),) = places
     if stacks or place != dim:
         return call.rows(place, outer)
     sizes = {o.big.shape[dim] for o in call.operands}
     if len(call.cut) != len(call.operands) or len(sizes) > 1:
-        return call.mixed("puts other rows behind those of the batch")
+        return call.mixed("appends other rows to those of the batch")
     return call.rows(dim, outer * len(call.operands))
 
 
@@ -192,7 +192,7 @@ def _matmul(call: RowCall) -> RowState | None:
     ]
     if summed:
         both = a.is_cut and b.is_cut and len(summed) == 2 and a.outer == b.outer
-        return RowState("sum") if both and not places else call.mixed("goes along the rows")
+        return RowState("sum") if both and not places else call.mixed("runs along the rows")
     if a.is_cut:
         places.add((a.dim, a.outer))
     if b.is_cut:
@@ -210,7 +210,7 @@ def _leading(call: RowCall) -> list[RowState] | None:
         return None
     last = len(call.big.get("normalized_shape", ())) or (x.big.ndim - 1)
     if x.dim >= x.big.ndim - last:
-        return [call.mixed("goes along the rows") for _ in call.outs]
+        return [call.mixed("runs along the rows") for _ in call.outs]
     return [call.rows(x.dim, x.outer, n) if big.ndim > x.dim else UNKNOWN for n, (big, _) in enumerate(call.outs)]
 
 
@@ -242,15 +242,15 @@ def _index(call: RowCall) -> RowState | None:
     if x.is_cut and x.dim in at:
         own = at[x.dim]
         if own is None or own.kind != "count" or x.outer != 1:
-            return call.mixed("takes some of the rows")
+            return call.mixed("selects some of the rows")
     if x.is_cut and x.dim not in at:
         if cut:
-            return call.mixed("takes of each row what others choose")
+            return call.mixed("selects from each row by values of others")
         behind = sum(n < x.dim for n in at)
         return call.rows(x.dim - behind + (width if first < x.dim else 0), x.outer)
     places = {(o.dim + width - o.big.ndim, o.outer) for o in cut}
     if len(places) != 1 or (not x.is_cut and any(o.kind == "count" for o in cut)):
-        return None if len(places) == 1 else call.mixed("meets rows in different dims")
+        return None if len(places) == 1 else call.mixed("combines rows in different dims")
     ((dim, outer),) = places
     return call.rows(first + dim, outer)
 
@@ -318,9 +318,9 @@ _RULES: dict[str, Rule] = {
 Rows = tuple[int, int]  # the dim of a tensor that has rows, and its outer size: [outer, micro-batches, ...]
 
 EDITS = (
-    "Compute it before .step() and pass it in the batch, if it does not depend on parameters; else give microbatches=1 with "
-    "GPipe; or rows='microbatch' in plan.pipeline(...), if each micro-batch shall compute it of its own rows, as gradient "
-    "accumulation does"
+    "If it does not depend on parameters, compute it before .step() and pass it in the batch; otherwise use "
+    "microbatches=1 with GPipe, or, if each micro-batch may compute it from its own rows (as gradient accumulation "
+    "does), rows='microbatch' in plan.pipeline(...)"
 )
 _NOT_USERS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
 _APART = 12  # ops that are in one of two traces
@@ -564,7 +564,7 @@ class RowFlow:
         rule = rule_of(op.func)
         found = rule(call) if rule is not None else None
         if "batch_norm" in op.name and not op.depends:
-            found = call.mixed("takes statistics over rows")
+            found = call.mixed("computes statistics over rows")
         states = [UNKNOWN] * len(call.outs) if found is None else found if isinstance(found, list) else [found]
         states = [
             RowState("mixed", why="compares each row with each") if s is UNKNOWN and _differ_twice(out) else s
@@ -599,14 +599,14 @@ class RowFlow:
         """Of sums over rows, or means."""
         sums = [operand for operand in call.operands if operand.kind == "sum"]
         if shapes_differ or call.cut:
-            return self._mixed(op, "takes a sum or mean over rows back to the rows").needing(call.needs)
+            return self._mixed(op, "applies a sum or mean over rows to the rows").needing(call.needs)
         products = op.name.rstrip("_") in ("mul", "div")
         if (
             op.name not in LINEAR
             or (products and len(sums) > 1)
             or (op.name == "div" and call.operands[0].kind != "sum")
         ):
-            return self._mixed(op, "is taken of a sum or mean over rows").needing(call.needs)
+            return self._mixed(op, "is computed from a sum or mean over rows").needing(call.needs)
         return RowState("sum", needs=call.needs)
 
 

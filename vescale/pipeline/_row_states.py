@@ -69,9 +69,7 @@ class Operand:
             if not rest and outer and big.shape[dim] == count * small.shape[dim] and small.shape[dim] % outer == 0:
                 return cls(big, small, state, dim, outer)
         if big.numel() == count * small.numel() and big.ndim == small.ndim and different:
-            return cls(
-                big, small, RowState("mixed", why="puts rows of several micro-batches into one", needs=state.needs)
-            )
+            return cls(big, small, RowState("mixed", why="mixes rows of several micro-batches", needs=state.needs))
         return cls(big, small, UNKNOWN.needing(state.needs))
 
 

@@ -126,8 +126,8 @@ class RowTrial:
     def describe(self, place: int) -> str:
         """What depends on other rows at a place, for a message."""
         path = self.apart.part.calls[(place + 1) // 2].path
-        what = f"what enters the stage that begins before {path!r}" if place % 2 else f"what {path!r} returns"
-        return f"{what} is not the same for the rows of two micro-batches together as for those of each"
+        what = f"the input of the stage that begins before {path!r}" if place % 2 else f"what {path!r} returns"
+        return f"{what} differs between two micro-batches run together and each of them run separately"
 
 
 def _dims_of_calls(whole: Sequence[TracedCall], part: Sequence[TracedCall]) -> Iterator[list[int | None]]:

@@ -198,20 +198,23 @@ class Runner:
 
     def step(self, batch: Mapping[str, Any]) -> torch.Tensor:
         if not torch.is_grad_enabled():
-            raise PipelineCallError("pipeline: .step() under torch.no_grad() has no gradients; call .evaluate()")
+            raise PipelineCallError(
+                "pipeline: .step() was called under torch.no_grad(), where there are no gradients; call .evaluate()"
+            )
         syncs = self._syncs = gradient_reducer(self.model).syncs
         scales = callable(self.entry.loss)
         if scales and not syncs:
             raise PipelineCallError(
-                "pipeline: .step() inside of no_sync() with a callable loss: what it divides by is known at the end of the "
-                "step, when gradients would have been added to those before; call .step() outside of no_sync(), it reduces "
-                "gradients once"
+                "pipeline: .step() was called inside no_sync() with a callable loss, whose divisor is known only at "
+                "the end of the step, after gradients have been accumulated; call .step() outside of no_sync(): it "
+                "reduces gradients only once"
             )
         hooks = StepHooks(self.model.parameters())
         if not syncs and self.ties.are_among(hooks.parameters):
             raise PipelineCallError(
-                "pipeline: .step() inside of no_sync() with hooks on the gradient of a parameter that several stages use: "
-                "the gradient is complete when stages have added theirs; call .step() outside of no_sync()"
+                "pipeline: .step() was called inside no_sync(), but the gradient of a parameter that several stages "
+                "use has hooks: it is complete only after all stages have added their parts; call .step() outside of "
+                "no_sync()"
             )
         with self._failures.shared(), self._on(batch) as known, hooks.muted():
             before_hooks = self._without_gradients(hooks.parameters)
@@ -531,18 +534,18 @@ class Runner:
             self._warn_of_memory(problem)
         elif found == 1:
             known.compute_loss_of_all(
-                "the loss of two micro-batches together is not what those of each add up to", entry
+                "the loss of two micro-batches together differs from the sum of their separate losses", entry
             )
 
     def _warn_of_memory(self, problem: str) -> None:
         """On the first rank."""
         if dist.get_rank() == 0:
-            here = f" ({problem})" if problem else ", on another rank than this one"
+            here = f" ({problem})" if problem else ", on another rank"
             warnings.warn(
-                "pipeline: there is not the memory to run the first two micro-batches together"
-                f"{here}, and so it was not tried whether rows of the batch depend on each other in what modules compute; "
-                "what was followed in the trace of the forward was checked. The step goes on. To try it, give more "
-                "microbatches=, or run a first step with shorter rows",
+                f"pipeline: there is not enough memory to run the first two micro-batches together{here}, so that it "
+                "was not tested whether modules make rows of the batch depend on each other; only the trace of the "
+                "forward was checked. The step continues. To run the test, use more microbatches=, or a first step "
+                "with shorter rows",
                 PipelineWarning,
                 stacklevel=6,
             )
@@ -642,9 +645,9 @@ class Runner:
             draw.skip(generator)
         if not torch.equal(generator.get_state(), found):
             raise PipelineTraceError(
-                f"pipeline: the forward of stage {stage} draws random numbers otherwise than its trace did, so that they "
-                "are not those of one device; do not draw from the default generator in hooks, on local tensors or by the "
-                "values of parameters",
+                f"pipeline: the forward of stage {stage} draws other random numbers than its trace did, so that they "
+                "would differ from one device; do not draw from the default generator in hooks, for local tensors, "
+                "or depending on values of parameters",
                 self.entry.source,
             )
 

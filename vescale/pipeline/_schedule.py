@@ -167,24 +167,25 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
 
     if num_stages % num_ranks or num_stages < num_ranks:
         raise refuse(
-            f"{num_stages} stages for {num_ranks} ranks along {entry.mesh!r}; cut the model into a multiple of {num_ranks}"
+            f"{num_stages} stages for {num_ranks} ranks along {entry.mesh!r}; split the model into a multiple of "
+            f"{num_ranks}"
         )
     per_rank = num_stages // num_ranks
     if name in ("GPipe", "1F1B") and per_rank != 1:
         raise refuse(
-            f"it runs one stage on each rank, and the model is cut into {num_stages} for {num_ranks} ranks; cut it into "
-            f"{num_ranks}, or use Interleaved1F1B"
+            f"it runs one stage on each rank, but the model is split into {num_stages} stages for {num_ranks} ranks; "
+            f"split it into {num_ranks}, or use Interleaved1F1B"
         )
     if name in ("ZBVZeroBubble", "DualPipeV") and per_rank != 2:
-        raise refuse(f"it runs exactly 2 stages on each rank; cut the model into {2 * num_ranks}, not {num_stages}")
+        raise refuse(f"it runs exactly 2 stages on each rank; split the model into {2 * num_ranks}, not {num_stages}")
     least = {"1F1B": num_stages, "DualPipeV": num_stages}.get(name, 1)
     if m < least:
-        raise refuse(f"{m} micro-batches for {num_stages} stages; give microbatches={least} or more, or use GPipe")
+        raise refuse(f"{m} micro-batches for {num_stages} stages; use microbatches={least} or more, or use GPipe")
     rounds = max(1, m // num_ranks)
     if name in ("Interleaved1F1B", "InterleavedZeroBubble") and m % rounds:
         raise refuse(
-            f"{m} micro-batches on {num_ranks} ranks; their number must be a multiple of {rounds} rounds "
-            f"({num_ranks} ranks go into it {rounds} times): give a multiple of {num_ranks}"
+            f"{m} micro-batches on {num_ranks} ranks; their number must be a multiple of {rounds} rounds ({num_ranks} "
+            f"ranks fit into it {rounds} times): use a multiple of {num_ranks}"
         )
     if name in ("GPipe", "1F1B"):
         one_each = {stage: stage for stage in range(num_stages)}
@@ -205,12 +206,12 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
     actions = tuple(tuple(_flat(order[rank])) for rank in range(num_ranks))
     twice = [action for action, number in Counter(action for own in actions for action in own).items() if number > 1]
     if twice:
-        raise refuse(f"it has {twice[0]} more than once; name each computation once, on one rank")
+        raise refuse(f"it contains {twice[0]} more than once; write each computation once, on one rank")
     losses = [a.microbatch for a in actions[rank_of[num_stages - 1]] if a.kind == "F" and a.stage == num_stages - 1]
     if losses != list(range(m)):
         raise refuse(
-            f"the last stage takes micro-batches {', '.join(map(str, losses))}; give it 0 to {m - 1} in order, because "
-            "torch.distributed.pipelining keeps losses in that order"
+            f"the last stage processes micro-batches {', '.join(map(str, losses))}; write 0 to {m - 1} in order, "
+            "because torch.distributed.pipelining collects losses in that order"
         )
     starts = _timed(actions, rank_of, refuse)
     return Schedule(name, m, actions, starts, tuple(rank_of[stage] for stage in range(num_stages)))
@@ -220,11 +221,13 @@ def _check_text(entry: PipelineEntry, num_ranks: int, num_stages: int, refuse: C
     """Mistakes that PyTorch reports without the edit, or not at all."""
     lines = entry.schedule.strip().splitlines()
     if len(lines) != num_ranks:
-        raise refuse(f"it has {len(lines)} lines for {num_ranks} ranks along {entry.mesh!r}; give a line for each rank")
+        raise refuse(
+            f"it has {len(lines)} lines for {num_ranks} ranks along {entry.mesh!r}; write one line for each rank"
+        )
     for cell in (cell.strip() for line in lines for cell in line.split(",")):
         stage = re.match(r"\d+", cell)
         if stage is not None and int(stage[0]) >= num_stages:
-            raise refuse(f"{cell!r} is of stage {stage[0]}, and the model is cut into stages 0 to {num_stages - 1}")
+            raise refuse(f"{cell!r} is of stage {stage[0]}, but the model is split into stages 0 to {num_stages - 1}")
 
 
 def _gpipe(stage: int, num_stages: int, m: int) -> list[Action]:
@@ -265,7 +268,7 @@ def _ranks_of(order: Mapping[int, Any], num_stages: int) -> dict[int, int]:
     found = {action.stage: rank for rank, actions in order.items() for action in _flat(actions)}
     missing = [stage for stage in range(num_stages) if stage not in found]
     if missing or len(found) != num_stages:
-        raise ValueError(f"it has stages {sorted(found)}, and the model stages 0 to {num_stages - 1}")
+        raise ValueError(f"it has stages {sorted(found)}, but the model has stages 0 to {num_stages - 1}")
     return found
 
 
@@ -340,7 +343,7 @@ def schedule_page(
     )
     facts = (
         f"{schedule.num_stages} stages on {len(schedule.actions)} ranks, {schedule.num_microbatches} micro-batches; "
-        f"{schedule.length} units of time, of which a rank waits {schedule.bubble:.1%} on average; at most "
+        f"{schedule.length} units of time, during which a rank is idle for {schedule.bubble:.1%} on average; at most "
         f"{', '.join(map(str, schedule.peak))} forwards are held for backward (by rank)."
     )
     return (

@@ -207,8 +207,8 @@ class StageRun:
         call = calls[self.number] if self.number < len(calls) else None
         if call is None or call.path != gate.path:
             raise PipelineTraceError(
-                f"pipeline: the forward calls {gate.path!r} where the trace of a batch of the same shapes called "
-                f"{call.path if call is not None else 'nothing'!r}; the calls of modules must not depend on values",
+                f"pipeline: the forward calls {gate.path!r} where the trace of a batch with the same shapes called "
+                f"{call.path if call is not None else 'nothing'!r}; calls of modules must not depend on values",
                 self.runner.entry.source,
             )
         return call
@@ -218,7 +218,8 @@ class StageRun:
         leaves = _leaves_of(*(self._replace(args, kwargs) if self.replaced else (args, kwargs)))
         if len(leaves) != boundary.num_leaves:
             raise PipelineTraceError(
-                f"pipeline: {gate.path!r} is called with {len(leaves)} values, and with {boundary.num_leaves} in the trace",
+                f"pipeline: {gate.path!r} is called with {len(leaves)} values, but with {boundary.num_leaves} in the "
+                "trace",
                 self.runner.entry.source,
             )
         later = range(len(boundary.leaves), boundary.num_tensors)
@@ -233,9 +234,9 @@ class StageRun:
         where = getattr(origin.function[0], "__name__", origin.function[0]) if origin.function is not None else None
         where = self.known.part.calls[origin.number].path if where is None else where
         return PipelineTraceError(
-            f"pipeline: stage {stage} needs a tensor of shape {boundary.shapes[number]} that {where} returned in the trace "
-            f"of a batch of the same shapes, and that stage {self.stage} did not come by; what the forward computes around "
-            "modules must not depend on values",
+            f"pipeline: stage {stage} needs a tensor of shape {boundary.shapes[number]} that {where} returned in the "
+            f"trace of a batch with the same shapes, but that stage {self.stage} did not receive; what the forward "
+            "computes around modules must not depend on values",
             self.runner.entry.source,
         )
 
@@ -330,8 +331,8 @@ def end_forward(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
         run = current_run()
         if not isinstance(run, StageRun):
             raise PipelineCallError(
-                f"this {type(model).__name__} runs in stages, none of which is the model; call .step(**batch) or "
-                ".evaluate(**batch) in place of its forward"
+                f"this {type(model).__name__} runs in stages, so that no rank can run its whole forward; call "
+                ".step(**batch) or .evaluate(**batch) instead"
             )
         try:
             with run.around_forward():

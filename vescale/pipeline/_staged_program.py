@@ -164,9 +164,9 @@ def refuse_torn(program: Program, cut: Cut) -> None:
             what = "unit with mp_policy="
         if what is not None:
             raise PipelineCutError(
-                f"pipeline: a stage begins before {inside[0]!r}, inside of {instruction.path or 'the model'!r}, which has a "
-                f"{what} entry: its call would have to end in another stage than it begins; name the modules in it instead, "
-                "such as its blocks",
+                f"pipeline: a stage begins before {inside[0]!r}, inside of {instruction.path or 'the model'!r}, which "
+                f"has a {what} entry: its call would begin in one stage and end in another; name the modules inside "
+                "it instead, such as its blocks",
                 instruction.source,
             )
 

@@ -69,8 +69,9 @@ class StepFailures:
             text = posted(self._key)
             if text is not None and self._began == began:
                 problem = (
-                    f"pipeline: {text}; this rank waits for its messages, which never come, and ends. Stages cannot go on "
-                    "after an error in the middle of a step: let it end the job, and begin again from a checkpoint"
+                    f"pipeline: {text}; this rank waits for its messages, which will never arrive, and ends. Stages "
+                    "cannot continue after an error in the middle of a step: let it end the job, and restart from a "
+                    "checkpoint"
                 )
                 end_for(PipelineCallError(problem), self._thread)
 

@@ -93,8 +93,9 @@ class Carried:
         if written is not None and written[0] > self.made[id(tensor)] and written[1] != id(tensor):
             raise PipelineTraceError(
                 f"pipeline: {where}, in stage {stage}, reads a tensor of shape {tuple(tensor.shape)} that stage "
-                f"{self.made[id(tensor)]} has made, and that shares memory with one that stage {written[0]} has written to: "
-                "they are sent apart. Write out of place, or begin the stages before other modules",
+                f"{self.made[id(tensor)]} has created, and that shares memory with one that stage {written[0]} has "
+                "written to, but they are sent separately. Write out of place, or begin the stages before other "
+                "modules",
                 self._source,
             )
 
@@ -107,9 +108,9 @@ class Carried:
                 continue
             if id(tensor) not in self._origins:
                 raise PipelineTraceError(
-                    f"pipeline: {where}, in stage {last}, has a tensor of shape {tuple(tensor.shape)} that was made in a "
-                    f"module of stage {made}, and is not part of what the module returns; return it, or begin the stages "
-                    "before other modules",
+                    f"pipeline: {where}, in stage {last}, uses a tensor of shape {tuple(tensor.shape)} that was "
+                    f"created in a module of stage {made} but is not part of what the module returns; return it, or "
+                    "begin the stages before other modules",
                     self._source,
                 )
             entering.later[id(tensor)] = tensor
@@ -364,12 +365,12 @@ class _Recorder(TorchDispatchMode):
             stages = " or ".join(map(str, sorted(gate.stages)))
             again = any(call.path == gate.path for call in self.calls)
             raise PipelineTraceError(
-                f"pipeline: the forward calls {gate.path!r} in stage {self.stage}, but by the order of the model's modules "
-                f"it belongs to stage {stages}; give stages=[[paths], ...], with {gate.path!r} in that of stage "
-                f"{self.stage}; it may be in several"
+                f"pipeline: the forward calls {gate.path!r} in stage {self.stage}, but in the order of the model's "
+                f"modules it belongs to stage {stages}; pass stages=[[paths], ...], with {gate.path!r} in that of "
+                f"stage {self.stage}; it may be in several"
                 + (
-                    ". If the forward goes through its blocks twice, call them once, with the inputs of both calls put "
-                    "together (torch.cat), or keep what the first call has returned"
+                    ". If the forward runs its blocks twice, call them once, with the inputs of both calls "
+                    "concatenated (torch.cat), or keep the result of the first call"
                     if again
                     else ""
                 ),
@@ -431,8 +432,8 @@ class _Recorder(TorchDispatchMode):
         assert gate.begins is not None
         if gate.begins != self.stage + 1:
             raise PipelineTraceError(
-                f"pipeline: the forward calls {gate.path!r} after stage {self.stage}, but stage {gate.begins} begins there; "
-                "give the beginnings of stages in the order in which the forward calls them",
+                f"pipeline: the forward calls {gate.path!r} after stage {self.stage}, but stage {gate.begins} begins "
+                "there; list the first modules of stages in the order in which the forward calls them",
                 self.source,
             )
         self.carried.begin(gate.begins, leaves, gate.path, len(self.calls))
@@ -515,8 +516,8 @@ class _Recorder(TorchDispatchMode):
             if owner is not None and self.stage not in owner[1]:
                 raise PipelineTraceError(
                     f"pipeline: stage {self.stage} reads the parameter {owner[0]!r}, which belongs to stage "
-                    f"{min(owner[1])} by the order of the model's modules; give stages=[[paths], ...], with {owner[0]!r} in "
-                    f"that of stage {self.stage}; it may be in several",
+                    f"{min(owner[1])} by the order of the model's modules; pass stages=[[paths], ...], with "
+                    f"{owner[0]!r} in that of stage {self.stage}; it may be in several",
                     self.source,
                 )
 
@@ -530,9 +531,9 @@ class _Recorder(TorchDispatchMode):
         draw = Draw.of_call(func, args, kwargs)
         if draw is None:
             raise PipelineTraceError(
-                f"pipeline: the forward calls {func}, whose numbers cannot be cut by micro-batches; draw with an in-place "
-                "op on a tensor that has the batch in one dim (torch.empty_like(x).uniform_()), or give it a "
-                "generator of its own",
+                f"pipeline: the forward calls {func}, whose random numbers cannot be split by micro-batches; draw "
+                "with an in-place op on a tensor that has the batch in one dim (torch.empty_like(x).uniform_()), or "
+                "pass a separate generator",
                 self.source,
             )
         self.draws.append(draw)
@@ -544,7 +545,7 @@ class _Recorder(TorchDispatchMode):
                 self._refuse_state_of_several_stages()
             if depends and any(value is True for value in args) and args[0].shape[0] > 1:
                 where = f"the forward of {self.inside!r}" if self.inside else "the forward"
-                self.of_rows[f"{where} takes statistics over the rows of a batch (batch normalization)"] = None
+                self.of_rows[f"{where} computes statistics over the rows of a batch (batch normalization)"] = None
         elif func._schema.is_mutable and args and id(args[0]) in self._buffers:
             self._refuse_state_of_several_stages()
             self.of_rows[f"the forward writes to the buffer {self._buffers[id(args[0])]!r}"] = None
@@ -554,9 +555,9 @@ class _Recorder(TorchDispatchMode):
         stages = self.cut.bound.get(self.inside or "", frozenset())
         if len(stages) > 1:
             raise PipelineTraceError(
-                f"pipeline: {self.inside!r}, which is called in stages {', '.join(map(str, sorted(stages)))}, writes to its "
-                "buffers, and each stage has a copy of them; give stages=[[paths], ...] in which one stage calls it, or "
-                "a module without buffers that change",
+                f"pipeline: {self.inside!r}, which is called in stages {', '.join(map(str, sorted(stages)))}, writes "
+                "to its buffers, but each stage has a copy of them; pass stages=[[paths], ...] with which a single "
+                "stage calls it, or use a module without buffers that change",
                 self.source,
             )
 

@@ -31,12 +31,13 @@ def why_unknown(error: NotImplementedError) -> str:
     """What a forward does that raised ``error`` in a trace, and what to do about it, for a message."""
     if isinstance(error, UnknownValueError):
         return (
-            f"branches on values of parameters, or takes them to Python ({error}), so that what stages send is not known "
-            "before they run; use torch.where in place of a branch, and return what is logged instead of reading it"
+            f"branches on values of parameters, or reads them in Python ({error}), so that it is not known before the "
+            "step what stages send; use torch.where in place of a branch, and return logged values instead of "
+            "reading them"
         )
     return (
-        "has shapes that depend on the values of parameters, so that what stages send is not known before they run "
-        f"({str(error).splitlines()[0][:120]}); in place of indexing by a mask, multiply by the mask and divide by its sum; "
-        "for experts, give their module a local entry of kind experts, or use an implementation without a loop "
-        "(experts_implementation='grouped_mm')"
+        "has shapes that depend on the values of parameters, so that it is not known before the step what stages "
+        f"send ({str(error).splitlines()[0][:120]}); in place of indexing by a mask, multiply by the mask and divide "
+        "by its sum; for experts, add a local entry of kind experts for their module, or use an implementation "
+        "without a loop (experts_implementation='grouped_mm')"
     )

@@ -108,8 +108,8 @@ def check_full(fqn: str, dtensor: DTensor, full: Any) -> None:
         found = f"shape {tuple(full.shape)}" if isinstance(full, torch.Tensor) else f"type {type(full).__name__}"
         raise ShardedStateError(
             f"{fqn}: the full state dict holds a value of {found}, but the model or optimizer has a DTensor of global "
-            f"shape {tuple(dtensor.shape)} placed as {dtensor.placements}; give the full tensor of that shape, or leave "
-            f"{fqn} out and load with strict=False"
+            f"shape {tuple(dtensor.shape)} placed as {dtensor.placements}; pass the full tensor of that shape, or "
+            f"remove {fqn} and load with strict=False"
         )
 
 

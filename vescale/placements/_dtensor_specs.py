@@ -33,9 +33,9 @@ def resolve_gradient(
     gradient = normalize_placements(grad_placements, shape, mesh)
     if not same_regions(tuple(shape), tuple(placements), gradient, tuple(mesh.shape)):
         raise PlacementError(
-            f"{caller}: grad_placements {gradient} give a rank other elements than placements {tuple(placements)}, but "
-            "the gradient of a local tensor has its shape; keep the sharded axes as they are, and use Replicate or "
-            "Partial on the others"
+            f"{caller}: grad_placements {gradient} assign other elements to a rank than placements "
+            f"{tuple(placements)}, but the gradient of a local tensor has its shape; keep the sharded axes as they "
+            "are, and use Replicate or Partial on the others"
         )
     return gradient
 

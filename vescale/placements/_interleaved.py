@@ -25,7 +25,7 @@ class InterleavedShard(CustomPlacement):
     def __init__(self, dim: int, num_chunks: int) -> None:
         if num_chunks < 1:
             raise PlacementError(
-                f"InterleavedShard({dim}, {num_chunks}): the dim needs at least one chunk; give num_chunks >= 1"
+                f"InterleavedShard({dim}, {num_chunks}): a dim needs at least one chunk; pass num_chunks >= 1"
             )
         self._freeze(int(dim), int(num_chunks))
 

@@ -31,7 +31,7 @@ def to_local(dtensor: DTensor, *, grad_placements: Sequence[Placement] | None = 
     """This rank's part; differentiable. A ragged DTensor's local tensor is flat.
 
     ``grad_placements`` are those of the gradient of the returned tensor; None: the DTensor's own, Replicate for Partial.
-    No communication. Raises ValueError when those placements give some rank other elements than the DTensor's. (The
+    No communication. Raises ValueError if those placements assign other elements to some rank than the DTensor's. (The
     method ``DTensor.to_local`` is PyTorch's own, and finds that out in backward.)
 
     Args:
@@ -68,15 +68,15 @@ def from_local(
         run_check: compare what the ranks pass (one small all-gather), so that placements or a local tensor that do not
             fit, on whatever rank, are an error on every rank, and broadcast along the Replicate axes, as stock
             ``from_local`` does. Otherwise there is no communication, and only the rank that passes something wrong raises.
-        shape: the global shape; needed for ragged placements, whose local tensors do not tell it.
+        shape: the global shape; needed for ragged placements, whose local tensors do not determine it.
         stride: of the global tensor; the result is row-major, as every local tensor of ours is.
         grad_placements: the placements that the gradient is brought to; None: ``placements``, Replicate for Partial.
         local_tensor: what this rank holds; flat for ragged placements.
 
     Raises:
         RuntimeError: a local tensor that is a DTensor.
-        ValueError: no ``shape`` for a ragged placement; a local tensor of another size than the placements give this
-            rank; gradient placements that give some rank other elements than ``placements``.
+        ValueError: no ``shape`` for a ragged placement; a local tensor of another size than the placements assign to
+            this rank; gradient placements that assign other elements to some rank than ``placements``.
     """
     begin_world()
     placements = list(placements) if placements is not None else None
@@ -142,7 +142,9 @@ def _same_on_all_ranks(local: torch.Tensor, mesh: DeviceMesh, *passed: Any) -> _
             f"rank {rank}: shape {shape}, placements {placements}, gradient {gradient}, {dtype}"
             for rank, (_, (shape, placements, gradient, dtype)) in zip(dist.get_process_group_ranks(group), answers)
         ]
-        raise PlacementError("from_local: the ranks differ; pass the same everywhere:\n" + "\n".join(passed_by))
+        raise PlacementError(
+            "from_local: the arguments differ between ranks; pass the same on all ranks:\n" + "\n".join(passed_by)
+        )
     assert found is not None
     return found
 
@@ -257,7 +259,7 @@ def distribute_tensor(
     device_mesh = device_mesh or current_mesh()
     if not tensor.is_leaf:
         raise RuntimeError(
-            "distribute_tensor takes a leaf tensor; the one given has a gradient history: use from_local, or detach it"
+            "distribute_tensor takes a leaf tensor, but this one has a gradient history: use from_local, or detach it"
         )
     wanted = normalize_placements(placements, tensor.shape, device_mesh)
     if isinstance(tensor, DTensor):
@@ -267,7 +269,9 @@ def distribute_tensor(
             f"distribute_tensor got a DTensor with placements {tensor.placements} for {wanted}; call redistribute"
         )
     if any(placement.is_partial() for placement in wanted):
-        raise PlacementError(f"distribute_tensor cannot place as {wanted}: Partial has no source; use from_local")
+        raise PlacementError(
+            f"distribute_tensor cannot place as {wanted}: the terms of a Partial are not known; use from_local"
+        )
     spec = contiguous_spec(device_mesh, wanted, tensor.shape, tensor.dtype)
     local = tensor.detach()
     if device_mesh.device_type != local.device.type and not local.is_meta:

@@ -33,8 +33,8 @@ def normalize_placements(
     mesh_shape = tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
     if len(placements) != len(mesh_shape):
         raise PlacementError(
-            f"{len(placements)} placements {tuple(placements)} for a mesh of {len(mesh_shape)} axes {mesh_shape}; give "
-            "one placement for each axis"
+            f"{len(placements)} placements {tuple(placements)} for a mesh of {len(mesh_shape)} axes {mesh_shape}; "
+            "pass one placement for each axis"
         )
     resolved = [_with_front_dim(placement, tuple(shape)) for placement in placements]
     pending = {placement.reduce_op for placement in resolved if type(placement) is Partial}

@@ -58,8 +58,9 @@ def ragged_axis(placements: Sequence[Placement]) -> int | None:
     axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
     if len(axes) > 1:
         raise PlacementError(
-            f"ragged placements on mesh axes {axes} of {tuple(placements)}: the ragged cut comes last, so only one "
-            "axis can have it; flatten the axes into one (mesh[names]._flatten()), or use Shard or Replicate on the others"
+            f"ragged placements on mesh axes {axes} of {tuple(placements)}: the ragged placement is applied last, so "
+            "that only one axis can have it; flatten the axes into one (mesh[names]._flatten()), or use Shard or "
+            "Replicate on the others"
         )
     return axes[0] if axes else None
 

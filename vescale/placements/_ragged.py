@@ -14,7 +14,8 @@ from vescale.placements._custom_placement import CustomPlacement
 class RaggedShard(CustomPlacement):
     """Rank ``i`` of the axis owns a contiguous run of ``local_units[i]`` shares of the flattened tensor.
 
-    The ragged cut comes after every other placement of the tensor, whatever the axis order: it divides the row-major
+    The ragged placement is applied after every other placement of the tensor, whatever the axis order: it divides the
+        row-major
     flattening of what the other axes leave to a rank. The local tensor is flat (1-D) and contiguous.
 
     ======================================  =============================  ==========================================
@@ -28,16 +29,16 @@ class RaggedShard(CustomPlacement):
     ``RaggedShard()``, without units        a row (or a block)             decided by :meth:`resolve`, balanced
     ======================================  =============================  ==========================================
 
-    Shares are never cut. Shapes are those of the tensor that the other axes leave. Where another axis shards an inner
-    dim (``Shard(dim > 0)``), a block grows to the least common multiple that never cuts into that dim, and units whose
-    shares would cut into it are refused. Where the other axes leave unequal local tensors, shares are those of the
+    Shares are never divided. Shapes are those of the tensor that the other axes leave. Where another axis shards an
+    inner dim (``Shard(dim > 0)``), a block grows to the least common multiple that never divides that dim, and units
+    whose shares would divide it are refused. Where the other axes leave unequal local tensors, shares are those of the
     largest, and shorter local tensors are filled from the first rank on.
 
     Args:
         dims: the leading dims that are flattened and divided, ``(0, 1, ..., k)``.
         local_units: shares of each rank of the axis; zeros are fine, one rank may own everything. None: balanced, the
             layout planner or :meth:`resolve` decides.
-        block: elements of the largest run that is never cut; None: the rows (planes, elements) of ``dims``.
+        block: elements of the largest run that is never divided; None: the rows (planes, elements) of ``dims``.
 
     Raises:
         ValueError: dims that are not leading and consecutive, negative units, a block below 1.
@@ -65,7 +66,7 @@ class RaggedShard(CustomPlacement):
         """Elements of the smallest run that is never divided between ranks: the block, or one row of ``dims``.
 
         ``shape`` is what the other axes leave to a rank, ``inner_dims`` the dims above 0 that they shard; the granule
-        is the least common multiple that never cuts into those.
+        is the least common multiple that never divides those.
         """
         unit = self.block if self.block is not None else math.prod(shape[len(self.dims) :])
         uncut = math.prod(shape[min(inner_dims) :]) if inner_dims else 1
@@ -120,8 +121,8 @@ class RaggedShard(CustomPlacement):
         total = sum(units)
         if len(units) != num_ranks:
             raise PlacementError(
-                f"{self!r} has {len(units)} local_units, but its mesh axis has {num_ranks} ranks; give one unit count "
-                "for each rank (0 where a rank owns nothing)"
+                f"{self!r} has {len(units)} local_units, but its mesh axis has {num_ranks} ranks; pass one unit count "
+                "for each rank (0 for a rank that owns nothing)"
             )
         if len(self.dims) > len(shape) and tuple(shape):
             raise PlacementError(
@@ -134,7 +135,9 @@ class RaggedShard(CustomPlacement):
             needed = -(-numel // granule)
             if total != needed:
                 grown = (
-                    f" (grown from {self.block} so that no inner sharded dim is cut)" if granule != self.block else ""
+                    f" (grown from {self.block} so that no inner sharded dim is divided)"
+                    if granule != self.block
+                    else ""
                 )
                 raise PlacementError(
                     f"{self!r} distributes {total} blocks, but a tensor of shape {tuple(shape)} ({numel} elements) has "
@@ -153,9 +156,9 @@ class RaggedShard(CustomPlacement):
         uncut = math.prod(shape[min(inner_dims) :]) if inner_dims else 1
         if share % uncut:
             raise PlacementError(
-                f"{self!r} has shares of {share} elements, which cut into dim {min(inner_dims)} that another mesh axis "
-                f"shards ({uncut} elements of the local tensor of shape {tuple(shape)} belong together); make "
-                f"local_units sum to a divisor of {numel // uncut}, or give block= to let the granule grow"
+                f"{self!r} has shares of {share} elements, which divide dim {min(inner_dims)}, which another mesh "
+                f"axis shards ({uncut} elements of the local tensor of shape {tuple(shape)} belong together); make "
+                f"local_units sum to a divisor of {numel // uncut}, or pass block= to let the granule grow"
             )
         return share
 
@@ -176,12 +179,12 @@ class RaggedShard(CustomPlacement):
 
 
 class StridedRaggedShard(RaggedShard):
-    """A ragged cut over a tensor that ``Shard(0)`` on a *later* mesh axis (TP, EP) has already cut.
+    """A ragged placement of a tensor that ``Shard(0)`` on a *later* mesh axis (TP, EP) also shards.
 
-    The axis order ``(dp: ragged, tp: Shard(0))`` reads left to right, but the ragged cut comes last: a rank of ``dp``
-    owns a run inside each tp rank's rows, so that its rows of the whole tensor are strided. ``split_factor``, the
-    number of pieces that the later ``Shard(0)`` axes make, records that reordering. With ``Shard(0)`` on an *earlier*
-    axis, plain :class:`RaggedShard` is sufficient.
+    The axis order ``(dp: ragged, tp: Shard(0))`` reads left to right, but the ragged placement is applied last: a rank
+    of ``dp`` owns a run inside each tp rank's rows, so that its rows of the whole tensor are strided. ``split_factor``,
+    the number of pieces that the later ``Shard(0)`` axes create, records that reordering. With ``Shard(0)`` on an
+    *earlier* axis, plain :class:`RaggedShard` is sufficient.
 
     Args:
         dims, local_units, block: as of :class:`RaggedShard`.
@@ -200,7 +203,7 @@ class StridedRaggedShard(RaggedShard):
     ) -> None:
         if split_factor < 1:
             raise PlacementError(
-                f"StridedRaggedShard: split_factor={split_factor}; give the size of the later Shard(0) axis"
+                f"StridedRaggedShard: split_factor={split_factor}; pass the size of the later Shard(0) axis"
             )
         self._freeze(*_validated(type(self).__name__, dims, local_units, block), int(split_factor))
 
@@ -230,15 +233,15 @@ def _validated(
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None, int | None]:
     dims = tuple(int(dim) for dim in dims)
     if dims != tuple(range(len(dims))):
-        raise PlacementError(f"{name}: dims={dims} are not the leading dims in order; give (0,), (0, 1), ..., or ()")
+        raise PlacementError(f"{name}: dims={dims} are not the leading dims in order; pass (0,), (0, 1), ..., or ()")
     if local_units is not None:
         local_units = tuple(int(units) for units in local_units)
         if any(units < 0 for units in local_units):
             raise PlacementError(
-                f"{name}: local_units={_short(local_units)} has a negative entry; a rank owns 0 or more shares"
+                f"{name}: local_units={_short(local_units)} has a negative entry; pass 0 or more for each rank"
             )
     if block is not None and int(block) < 1:
-        raise PlacementError(f"{name}: block={block}; a block holds at least one element")
+        raise PlacementError(f"{name}: block={block}; pass a block of at least one element")
     return dims, local_units, None if block is None else int(block)
 
 

@@ -141,12 +141,12 @@ def check_partials(source: Sequence[Placement], target: Sequence[Placement], dty
         if before.is_partial():
             raise PlacementError(
                 f"cannot redistribute {before} to {after} on mesh axis {axis}: pending reductions with different "
-                "operations have no common meaning; redistribute to Replicate() first"
+                "operations cannot be converted into each other; redistribute to Replicate() first"
             )
         if type(after) is not Partial or after.reduce_op not in ("sum", "avg", "max", "min"):
             raise PlacementError(
-                f"cannot redistribute {before} to {after} on mesh axis {axis}: no contribution of each rank is defined "
-                "for it; use Partial with sum, avg, max or min"
+                f"cannot redistribute {before} to {after} on mesh axis {axis}: the term of each rank is not defined; "
+                "use Partial with sum, avg, max or min"
             )
 
 
@@ -334,7 +334,7 @@ def redistribute(
     """
     mesh = spec_of(dtensor).mesh
     if placements is None:
-        raise RuntimeError("redistribute needs placements: one for each mesh axis")
+        raise RuntimeError("redistribute needs placements=; pass one for each mesh axis")
     if not has_custom([*placements, *dtensor.placements]) and not any(p.is_partial() for p in placements):
         return stock().redistribute(
             dtensor,
@@ -346,7 +346,7 @@ def redistribute(
         )
     if device_mesh is not None and device_mesh != mesh:
         raise OtherMeshError(
-            f"redistribute from mesh {mesh} to mesh {device_mesh}: both must be the same; go through full_tensor()"
+            f"redistribute from mesh {mesh} to mesh {device_mesh}: both must be the same; use full_tensor() first"
         )
     wanted = normalize_placements(placements, dtensor.shape, mesh)
     own = dtensor.dtype

@@ -53,8 +53,8 @@ def middle_chunks(
     length, period = shape[placement.dim], placement.size * placement.inner
     if length % period:
         raise PlacementError(
-            f"{placement!r}: dim {placement.dim} of the tensor of shape {shape} is not a flattening of dims of sizes (..., "
-            f"{placement.size}, {placement.inner}); its size {length} has to be a multiple of {period}"
+            f"{placement!r}: dim {placement.dim} of the tensor of shape {shape} is not a flattening of dims of sizes "
+            f"(..., {placement.size}, {placement.inner}); its size {length} must be a multiple of {period}"
         )
     low, high = (bound * placement.inner for bound in _chunk(placement.size, num_ranks, index))
     if low == high:

@@ -25,7 +25,7 @@ class Rejected:
     Attributes:
         what: the choice as plain data, or the part of it that rules it out.
         rule: ``mesh``, ``batch``, ``plan``, ``memory``, ``slower`` or ``lint``.
-        reason: a sentence that says why.
+        reason: the reason, as a sentence.
         needed_bytes: what it needs on a device, if that is more than the device has; otherwise None.
     """
 
@@ -69,7 +69,7 @@ def families(
         yield Rejected({"mesh": {"pp": "2 or more"}}, "plan", no_stages)
     for tp in _divisors(devices):
         if tp > ranks_per_node:
-            reason = f"tensors are cut inside of a host, and a host has {ranks_per_node} devices"
+            reason = f"tensor parallelism stays within a host, and a host has {ranks_per_node} devices"
             yield Rejected({"mesh": {"tp": tp}}, "mesh", reason)
             continue
         for source in sources if tp > 1 else sources[:1]:
@@ -80,7 +80,7 @@ def families(
                     continue
                 for ep in _divisors(devices // tp // cp) if model.experts and cp == 1 else (1,):
                     if ep > 1 and (model.num_experts % (ep * tp) or ep > model.num_experts):
-                        reason = f"{model.num_experts} experts are no multiple of {ep * tp} ranks"
+                        reason = f"{model.num_experts} experts are not a multiple of {ep * tp} ranks"
                         yield Rejected({"mesh": {"ep": ep, "tp": tp}}, "mesh", reason)
                         continue
                     found: list[Choice] = []
@@ -97,13 +97,14 @@ def _context(source: PlanSource, cp: int, length: int | None) -> str | None:
     if cp == 1:
         return None
     if source.context is None:
-        return f"the source {source.name} has no plan that cuts the sequence in attention"
+        return f"the source {source.name} has no plan that shards the sequence in attention"
     if length is None or length % (_CONTEXT_PIECES * cp):
         return (
-            f"the sequence of {length} is no multiple of {_CONTEXT_PIECES * cp}: {_CONTEXT_PIECES} runs for each rank"
+            f"the sequence of {length} is not a multiple of {_CONTEXT_PIECES * cp}: {_CONTEXT_PIECES} runs for each "
+            "rank"
         )
     if cp > _CONTEXT_RANKS:
-        return f"a search looks at {_CONTEXT_RANKS} ranks of context parallelism at most"
+        return f"search tries at most {_CONTEXT_RANKS} ranks of context parallelism"
     return None
 
 
@@ -119,11 +120,11 @@ def _of_mesh(
         if pp > min(model.num_blocks, _STAGES) and pp > 1:
             reason = f"{model.num_blocks} blocks are fewer than {pp} stages"
             if pp <= model.num_blocks:
-                reason = f"a search looks at {_STAGES} stages at most"
+                reason = f"search tries at most {_STAGES} stages"
             yield Rejected({"mesh": {"pp": pp, "cp": cp, "ep": ep, "tp": tp}}, "mesh", reason)
             continue
         if rows % (data * ep):
-            reason = f"a batch of {rows} rows is no multiple of {data * ep} ranks of data"
+            reason = f"a batch of {rows} rows is not a multiple of {data * ep} ranks of data"
             yield Rejected(mesh.describe(), "batch", reason)
             continue
         if pp == 1:
@@ -132,7 +133,7 @@ def _of_mesh(
         own = rows // (data * ep)
         counts = [pp * n for n in _ROUNDS if own % (pp * n) == 0]
         if not counts:
-            reason = f"{own} rows of a rank cannot be cut into {pp} micro-batches or more, one for each stage"
+            reason = f"{own} rows of a rank cannot be split into at least {pp} micro-batches, one for each stage"
             yield Rejected(mesh.describe(), "batch", reason)
         for schedule in ("1F1B", "Interleaved1F1B"):
             per_rank = 2 if schedule.startswith("Interleaved") else 1

@@ -41,9 +41,9 @@ class Choice:
         source: where the entries for ``tp`` and the inputs come from: the zoo, the model, or ``vescale.new_plan``.
         pp: the number of pipeline stages.
         replicas: with hybrid sharding, the number of copies of the sharded parameters.
-        dp: the number of ranks that the batch, and with ZeRO the parameters, are cut over.
+        dp: the number of ranks over which the batch and, with ZeRO, the parameters are sharded.
         cp: the number of parts of the sequence in attention.
-        ep: the number of ranks that experts are cut over.
+        ep: the number of ranks over which experts are sharded.
         tp: the number of ranks of tensor parallelism.
         zero: the stage of ZeRO over ``dp``.
         checkpoint: ``none``, or the checkpointing policy of all repeated blocks.
@@ -79,7 +79,7 @@ class Choice:
 
     @property
     def batch_ranks(self) -> int:
-        """The number of parts that the batch is cut into."""
+        """The number of parts into which the batch is split."""
         return self.replicas * self.dp * self.ep
 
     @property
@@ -128,7 +128,7 @@ def plan_of(choice: Choice, model: Model, precision: str | None = None) -> Plan:
         precision: a dtype to compute in; gradients are reduced in float32.
     """
     make = choice.source.context if choice.cp > 1 else choice.source.make
-    assert make is not None, "choices with cp need a source that has a plan for it"
+    assert make is not None, "choices with cp need a source with a plan for it"
     plan = make(choice.all_axes)
     if choice.replicas > 1:
         plan = with_batch_on(plan, (REPLICAS,))

@@ -51,7 +51,7 @@ class Profile:
     Attributes:
         rehearsal: the run; ``repeats``: the blocks that were left out.
         rows: of this rank; ``data_ranks``: along ``dp``.
-        rounding: blocks of the allocator are multiples of so many bytes.
+        rounding: blocks of the allocator are multiples of this number of bytes.
         message_bytes: of what the last block is given, as parts of this rank.
         num_tensors: parameters that the optimizer gets.
         late: paths of the modules with parameters that the forward uses after the blocks.

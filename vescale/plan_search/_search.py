@@ -101,7 +101,7 @@ class Proposal:
     _precision: str | None = field(default=None, repr=False)
 
     def plan(self) -> Plan:
-        """A new plan, to print, edit, write (``to_yaml()``) or give to :func:`vescale.parallelize`."""
+        """Return a new plan, to print, edit, write (``to_yaml()``) or pass to :func:`vescale.parallelize`."""
         return plan_of(self.choice, self._model, self._precision)
 
     def to_json(self) -> dict[str, Any]:
@@ -155,15 +155,15 @@ class Search:
         return dict(Counter(one.rule for one in self.rejected).most_common())
 
     def advice(self) -> list[str]:
-        """If nothing fits, sentences that say how much memory is missing and what would help; otherwise an empty list."""
+        """If nothing fits, sentences about how much memory is missing and what would help; otherwise an empty list."""
         if self.proposals:
             return []
         missing = [one for one in self.rejected if one.needed_bytes is not None]
         if not missing:
             rules = ", ".join(f"{count} for {rule}" for rule, count in self.reasons().items())
             return [
-                f"no mesh of {self.devices} devices takes this model and batch (rejected: {rules}); "
-                "give a number of devices that divides the rows of the batch, or a batch that more numbers divide"
+                f"no mesh of {self.devices} devices works for this model and batch (rejected: {rules}); pass a number "
+                "of devices that divides the rows of the batch, or a batch with more divisors"
             ]
         least = min(missing, key=lambda one: one.needed_bytes or 0)
         needed, memory = (1 + self.margin) * (least.needed_bytes or 0), self.device.memory_bytes or 0
@@ -240,9 +240,10 @@ def search(
         precision: a dtype to compute in, for all plans (``bfloat16``); gradients are reduced in float32. None: the model's.
         load: of experts, as for :func:`vescale.estimate`.
         loss: of the model's output and the batch; by default ``output.loss``, or the mean of the first output.
-        exact: how many of the fastest plans are estimated one by one, beside the fastest of each kind (the same ``tp``,
-            ``cp`` and ``ep``). Figures of others of a kind are scaled as the estimate differs from their closed form.
-        margin: the share of a plan's memory that is added to it for fragmentation, which estimates do not know.
+        exact: the number of fastest plans that are estimated individually, in addition to the fastest of each kind (the
+            same ``tp``, ``cp`` and ``ep``). Figures of others of a kind are scaled as the estimate differs from their
+            closed form.
+        margin: the share of a plan's memory that is added for fragmentation, which estimates do not include.
         progress: called with a line for each part of the work.
 
     Raises:
@@ -251,11 +252,11 @@ def search(
     """
     began = time.perf_counter()
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise EstimateOptionError(f"search: devices is {devices!r}; give a number of at least 1")
+        raise EstimateOptionError(f"search: devices is {devices!r}; pass at least 1")
     if exact < 0:
-        raise EstimateOptionError(f"search: exact is {exact}; give 0 or more")
+        raise EstimateOptionError(f"search: exact is {exact}; pass 0 or more")
     if not 0 <= margin < 1:
-        raise EstimateOptionError(f"search: margin is {margin}; give a share, as 0.08")
+        raise EstimateOptionError(f"search: margin is {margin}; pass a share, such as 0.08")
     table = device_of(device)
     with without_collections():  # they take a seventh of a search
         looked = Looked(
@@ -312,7 +313,7 @@ class Looked:
         try:
             plan = self.sources[0].make({"dp": 1, "tp": 1})
         except PlanError as error:
-            raise EstimateOptionError(f"search: there is no plan to begin with: {error}") from error
+            raise EstimateOptionError(f"search: there is no plan to start from: {error}") from error
         paths = [e.path.text for e in plan.entries if isinstance(e, LocalEntry) and e.kind == "experts"]
         sizes = {
             f"{path}.{name}": parameter.shape[0]
@@ -427,7 +428,7 @@ class Looked:
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if cell.tp * cell.cp * cell.ep > 1:
-                raise PlanError(f"a step of this mesh cannot be run: {problem}") from error
+                raise PlanError(f"a step on this mesh cannot be run: {problem}") from error
             raise EstimateOptionError(f"search: the model does not run with this batch: {problem}") from error
 
     def _findings(self, plan: Plan) -> Sequence[Finding]:
@@ -556,7 +557,7 @@ def _sizes(inputs: Mapping[str, Any]) -> tuple[int, int | None, int]:
     )
     if first is None or not first.ndim:
         raise EstimateOptionError(
-            "search: the batch has no tensor whose dim 0 counts rows; give shapes, as input_ids=(8, 4096)"
+            "search: the batch has no tensor with rows in dim 0; pass shapes, such as input_ids=(8, 4096)"
         )
     if first.is_floating_point() or first.ndim < 2:
         return first.shape[0], None, first.shape[0]

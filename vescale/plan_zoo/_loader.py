@@ -23,7 +23,7 @@ _ENTRIES = re.compile(r"^(?:vars|shard|local):", re.MULTILINE)  # a description 
 
 @dataclass(frozen=True)
 class About:
-    """What a plan file of the zoo says about itself.
+    """The description in a plan file of the zoo.
 
     Attributes:
         name: of the plan, for ``load``.

@@ -94,7 +94,7 @@ def checkpoint_policy(given: str | Mapping[str, Any] | CheckpointPolicy) -> Chec
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise PlanValueError(f"every={every!r}; use 1 to save each call of an op, 2 for every second one, and so on")
     if every != 1 and kind == "full":
-        raise PlanValueError(f"every={every} with nothing to save; name ops in save, or leave every out")
+        raise PlanValueError(f"every={every} without ops to save; name ops in save, or remove every")
     if not isinstance(again, bool):
         raise PlanValueError(f"recompute_communication={again!r}; use True or False")
     return CheckpointPolicy(kind, save, every, again)
@@ -105,10 +105,11 @@ def checkpoint_budget(given: Any, policy: CheckpointPolicy) -> float | None:
     if given is None:
         return None
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf"):
-        raise PlanValueError(f"budget_gib={given!r}; use GiB on each rank, as 4 or 0.5")
+        raise PlanValueError(f"budget_gib={given!r}; use a number of GiB on each rank, such as 4 or 0.5")
     if policy.kind == "offload":
         raise PlanValueError(
-            "budget_gib with 'offload', which computes nothing again; a budget chooses what is: use policy='full' with it"
+            "budget_gib with 'offload', which recomputes nothing, so that there is nothing for a budget to choose: "
+            "use policy='full' with it"
         )
     return float(given)
 
@@ -133,7 +134,7 @@ def _normalized(text: Any) -> str:
     if path is None:
         return op
     if Path.parse(path).target is not Target.STATE:
-        raise PlanValueError(f"save holds {text!r}: {path!r} must name modules; leave out <...> and .grad")
+        raise PlanValueError(f"save holds {text!r}: {path!r} must name modules; remove <...> and .grad")
     return f"{path} :: {op}"
 
 
@@ -368,7 +369,7 @@ def float_dtype_of(name: str, value: torch.dtype | str | None) -> torch.dtype | 
     """A floating dtype of torch, or its name, or None. Raises ValueError with the correct form for anything else."""
     found = getattr(torch, value, None) if isinstance(value, str) else value
     if value is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise PlanValueError(f"{name}={value!r}; use a floating dtype such as bfloat16 or float32")
+        raise PlanValueError(f"{name}={value!r}; use a floating-point dtype such as bfloat16 or float32")
     return found
 
 

@@ -345,9 +345,9 @@ def _plan_of(model: nn.Module, name: str) -> dict[str, str]:
     for style in plan.values():
         if style not in STYLES:
             raise DerivedPlanError(
-                f"{type(model).__name__}.{name} uses the style {style!r}, which this version does not know (styles: "
-                f"{', '.join(STYLES)}){did_you_mean(style, STYLES)}; remove it from the model's {name}, or plan its "
-                "modules by hand"
+                f"{type(model).__name__}.{name} uses the style {style!r}, which this version of vescale does not "
+                f"support (styles: {', '.join(STYLES)}){did_you_mean(style, STYLES)}; remove it from the model's "
+                f"{name}, or plan its modules by hand"
             )
     return plan
 
@@ -412,7 +412,7 @@ class _Draft:
             if isinstance(module, nn.Embedding):  # a model's own class, which normalizes or projects the looked-up rows
                 self.inputs.update((f"{path}.{name}", Replicate()) for name, _ in module.named_children())
             if inside_whole:
-                self.notes.append(f"{wildcard(path)} stays whole: it has experts that every rank adds")
+                self.notes.append(f"{wildcard(path)} is replicated: every rank adds its experts")
         self._follow_ties()
 
     def run_whole_experts(self, plan: Mapping[str, str]) -> None:
@@ -438,7 +438,7 @@ class _Draft:
             placement = own.placement(parameter.ndim) if own is not None else None
             if isinstance(placement, Shard) and _is_packed(module, attribute, placement.dim):
                 self.notes.append(
-                    f"{wildcard(name)} holds gate and up: each is cut, where the model's plan cuts the pair"
+                    f"{wildcard(name)} holds gate and up: each is sharded, although the model's plan shards the pair"
                 )
                 placement = InterleavedShard(placement.dim, 2)
             if placement is not None:
@@ -453,10 +453,10 @@ class _Draft:
             assert dim is not None
             pieces = placement.num_chunks if isinstance(placement, InterleavedShard) else 1
             if shape[dim] % (self.size * pieces):
-                return f"{wildcard(name)} stays whole: {self.size} ranks do not divide its dim {dim} of {shape[dim]}"
+                return f"{wildcard(name)} is replicated: {self.size} ranks do not divide its dim {dim} of {shape[dim]}"
             heads = self._num_heads(path)
             if heads is not None and shape[dim] % heads == 0 and heads % self.size:
-                return f"{wildcard(name)} stays whole: {self.size} ranks do not divide its {heads} heads"
+                return f"{wildcard(name)} is replicated: {self.size} ranks do not divide its {heads} heads"
         return ""
 
     def _num_heads(self, path: str) -> int | None:
@@ -483,7 +483,9 @@ class _Draft:
             placement = self.states[ruled[0]]
             for name in ruled[1:]:
                 if self.states.pop(name) != placement:
-                    self.notes.append(f"{wildcard(name)} follows {wildcard(ruled[0])}, to which it is tied")
+                    self.notes.append(
+                        f"{wildcard(name)} has the placement of {wildcard(ruled[0])}, to which it is tied"
+                    )
             for name in names:
                 path = name.rpartition(".")[0]
                 self.outputs.setdefault(path, Replicate())

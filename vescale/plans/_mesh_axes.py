@@ -24,12 +24,12 @@ class MeshAxes:
         if len(self.names) != len(self.sizes):
             raise PlanValueError(f"{len(self.names)} axis names {self.names} for {len(self.sizes)} sizes {self.sizes}")
         if len(set(self.names)) != len(self.names):
-            raise PlanValueError(f"mesh axis names {self.names} repeat; give each axis a name of its own")
+            raise PlanValueError(f"mesh axis names {self.names} repeat; use a different name for each axis")
         for name, size in zip(self.names, self.sizes):
             if not name.isidentifier():
                 raise PlanValueError(f"mesh axis name {name!r} is not an identifier; use letters, digits and _")
             if size < 1:
-                raise PlanValueError(f"mesh axis {name!r} has size {size}; an axis has at least one rank")
+                raise PlanValueError(f"mesh axis {name!r} has size {size}; an axis needs at least one rank")
 
     @classmethod
     def of(cls, mesh: DeviceMesh | Mapping[str, int] | MeshAxes) -> MeshAxes:
@@ -40,17 +40,17 @@ class MeshAxes:
             wrong = next((f"{name!r}: {size!r}" for name, size in mesh.items() if not _is_size(name, size)), None)
             if wrong is not None:
                 raise PlanValueError(
-                    f"mesh {{{wrong}}} is not an axis and size; give names and whole numbers, as {{'dp': 2, 'tp': 4}}"
+                    f"mesh {{{wrong}}} is not an axis and a size; pass names and integers, such as {{'dp': 2, 'tp': 4}}"
                 )
             return cls(tuple(mesh), tuple(int(size) for size in mesh.values()))
         if not isinstance(mesh, DeviceMesh):
             raise PlanValueError(
-                f"mesh is {mesh!r}, {kind_of(mesh)}; give a DeviceMesh with axis names, or sizes, as "
-                "{'dp': 2, 'tp': 4}"
+                f"mesh is {mesh!r}, {kind_of(mesh)}; pass a DeviceMesh with axis names, or sizes, such as {{'dp': 2, "
+                "'tp': 4}"
             )
         if mesh.mesh_dim_names is None:
             raise PlanValueError(
-                f"{mesh} has no axis names, and a plan names axes; pass mesh_dim_names= to init_device_mesh, for example "
+                f"{mesh} has no axis names, which a plan needs; pass mesh_dim_names= to init_device_mesh, for example "
                 f"{tuple(f'axis{i}' for i in range(mesh.ndim))}"
             )
         return cls(tuple(mesh.mesh_dim_names), tuple(mesh.size(axis) for axis in range(mesh.ndim)))

@@ -31,8 +31,9 @@ class ModuleEntries(PlanEntries):
         output: torch.dtype | str | None = None,
         source: Source | None = None,
     ) -> Self:
-        """Compute in other dtypes in the modules that ``path`` matches, and in all inside of them (an inner entry wins);
-        ``""`` is the model itself. See :class:`PrecisionEntry`; dtypes may be names such as ``"bfloat16"``.
+        """Compute in other dtypes in the modules that ``path`` matches, and in all modules inside them (an inner entry
+        takes precedence); ``""`` is the model itself. See :class:`PrecisionEntry`; dtypes may be names such as
+        ``"bfloat16"``.
 
         Args:
             param: parameters are cast to it while their module runs.
@@ -46,7 +47,7 @@ class ModuleEntries(PlanEntries):
         except ValueError as error:
             raise EntryError(f"precision {path!r}: {error}", source) from None
         if not any(dtypes.values()):
-            raise EntryError(f"precision {path!r} gives no dtype; give param=, reduce= or output=", source)
+            raise EntryError(f"precision {path!r} has no dtype; pass param=, reduce= or output=", source)
         return self._add(PrecisionEntry(self._module(path, "precision", source), **dtypes, source=source))
 
     def checkpoint(

@@ -44,8 +44,9 @@ def add_parallel_plan(
     for axis in (*found, *batch_axes):
         if axis not in plan.axes:
             raise DerivedPlanError(
-                f"Plan.from_model: the mesh has no axis {axis!r} (axes: {', '.join(plan.axes.names)})"
-                f"{did_you_mean(axis, plan.axes.names)}; name the mesh's axis so, or pass axes={{{axis!r}: ...}}"
+                f"Plan.from_model: the mesh has no axis {axis!r} (axes: "
+                f"{', '.join(plan.axes.names)}){did_you_mean(axis, plan.axes.names)}; rename the axis of the mesh, or "
+                f"pass axes={{{axis!r}: ...}}"
             )
     for axis, patterns in found.items():
         reader.read(axis, patterns, axis in batch_axes)
@@ -142,16 +143,16 @@ class _Reader:
             raise self._error(
                 pattern,
                 axis,
-                f"cuts {name} of shape {tuple(parameter.shape)}",
-                "weights that hold all experts in dim 0, or those of an nn.Embedding (a weight of one expert cannot be "
-                "spread: stack them); write other cuts with Plan.shard",
+                f"shards {name} of shape {tuple(parameter.shape)}",
+                "weights that hold all experts in dim 0, or those of an nn.Embedding (the weight of a single expert "
+                "cannot be distributed: stack them); write other placements with Plan.shard",
             )
         if parameter.shape[0] % size:
             raise self._error(
                 pattern,
                 axis,
-                f"cuts {name}, {parameter.shape[0]} in dim 0, over {size} ranks",
-                "a number that divides it",
+                f"shards {name}, {parameter.shape[0]} in dim 0, over {size} ranks",
+                "a number of ranks that divides it",
             )
 
     def _belongs_to_stack(self, owner: nn.Module) -> bool:

@@ -56,7 +56,9 @@ def compiled(pattern: str) -> regex.Pattern[str]:
 
 def _check_size(pattern: str) -> None:
     if len(pattern) > MAX_EXPRESSION:
-        raise PathError(f"it has {len(pattern)} characters; at most {MAX_EXPRESSION} are read: write several entries")
+        raise PathError(
+            f"it has {len(pattern)} characters; at most {MAX_EXPRESSION} are allowed: write several entries"
+        )
     sums = [0]  # nodes of each open group, outermost first
     last = 0  # of the part that a count after it repeats
     position = 0
@@ -73,8 +75,8 @@ def _check_size(pattern: str) -> None:
             assert group is not None  # "(" alone matches
             if pattern.startswith("?", group.end()) and group.end() == position + 1:
                 raise PathError(
-                    f"{pattern[position : position + 8]!r} at position {position}: paths have no flags, comments, "
-                    "conditions and recursion; groups are (...), (?:...), (?P<name>...), and look-arounds"
+                    f"{pattern[position : position + 8]!r} at position {position}: paths cannot contain flags, "
+                    "comments, conditions or recursion; groups are (...), (?:...), (?P<name>...), and look-arounds"
                 )
             if not group[0].endswith(")"):
                 sums.append(1)
@@ -89,7 +91,7 @@ def _check_size(pattern: str) -> None:
                 last = 1
                 sums[-1] += 1
         if len(sums) > _MAX_DEPTH:
-            raise PathError(f"more than {_MAX_DEPTH} groups inside of each other; write several entries")
+            raise PathError(f"more than {_MAX_DEPTH} nested groups; write several entries")
         if sum(sums) > _MAX_NODES:
             raise PathError(
                 f"its repetitions, written out, have more than {_MAX_NODES} characters (up to position {position}); use "
@@ -104,7 +106,7 @@ def _class_end(pattern: str, start: int) -> int:
     position += pattern.startswith("]", position)  # the first one is a character
     while position < len(pattern) and pattern[position] != "]":
         if pattern[position] == "[":
-            raise PathError(rf"a '[' inside of [...] at position {position}; write \[ for the character")
+            raise PathError(rf"a '[' inside [...] at position {position}; write \[ for the character")
         position += 2 if pattern[position] == "\\" else 1
     return position + 1
 
@@ -149,8 +151,8 @@ class Path:
             raise PathError(f"the path is {text!r}, {kind_of(text)}; write a parameter name, or <in> for the inputs")
         if len(text) > MAX_EXPRESSION:
             raise PathError(
-                f"the path {text[:40]!r}... has {len(text)} characters; at most {MAX_EXPRESSION} are read: write several "
-                "entries"
+                f"the path {text[:40]!r}... has {len(text)} characters; at most {MAX_EXPRESSION} are allowed: write "
+                "several entries"
             )
         if not text.strip():
             raise PathError("the path is empty; write a parameter name, or <in> for the model's inputs")
@@ -186,7 +188,7 @@ class Path:
         try:
             compiled(path.pattern)
         except ValueError as error:
-            raise PathError(f"the path {text!r} is not a regular expression that can be used: {error}") from None
+            raise PathError(f"the path {text!r} is not a valid regular expression: {error}") from None
         return path
 
     @property

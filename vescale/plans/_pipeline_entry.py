@@ -111,11 +111,11 @@ def pipeline_entry(
     given = [n for n, v in (("split_before", split_before), ("stages", stages), ("balance", balance)) if v is not None]
     if len(given) != 1:
         raise refuse(
-            f"{' and '.join(given) or 'nothing'} says where the model is cut; give exactly one of split_before=[paths], "
+            f"{' and '.join(given) or 'nothing'} determines the stages; pass exactly one of split_before=[paths], "
             'stages=[[paths], ...] and balance="cost"'
         )
     if (split_before is not None and not split_before) or (stages is not None and not stages):
-        raise refuse(f"{given[0]}=[] names no module; name one for each stage but the first")
+        raise refuse(f"{given[0]}=[] names no module; name one for each stage except the first")
     if mesh not in axes:
         raise refuse(f"no axis {mesh!r}; the axes are {axes}{did_you_mean(mesh, axes)}")
     if balance not in (None, "cost"):
@@ -127,28 +127,28 @@ def pipeline_entry(
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise refuse(f"microbatches={microbatches!r}; use a number of at least 1")
     if stages_per_rank is not None and (not isinstance(stages_per_rank, int) or stages_per_rank < 1 or balance is None):
-        raise refuse(f"stages_per_rank={stages_per_rank!r}; it is a number of at least 1, beside balance=")
+        raise refuse(f"stages_per_rank={stages_per_rank!r}; use a number of at least 1, together with balance=")
     if memory_gib is not None and (
         isinstance(memory_gib, bool) or not isinstance(memory_gib, int | float) or not memory_gib > 0 or balance is None
     ):
-        raise refuse(f"memory_gib={memory_gib!r}; it is a positive number, beside balance=")
+        raise refuse(f"memory_gib={memory_gib!r}; use a positive number, together with balance=")
     if microbatch_shape is not None and (
         isinstance(microbatch_shape, str)
         or len(microbatch_shape) != 2
         or not all(isinstance(n, int) and n > 0 for n in microbatch_shape)
         or memory_gib is None
     ):
-        raise refuse(f"microbatch_shape={microbatch_shape!r}; it is [rows, tokens], beside memory_gib=")
+        raise refuse(f"microbatch_shape={microbatch_shape!r}; use [rows, tokens], together with memory_gib=")
     if costs is not None and balance is None:
-        raise refuse('costs= is beside balance="cost"; give one, or leave out costs=')
+        raise refuse('costs= needs balance="cost"; pass both, or remove costs=')
     if not callable(loss) and not (isinstance(loss, str) and loss.split(".")[0] == "out"):
         raise refuse(
             f"loss={loss!r}; use a path that begins with the output, such as 'out.loss' or 'out', or a callable"
         )
     if callable(loss) and not _takes_two(loss):
         raise refuse(
-            f"loss={getattr(loss, '__qualname__', loss)}{inspect.signature(loss)} cannot be called with (out, batch): the "
-            "model's output and the micro-batch's dict; let it take both, and return (sum, count)"
+            f"loss={getattr(loss, '__qualname__', loss)}{inspect.signature(loss)} cannot be called with (out, batch): "
+            "the model's output and the micro-batch's dict; define it with both parameters, and return (sum, count)"
         )
     return PipelineEntry(
         mesh,
@@ -173,7 +173,7 @@ def _costs(costs: Any, refuse: Callable[[str], PlanError]) -> tuple[tuple[Path, 
         raise refuse(f"costs={costs!r}; use {{module path: cost}}, such as what vescale.pipeline.measure_costs returns")
     for path, cost in costs.items():
         if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < float("inf"):
-            raise refuse(f"costs: {path!r} costs {cost!r}; use a number that is not negative, in any unit")
+            raise refuse(f"costs: {path!r} costs {cost!r}; use a non-negative number, in any unit")
     return tuple((_module(path, refuse), float(costs[path])) for path in _texts(list(costs), "costs", refuse))
 
 
@@ -191,7 +191,7 @@ def _module(text: str, refuse: Callable[[str], PlanError]) -> Path:
     except ValueError as error:
         raise refuse(str(error)) from None
     if path.target is not Target.STATE:
-        raise refuse(f"{text!r} takes a module path; leave out <...> and .grad")
+        raise refuse(f"{text!r} takes a module path; remove <...> and .grad")
     return path
 
 
@@ -203,8 +203,9 @@ def _schedule(schedule: Any, refuse: Callable[[str], PlanError]) -> str:
     names = {name.lower(): name for name in PIPELINE_SCHEDULES} | _SHORT
     if schedule.lower() not in names:
         raise refuse(
-            f"schedule={schedule!r} is none of {', '.join(PIPELINE_SCHEDULES)}{did_you_mean(schedule, PIPELINE_SCHEDULES)}; "
-            "or give the actions of each rank as CSV text, one rank a line"
+            f"schedule={schedule!r} is none of "
+            f"{', '.join(PIPELINE_SCHEDULES)}{did_you_mean(schedule, PIPELINE_SCHEDULES)}; or pass the actions of "
+            "each rank as CSV text, one line per rank"
         )
     return names[schedule.lower()]
 

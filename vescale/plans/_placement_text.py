@@ -74,7 +74,7 @@ def _build(name: str, positional: list[Any], named: dict[str, Any]) -> Placement
         if split is not None:
             return StridedRaggedShard(dims, units, block, split_factor=split)
         return RaggedShard(dims, units, block)
-    raise TypeError(f"no form of {name} takes these arguments")
+    raise TypeError(f"{name} does not take these arguments")
 
 
 def _arguments(text: str, whole: str) -> tuple[list[Any], dict[str, Any]]:
@@ -103,7 +103,7 @@ def _arguments(text: str, whole: str) -> tuple[list[Any], dict[str, Any]]:
             items = []
             while peek() != ")":
                 if peek() == "(":
-                    raise PlacementError(f"{shown_text(whole)}: a tuple inside of a tuple; write (0, 1)")
+                    raise PlacementError(f"{shown_text(whole)}: nested tuples are not allowed; write (0, 1)")
                 items.append(value())
                 if peek() == ",":
                     index += 1

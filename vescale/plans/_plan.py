@@ -25,7 +25,7 @@ from vescale.plans._yaml_writer import plan_text
 
 
 class Plan(ModuleEntries):
-    """An ordered list of entries over the axes of a mesh; it knows no model.
+    """An ordered list of entries over the axes of a mesh, independent of any model.
 
     ::
 
@@ -79,7 +79,7 @@ class Plan(ModuleEntries):
         source: Source | None = None,
     ) -> Self:
         """Adds the entries of ZeRO: between steps, parameters, gradients and optimizer states are sharded over ``axis``, and
-        parameters are gathered while they are used. The batch is sharded over the same axis by an entry of its own.
+        parameters are gathered while they are used. The batch is sharded over the same axis by a separate entry.
 
         Args:
             stage: 3 gathers parameters for the forward and for the backward of each unit; 2 keeps them in between; 1 keeps
@@ -87,19 +87,19 @@ class Plan(ModuleEntries):
             axis: over which axis, or jointly over which axes.
             path: which parameters; all of them by default.
             units: the modules that are gathered as one, as ``"layers.\\d+"``. By default the model's repeated blocks, for
-                stage 3 alone: stages 1 and 2 have to name them (``""`` is the model itself).
+                stage 3 alone: stages 1 and 2 must name them (``""`` is the model itself).
             source: where the entries were written; by default the calling line.
 
         Returns the plan.
         """
         source = source or calling_line()
         if stage not in (1, 2, 3) or isinstance(stage, bool):
-            raise EntryError(f"zero: stage={stage!r}; use 1, 2 or 3", source)
+            raise EntryError(f"zero: stage is {stage!r}; use 1, 2 or 3", source)
         paths = (units,) if isinstance(units, str) else tuple(units)
         if stage < 3 and not paths:
             raise EntryError(
-                f"zero: stage {stage} keeps the parameters of units, and no unit is named; name the model's blocks, as "
-                "units='layers.\\d+', or units=['layers.\\d+', ''] with the model itself",
+                f"zero: stage {stage} shards the parameters of units, but no unit is named; name the model's blocks, "
+                "as in units='layers.\\d+', or units=['layers.\\d+', ''] with the model itself",
                 source,
             )
         self.shard(path, RaggedShard(), phase=INIT, axis=axis, source=source)
@@ -131,31 +131,32 @@ class Plan(ModuleEntries):
         """Cut the model into stages, which ranks along the axis ``mesh`` run; once in a plan. No other entry names it.
 
         Args:
-            split_before: modules before whose call a stage begins: ``["model.layers.8", "model.layers.16"]`` makes three.
+            split_before: the modules at which a stage begins: ``["model.layers.8", "model.layers.16"]`` creates three
+                stages.
             stages: for each stage, modules that belong to it; it begins before the first.
             mesh: the same as ``axis``.
             axis: the axis of the mesh for the stages (default: ``"pp"``).
-            balance: ``"cost"`` cuts the model's repeated blocks so that the slowest stage is as fast as possible.
+            balance: ``"cost"`` splits the model's repeated blocks so that the slowest stage is as fast as possible.
             schedule: a name of ``torch.distributed.pipelining`` (case does not matter; also ``"ZBV"``), or CSV text.
-            microbatches: equal parts of the batch, cut along dim 0.
+            microbatches: the number of equal parts of the batch, split along dim 0.
             loss: a path into the model's output; or ``f(out, batch) -> (sum, count)`` of a micro-batch.
             reduce: gradients of units (ZeRO) are reduced once a step, which keeps unreduced ones for all micro-batches, or
                 after each micro-batch's backward. All others are reduced once a step.
             rows: what the forward computes across rows (statistics, pairs) is that of the batch, or refused; or that of each
                 micro-batch by itself, as gradient accumulation has it.
-            stages_per_rank: beside ``balance``.
-            costs: beside ``balance``: the cost of each block, and of modules around the blocks, by path, in any unit; what
-                :func:`vescale.pipeline.measure_costs` returns. Without, the operations of a forward are counted.
-            memory_gib: beside ``balance``: the most that parameters, their gradients and two states of an optimizer take
-                on a rank, before other axes cut them.
-            microbatch_shape: beside ``memory_gib``: rows and tokens of a micro-batch; with it, the limit is also for what
+            stages_per_rank: with ``balance``: the number of stages on each rank.
+            costs: with ``balance``: the cost of each block, and of modules around the blocks, by path, in any unit;
+                what :func:`vescale.pipeline.measure_costs` returns. Without, the operations of a forward are counted.
+            memory_gib: with ``balance``: the most that parameters, their gradients and two states of an optimizer may
+                take on a rank, before other axes shard them.
+            microbatch_shape: with ``memory_gib``: rows and tokens of a micro-batch; with it, the limit is also for what
                 forwards hold for backward.
 
         See docs/pipeline.md. Returns the plan.
         """
         source = source or calling_line()
         if self._pipeline is not None:
-            raise EntryError(f"pipeline: the plan has one already, from {self._pipeline.source}; keep one", source)
+            raise EntryError(f"pipeline: the plan already has one, from {self._pipeline.source}; keep one", source)
         self._pipeline = pipeline_entry(
             self.axes,
             split_before=split_before,

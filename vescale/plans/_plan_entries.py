@@ -40,7 +40,7 @@ PlacementSpec = Placement | Sequence[Placement] | Mapping[str, Placement]
 def _one_of(mesh: Any, axis: Any, source: Source) -> Any:
     """``axis=`` and ``mesh=`` are two names of one argument."""
     if mesh is not None and axis is not None:
-        raise EntryError(f"axis={axis!r} beside mesh={mesh!r}, which means the same; give one of them", source)
+        raise EntryError(f"axis={axis!r} and mesh={mesh!r} mean the same; pass one of them", source)
     return mesh if axis is None else axis
 
 
@@ -81,7 +81,7 @@ class PlanEntries:
 
     @property
     def pipeline_entry(self) -> PipelineEntry | None:
-        """How the model is cut into stages, or None."""
+        """How the model is split into stages, or None."""
         return self._pipeline
 
     def shard(
@@ -117,7 +117,8 @@ class PlanEntries:
             raise EntryError(f"given={given!r}; use 'global' or 'local'", source)
         if given == "local" and not is_input:
             raise EntryError(
-                f"given='local' on {path!r}: only inputs of the model itself, <in:name>, are the caller's; leave it out",
+                f"given='local' on {path!r}: only inputs of the model itself, <in:name>, come from the caller; remove "
+                "given=",
                 source,
             )
         placements = self._placements(placement, mesh, source)
@@ -235,9 +236,9 @@ class PlanEntries:
         if dispatch is not None and dispatch not in ("mask", "all_to_all"):
             raise EntryError(f"local {path!r}: dispatch={dispatch!r}; use 'mask' or 'all_to_all'", source)
         if kind is not None and kind != "experts":
-            raise EntryError(f"local {path!r}: kind={kind!r}; use 'experts', or leave it out", source)
+            raise EntryError(f"local {path!r}: kind={kind!r}; use 'experts', or remove it", source)
         if dispatch is not None and kind != "experts":
-            raise EntryError(f"local {path!r}: dispatch= is for kind='experts'; give kind='experts' too", source)
+            raise EntryError(f"local {path!r}: dispatch= needs kind='experts'; pass it, too", source)
         borders = [self._placements(border, None, source) if border else () for border in (inputs, outputs)]
         return self._add(LocalEntry(parsed, kind, dispatch, borders[0], borders[1], source))
 
@@ -255,7 +256,7 @@ class PlanEntries:
         axis or several, and run replicated there. ``""`` is the model itself, for what no smaller unit holds.
 
         Without unit entries the model's repeated blocks are units, and the model itself. An entry takes the place of the
-        blocks inside of the modules that it names.
+        blocks inside the modules that it names.
 
         ==========  =========================  =====================================================================
         stage       written                    parameters are whole
@@ -273,7 +274,7 @@ class PlanEntries:
             reshard_after_backward: False keeps parameters gathered between backwards that only accumulate. None: True.
             mp_policy: PyTorch's ``MixedPrecisionPolicy``, or its arguments, dtypes by name: parameters are gathered in
                 ``param_dtype``, to which floating inputs of the module are cast; gradients are reduced in
-                ``reduce_dtype``. Modules around and inside need entries of their own.
+                ``reduce_dtype``. Modules around and inside need separate entries.
             offload_policy: ``CPUOffloadPolicy``, or ``{"pin_memory": bool}``: parameters, gradients and optimizer state
                 are in host memory, and are copied to the device to be gathered.
         """
@@ -338,7 +339,8 @@ class PlanEntries:
         path = self._path(text, source)
         if path.target not in (Target.IN, Target.OUT):
             raise EntryError(
-                f"{what} {text!r} names a parameter, but acts at a module's boundary; write module.<in> or module.<out>",
+                f"{what} {text!r} names a parameter, but the entry is for a module's inputs or outputs; write "
+                "module.<in> or module.<out>",
                 source,
             )
         return path
@@ -346,7 +348,7 @@ class PlanEntries:
     def _module(self, text: str, what: str, source: Source) -> Path:
         path = self._path(text, source) if text else Path("", "", Target.STATE)
         if path.target is not Target.STATE:
-            raise EntryError(f"{what} {text!r} takes a module path; leave out <...> and .grad", source)
+            raise EntryError(f"{what} {text!r} takes a module path; remove <...> and .grad", source)
         return path
 
     def _phase(self, phase: Phase | str, source: Source) -> Phase:
@@ -377,10 +379,10 @@ class PlanEntries:
         if isinstance(spec, Mapping):
             if mesh is not None:
                 raise EntryError(
-                    f"axis={mesh!r} beside {dict(spec)!r}, which names its axes itself; leave axis out", source
+                    f"axis={mesh!r} together with {dict(spec)!r}, which already names its axes; remove axis=", source
                 )
             if not spec:
-                raise EntryError("no placement is given; name at least one axis", source)
+                raise EntryError("no placement is given; pass at least one axis and its placement", source)
             yield from spec.items()
             return
         if mesh is None and isinstance(spec, list | tuple):
@@ -397,12 +399,12 @@ class PlanEntries:
             return
         if not isinstance(mesh, Sequence) or not mesh or not all(isinstance(axis, str) for axis in mesh):
             raise EntryError(
-                f"axis={mesh!r} is not the name of an axis; give axis={self._axes.names[0]!r}, or several", source
+                f"axis={mesh!r} is not the name of an axis; pass axis={self._axes.names[0]!r}, or several", source
             )
         placements = [spec] * len(mesh) if isinstance(spec, Placement | str) else list(spec)
         if len(placements) != len(mesh):
             raise EntryError(
-                f"{len(placements)} placements for the {len(mesh)} axes {tuple(mesh)}; give one for each", source
+                f"{len(placements)} placements for the {len(mesh)} axes {tuple(mesh)}; pass one for each", source
             )
         yield from zip(mesh, placements)
 

@@ -109,18 +109,18 @@ def _text_of(path: Path, limits: YamlLimits) -> str:
         is_special = path.exists() and not path.is_file() and not path.is_dir()
     if is_special:  # a pipe's writer may never come, and a device has no end
         raise YamlPlanError(
-            f"cannot read the {limits.noun} {str(path)!r}: a pipe or device; give the path of a YAML file"
+            f"cannot read the {limits.noun} {str(path)!r}: it is a pipe or device; pass the path of a YAML file"
         )
     try:
         with path.open("rb") as opened:
             data = opened.read(limits.num_bytes + 1)
     except OSError as error:
         raise YamlPlanError(
-            f"cannot read the {limits.noun} {str(path)!r}: {error.strerror}; give the path of a YAML file"
+            f"cannot read the {limits.noun} {str(path)!r}: {error.strerror}; pass the path of a YAML file"
         ) from None
     except ValueError as error:  # a null character in the path
         raise YamlPlanError(
-            f"cannot read the {limits.noun} {str(path)!r}: {error}; give the path of a YAML file"
+            f"cannot read the {limits.noun} {str(path)!r}: {error}; pass the path of a YAML file"
         ) from None
     if len(data) > limits.num_bytes:
         raise _too_large(str(path), limits)
@@ -175,12 +175,14 @@ class _BoundedLoader(yaml.SafeLoader):
         if self._num_nodes > self._limits.num_nodes:
             return f"the {self._limits.noun} has more than {self._limits.num_nodes} parts; {self._limits.advice}"
         if isinstance(event, yaml.AliasEvent):
-            return f"alias *{str(event.anchor)[:40]}: plans have no aliases; use vars: and ${{name}} to share text"
+            return (
+                f"alias *{str(event.anchor)[:40]}: plans cannot contain aliases; use vars: and ${{name}} to share text"
+            )
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_TEXT:
-            return f"a text of {len(event.value)} characters; at most {MAX_TEXT} are read: write several entries"
+            return f"a text of {len(event.value)} characters; at most {MAX_TEXT} are allowed: write several entries"
         tag: str | None = getattr(event, "tag", None)
         if tag is not None and not (isinstance(event, yaml.ScalarEvent) and tag in _SCALARS):
-            return f"tag {tag[:80]!r}: plans have no tags; write a plain value"
+            return f"tag {tag[:80]!r}: plans cannot contain tags; write a plain value"
         return None
 
 
@@ -198,7 +200,7 @@ def _build(node: yaml.Node, place: Place, document: Document, loader: yaml.SafeL
             if key in data:
                 first = document.keys[(*place, key)]
                 raise YamlPlanError(
-                    f"key {key!r} stands here again (first on line {first.line}); keep one of the two", source
+                    f"key {key!r} is repeated (first on line {first.line}); keep one of the two", source
                 )
             document.keys[(*place, key)] = source
             data[key] = _build(value_node, (*place, key), document, loader)
@@ -208,7 +210,8 @@ def _build(node: yaml.Node, place: Place, document: Document, loader: yaml.SafeL
     if node.tag == "tag:yaml.org,2002:int":  # YAML reads 010 as 8 and 1:30 as 90
         if _INTEGER.fullmatch(node.value) is None:
             raise YamlPlanError(
-                f"{node.value[:40]!r} is not a plain number of up to 18 digits; write it so, or quote it if it is text",
+                f"{node.value[:40]!r} is not a plain number of up to 18 digits; write such a number, or quote it if "
+                "it is text",
                 document.at(place),
             )
         return int(node.value)

@@ -57,7 +57,7 @@ def read_files(file: str | os.PathLike[str], check: Callable[[Document], Mapping
             if path in chain:
                 raise YamlPlanError(f"{path.name} includes itself; remove one of the includes between", source)
             if len(files) + len(chain) >= _MAX_FILES:
-                raise YamlPlanError(f"more than {_MAX_FILES} files are included; write larger ones", source)
+                raise YamlPlanError(f"more than {_MAX_FILES} files are included; merge some of them", source)
             try:
                 included = load_yaml(path)
             except PlanError as error:
@@ -79,7 +79,7 @@ def _includes(document: Document, data: Mapping[str, Any], chain: tuple[Path, ..
         source = document.at(("include", index))
         if not chain:
             raise YamlPlanError(
-                f"include {text!r}: a plan that is not a file has no folder; give the path of the file", source
+                f"include {text!r}: a plan that is passed as text has no folder; pass the path of a file", source
             )
         folder = chain[0].parent
         try:
@@ -87,16 +87,16 @@ def _includes(document: Document, data: Mapping[str, Any], chain: tuple[Path, ..
             is_file = path.is_file()  # not a pipe, whose reader may wait forever
         except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null character, a circle of links
             raise YamlPlanError(
-                f"cannot include {text[:80]!r}: {error}; give the path of a YAML file", source
+                f"cannot include {text[:80]!r}: {error}; pass the path of a YAML file", source
             ) from None
         if Path(text).is_absolute() or not path.is_relative_to(folder):
             raise YamlPlanError(
-                f"include {text!r} leaves the folder of the plan, {folder}; copy the file into it, and write its path from "
-                "the file that includes it",
+                f"include {text!r} is outside the folder of the plan, {folder}; copy the file into it, and write its "
+                "path relative to the file that includes it",
                 source,
             )
         if not is_file:
-            raise YamlPlanError(f"cannot include {text!r}: {path} is not a file; give the path of a YAML file", source)
+            raise YamlPlanError(f"cannot include {text!r}: {path} is not a file; pass the path of a YAML file", source)
         yield path
 
 
@@ -135,7 +135,7 @@ def read_plan(
 ) -> _P:
     """See :meth:`Plan.from_yaml`; ``new_plan`` makes an empty plan for a mesh."""
     if not isinstance(file, str | os.PathLike):
-        raise YamlPlanError(f"file is {file!r}, {kind_of(file)}; give the path of a YAML file, or YAML text")
+        raise YamlPlanError(f"file is {file!r}, {kind_of(file)}; pass the path of a YAML file, or YAML text")
     files = read_files(file, _checked)
     if files[-1].document.data is None:
         raise YamlPlanError(
@@ -213,7 +213,8 @@ class _Reader:
             if name in self._expanding:
                 circle = " -> ".join((*self._expanding[self._expanding.index(name) :], name))
                 raise YamlPlanError(
-                    f"variables contain each other: {circle}; write one of them out", self.document.at(place)
+                    f"variables refer to each other: {circle}; write out the value of one of them",
+                    self.document.at(place),
                 )
             if name not in self.variables:
                 known = ", ".join(itertools.islice(self.variables, 20)) or "none are defined"
@@ -235,7 +236,8 @@ class _Reader:
         self._num_characters += len(text)
         if len(text) > MAX_EXPRESSION or self._num_characters > 20 * MAX_EXPRESSION:
             raise YamlPlanError(
-                f"the path has more than {MAX_EXPRESSION} characters with its variables: write several entries",
+                f"the path has more than {MAX_EXPRESSION} characters after its variables are expanded: write several "
+                "entries",
                 self.document.at(place),
             )
         return text
@@ -272,7 +274,8 @@ class _Reader:
                 phases = {phase: text} if isinstance(text, str) else text
                 if isinstance(text, dict) and "phase" in item:
                     raise YamlPlanError(
-                        f"axis {axis!r} gives a placement for each phase, and the entry a phase too; keep one of the two",
+                        f"axis {axis!r} has a placement for each phase, but the entry also has a phase; keep one of "
+                        "the two",
                         self.document.at((*where, axis)),
                     )
                 for name, placement in phases.items():
@@ -350,7 +353,7 @@ def _mesh(files: Sequence[PlanFile], mesh: DeviceMesh | Mapping[str, int] | Mesh
         if not sizes or open_axes:
             missing = f"the sizes of {', '.join(open_axes)}" if open_axes else "a mesh section"
             raise MissingMeshError(
-                f"the plan does not give {missing}; pass mesh=, or write mesh: {{dp: 2, tp: 2}}",
+                f"the plan does not contain {missing}; pass mesh=, or write mesh: {{dp: 2, tp: 2}}",
                 (with_mesh or files)[0].document.at(("mesh",)),
             )
         mesh = {axis: size for axis, size in sizes.items() if size is not None}
@@ -360,10 +363,10 @@ def _mesh(files: Sequence[PlanFile], mesh: DeviceMesh | Mapping[str, int] | Mesh
             if axis not in axes:
                 added = MeshAxes.of({**dict.fromkeys(file.data["mesh"], 1), **dict(zip(axes.names, axes.sizes))})
                 is_part = all(name in file.data["mesh"] for name in axes)
-                hint = f"give the missing axis one rank, as {str(added).replace(' ', '')}" if is_part else ""
+                hint = f"add the missing axis with one rank, as in {str(added).replace(' ', '')}" if is_part else ""
                 hint = hint or f"rename the axis in one of the two{did_you_mean(axis, axes.names)}"
                 raise YamlPlanError(
-                    f"the plan is for axes {', '.join(file.data['mesh'])}, but the mesh given has {', '.join(axes.names)}; "
+                    f"the plan is for axes {', '.join(file.data['mesh'])}, but the mesh has {', '.join(axes.names)}; "
                     f"{hint}",
                     file.document.at(("mesh", axis)),
                 )
@@ -405,7 +408,7 @@ def _explain(error: Any, place: Place) -> str:
         unknown = [key for key in error.instance if key not in error.schema["properties"]]
         known = list(error.schema["properties"])
         inside = ".".join(map(str, place)) or "a plan"
-        return f"{unknown[0]!r} is not a part of {inside} ({', '.join(known)}){did_you_mean(unknown[0], known)}"
+        return f"{unknown[0]!r} is not part of {inside} ({', '.join(known)}){did_you_mean(unknown[0], known)}"
     if error.validator == "pattern" and "R, S(dim)" in error.schema.get("description", ""):
         return f"{shown_text(error.instance)} is not a placement; expected {error.schema['description']}"
     if error.validator == "enum":
@@ -414,7 +417,7 @@ def _explain(error: Any, place: Place) -> str:
             f"{_shown(error.instance)} is not one of {', '.join(options)}{did_you_mean(str(error.instance), options)}"
         )
     if error.validator == "const":
-        return f"version {_shown(error.instance)}: this library reads version {error.validator_value}"
+        return f"version {_shown(error.instance)}; this version of vescale reads version {error.validator_value}"
     if error.validator == "required":
         missing = [name for name in error.validator_value if name not in error.instance]
         return f"{'.'.join(map(str, place))} lacks {', '.join(missing)}"

@@ -149,9 +149,7 @@ def _unit(entry: UnitEntry) -> str:
 
 def _pipeline(entry: PipelineEntry) -> str:
     if not isinstance(entry.loss, str):
-        raise YamlPlanError(
-            "pipeline: a loss that is a function cannot be written as YAML; use a path such as 'out.loss'"
-        )
+        raise YamlPlanError("pipeline: a callable loss cannot be written as YAML; use a path such as 'out.loss'")
     cut: dict[str, object] = {
         "split_before": [path.text for path in entry.split_before],
         "stages": [[path.text for path in stage] for stage in entry.stages],

@@ -147,8 +147,8 @@ def _replay(
     if (fill.op.name, local.dtype) not in _warned:
         _warned.add((fill.op.name, local.dtype))
         warnings.warn(
-            f"torch {torch.__version__}: how {fill.op.name} draws for {local.dtype} is not known; every rank generates the "
-            "whole tensor and keeps its part (right, but slow and large)",
+            f"torch {torch.__version__}: how {fill.op.name} draws for {local.dtype} is not known; every rank "
+            "generates the whole tensor and keeps its part (correct, but slow and memory-intensive)",
             stacklevel=2,
         )
     draws = torch.Generator()

@@ -68,9 +68,9 @@ def fill_region(
     with torch.cuda.device(local.device):
         if torch.cuda.is_current_stream_capturing():
             raise RandomOpError(
-                f"{fill.op.name} on a sharded tensor of shape {fill.shape} while a CUDA graph is captured: a replay would "
-                "draw the captured numbers again; expected no capture: leave the random op out of the graph, or "
-                "replicate the tensor, which runs the native op"
+                f"{fill.op.name} on a sharded tensor of shape {fill.shape} while a CUDA graph is captured: a replay "
+                "would draw the captured numbers again; expected no capture: leave the random op out of the graph, "
+                "or replicate the tensor, for which the native op runs"
             )
         _check_arguments(fill.op, local.dtype, None if parameter is None else parameter.dtype, index)
         if local.is_complex():
@@ -225,8 +225,8 @@ def _whole(
 @functools.lru_cache(maxsize=64)
 def _warn_once(name: str, dtype: torch.dtype) -> None:
     warnings.warn(
-        f"torch {torch.__version__}: how {name} draws for {dtype} on CUDA is not known, or its kernel could not be built; "
-        "every rank generates the whole tensor and keeps its part (right, but slow and large)",
+        f"torch {torch.__version__}: how {name} draws for {dtype} on CUDA is not known, or its kernel could not be "
+        "built; every rank generates the whole tensor and keeps its part (correct, but slow and memory-intensive)",
         stacklevel=2,
     )
 
@@ -260,8 +260,8 @@ def read_state(generator: torch.Generator) -> PhiloxState:
     raw = generator.get_state().numpy().tobytes()
     if len(raw) != 16:
         raise GeneratorError(
-            f"a CUDA generator state of {len(raw)} bytes; expected 16 (Philox seed and offset): this build of torch has "
-            "another generator, report it with `torch.__config__.show()`"
+            f"a CUDA generator state of {len(raw)} bytes; expected 16 (Philox seed and offset): this build of torch "
+            "has a different generator; report it with `torch.__config__.show()`"
         )
     return PhiloxState(int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little"))
 

@@ -116,8 +116,8 @@ def compiled(index: int, kind: Kind) -> Launcher | None:
 @functools.cache
 def _warn_once(index: int, reason: str) -> None:
     warnings.warn(
-        f"the kernel of vescale.rng could not be built for cuda:{index} ({reason}); shards of inner dims are copied out "
-        "of native fills, which generate the elements in between, too: the same values, but slower",
+        f"the kernel of vescale.rng could not be built for cuda:{index} ({reason}); shards of inner dims are copied "
+        "from native fills, which also generate the elements in between: the values are the same, but it is slower",
         stacklevel=2,
     )
 

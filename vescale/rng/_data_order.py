@@ -39,7 +39,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         mesh, axes: the axes that rows are sharded over, by name, outermost first.
         shuffle: a new permutation for each epoch, drawn as ``DataLoader(shuffle=True)`` draws it; for datasets only.
         drop_last: leave out a last batch that is not full.
-        generator: of the shuffle; None: the default one, which must be seeded alike on all ranks.
+        generator: of the shuffle; None: the default one, which must have the same seed on all ranks.
 
     Raises:
         ValueError: unknown axes; batches in which some rank would have no row (a smaller last batch included); shuffle
@@ -61,7 +61,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
             if shuffle or generator is not None:
                 raise GeneratorError(
                     f"shuffle={shuffle} or a generator together with the sampler {data!r}; expected one of them: the "
-                    "sampler decides the order, pass it alone"
+                    "sampler determines the order, so pass only it"
                 )
             self.sampler: Sampler[int] = data
         elif shuffle:
@@ -73,12 +73,13 @@ class ShardedBatchSampler(Sampler[list[int]]):
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
         names = mesh.mesh_dim_names or ()
         if not wanted or not set(wanted) <= set(names):
-            raise GeneratorError(f"axes {wanted} of a mesh with axes {names}; expected some of its names")
+            raise GeneratorError(f"axes {wanted} of a mesh with axes {names}; expected some of these names")
         self._placements = tuple(Shard(0) if name in wanted else Replicate() for name in names)
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise GeneratorError(
-                "ShardedBatchSampler on a rank outside of the mesh; expected a rank that trains: skip it here"
+                "ShardedBatchSampler was created on a rank outside of the mesh; expected a rank of the mesh: skip it "
+                "on this rank"
             )
         self._coordinate = tuple(coordinate)
         self._generator = generator
@@ -94,8 +95,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
             corner = tuple(size - 1 for size in self._mesh_shape)
             if local_region((rows,), self._placements, self._mesh_shape, corner).numel == 0:
                 raise GeneratorError(
-                    f"a global batch of {rows} rows over a mesh of {self._mesh_shape} leaves ranks without a row; "
-                    "expected at least one row a rank: pass drop_last=True, or a larger batch_size"
+                    f"a global batch of {rows} rows over a mesh of {self._mesh_shape} leaves some ranks without rows; "
+                    "expected at least one row per rank: pass drop_last=True, or a larger batch_size"
                 )
 
     def __len__(self) -> int:
@@ -138,8 +139,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
             yield batch
 
     def track(self, loader: Iterable[Sample]) -> Iterator[Sample]:
-        """Iterate a ``DataLoader`` that has this sampler, and count what it gives. With worker processes the loader draws
-        batches before they are trained on, which :meth:`state_dict` can only know if the loop goes through this:
+        """Iterate over a ``DataLoader`` with this sampler, and count its batches. With worker processes the loader
+        draws batches before they are trained on, which :meth:`state_dict` knows only if the loop iterates through this:
         ``for inputs in batches.track(loader)``."""
         self._taken = self._resumed["batches"] if self._resumed is not None else 0
         for sample in loader:
@@ -161,7 +162,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         return state | {"batch_size": self.batch_size, "length": len(cast(Sized, self.sampler))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration gives the batches that were left, in the same order, on any mesh, and random numbers
+        """The next iteration yields the remaining batches, in the same order, on any mesh, and random numbers
         afterwards are those of a run that was not interrupted. At the end of an epoch the next one begins as usual.
 
         Raises ValueError for another batch size or number of samples.
@@ -169,8 +170,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
         for name, own in (("batch_size", self.batch_size), ("length", len(cast(Sized, self.sampler)))):
             if state_dict[name] != own:
                 raise GeneratorError(
-                    f"the state was saved with {name}={state_dict[name]}, and this sampler has {own}; the order of data "
-                    "would be another one: use the same global batch size and data"
+                    f"the state was saved with {name}={state_dict[name]}, but this sampler has {own}, so that the "
+                    "order of the data would differ: use the same global batch size and data"
                 )
         self._resumed = dict(state_dict) if state_dict["batches"] else None
         if self._resumed is None:

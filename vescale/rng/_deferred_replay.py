@@ -87,9 +87,9 @@ class Constant:
     def value(self) -> torch.Tensor:
         if self.tensor._version != self.version:
             raise MaterializeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} was read inside deferred_init() and written afterwards, so "
-                "that the values it had then are gone; expected no writes before materialize(): give the constructor a "
-                "clone of it"
+                f"a tensor of shape {tuple(self.tensor.shape)} was read inside deferred_init() and written to "
+                "afterwards, so that its values at that time are lost; expected no writes before materialize(): pass "
+                "a clone of it to the constructor"
             )
         return self.tensor
 

@@ -72,7 +72,7 @@ class DeferredTensor(MemorylessTensor):
 
 
 def is_deferred(tensor: Any) -> bool:
-    """Whether ``tensor`` was made inside of :func:`deferred_init` and has no values yet."""
+    """Whether ``tensor`` was created inside :func:`deferred_init` and has no values yet."""
     return isinstance(tensor, DeferredTensor)
 
 
@@ -113,8 +113,8 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*tree_map(_now(func), args), **tree_map(_now(func), kwargs))
     if func in _UNSUPPORTED:
         raise UnsupportedDeferredError(
-            f"{func} inside deferred_init() at {_where()}: it exchanges the memory of a tensor; expected an op on values: "
-            "assign to .data, or build this module outside of deferred_init()"
+            f"{func} inside deferred_init() at {_where()}: it replaces the memory of a tensor; expected an op on "
+            "values: assign to .data, or build this module outside of deferred_init()"
         )
     if func in _random_table():
         result: Any = _random_table()[func](func, args, kwargs)

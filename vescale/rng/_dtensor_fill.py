@@ -129,9 +129,9 @@ class MicrobatchRows:
     def dim(self, shape: tuple[int, ...]) -> int | None:
         if shape not in self.dims:
             raise RandomOpError(
-                f"random numbers are drawn for a tensor of shape {shape}, for which none were in the trace of the forward "
-                f"(shapes: {sorted(self.dims)}); which rows of the whole batch these are is not known. Draw for tensors "
-                "that have the batch in one dim, the same in every forward"
+                f"random numbers are drawn for a tensor of shape {shape}, for which the trace of the forward has no "
+                f"draw (shapes: {sorted(self.dims)}), so that it is not known which rows of the batch these are. Draw "
+                "for tensors that have the batch in one dim, in the same way in every forward"
             )
         return self.dims[shape]
 
@@ -187,7 +187,7 @@ def region_of(spec: DTensorSpec, what: str) -> Region | None:
         if placement.is_partial():
             raise RandomOpError(
                 f"{what} on a DTensor of shape {tuple(spec.shape)} with {placement} on mesh axis {axis}: the terms of "
-                "a sum have no random values of their own; expected Replicate or a shard there: call "
+                "a pending sum cannot be drawn separately; expected Replicate or a shard on that axis: call "
                 ".redistribute() first"
             )
     coordinate = spec.mesh.get_coordinate()

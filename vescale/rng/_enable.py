@@ -301,7 +301,7 @@ def _is_in_memory_order(fill: Fill, shape: Sequence[int], strides: Sequence[int]
 def enable() -> None:
     """Give random ops on DTensors, DTensor factories and ``bool(dtensor)`` single-device semantics; idempotent.
 
-    Programs without DTensors are not affected. All ranks must be seeded alike; nothing is communicated.
+    Programs without DTensors are not affected. All ranks must have the same seed; nothing is communicated.
     """
     if not is_enabled():
         hooks = RandomHooks(handlers(), native_part, characteristic_exponents(), dtensor_factory, INITIALIZERS)

@@ -25,8 +25,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     found = default_generator_of(device)
     if found is None:
         raise UnsupportedRandomOpError(
-            f"random numbers on device {device}, whose module of torch has no default_generators; generate on the cpu and "
-            "move the result"
+            f"random numbers were requested on device {device}, whose torch module has no default_generators; "
+            "generate them on the CPU and move the result"
         )
     return found
 

@@ -57,8 +57,8 @@ class Fill:
         if local.shape != self.region.local_shape:
             raise GeneratorError(
                 f"{self.op.name}: a local tensor of shape {tuple(local.shape)} for a region of shape "
-                f"{self.region.local_shape} of the global shape {self.shape}; expected the same shapes: give the local "
-                "tensor of this very rank"
+                f"{self.region.local_shape} of the global shape {self.shape}; expected the same shapes: pass the "
+                "local tensor of this rank"
             )
 
     def as_real(self, local: torch.Tensor) -> tuple[Fill, torch.Tensor]:

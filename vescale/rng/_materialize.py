@@ -59,7 +59,7 @@ def materialize(
         into: returns the memory of a placed tensor's part, by name. None, or if it returns None: new memory.
         mesh_of: returns the mesh of a placed tensor, by name; it has the same ranks as ``mesh``. None, or if it returns
             None: ``mesh``.
-        module: a module that was constructed inside of :func:`deferred_init`.
+        module: a module that was constructed inside :func:`deferred_init`.
 
     Raises:
         ValueError: placements that do not fit a tensor or the mesh.
@@ -70,7 +70,7 @@ def materialize(
     """
     if placements is not None and mesh is None:
         raise MaterializeError(
-            "materialize(module, placements=...) without a mesh; expected both: give the mesh they refer to"
+            "materialize(module, placements=...) without a mesh; expected both: pass the mesh that they refer to"
         )
     named = list(_named_tensors(module))
     if mesh is not None:
@@ -93,7 +93,7 @@ def materialize_tensor(
     Raises TypeError for a tensor that has values, ValueError for placements that do not fit. Communication: none.
 
     Args:
-        tensor: a tensor or parameter that was made inside of ``deferred_init``.
+        tensor: a tensor or parameter that was created inside ``deferred_init``.
         mesh: None: the result is plain and whole.
         placements: one for each axis of ``mesh``.
     """
@@ -117,7 +117,7 @@ def materialize_part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 def _check_deferred(tensor: torch.Tensor) -> TypeGuard[DeferredTensor]:
     if not isinstance(tensor, DeferredTensor):
         raise ArgumentTypeError(
-            f"{kind_of(tensor)} of shape {tuple(tensor.shape)} has its values already; expected a tensor made "
+            f"{kind_of(tensor)} of shape {tuple(tensor.shape)} already has its values; expected a tensor created "
             "inside deferred_init(): use distribute_tensor for others"
         )
     return True
@@ -156,7 +156,8 @@ class _Maker:
             return tensor
         if tensor._backward_hooks:
             raise UnsupportedDeferredError(
-                f"{name}: a deferred tensor with backward hooks; expected none before materialize(): register them after"
+                f"{name}: a deferred tensor with backward hooks; expected none before materialize(): register them "
+                "afterwards"
             )
         values = self._plain(name, tensor) if placements is None else self._placed(name, tensor, placements)
         if isinstance(tensor, nn.Parameter):
@@ -185,7 +186,7 @@ class _Maker:
     def _placed(self, name: str, tensor: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
         if self.mesh is None:
             raise MaterializeError(
-                f"{name}: placements {tuple(placements)} without a mesh; expected a mesh: pass it along"
+                f"{name}: placements {tuple(placements)} without a mesh; expected a mesh: pass it, too"
             )
         mesh = (self._mesh_of(name) if self._mesh_of is not None else None) or self.mesh
         try:
@@ -194,7 +195,7 @@ class _Maker:
             raise MaterializeError(f"{name}: {error}") from error
         if any(placement.is_partial() for placement in resolved):
             raise MaterializeError(
-                f"{name}: placements {resolved}; expected no Partial: the initial values are not terms of a sum, use "
+                f"{name}: placements {resolved}; expected no Partial: initial values are not terms of a sum; use "
                 "Replicate() there"
             )
         spec = make_spec(mesh, resolved, tensor.shape, tensor.stride(), tensor.dtype)
@@ -222,8 +223,9 @@ class _Maker:
 
     def _refuse_overlap(self, name: str, other: str) -> None:
         raise MaterializeError(
-            f"{name} shares memory with {other}, and they are placed differently; expected one placement for all tensors "
-            "on one memory: place them alike, tie the parameters themselves, or clone one in the constructor"
+            f"{name} shares memory with {other}, but they are placed differently; expected the same placement for all "
+            "tensors that share memory: place them in the same way, tie the parameters themselves, or clone one in "
+            "the constructor"
         )
 
     def replace_in(self, module: nn.Module) -> None:

@@ -244,8 +244,9 @@ def _op_handlers_replayed(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     spec = spec_of(first)
     if outside_mesh(spec):
         raise RandomOpError(
-            f"{op} on a DTensor of shape {tuple(spec.shape)}: how much it draws depends on the values, which this rank, "
-            "outside of the mesh, does not have; expected a mesh of all ranks: move the tensor there first"
+            f"{op} on a DTensor of shape {tuple(spec.shape)}: the number of draws depends on the values, which this "
+            "rank does not have, because it is outside of the mesh; expected a mesh of all ranks: move the tensor "
+            "there first"
         )
     tell_draw(spec, str(op), kwargs.get("generator"))
     whole_args = [whole_of(value) for value in args]
@@ -303,8 +304,9 @@ def _fused_attention(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
 def _refused(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     shapes = [(tuple(v.shape), v.placements) for v in (*args, *kwargs.values()) if isinstance(v, DTensor)]
     raise UnsupportedRandomOpError(
-        f"{op} on DTensors {shapes}: this random op has no rule with single-device semantics; expected an op of "
-        "docs/rng.md: write it with one of those (uniform_, normal_, bernoulli_, ...), or call .full_tensor() first"
+        f"{op} on DTensors {shapes}: this random op cannot reproduce the numbers of one device; expected an op that "
+        "docs/rng.md lists: express it with one of those (uniform_, normal_, bernoulli_, ...), or call "
+        ".full_tensor() first"
     )
 
 
@@ -447,7 +449,8 @@ class drawing_part_of(TorchDispatchMode):
         local = args[0]
         if func not in self._handlers or not isinstance(local, torch.Tensor):
             raise UnsupportedRandomOpError(
-                f"{func} where a part of a tensor of shape {self._shape} is drawn; expected a random op of docs/rng.md"
+                f"{func} where a part of a tensor of shape {self._shape} is drawn; expected a random op that "
+                "docs/rng.md lists"
             )
         part = self._without_leading_ones(local)
         placed = self._placed(part, str(func))
@@ -481,8 +484,8 @@ class drawing_part_of(TorchDispatchMode):
     def _placed(self, local: torch.Tensor, what: str) -> DTensor:
         if tuple(local.shape) != self._local_shape():
             raise UnsupportedRandomOpError(
-                f"{what} on a local tensor of shape {tuple(local.shape)} where a part of shape {self._local_shape()} of "
-                f"{self._shape} is drawn; its numbers cannot be those of one device: use a kernel that draws for that "
+                f"{what} on a local tensor of shape {tuple(local.shape)} where a part of shape {self._local_shape()} "
+                f"of {self._shape} is drawn; its numbers cannot match one device: use a kernel that draws for that "
                 "shape (attention: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)), or set the dropout to 0"
             )
         spec = make_spec(self._mesh, self._placements, self._shape, contiguous_stride(self._shape), local.dtype)

@@ -192,10 +192,10 @@ def check_strays(runtime: Runtime) -> None:
         return
     raise StrayParameterError(
         f"{', '.join(repr(name) for name in found[:4])}{f' and {len(found) - 4} more' if len(found) > 4 else ''} of "
-        f"{type(model).__name__}: plain parameters, registered after parallelize, which no entry places and whose gradients "
-        "are not reduced. Add or replace modules and parameters before parallelize; to change only the values of a "
-        "parameter, write them into the DTensor that is there: load_state_dict, or parameter.data = values, the same on "
-        "every rank"
+        f"{type(model).__name__}: plain parameters that were registered after parallelize, which no entry places and "
+        "whose gradients are not reduced. Add or replace modules and parameters before parallelize; to change only "
+        "the values of a parameter, write them into the existing DTensor: load_state_dict, or parameter.data = "
+        "values, the same on every rank"
     )
 
 

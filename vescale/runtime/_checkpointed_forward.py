@@ -194,8 +194,8 @@ class Budget:
         total = max(sum(n * choice.num_bytes for n, choice in zip(held, picked)) for held in moments)
         if total > limit and self._runtime.is_first_rank:
             warnings.warn(
-                f"the budget of {self.gib:g} GiB for {len(paths)} checkpointed modules ({paths[0]}, ...) is too small: with "
-                f"the policy that saves least they save {total / 2**30:.3g} GiB; raise budget_gib, or "
+                f"the budget of {self.gib:g} GiB for {len(paths)} checkpointed modules ({paths[0]}, ...) is too "
+                f"small: with the policy that saves least, they save {total / 2**30:.3g} GiB; raise budget_gib, or "
                 "shard more",
                 stacklevel=2,
             )
@@ -383,14 +383,15 @@ class _Call:
         if isinstance(error, CheckpointError):
             text = str(error).partition("\n\n")[0].removeprefix("torch.utils.checkpoint: ")
             return RecomputationError(
-                f"the checkpointed module {path!r} computes otherwise when it runs again than in its forward, by something "
-                "that it reads, that has changed since, and that vescale does not know of; keep that in an attribute of the "
-                f"module, or leave the module out of the plan's checkpoint entries. {text}"
+                f"the checkpointed module {path!r} computes different results when it is recomputed than in its "
+                "forward, because something that it reads has changed, of which vescale does not know; keep that "
+                "state in an attribute of the module, or exclude the module from the plan's checkpoint entries. "
+                f"{text}"
             )
         return RecomputationError(
-            f"an input of the checkpointed module {path!r} was written to in place, in the call or after it, and its "
-            "recomputation needs the values before; write to a copy (x = x.clone()), or leave the module out of the plan's "
-            f"checkpoint entries. {error}"
+            f"an input of the checkpointed module {path!r} was written to in place, during or after the call, but its "
+            "recomputation needs the earlier values; write to a copy (x = x.clone()), or exclude the module from the "
+            f"plan's checkpoint entries. {error}"
         )
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
@@ -416,8 +417,9 @@ class _Call:
             return
         runtime.warned_of_state = True
         warnings.warn(
-            f"the checkpointed module {self.owner.path!r} writes tensors to an object among its arguments, which keeps "
-            "them; numbers are right, but their memory is not saved: turn key/value caches off (use_cache=False)",
+            f"the checkpointed module {self.owner.path!r} writes tensors to an object among its arguments, which "
+            "keeps them; results are correct, but checkpointing does not save their memory: turn off key/value "
+            "caches (use_cache=False)",
             stacklevel=2,
         )
 

@@ -34,7 +34,7 @@ class Executor(enum.Enum):
     SETTING = "settings of a module"  # vescale.runtime._runtime
     PRECISION = "casting inputs, outputs and parameters"  # vescale.runtime._precision
     REGION = "running a module on local tensors"  # vescale.runtime._local_region, _expert_region
-    CHECKPOINT = "computing a forward again in backward"  # vescale.runtime._checkpointed_forward
+    CHECKPOINT = "recomputing a forward in backward"  # vescale.runtime._checkpointed_forward
 
 
 # (hook, kind of target) -> ops -> executor. Kinds of target: "<in>", "<out>", "<self>"; "name" of a parameter or buffer.
@@ -62,7 +62,7 @@ def executor_of(instruction: Instruction) -> Executor:
     if found is None:
         raise ParallelizeError(
             f"nothing executes {kind_of(instruction.op)} of {instruction.target!r} at {instruction.hook.value!r} "
-            f"(module {instruction.path!r}); programs are made by vescale.lower",
+            f"(module {instruction.path!r}); create programs with vescale.lower",
             instruction.source,
         )
     return found

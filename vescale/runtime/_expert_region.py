@@ -98,9 +98,9 @@ def find_counts(
             ):
                 return names
     raise BoundaryError(
-        f"the experts {path!r} compute other results with {count} of their {number} experts, whether attributes that are "
-        f"{number} ({', '.join(candidates)}) count these or not. Take the number of experts from a weight "
-        "(self.weight.shape[0]) in the module's forward"
+        f"the experts {path!r} compute other results with {count} of their {number} experts, whether attributes with "
+        f"the value {number} ({', '.join(candidates)}) are changed accordingly or not. Read the number of experts "
+        "from a weight (self.weight.shape[0]) in the module's forward"
     ) from cause
 
 
@@ -340,9 +340,9 @@ class ExpertRegion:
 
     def _refused_write(self, name: str) -> PlanError:
         return BoundaryError(
-            f"the experts {self.path!r} write to their input {name!r} in place. On one device this changes the caller's "
-            "tensor; here each rank computes with some experts or features only, and what it writes is not what one device "
-            f"writes. Write to a copy in the module ({name} = {name}.clone())",
+            f"the experts {self.path!r} write to their input {name!r} in place. On one device this changes the "
+            "caller's tensor; here, each rank computes with some experts or features only, and would write other "
+            f"values. Write to a copy in the module ({name} = {name}.clone())",
             self.source,
         )
 
@@ -381,9 +381,9 @@ class ExpertRegion:
                 return _Routing(tokens, ids[0], weights)
         raise BoundaryError(
             f"the expert region {self.path!r} gets "
-            f"{', '.join(f'{name} {tuple(x.shape)} {x.dtype}' for name, x in found.items())}; experts that are spread over "
-            "ranks need tokens (..., features), expert ids (..., choices) and weights (..., choices): name the module "
-            "inside it that takes them, or cut the experts' features instead",
+            f"{', '.join(f'{name} {tuple(x.shape)} {x.dtype}' for name, x in found.items())}; experts that are "
+            "distributed over ranks need tokens (..., features), expert ids (..., choices) and weights (..., "
+            "choices): name the module inside it that takes them, or shard the experts' features instead",
             self.source,
         )
 

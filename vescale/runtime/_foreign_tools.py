@@ -16,21 +16,22 @@ from vescale.errors import ForeignToolError, kind_of
 from vescale.fsdp import mark_unfilled, places_on_meta
 from vescale.runtime._runtime import BoundMethod, Runtime
 
-_REDUCED = "it distributes its parameters, and reduces their gradients, by its plan"
+_REDUCED = "its plan already distributes its parameters and reduces their gradients"
 _INSTEAD = {
-    "DistributedDataParallel": f"{_REDUCED}: call the model as it is, shard the batch over an axis by the plan's <in> "
-    "entries, and accumulate with vescale.no_sync(model). With accelerate, leave the model out of prepare(); Hugging Face's "
-    "Trainer wraps it, and is not supported",
-    "fully_shard": f"{_REDUCED}: let the plan shard parameters, {{axis: {{init: Ragged, run: R}}}} (docs/plans.md, ZeRO), "
-    "with unit entries for what is gathered together",
-    "parallelize_module": "it cuts its parameters by its plan: write what the styles say as entries of the plan, "
+    "DistributedDataParallel": f"{_REDUCED}: call the model directly, shard the batch over an axis by the plan's <in> "
+    "entries, and accumulate gradients with vescale.no_sync(model). With accelerate, "
+    "leave the model out of prepare(); Hugging Face's Trainer wraps it, and is not "
+    "supported",
+    "fully_shard": f"{_REDUCED}: let the plan shard parameters, {{axis: {{init: Ragged, run: R}}}} (docs/plans.md, "
+    "ZeRO), with a unit entry for each group of parameters that is gathered together",
+    "parallelize_module": "its plan shards its parameters: write the styles as entries of the plan, "
     'ColwiseParallel as plan.shard("path.weight", Shard(0), mesh="tp"), RowwiseParallel as Shard(1) and a Replicate "<out>"',
-    "torch.jit.script": "it runs hooks and DTensors in Python, which TorchScript cannot hold: script functions of local "
-    "tensors inside of it, or export a model of one device that has loaded its state dict",
-    "torch.jit.trace": "a trace would hold this rank's part of each tensor: trace a model of one device that has loaded its "
-    "state dict (save_pretrained writes one for Hugging Face models)",
-    "torch.export": "an exported program would hold this rank's part of each tensor: export a model of one device that has "
+    "torch.jit.script": "it runs hooks and DTensors in Python, which TorchScript cannot represent: script functions "
+    "of local tensors inside it, or export a single-device model that has loaded its state dict",
+    "torch.jit.trace": "a trace would contain this rank's part of each tensor: trace a single-device model that has "
     "loaded its state dict (save_pretrained writes one for Hugging Face models)",
+    "torch.export": "an exported program would contain this rank's part of each tensor: export a single-device model "
+    "that has loaded its state dict (save_pretrained writes one for Hugging Face models)",
 }
 
 
@@ -66,24 +67,25 @@ def refuse_wrapped(model: nn.Module) -> None:
         ]
         if "OptimizedModule" in kinds:
             raise ForeignToolError(
-                f"parallelize got a model of which {_place(path, module)} is torch.compile's, which has no effect around "
-                "modules that a plan has: give parallelize the model as it was before (model._orig_mod), and compile "
-                "functions of local tensors inside of it"
+                f"parallelize got a model of which {_place(path, module)} is wrapped by torch.compile, which has no "
+                "effect around modules of a plan: pass the original model (model._orig_mod), and compile functions "
+                "of local tensors inside it"
             )
         if isinstance(module, nn.SyncBatchNorm):
             raise ForeignToolError(
-                f"parallelize got a model of which {_place(path, module)} is nn.SyncBatchNorm, which reduces statistics "
-                "over the ranks by itself: leave convert_sync_batchnorm out. Of a parallelized model, nn.BatchNorm has the "
-                "statistics of the global batch already, as on one device"
+                f"parallelize got a model of which {_place(path, module)} is nn.SyncBatchNorm, which reduces "
+                "statistics over the ranks itself: remove convert_sync_batchnorm. In a parallelized model, "
+                "nn.BatchNorm already uses the statistics of the global batch, as on one device"
             )
         tool = next((_WRAPPERS[name] for name in kinds if name in _WRAPPERS), None)
         if module.__dict__.get(_DISTRIBUTED) is True:
             tool = "parallelize_module"
         if tool is not None:
             raise ForeignToolError(
-                f"parallelize got a model of which {_place(path, module)} is distributed by {tool} already: both would cut "
-                "its parameters or reduce its gradients. Give parallelize the model as it was, and let the plan do it: "
-                "<in> entries cut the batch over an axis, and unit entries shard parameters (docs/plans.md)"
+                f"parallelize got a model of which {_place(path, module)} is already distributed by {tool}: both "
+                "would shard its parameters or reduce its gradients. Pass the original model to parallelize, and use "
+                "the plan instead: <in> entries shard the batch over an axis, and unit entries shard parameters "
+                "(docs/plans.md)"
             )
 
 
@@ -156,7 +158,7 @@ def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tens
         if not isinstance(error.__cause__, ForeignToolError):  # that of a swap
             raise
         raise ForeignToolError(
-            f"this {type(model).__name__} cannot be moved or converted after parallelize, whose gradient hooks hold its "
-            "parameters: call to(), half() or bfloat16() before, or give the dtype of the computation to the plan, "
-            "plan.precision('', param='bfloat16')"
+            f"this {type(model).__name__} cannot be moved or converted after parallelize, whose gradient hooks hold "
+            "its parameters: call to(), half() or bfloat16() before parallelize, or set the dtype of the computation "
+            "in the plan, plan.precision('', param='bfloat16')"
         ) from None

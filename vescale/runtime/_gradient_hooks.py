@@ -214,7 +214,8 @@ def refuse_derivatives(losses: Sequence[Any]) -> None:
 @unserializable_hook
 def _refuse(shape: tuple[int, ...], _: torch.Tensor) -> NoReturn:
     raise UnsupportedParameterError(
-        f"the .grad of a parameter of shape {shape} is differentiated, which backward(create_graph=True) has reduced over "
-        "ranks: the reduction is not part of the graph. Expected gradients by torch.autograd.grad(loss, parameters, "
-        "create_graph=True), for parameters that the plan keeps whole (no entry with phase=INIT, no fully_shard)"
+        f"the .grad of a parameter of shape {shape} is differentiated after backward(create_graph=True) has reduced "
+        "it over ranks: the reduction is not part of the graph. Expected gradients from torch.autograd.grad(loss, "
+        "parameters, create_graph=True), for parameters that the plan replicates (no entry with phase=INIT, no "
+        "fully_shard)"
     )

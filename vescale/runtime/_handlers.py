@@ -111,7 +111,7 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _as_pytorch(op, args, kwargs)
     if op in _COMPARED_EARLIER:  # asked because sizes differ
         if op is not torch.ops.aten.broadcast_tensors.default or not _fit(tensors):
-            _refuse_parts(_short_name(op), tensors)
+            _refuse_parts(op, tensors)
         return NotImplemented
     if written:
         return _write(op, args, kwargs)
@@ -130,7 +130,7 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return op(*args, **kwargs)
     except (RuntimeError, ValueError):
-        _refuse_parts(_short_name(op), tensors)
+        _refuse_parts(op, tensors)
         raise
 
 
@@ -232,8 +232,8 @@ def _fit(tensors: list[torch.Tensor]) -> bool:
     return all(len(set(size) - {1}) < 2 for size in sizes)
 
 
-def _refuse_parts(name: str, tensors: list[torch.Tensor]) -> None:
-    """Raise where operands of an op do not fit together and a plain one is as large as this rank's part of a DTensor."""
+def _refuse_parts(op: Any, tensors: list[torch.Tensor]) -> None:
+    """Of an op whose operands do not fit together: the case that a plain one is as large as this rank's part of another."""
     for x in tensors:
         for output in tensors:
             if isinstance(x, DTensor) or not isinstance(output, DTensor):
@@ -246,11 +246,13 @@ def _refuse_parts(name: str, tensors: list[torch.Tensor]) -> None:
             shape = tuple(whole[d] if d in cut else size for d, size in enumerate(x.shape))
             more = f"shape={shape}, stride={contiguous_stride(shape)}"
             raise MixedTensorsError(
-                f"{name} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, and a "
-                f"plain tensor of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors beside a "
-                "model's outputs are global. Make it a part, "
-                f"`DTensor.from_local(x, out.device_mesh, {placements}, {more})`, or compute with it in the model's "
-                'forward, as an input of the plan that is given="local"'
+                f"{_short_name(op)} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, "
+                "and a "
+                f"plain tensor of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors that "
+                "are combined with a model's outputs are global. Make it a part, "
+                f"`DTensor.from_local(x, out.device_mesh, {placements}, {more})`, or pass it to the model's forward, "
+                "as an input of the plan"
+                ' that is given="local"'
             )
 
 
@@ -273,14 +275,15 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if found is not None and torch.is_grad_enabled():
         raise MixedTensorsError(
             f"{_short_name(op)} writes a DTensor of shape {tuple(found.shape)} that requires a gradient to a plain "
-            "tensor: autograd cannot continue from one to the other. Write the value alone (x.detach(), or x.item()), or "
-            "make a new tensor (total = total + x)"
+            "tensor, across which autograd cannot continue. Write only the value (x.detach(), or x.item()), or make "
+            "a new tensor (total = total + x)"
         )
     also = next((x for x in written_tensors(op, args, kwargs) if isinstance(x, DTensor)), None)
     if also is not None:
         raise MixedTensorsError(
-            f"{op} writes to plain tensors and to a DTensor of shape {tuple(also.shape)} in one computation (an optimizer's "
-            "state beside its parameter): make all that it writes to alike, as `torch.zeros_like(parameter)` does"
+            f"{op} writes to plain tensors and to a DTensor of shape {tuple(also.shape)} in one computation (an "
+            "optimizer's state and its parameter): make all tensors that it writes to of the same kind, as in "
+            "`torch.zeros_like(parameter)` does"
         )
 
     def whole(x: torch.Tensor) -> torch.Tensor:
@@ -347,9 +350,9 @@ class _Listener(DispatchListener):
         """Tell scripts and libraries that read an output; code in a forward computes with summands on purpose."""
         if current_activation() is None and hash(tensor.device_mesh) in HASHES_OF_CHECKED_MESHES and called_by_user(3):
             warnings.warn(
-                f"to_local() of a DTensor of shape {tuple(tensor.shape)} placed as {tuple(tensor.placements)}, a pending "
-                "sum, is this rank's summand, and no value: x.full_tensor() is the value on every rank; or have the model "
-                "return whole tensors, by the entry `<out>: R` of the plan",
+                f"to_local() of a DTensor of shape {tuple(tensor.shape)} placed as {tuple(tensor.placements)}, a "
+                "pending sum, is this rank's summand, not a value: read the value with x.full_tensor() on every "
+                "rank; or let the model return whole tensors, by the entry `<out>: R` of the plan",
                 PendingSumWarning,
                 stacklevel=3,
             )
@@ -382,9 +385,6 @@ class _Listener(DispatchListener):
 
     def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
         note_plain_value(str(op), name, tensor, mesh)
-
-    def mixed_sizes(self, name: str, operands: Any) -> None:
-        _refuse_parts(name, [*tensors_in(operands)])
 
     def mixed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_collective(op, args)
@@ -448,10 +448,10 @@ def _collective(op: Any) -> str:
 
 
 _ARE_GLOBAL = (
-    "Outputs, losses and gradients of a parallelized model are global already: leave the collective out, and any division "
-    "by the number of ranks. x.full_tensor() is the whole value, x.to_local() this rank's part. Wrappers that broadcast "
-    "parameters (DistributedDataParallel around a larger module, ZeroRedundancyOptimizer) are not needed: put all of the "
-    "module into the plan, and use the optimizer as it is"
+    "Outputs, losses and gradients of a parallelized model are already global: remove the collective, and any "
+    "division by the number of ranks. x.full_tensor() is the whole value, x.to_local() this rank's part. Wrappers "
+    "that broadcast parameters (DistributedDataParallel around a larger module, ZeroRedundancyOptimizer) are not "
+    "needed: parallelize the whole module, and use an ordinary optimizer"
 )
 
 

@@ -103,8 +103,9 @@ def _edit_of_keys(
     moved = ", ".join(f"{axis}: R" for axis, method, own, wanted in planned if method is not None and own != wanted)
     pattern = running.runtime.pattern(running.path)
     return moved and (
-        f"write `{pattern}.(k|v)_proj.<out>: {{{moved}}}`, or of whatever makes keys and values, in the plan's shard "
-        "section: attention is the model's own code here, to which no method of an attention entry applies"
+        f"write `{pattern}.(k|v)_proj.<out>: {{{moved}}}`, or the same entry for the modules that compute keys and "
+        "values, in the plan's shard section: the model implements attention itself, to which attention entries do "
+        "not apply"
     )
 
 
@@ -139,8 +140,8 @@ def _name_operand(
                 outside = _called_outside_of_its_unit() if any(isinstance(p, RaggedShard) for p in source) else None
                 if outside is not None:
                     edit = (
-                        f"write `units: ['{outside}']` in the plan: the module is called from outside of the unit that it "
-                        "belongs to, whose parameters are whole only while it runs"
+                        f"write `units: ['{outside}']` in the plan: the module is called from outside of its unit, "
+                        "whose parameters are gathered only while the unit runs"
                     )
                     return name, source, target, edit
         for child, result in frame.results:
@@ -152,8 +153,8 @@ def _name_operand(
                     name, key, named = f"its input {index}", f"{prefix}<in:{index}>", local_of(t)
     if key is None:
         edit = (
-            "place what it takes in the plan. To avoid it: give the op a rule, "
-            f"`vescale.ops.register_rule(torch.ops.{op}, rule)`; none tells how it runs on parts of its operands"
+            "place its operands in the plan. To avoid it, register a rule for the op, "
+            f"`vescale.ops.register_rule(torch.ops.{op}, rule)`; there is none yet for parts of its operands"
         )
         return name, source, target, edit
     wanted = target[axis]
@@ -168,8 +169,8 @@ def _name_operand(
         wanted = Replicate()
     if named is None and _is_placed(running, key, axis, wanted):
         edit = (
-            f"compute what {op} takes in a module of its own, whose output an entry can place: it is made inside of this "
-            "one, and no entry names it"
+            f"compute the operand of {op} in a separate module, whose output an entry can place: it is created inside "
+            "this module, where no entry can name it"
         )
         return name, source, target, edit
     edit = f"write `{key}: {{{running.runtime.axes.names[axis]}: {one_placement_text(wanted)}}}` in the plan's shard section"

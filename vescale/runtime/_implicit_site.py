@@ -60,9 +60,9 @@ class ImplicitSite:
         """What was found, what the op needs, and the edit."""
         where = f"{self.module or 'the model'} ({self.phase}{', ' + self.line if self.line else ''})"
         return (
-            f"{where}: {self.op} got {self.operand} as {placements_text(self.source, axes)} and needs "
-            f"{placements_text(self.target, axes)}, which communicates{self._cost()}; no plan entry asks for it."
-            f"{_pending_text(self.source, self.target, axes)} To make it explicit: {self.edit}"
+            f"{where}: {self.op} got {self.operand} as {placements_text(self.source, axes)} but needs "
+            f"{placements_text(self.target, axes)}, which communicates{self._cost()}; no plan entry asks for "
+            f"it.{_pending_text(self.source, self.target, axes)} To make it explicit: {self.edit}"
         )
 
     def _cost(self) -> str:

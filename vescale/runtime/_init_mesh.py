@@ -42,17 +42,17 @@ def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> De
             The accelerator's device number ``LOCAL_RANK`` becomes the current one.
 
     Raises:
-        ValueError: names or sizes that make no mesh, or another number of ranks than the job has.
+        ValueError: invalid names or sizes, or a number of ranks that differs from the job's.
         RuntimeError: torchrun has restarted the ranks with the store of the attempt before, in which they would find each
             other's old addresses.
-        PlanMismatchError: ranks give other axes, sizes or types of device, on every rank, or some ranks do not come
-            (``init_device_mesh`` hangs then).
+        PlanMismatchError: ranks pass different axes, sizes or types of device, on every rank, or some ranks do not
+            arrive (``init_device_mesh`` hangs then).
 
     Communication: a rendezvous if the process group is not initialized, a round through its store in which the ranks compare
     the mesh, and what making the groups of a mesh takes.
     """
     if not isinstance(axes, str | Mapping):
-        raise PlanValueError(f'axes is {axes!r}, {kind_of(axes)}; give sizes by name, as "dp=2,tp=2"')
+        raise PlanValueError(f'axes is {axes!r}, {kind_of(axes)}; pass sizes by name, such as "dp=2,tp=2"')
     sizes = axis_sizes(axes, may_be_open=True) if isinstance(axes, str) else dict(axes)
     kind = device or _accelerator()
     if kind not in ("cpu", "meta") and not dist.is_initialized():
@@ -78,7 +78,7 @@ def _compare(mesh: str) -> None:
         raise PlanMismatchError(f"{error}; call init_mesh on every rank", error.ranks) from None
     if found is not None:
         raise PlanMismatchError(
-            f"ranks disagree about init_mesh: {found.text()}; give every rank the same axes", found.ranks
+            f"ranks disagree about init_mesh: {found.text()}; pass the same axes on every rank", found.ranks
         )
 
 
@@ -88,9 +88,9 @@ def _check_store() -> None:
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise RestartedStoreError(
-            f"torchrun has restarted this job (attempt {attempt}) with the store of the attempt before, in which ranks find "
-            "addresses of processes that are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, "
-            "on every host"
+            f"torchrun has restarted this job (attempt {attempt}) with the store of the previous attempt, in which "
+            "ranks find addresses of processes that have ended; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
+            "environment of torchrun, on every host"
         )
 
 
@@ -114,15 +114,15 @@ def _fill(sizes: Mapping[str, int], num_ranks: int) -> MeshAxes:
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ParallelizeError(
-            f"mesh {written} has {len(free)} axes of size -1 ({', '.join(free)}); leave one of them open"
+            f"mesh {written} has {len(free)} axes of size -1 ({', '.join(free)}); only one axis may be -1"
         )
     known = MeshAxes.of({name: size for name, size in sizes.items() if size != -1}) if sizes else MeshAxes((), ())
     product = math.prod(known.sizes)
     if not sizes or num_ranks % product or (not free and product != num_ranks):
         raise ParallelizeError(
-            f"mesh {written or 'without axes'} has {product}{' x n' if free else ''} ranks, and this job has {num_ranks}; "
-            f"give sizes whose product is {num_ranks}, start torchrun with --nproc-per-node {product}, or write -1 for one "
-            "axis"
+            f"mesh {written or 'without axes'} has {product}{' x n' if free else ''} ranks, but this job has "
+            f"{num_ranks}; pass sizes whose product is {num_ranks}, start torchrun with --nproc-per-node {product}, "
+            "or write -1 for one axis"
         )
     return MeshAxes.of({name: num_ranks // product if size == -1 else size for name, size in sizes.items()})
 
@@ -134,11 +134,11 @@ _DATA_AXES = frozenset(["batch", "data", "ddp", "dp", "dp_replicate", "dp_shard"
 
 
 def shard_batch(batch: Batch, where: DeviceMesh | nn.Module, axes: str | Sequence[str] | None = None) -> Batch:
-    """The global batch ``batch``, the same on every rank, as DTensors whose rows (dim 0) are cut over ranks.
+    """The global batch ``batch``, the same on every rank, as DTensors whose rows (dim 0) are sharded over ranks.
 
     Each rank keeps its rows, as ``Shard(0)`` over ``axes``. The model and losses take the DTensors as they are, whether
-    the plan says ``given="local"`` or not. Tensors in tuples, lists, mappings and dataclasses are cut, tensors without dims
-    become Replicate, DTensors and other objects stay.
+    the plan says ``given="local"`` or not. Tensors in tuples, lists, mappings and dataclasses are sharded, tensors
+    without dims become Replicate, DTensors and other objects stay.
 
         for tokens, labels in loader:  # the global batch on every rank, from equally seeded samplers
             tokens, labels = vescale.shard_batch((tokens, labels), model)
@@ -148,8 +148,8 @@ def shard_batch(batch: Batch, where: DeviceMesh | nn.Module, axes: str | Sequenc
 
     Args:
         where: a parallelized model, or a mesh.
-        axes: of the mesh, outermost first. None: those over which the model's plan cuts rows of inputs; of a mesh, its only
-            axis, or those that are called ``dp``, ``fsdp``, ``data`` and the like.
+        axes: of the mesh, outermost first. None: those over which the model's plan shards rows of inputs; of a mesh,
+            its only axis, or those that are called ``dp``, ``fsdp``, ``data`` and the like.
 
     No communication; ranks compare the batch with the model's next forward, as its inputs
     (:class:`vescale.checks.InputMismatchError`).
@@ -180,8 +180,8 @@ def _mesh_and_axes(where: DeviceMesh | nn.Module, axes: str | Sequence[str] | No
         runtime = Runtime.of(where)
         if runtime is None:
             raise ParallelizeError(
-                f"shard_batch got {kind_of(where)} that is not parallelized; expected the model after parallelize, "
-                "or a mesh and its axes"
+                f"shard_batch got {kind_of(where)} that is not parallelized; expected the model that parallelize "
+                "returned, or a mesh and its axes"
             )
         mesh = runtime.mesh
         found = {
@@ -197,8 +197,8 @@ def _mesh_and_axes(where: DeviceMesh | nn.Module, axes: str | Sequence[str] | No
         found = set(names) if len(names) == 1 else set(names) & _DATA_AXES
         if axes is None and names and not found:
             raise ParallelizeError(
-                f"shard_batch got a mesh with axes {names}, of which none is known to be the data's; name them: "
-                f"shard_batch(batch, mesh, {names[0]!r})"
+                f"shard_batch got a mesh with axes {names}, none of which is known to be an axis of the data; pass "
+                f"their names: shard_batch(batch, mesh, {names[0]!r})"
             )
     if axes is None:
         return mesh, found

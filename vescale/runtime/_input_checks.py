@@ -267,9 +267,9 @@ def _refuse_other_meshes(runtime: Runtime, named: Iterable[tuple[str, Any, Placi
         for tensor in tensors_in(value):
             if isinstance(tensor, DTensor) and tensor.device_mesh != runtime.mesh:
                 raise BoundaryError(
-                    f"the input {name!r} is a DTensor on {tensor.device_mesh}, and the model is on {runtime.mesh}: ops take "
-                    "tensors of one mesh. Pass a plain tensor, which the plan cuts, or make the DTensor on the model's mesh "
-                    "(vescale.shard_batch(batch, model))"
+                    f"the input {name!r} is a DTensor on {tensor.device_mesh}, and the model is on {runtime.mesh}: "
+                    "ops need tensors on the same mesh. Pass a plain tensor, which the plan shards, or create the "
+                    "DTensor on the model's mesh (vescale.shard_batch(batch, model))"
                 )
 
 
@@ -308,15 +308,16 @@ def _global_shape(
         whole = [dim for dim in range(len(shape)) if not any(shard_dim(p) == dim for p in placements)]
         uneven = [dim for dim in whole if len({each[dim] for each in found.values()}) > 1]
         edit = (
-            f"No axis cuts dim {uneven[0]}: give it one size on all ranks, as by padding to the longest sequence of the "
-            "global batch"
+            f"No axis shards dim {uneven[0]}: use the same size on all ranks, for example by padding to the longest "
+            "sequence of the global batch"
             if uneven
-            else "Give parts as torch.chunk cuts the batch (ShardedBatchSampler does), or leave out the last batch "
-            "(drop_last=True)"
+            else "Pass the parts into which torch.chunk splits the batch (as ShardedBatchSampler does), or drop the "
+            "last batch (drop_last=True)"
         )
         raise InputMismatchError(
-            f'the parts of the input {name!r}, which each rank gives (given="local"), have shapes {sizes} by rank: no '
-            f"tensor is cut so by {placements}. {edit}",
+            f'the parts of the input {name!r}, which each rank passes (given="local"), have shapes {sizes} by rank: '
+            "these are not the shards of any tensor with placements "
+            f"{placements}. {edit}",
             ranks,
         )
     return tuple(shape)

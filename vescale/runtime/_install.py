@@ -105,7 +105,7 @@ def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
 def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
     """How often each site of a parallelized model communicated on this rank so far without a plan entry that requests it.
 
-    Raises KeyError for a model that was not given to :func:`parallelize`.
+    Raises KeyError for a model that has not been parallelized.
 
     Args:
         model: what :func:`~vescale.parallelize` returned.
@@ -119,7 +119,7 @@ def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
 def gradient_reducer(model: nn.Module) -> GradientReducer:
     """The reducer of a parallelized model's gradients: for ``no_sync()``, hooks and reports.
 
-    Raises KeyError for a model that was not given to :func:`parallelize`, and on ranks outside of its mesh.
+    Raises KeyError for a model that has not been parallelized, and on ranks outside of its mesh.
 
     Args:
         model: what :func:`~vescale.parallelize` returned.
@@ -139,7 +139,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Communication: none inside but what the forward and backward themselves do, gathers of units among it, unless
     ``reshard_after_backward=False`` keeps those gathered. Inside, ``.grad`` is None, or incomplete.
 
-    Raises KeyError for a model that was not given to :func:`parallelize`, and on ranks outside of its mesh.
+    Raises KeyError for a model that has not been parallelized, and on ranks outside of its mesh.
 
     Args:
         model: what :func:`~vescale.parallelize` returned.
@@ -243,8 +243,8 @@ def _reduced_otherwise(module: nn.Module) -> str | None:
         return "parallelized, so that its gradients are reduced already; use vescale.runtime.gradient_reducer(model)"
     if isinstance(module, FSDPModule):
         return (
-            f"{kind_of(module)}, which reduces the gradients of its parameters; give the reducer only modules "
-            "without such parts"
+            f"{kind_of(module)}, which reduces the gradients of its parameters; pass only modules without such parts "
+            "to the reducer"
         )
     return None
 

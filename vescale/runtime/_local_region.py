@@ -111,10 +111,11 @@ class LocalRegion:
         found = {size for local, size in cut if local == x.shape[dim]}
         if len(found) != 1:
             raise BoundaryError(
-                f"the local region {self.path!r} gives {x.shape[dim]} on dim {dim} of an output of shape {tuple(x.shape)} "
-                f"on this rank, and ranks have different parts of inputs of {sorted({size for _, size in cut})} in all: "
-                "how large the whole is does not follow. Let the output have a dim of an input as it is, pad the input to a "
-                f"multiple of {num_ranks}, or make the region smaller"
+                f"the local region {self.path!r} returns size {x.shape[dim]} on dim {dim} of an output of shape "
+                f"{tuple(x.shape)} on this rank, but ranks have different parts of inputs of "
+                f"{sorted({size for _, size in cut})} in all, so that the global size is not known. Keep a dim of an "
+                f"input in the output unchanged, pad the input to a multiple of {num_ranks}, or make the region "
+                "smaller"
             )
         return found.pop()
 

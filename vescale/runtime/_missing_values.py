@@ -18,15 +18,15 @@ from vescale.rng import is_deferred
 
 _SHOWN = 4
 _ADVICE = (
-    "build the model inside of vescale.deferred_init(), which records how each rank computes its part; or fill it after "
-    "parallelize: vescale.checkpoint.load_hf(model, folder) gives memory and reads a Hugging Face folder, "
-    "model.to_empty(device=...) gives memory, into which load_state_dict (without buffers that are not persistent) or the "
-    "model's own initialization (nn.init) writes"
+    "build the model under vescale.deferred_init(), which records how each rank computes its part; or fill it after "
+    "parallelize: vescale.checkpoint.load_hf(model, folder) allocates memory and reads a Hugging Face folder; "
+    "model.to_empty(device=...) allocates memory, which load_state_dict (except for non-persistent buffers) or the "
+    "model's own initialization (nn.init) then fills"
 )
 
 
 class MissingValuesWarning(Coded, UserWarning):
-    """A model was given to ``parallelize`` with parameters or buffers that have no values."""
+    """A model with parameters or buffers without values was passed to ``parallelize``."""
 
     code = "VS0207"
 

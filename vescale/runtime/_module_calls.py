@@ -420,8 +420,8 @@ def warn_of_compiler(runtime: Runtime, path: str) -> None:
     """Warn, once for a model and on its first rank, that compiling the module at ``path`` has no effect."""
     if not runtime.warned_of_compiler and runtime.is_first_rank:
         warnings.warn(
-            f"torch.compile around {f'the module {path!r} of ' if path else ''}a parallelized model has no effect: its "
-            "forward runs as it is, with the same numbers; compile functions of local tensors inside of it instead",
+            f"torch.compile around {f'the module {path!r} of ' if path else ''}a parallelized model has no effect: "
+            "its forward runs uncompiled, with the same results; compile functions of local tensors inside it instead",
             stacklevel=2,
         )
     runtime.warned_of_compiler = True

@@ -121,8 +121,9 @@ class _Instructions:
     def refuse_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
         """Of the model, on a rank outside of its mesh, which has no part of it."""
         raise NotParallelizedError(
-            f"this rank is not part of the mesh of {self._model}, {self.runtime.mesh}: it has no part of the model. Call "
-            "the model on the ranks of its mesh, or make the mesh of all ranks: init_device_mesh(device, sizes)"
+            f"this rank is not part of the mesh of {self._model}, {self.runtime.mesh}, and has no part of the model. "
+            "Call the model only on the ranks of its mesh, or create a mesh of all ranks: init_device_mesh(device, "
+            "sizes)"
         )
 
     def _named_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any, Placing | None]]:
@@ -239,8 +240,8 @@ class _Instructions:
         if placing not in self._found and output is not None and index not in {field.name for field in fields}:
             names = f"a {type(output).__name__} with the items {list(items)}" if items else f"a {type(output).__name__}"
             raise EntryError(
-                f"the entry {placing.target_text} names nothing: the module returns {names}. Write <out> for a single "
-                "output, or the position or name of one of these items",
+                f"the entry {placing.target_text} matches nothing: the module returns {names}. Write <out> for a "
+                "single output, or the position or name of one of these items",
                 placing.instruction.source,
             )
         return output

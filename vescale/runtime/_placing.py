@@ -184,8 +184,9 @@ class Placing:
     def _whole_sparse(self, x: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
         if self.takes_local_parts or any(not p.is_replicate() for p in placements):
             raise EntryError(
-                f"{self.target_text} places a {x.layout} tensor of shape {tuple(x.shape)} as {tuple(placements)}: sparse "
-                "tensors are the same on every rank. Leave the entry out, or give it dense, x.to_dense()",
+                f"{self.target_text} places a {x.layout} tensor of shape {tuple(x.shape)} as {tuple(placements)}: "
+                "sparse tensors must be the same on every rank. Remove the entry, or pass a dense tensor, "
+                "x.to_dense()",
                 self.instruction.source,
             )
         return x
@@ -256,8 +257,8 @@ class Placing:
             dim = shard_dim(placement) if placement is not None else None
             if dim is not None and not -x.ndim <= dim < x.ndim:
                 raise BoundaryError(
-                    f"{self.target_text} has shape {tuple(x.shape)}, and the plan shards its dim {dim} over "
-                    f"{axis!r}; name the tensor that is meant (<in:name>, <out:0>), or use a dim below {x.ndim}",
+                    f"{self.target_text} has shape {tuple(x.shape)}, but the plan shards its dim {dim} over {axis!r}; "
+                    f"name the tensor that is meant (<in:name>, <out:0>), or use a dim below {x.ndim}",
                     self.instruction.source,
                 )
 
@@ -266,8 +267,9 @@ class Placing:
         if expected != tuple(x.placements):
             raise BoundaryError(
                 f"{self.target_text} of shape {tuple(x.shape)} arrives as "
-                f"{placements_text(x.placements, self.runtime.axes)}, and the plan's redistribute expects "
-                f"{placements_text(expected, self.runtime.axes)}; correct its src, or use shard, which takes what arrives",
+                f"{placements_text(x.placements, self.runtime.axes)}, but the plan's redistribute expects "
+                f"{placements_text(expected, self.runtime.axes)}; correct its src, or use shard, which accepts any "
+                "placement",
                 self.instruction.source,
             )
 

@@ -73,9 +73,9 @@ class Units:
             original = self._slots[name]
             if is_extended(local_of(original) if isinstance(original, DTensor) else original):
                 raise UnitSubclassError(
-                    f"parameter {name!r} of shape {tuple(original.shape)} is a tensor subclass, {type(original).__name__}; "
-                    "a unit of a plan gathers plain tensors, and would drop the class. Take it out of the lines that place "
-                    "it at rest, or give the module to fully_shard instead"
+                    f"parameter {name!r} of shape {tuple(original.shape)} is a tensor subclass, "
+                    f"{type(original).__name__}; a unit of a plan gathers plain tensors, and would lose the class. "
+                    "Remove it from the entries that place it at rest, or apply fully_shard to the module instead"
                 )
             self._originals[name] = original
             rest: Placement = resting[name][positions[0]]

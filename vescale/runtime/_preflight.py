@@ -22,14 +22,15 @@ from vescale.rng import fingerprint, is_deferred
 # Sections of the description of a rank, and the edit for ranks that differ in one.
 _EDITS = {
     "versions": "install the same versions on every host",
-    "mesh": "give every rank the same mesh",
+    "mesh": "pass the same mesh on every rank",
     "plan": "build the same plan on every rank",
-    "problem": "give every rank the plan and the model that the others have",
+    "problem": "use the same plan and model on every rank",
     "parameters and buffers": "build the same model, in the same order and dtype, on every rank",
     "program": "build the same model and the same plan on every rank",
-    "values": "seed every rank alike before the model is built (torch.manual_seed), or load the same checkpoint",
-    "random state": "seed every rank alike (torch.manual_seed) before parallelize, and draw numbers that differ by rank "
-    "from a torch.Generator of their own: ops on DTensors draw from the default one",
+    "values": "use the same seed on every rank before the model is built (torch.manual_seed), or load the same "
+    "checkpoint",
+    "random state": "use the same seed on every rank (torch.manual_seed) before parallelize, and draw numbers that "
+    "differ by rank from a separate torch.Generator: ops on DTensors draw from the default one",
 }
 
 
@@ -72,7 +73,8 @@ def preflight(
             found = compare_descriptions(sections, Round(ranks, "parallelize"), lambda: f"parallelize({name}, plan)")
         except ConsensusError as error:
             raise PlanMismatchError(
-                f"{error}; call parallelize on every rank of the mesh, as often and in the same order", error.ranks
+                f"{error}; call parallelize on every rank of the mesh, the same number of times and in the same order",
+                error.ranks,
             ) from None
         if found is not None:
             raise PlanMismatchError(

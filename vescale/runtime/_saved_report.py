@@ -50,7 +50,7 @@ def report(model: nn.Module) -> SavedReport:
     Call it between forward and backward. With a ``checkpoint`` entry in the plan, later is fine, too. Nothing is
     communicated, and nothing is unpacked or computed again. Tensors that hooks of the program have packed are not counted.
 
-    Raises KeyError for a model that was not given to ``parallelize``, and RuntimeError where there is nothing to read: there
+    Raises KeyError for a model that has not been parallelized, and RuntimeError if there is nothing to read: there
     was no forward with gradients, or its graph has gone; from then on, forwards are read when they end.
     """
     runtime = Runtime.of(model)
@@ -60,8 +60,9 @@ def report(model: nn.Module) -> SavedReport:
     if held is None:
         runtime.saved.reads_graph = True
         raise NoGraphError(
-            "report(model) found no graph of a forward: there was none with gradients yet, or its backward has released it; "
-            "call report between forward and backward. From now on forwards are read when they end"
+            "report(model) found no graph of a forward: no forward with gradients has run yet, or its backward has "
+            "released the graph; call report between forward and backward. From now on, graphs are read at the end "
+            "of each forward"
         )
     saved: dict[str, dict[str, int]] = {}
     offloaded: dict[str, int] = {}

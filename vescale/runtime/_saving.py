@@ -113,12 +113,13 @@ def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -
         return None
     consensus = Round(ranks, "save_pretrained")
     call = f"{type(module).__name__}.save_pretrained({folder!r})"
-    about = f"{call}: every rank of the mesh has to call it, not only `if rank == 0:`"
+    about = f"{call}: every rank of the mesh must call it, not only `if rank == 0:`"
     folders = [found.decode() for found in consensus.exchange(folder.encode(), lambda: about)]
     if len(set(folders)) > 1:
         given = ", ".join(f"{folder!r} on rank {rank}" for rank, folder in zip(ranks, folders))
         raise ForeignToolError(
-            f"save_pretrained: ranks give different folders: {given}; give all ranks one, which the first rank writes"
+            f"save_pretrained: ranks pass different folders: {given}; pass the same folder on all ranks (the first "
+            "rank writes it)"
         )
     return consensus
 

@@ -81,9 +81,9 @@ def write_back(placed: Sequence[Placed]) -> None:
         for other in placed:
             if other.result is not one.result and _share_memory(other.given, one.given):
                 raise BoundaryError(
-                    f"the module writes to its input {one.name} in place, and {other.name} is the same memory on one "
-                    "device; here they are two tensors, because the plan moves them. Give both the same entry, or write to "
-                    "a copy in the module (x = x.clone())",
+                    f"the module writes to its input {one.name} in place, which on one device shares memory with "
+                    f"{other.name}; here they are two tensors, because the plan moves them. Write the same entry for "
+                    "both, or write to a copy in the module (x = x.clone())",
                     one.instruction.source,
                 )
         if one.result.shape != one.given.shape and not _is_local(one):
@@ -139,8 +139,8 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def outdated(name: str, instruction: Instruction) -> PlanError:
     """An op is about to read one of the tensors at a boundary, and another has been written to."""
     return BoundaryError(
-        f"an op is about to read the tensor before or behind {name}, after the other one was written to in place. On one "
-        "device they are one tensor; here they are two, because the plan moves data there, so that the op would get old "
-        "values. Write to a copy in the program (x = x.clone()), or change the entry so that nothing moves",
+        f"an op is about to read the tensor before or after {name}, after the other one was written to in place. On "
+        "one device they are one tensor; here they are two, because the plan moves data there, so that the op would "
+        "read old values. Write to a copy in the program (x = x.clone()), or change the entry so that nothing moves",
         instruction.source,
     )

@@ -68,7 +68,8 @@ class SharedStore(dist.Store):
         lacking = self._link.ask("wait", keys=list(keys))
         if lacking:
             raise KeyNeverComes(
-                f"waits for key {lacking!r} of the store, which no simulated rank sets; simulate the rank that sets it, too"
+                f"waits for key {lacking!r} of the store, which no simulated rank sets; also simulate the rank that "
+                "sets it"
             )
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:

@@ -145,7 +145,7 @@ def _ending(error: BaseException, seconds: float) -> Ending:
     if isinstance(error, _OutOfTime):
         return Ending(
             "timeout",
-            f"has not ended after {seconds:g} seconds; if it is not a loop without an end, give --timeout",
+            f"has not ended after {seconds:g} seconds; if it is not in an endless loop, pass a larger --timeout",
             at,
         )
     if isinstance(error, SystemExit):

@@ -20,7 +20,7 @@ from vescale.simulation._records import COMPARISON, NEW_GROUP, Collective, Endin
 # Compares the collectives of simulated ranks: which differ, which wait for each other, which wait forever.
 
 _Key = tuple[str, tuple[int, ...]]
-_GROUPS = "call new_group() and init_device_mesh() on all ranks, in the same order, also for groups of other ranks"
+_GROUPS = "call new_group() and init_device_mesh() on all ranks, in the same order, including for groups of other ranks"
 
 
 @dataclass
@@ -245,11 +245,11 @@ def _mismatch(place: _Place) -> Finding:
     parts = [f"{_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} {one.text()}" for ranks, one in kinds[:3]]
     first = kinds[0][1]
     if first.is_message:
-        rule = "what is sent and what is received must have one size and dtype"
+        rule = "what is sent and what is received must have the same size and dtype"
     elif first.op == COMPARISON:
         rule = _difference(kinds)
     elif first.op == NEW_GROUP:
-        rule = f"their groups have one name; {_GROUPS}"
+        rule = f"their groups have the same name; {_GROUPS}"
     else:
         rule = "all ranks of a group must call the same collectives, of the same sizes, in the same order"
     return Finding("mismatch", sorted(place.came), first.site, f"{', where '.join(parts)}; {rule}")
@@ -286,8 +286,8 @@ def _other_group(one: Collective, record: RankRecord) -> str:
     if one.is_message or not others or any(c.group == one.group for c in others):
         return ""
     return (
-        f"used another group of these ranks ({others[0].group!r}, not {one.group!r}), because it made another number of "
-        f"groups before; {_GROUPS}"
+        f"used another group of these ranks ({others[0].group!r}, not {one.group!r}), because it created a different "
+        f"number of groups before; {_GROUPS}"
     )
 
 
@@ -300,7 +300,7 @@ def _never_comes(
     absent = [r for r in replay.place_of[direct[0], stuck[direct[0]]].lacks() if replay.waits_at(r) is None]
     text = f"{_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} forever in {one.text()}: {_ranks(absent)} "
     if one.is_message:
-        text += f"ended without the {'recv' if one.op == 'send' else 'send'} that belongs to it"
+        text += f"ended without the {'recv' if one.op == 'send' else 'send'} that matches it"
     elif one.op == NEW_GROUP:
         text += f"ended without it; {_GROUPS}"
     else:
@@ -367,7 +367,8 @@ class Job:
         wrong = [rank for rank in self.ranks if not 0 <= rank < self.world_size]
         if wrong or not self.ranks:
             raise SimulationError(
-                f"ranks {wrong} are not ranks of a job of {self.world_size}; give numbers from 0 to {self.world_size - 1}"
+                f"ranks {wrong} are not ranks of a job of {self.world_size}; pass numbers from 0 to "
+                f"{self.world_size - 1}"
             )
         return {
             "script": str(path),

@@ -80,7 +80,7 @@ class RecordedTape:
         regions: paths of those that run on local tensors by the plan.
         events: those that a static forward repeats, in order.
         actions: what is done in place of a call; the others run on the local tensors.
-        inputs, outputs: types of the model's tensors; ``hidden``: of those inside of objects in its output.
+        inputs, outputs: types of the model's tensors; ``hidden``: of those inside objects in its output.
         grads: placements of the gradients of parameters and buffers, by name; a name without a gradient is missing.
         draws: whether the step drew random numbers.
         names: numbers of parameters and buffers, by name.

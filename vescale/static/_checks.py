@@ -54,7 +54,7 @@ def check_of(
                 entry = entries().get(called)
                 if entry is not None and entry.is_local is not None:
                     if not entry.is_local(*given, **named):
-                        raise UnrecordedError(f"{name} gets other arguments than in the recorded step")
+                        raise UnrecordedError(f"{name} gets different arguments than in the recorded step")
                     return
                 with OnlyLocalOps(name):
                     result = called(*given, **named)
@@ -84,5 +84,5 @@ class OnlyLocalOps(ObservedOps):
     ) -> Any:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random or not self.runs_on_locals(func, args, kwargs or {}):
-            raise UnrecordedError(f"{self._where} gets other arguments than in the recorded step")
+            raise UnrecordedError(f"{self._where} gets different arguments than in the recorded step")
         return func(*args, **(kwargs or {}))

@@ -87,7 +87,7 @@ def shape_of(value: Any) -> Any:
 
 # ``Pauses``: while most steps take ways that were not recorded, they run in eager mode at once.
 
-PAUSED = "most of the last steps took branches, or gave functions arguments, that were not recorded"
+PAUSED = "most of the recent steps took branches, or passed arguments, that were not recorded"
 
 _NUM_TRIES = 16
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024  # steps
@@ -400,9 +400,9 @@ class StaticForward:
 
     def _why_eager(self, model: nn.Module, activation: Activation | None, args: Any, kwargs: Any) -> str:
         if activation is None or len(activation.frames) != 1 or activation.frames[0].module is not model:
-            return "the model runs inside of another forward"
+            return "the model runs inside another forward"
         if activation.recorder is not None or activation.static is not None:
-            return "the model runs inside of its own forward"
+            return "the model runs inside its own forward"
         if self.inner is not None:
             return "an entry of the plan, for the model itself, is around its forward"
         if not is_native():
@@ -417,7 +417,7 @@ class StaticForward:
         if has_saved_tensors_hooks():
             return "hooks for saved tensors are on (torch.autograd.graph.saved_tensors_hooks, save_on_cpu)"
         if in_transform():
-            return "the model runs inside of a function transform (torch.func, torch.vmap)"
+            return "the model runs inside a function transform (torch.func, torch.vmap)"
         return ""
 
     def _eager(self, model: nn.Module, reason: str, args: Any, kwargs: Any) -> Any:
@@ -435,9 +435,9 @@ class StaticForward:
             self._has_warned = True
             if self.runtime.is_first_rank:
                 warnings.warn(
-                    f"{type(model).__name__} was parallelized with mode='static', and has run {_STEPS_BEFORE_WARNING} steps "
-                    f"in eager mode: {reason}. vescale.static.report(model) has all reasons; leave out mode= if that is "
-                    "meant to be so",
+                    f"{type(model).__name__} was parallelized with mode='static', and has run {_STEPS_BEFORE_WARNING} "
+                    f"steps in eager mode: {reason}. vescale.static.report(model) has all reasons; remove mode= if "
+                    "this is intended",
                     StaticModeWarning,
                     stacklevel=2,
                 )
@@ -466,7 +466,7 @@ class StaticForward:
         elif sum(map(bool, map(list, self.tapes.values()))) >= _MAX_KINDS and not list(tapes):
             refusal = f"there are recordings of {_MAX_KINDS} kinds of calls already"
         elif self._records_too_often():
-            refusal = "steps have to be recorded anew too often"
+            refusal = "steps must be recorded again too often"
         elif not tapes.may_record() or (tapes.misses and self._pauses.is_on(key)):
             refusal = reason or f"there are {_MAX_TAPES} tapes already"
         if refusal:

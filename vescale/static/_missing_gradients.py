@@ -50,9 +50,9 @@ def refuse_second_derivatives(_: Any) -> None:
     """Before the backward of a static forward begins: the placements of gradients of gradients are not known."""
     if torch.is_grad_enabled():
         raise StaticStepError(
-            "a backward with create_graph=True of a model in static mode, whose recorded step had none: second derivatives "
-            "(gradient penalties, Hessian-vector products) need DTensors. Compute them in the first step, too, so that the "
-            "model runs in eager mode, or parallelize with mode='eager'"
+            "backward(create_graph=True) was called on a model in static mode, whose step was recorded without it: "
+            "second derivatives (gradient penalties, Hessian-vector products) need DTensors. Compute them in the "
+            "first step already, so that the model runs in eager mode, or parallelize with mode='eager'"
         )
 
 
@@ -65,6 +65,6 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         raise StaticStepError(
-            f"{ctx.what} of a model in static mode got a gradient, and got none in the step that was recorded; use the same "
+            f"{ctx.what} of a model in static mode got a gradient, but got none in the recorded step; use the same "
             "outputs in the loss of the first step, or parallelize with mode='eager'"
         )

@@ -32,7 +32,7 @@ class RecordedType:
 
     Attributes:
         placements: of the tensor, for each axis of the mesh; None for a plain tensor, which is the same on every rank.
-        grad: of its gradient; None: it has none, or nobody knows.
+        grad: of its gradient; None: it has none, or they are unknown.
         factors: global size by local size, for each dim; 0 for a dim that the ranks do not share evenly.
     """
 
@@ -44,7 +44,7 @@ class RecordedType:
         """``replicated``, ``invariant``, ``varying``, ``partial`` or ``sharded``, by axis of the mesh.
 
         A tensor that is the same on every rank is invariant if its gradient is the same, too, and replicated if the ranks
-        have parts of a sum, or if nobody knows. ``axes`` are the mesh's.
+        have parts of a sum, or if it is unknown. ``axes`` are the mesh's.
         """
         if self.placements is None:
             return dict.fromkeys(axes.names, "invariant")
@@ -87,7 +87,7 @@ class RecordedStep:
     Attributes:
         call: the text of what distinguishes kinds of calls: gradient mode, autocast, structure and dtypes of the inputs.
         draws: whether it draws random numbers.
-        inputs, outputs: types of the model's tensors; ``hidden``: of those inside of objects in its output.
+        inputs, outputs: types of the model's tensors; ``hidden``: of those inside objects in its output.
         grads: placements of gradients, by name of the parameter.
         sites: in the order of the step.
         eager: why modules run in eager mode, by path.
@@ -182,7 +182,7 @@ def program(model: nn.Module) -> RecordedProgram:
     """What a model in static mode runs: types, calls that are no plain calls of the local tensors, communication. No
     communication.
 
-    A step has to have been recorded, with its backward. The value holds for all ranks, except where ranks share sizes
+    A step must have been recorded, with its backward. The value holds for all ranks, except where ranks share sizes
     unevenly: then it is this rank's.
 
     Raises KeyError for a model that is not in static mode, and StaticRecordError where no step has been recorded.

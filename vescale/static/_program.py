@@ -165,7 +165,7 @@ def handed_out(result: Any, outputs: Sequence[TensorType], hidden: Sequence[Tens
         return _hand_out(outputs[0], result)
     slots = hidden_slots(result)
     if len(slots) != len(hidden):
-        raise UnrecordedError("objects in the output hold other tensors than recorded")
+        raise UnrecordedError("objects in the output hold different tensors than recorded")
     for slot, kind in zip(slots, hidden, strict=True):
         slot.set(_hand_out(kind, slot.get()))
     return map_in_order(result, [functools.partial(_hand_out, kind) for kind in outputs])
@@ -523,9 +523,9 @@ class TapeProgram:
             self.fail("its forward keeps tensors, in a place that is not known")
             raise UnrecordedError(self.eager_modules[""])
         raise StaticStepError(
-            f"the forward has kept {len(kept)} of its tensors (the first of shape {kept[0][1].shape}, this rank's part) in "
-            "this step, and none in the recorded one. Keep them in the first step, too, so that the model runs in eager "
-            "mode, return them, or parallelize with mode='eager'"
+            f"the forward has kept {len(kept)} of its tensors (the first of shape {kept[0][1].shape}, this rank's "
+            "part) in this step, but none in the recorded one. Keep them in the first step already, so that the "
+            "model runs in eager mode, return them, or parallelize with mode='eager'"
         )
 
     def _kept(self) -> list[tuple[int, torch.Tensor]]:

@@ -50,9 +50,9 @@ class WrittenTensors:
                 continue
             if kept is None:
                 raise StaticStepError(
-                    f"the static forward has written to {kind} {name!r} of shape {tuple(x.shape)} before it could not go on "
-                    f"({problem}); the step cannot be run again in eager mode, which would write a second time. Expected "
-                    "that writes come last, or mode='eager'"
+                    f"the static forward has written to {kind} {name!r} of shape {tuple(x.shape)} before it failed "
+                    f"({problem}); the step cannot be rerun in eager mode, which would write a second time. Expected "
+                    "writes at the end of the forward, or mode='eager'"
                 ) from problem
             with torch.no_grad(), no_torch_function():
                 _local(x).copy_(kept)

@@ -1,7 +1,7 @@
 """Parameters are broadcast from rank 0, as without any library.
 
 error: OpPlacementError
-says: broadcast | leave the collective out
+says: broadcast | remove the collective
 """
 
 import torch.distributed as dist

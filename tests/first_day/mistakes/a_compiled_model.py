@@ -1,7 +1,7 @@
 """The model is compiled, and parallelized afterwards.
 
 error: ForeignToolError
-says: torch.compile's | model._orig_mod
+says: wrapped by torch.compile | model._orig_mod
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Rank 0 draws a sample from the default generator, from which dropout draws later.
 
 error: InputMismatchError
-says: seed and state of the default generator | a sample on rank 0 | torch.Generator of their own
+says: seed and state of the default generator | a sample on rank 0 | a separate torch.Generator
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Outputs are gathered by the script, as with DDP.
 
 error: OpPlacementError
-says: allgather | global already | leave the collective out
+says: allgather | already global | remove the collective
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Each rank takes the row of its number out of the global output.
 
 error: InputMismatchError
-says: Select(dim=0, index=0 | index=1 | pick the same rows
+says: Select(dim=0, index=0 | index=1 | select the same rows
 """
 
 from torch.distributed.tensor import Shard

@@ -1,7 +1,7 @@
 """Gradients are averaged by the script, as without any library.
 
 error: RuntimeError
-says: global already | leave the collective out
+says: already global | remove the collective
 """
 
 import torch.distributed as dist

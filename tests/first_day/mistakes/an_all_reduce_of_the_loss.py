@@ -1,7 +1,7 @@
 """A loss is reduced by the script, as with DDP.
 
 error: RuntimeError
-says: all_reduce|allreduce | global already | leave the collective out
+says: all_reduce|allreduce | already global | remove the collective
 """
 
 import torch.distributed as dist

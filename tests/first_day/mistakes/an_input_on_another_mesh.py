@@ -1,7 +1,7 @@
 """An input is a DTensor on another mesh than the model's.
 
 error: BoundaryError
-says: the input 'x' is a DTensor on | ops take tensors of one mesh | shard_batch(batch, model)
+says: the input 'x' is a DTensor on | ops need tensors on the same mesh | shard_batch(batch, model)
 """
 
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,7 +1,7 @@
 """Noise for parameters is drawn from generators with different seeds.
 
 error: InputMismatchError
-says: trunc_normal_ | generator= the same seed
+says: trunc_normal_ | every generator= in the same way
 """
 
 import torch

@@ -1,7 +1,7 @@
 """FullyShardedDataParallel is put around a parallelized model.
 
 error: DTensorStorageError
-says: leave FullyShardedDataParallel out
+says: remove FullyShardedDataParallel
 """
 
 import torch

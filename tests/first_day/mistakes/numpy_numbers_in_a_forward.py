@@ -1,7 +1,7 @@
 """A forward draws from numpy.random, which each rank has seeded on its own.
 
 error: InputMismatchError
-says: have made different values | torch.tensor in the model's forward | seed random and numpy.random alike
+says: have created different values | torch.tensor in the model's forward | seed random and numpy.random in the same way
 """
 
 import numpy as np

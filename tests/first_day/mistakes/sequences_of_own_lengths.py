@@ -1,7 +1,7 @@
 """Each rank pads its rows to its own longest sequence.
 
 error: InputMismatchError
-says: (2, 5) | No axis cuts dim 1 | padding to the longest sequence
+says: (2, 5) | No axis shards dim 1 | padding to the longest sequence
 """
 
 import torch

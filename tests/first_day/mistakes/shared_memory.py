@@ -1,7 +1,7 @@
 """The model is to be shared with processes of this host: the process crashed.
 
 error: DTensorStorageError
-says: to_local() | share_memory_() of x.to_local()
+says: to_local() | x.to_local().share_memory_()
 """
 
 from tests.first_day.start import Net, plan, start

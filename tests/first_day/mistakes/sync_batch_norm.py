@@ -1,7 +1,7 @@
 """Batch norm is converted to nn.SyncBatchNorm.
 
 error: ForeignToolError
-says: leave convert_sync_batchnorm out | global batch
+says: remove convert_sync_batchnorm | global batch
 """
 
 from torch import nn

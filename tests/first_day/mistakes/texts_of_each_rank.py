@@ -1,7 +1,7 @@
 """The model is given texts, other ones on each rank, which it makes a tensor of.
 
 error: InputMismatchError
-says: have made different values | same texts | given="local"
+says: have created different values | same texts | given="local"
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A model that `parallelize_module` has cut is given to `parallelize`.
 
 error: ForeignToolError
-says: 'up' is distributed by parallelize_module already | as it was, and let the plan do it
+says: 'up' is already distributed by parallelize_module | original model to parallelize, and use the plan instead
 """
 
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

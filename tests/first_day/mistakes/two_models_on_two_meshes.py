@@ -1,7 +1,7 @@
 """The output of one model is the input of another one on another mesh.
 
 error: BoundaryError
-says: on the model's mesh|tensors of one mesh
+says: on the model's mesh|tensors on the same mesh
 """
 
 from torch.distributed.device_mesh import init_device_mesh
