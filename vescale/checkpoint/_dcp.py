@@ -189,7 +189,7 @@ class _Files:
         place = info if isinstance(info, Record) else Record("")
         path, start, length = (place.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(path, str) or type(start) is not int or type(length) is not int or start < 0 or length < 0:
-            raise DamagedFileError(f"{self.folder / _METADATA} does not contain the location of {name} is")
+            raise DamagedFileError(f"{self.folder / _METADATA} does not contain the location of {name}")
         if place.get("transform_descriptors"):
             raise DamagedFileError(
                 f"{self.folder / path}: {name} is stored through {place.get('transform_descriptors')}; only "
