@@ -28,8 +28,8 @@ from vescale.placements import CustomPlacement, shard_dim
 _Projected = tuple[torch.Tensor, torch.Tensor]  # a projection of each row, and its norm
 
 NOWHERE = 1 << 40
-TOGETHER = 2
-"""The number of the run of both micro-batches; those of each are 0 and 1."""
+TOGETHER, AGAIN = 2, 3
+"""The numbers of runs of both micro-batches, before those of each (0 and 1) and behind them."""
 
 
 class RowTrial:
@@ -52,8 +52,7 @@ class RowTrial:
             dtypes.add(torch.bfloat16)
         self.eps = max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=2.0**-23)
         self._seen: list[dict[int, list[_Projected | None]]] = [{}, {}, {}]
-        self._losses: list[tuple[float, list[_Projected | None]]] = []
-        self._counts: list[Any] = []
+        self._losses: dict[int, tuple[float, list[_Projected | None], float | None]] = {}  # by run
 
     def run_of(self, known: Signature, microbatch: int) -> int | None:
         """None of a forward that is not compared: behind one that has written to buffers, the state is another."""
@@ -74,8 +73,10 @@ class RowTrial:
             with no_torch_function(), torch.no_grad():
                 self._seen[run][place] = [None if d is None else _projected(v, d) for v, d in zip(leaves, dims)]
 
-    def note_loss(self, total: torch.Tensor, count: Any, leaves: Sequence[tuple[torch.Tensor, int | None]]) -> None:
-        """Of run 0, 1 and then of both. ``count``: what sums are divided by; None for shares of a loss. ``leaves``: what
+    def note_loss(
+        self, run: int, total: torch.Tensor, count: Any, leaves: Sequence[tuple[torch.Tensor, int | None]]
+    ) -> None:
+        """``count``: what sums are divided by; None for shares of a loss. ``leaves``: what
         the loss is computed of, each with its dim of the rows. Communication: of a backward of what is computed around
         modules."""
         given = [leaf for leaf, _ in leaves]
@@ -86,8 +87,7 @@ class RowTrial:
             gradients = [None if g is None or d is None else _projected(g, d) for g, (_, d) in zip(found, leaves)]
             value = total.detach()
             value = value.full_tensor() if isinstance(value, DTensor) else value
-        self._losses.append((float(value), gradients))
-        self._counts.append(None if count is None else float(count))
+        self._losses[run] = float(value), gradients, None if count is None else float(count)
 
     def dims_of(self, place: int, num_stages: int) -> Sequence[int | None]:
         """The dims of the rows in the results of a call, or (-1) in what enters the last stage."""
@@ -99,10 +99,12 @@ class RowTrial:
         """Whether the loss of both is not what those of each add up to, on a rank that has computed it."""
         if not self._losses:
             return False
-        totals = [sum(self._counts[:2]), self._counts[2]] if self._counts[2] is not None else [1.0, 1.0]
+        losses = [self._losses[run] for run in (0, 1, TOGETHER)]
+        counts: list[Any] = [count for *_, count in losses]
+        totals = [counts[0] + counts[1], counts[2]] if counts[2] is not None else [1.0, 1.0]
         scales = [1.0 / total if total else math.nan for total in (totals[0], *totals)]
-        one, other, whole = (value * scale for (value, _), scale in zip(self._losses, scales))
-        gradients = [[v and (v[0] * s, v[1] * s) for v in run] for (_, run), s in zip(self._losses, scales)]
+        one, other, whole = (value * scale for (value, *_), scale in zip(losses, scales))
+        gradients = [[v and (v[0] * s, v[1] * s) for v in run] for (_, run, _), s in zip(losses, scales)]
         largest = max((float(v[1].max()) for v in gradients[2] if v is not None and len(v[1])), default=0.0)
         floor = self.eps * (10 * largest + 1e-3)
         for a, b, c in zip(*gradients):
@@ -110,6 +112,11 @@ class RowTrial:
                 return True
         limit = self.eps**0.4 * max(abs(one), abs(other), abs(whole)) + self.eps
         return abs(one + other - whole) > limit or math.isnan(one + other) != math.isnan(whole)
+
+    def state_counts(self) -> bool:
+        """Whether the loss of both is another one behind those of each."""
+        before, after = (self._losses.get(run, (0.0,))[0] for run in (TOGETHER, AGAIN))
+        return abs(before - after) > self.eps**0.4 * max(abs(before), abs(after)) + self.eps
 
     def first_difference(self) -> int:
         """The first place, of those on this rank, where a row is another one in the two micro-batches together, or

@@ -41,7 +41,8 @@ from vescale.pipeline._headers import Header, HeaderExchange
 from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss, output_at
-from vescale.pipeline._row_trial import NOWHERE, TOGETHER, RowTrial, around_call, changed
+from vescale.pipeline._row_trial import AGAIN, NOWHERE, TOGETHER, RowTrial, around_call, changed
+from vescale.pipeline._settings import Settings
 from vescale.pipeline._schedule import Action, Schedule, build, releases
 from vescale.pipeline._stage import ModelStage
 from vescale.pipeline._stage_results import Results, as_leaves, mapped, parts_of, seeded, seeds_of, together
@@ -170,6 +171,7 @@ class Runner:
         ranks = dist.get_process_group_ranks(group)
         self._checks, self._num_batches = start_checks_among(ranks, [(n,) for n in range(len(ranks))]), 0
         self._modules, self._num_traces = list(model.modules()), 0
+        self._settings = Settings(model, skeleton, cut)
         self._signatures: dict[Any, list[Signature]] = {}
         self.answers: Mapping[Place, Any] = {}
         self._known: Signature | None = None
@@ -351,6 +353,7 @@ class Runner:
         self._compare(batch)
         parts = microbatches_of(batch, self.entry)
         self._start_state = default_generator(self.device).get_state()
+        self._settings.before_step()
         known = self._signature(batch, parts)
         self._use(known, batch, parts)
         try:
@@ -395,15 +398,31 @@ class Runner:
         modes = bytes(module.training for module in self._modules)
         key = (modes, torch.is_grad_enabled(), *sorted((name, like(value)) for name, value in batch.items()))
         found = self._signatures.setdefault(key, [])
-        for known in found:
-            if known.fits(whole):
+        numbers = self._settings.numbers()
+        alike = [known for known in found if known.fits(whole)]
+        for known in alike:
+            if known.settings == numbers:
                 return known
-        for module, twin in zip(self._modules, self.skeleton.modules()):
-            twin.training = module.training
+        self._settings.before_trace()
         pair = traced_pair(self.skeleton, self.cut, self.entry, batch, parts[0])
         check_loss(pair[0].output, self.entry)
+        written = self._settings.ignore_written()
+        if written and self.entry.microbatches > 1 and self.entry.rows == "batch":
+            again, _ = traced_pair(self.skeleton, self.cut, self.entry, batch, parts[0])
+            if not again.row_ops.computes_as(pair[0].row_ops):
+                raise rows_error(
+                    f"the forward assigns {written!r}, and computes with it: on one device once for the batch",
+                    self.entry,
+                )
+        numbers = self._settings.numbers()
         known = Signature(*pair, self._new_headers, self.entry)
+        known.settings = numbers
         known.compare(found)
+        for other in alike:
+            if known.computes_as(other, batch):
+                self._settings.ignore(other.settings, numbers)
+                other.settings = known.settings = self._settings.numbers()
+                return other
         if self.entry.microbatches > 1 and known.whole.of_rows:
             warn_of_rows(known.whole.of_rows, self.entry)
         if self.tries_rows and self.entry.microbatches > 1 and self.entry.rows == "batch":
@@ -450,17 +469,25 @@ class Runner:
         trial, why it has failed here."""
         found: list[Results] = [{} for _ in self._batches]
         self._kept = found
-        local = [b.to_local() if isinstance(b, DTensor) else b for b in self.model.buffers()]
-        buffers = [(buffer, buffer.clone()) for buffer in local]
         try:
-            with torch.no_grad(), state_unchanged(self.model):
+            with torch.no_grad(), self._unchanged():
                 problem = self._forward_only(may_fail=self.is_tried)
         finally:
             self._kept = None
+        return found if found[0] and not problem else [], problem
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """What forwards write to the model's attributes and buffers is undone."""
+        local = [b.to_local() if isinstance(b, DTensor) else b for b in self.model.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in local]
+        try:
+            with state_unchanged(self.model):
+                yield
+        finally:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-        return found if found[0] and not problem else [], problem
 
     def _loss_of(self, microbatch: int, results: Results) -> torch.Tensor:
         """The last stage's forward with what its modules have returned."""
@@ -516,20 +543,28 @@ class Runner:
                     more, other = self._results_of_forwards()
                 results, problem = [*more, *results], problem or other
             elif known.loss.rows is not None and results:
-                results = [*parts_of({n: results[0][n] for n in known.loss.rows}, known.loss.rows, 2), *results]
+                both_of = {n: results[0][n] for n in known.loss.rows}
+                results = [*parts_of(both_of, known.loss.rows, 2), both_of]
             if len(results) == TOGETHER + 1 and not known.loss.whole and not known_of_both.loss.whole:
                 try:
-                    self._try_loss(trial, batch, (parts[:2], both), results)
+                    with self._unchanged():
+                        self._try_loss(trial, batch, (parts[:2], both), results)
                 except Exception as error:
                     if not _is_out_of_memory(error):
                         raise
                     problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         default_generator(self.device).set_state(self._start_state)
-        found = self._first_of_all(0 if problem else 1 if trial.loss_differs() else 2)
+        found = self._first_of_all(0 if problem else 1 if trial.state_counts() else 2 if trial.loss_differs() else 3)
         if found == 0:
             known.trial = None
             self._warn_of_memory(problem)
         elif found == 1:
+            raise rows_error(
+                "the loss depends on what an earlier forward has left in the model (an attribute or a buffer that the "
+                "forward assigns or writes to): on one device once for the batch",
+                entry,
+            )
+        elif found == 2:
             known.compute_loss_of_all(
                 "the loss of two micro-batches together is not what those of each add up to", entry
             )
@@ -550,10 +585,12 @@ class Runner:
     def _try_loss(self, trial: RowTrial, batch: Mapping[str, Any], given: Any, results: list[Results]) -> None:
         """``given``: the two micro-batches, and both as one."""
         m = self.entry.microbatches
-        for n, of in enumerate(results):
+        for n in (TOGETHER, 0, 1, AGAIN):
             known, parts, count = (trial.apart, given[0], m) if n < TOGETHER else (trial.together, given[1], m / 2)
+            of = results[min(n, TOGETHER)]
             leaves = as_leaves(of) if torch.is_grad_enabled() else of
-            dims = {place: trial.dims_of(place, self.cut.num_stages) for place in leaves}
+            places = sorted(leaves, key=str)  # in one order for all runs
+            dims = {place: trial.dims_of(place, self.cut.num_stages) for place in places}
             moved = [(x, dim) for place in dims for x, dim in zip(leaves[place], dims[place]) if dim is not None]
             others = {id(x): changed(x) for x, _ in moved}
 
@@ -561,8 +598,8 @@ class Runner:
                 return Apart.apply(others.get(id(x), x))
 
             with self._using(known, batch, parts, count):
-                total = self._loss_of(n % TOGETHER, mapped(moved_apart, leaves))
-                trial.note_loss(total, self._losses[-1][1] if callable(self.entry.loss) else None, moved)
+                total = self._loss_of(n if n < TOGETHER else 0, mapped(moved_apart, leaves))
+                trial.note_loss(n, total, self._losses[-1][1] if callable(self.entry.loss) else None, moved)
 
     def _end_trial(self, known: Signature) -> PlanError | None:
         """After the forwards that the trial compares with those of two micro-batches together: what all ranks raise."""
