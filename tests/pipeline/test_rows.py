@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.pipeline.forwards import FORWARDS, Net, batch_for
 from tests.pipeline.steps import mesh_of, rel
-from tests.ranks import RankPools
+from tests.ranks import RankError, RankPools
 from tests.whole import whole
 from vescale import parallelize
 from vescale.errors import PipelineWarning
@@ -218,14 +220,14 @@ def test_edits_of_messages(ranks: RankPools) -> None:
 
 
 class Exhausted(nn.Module):
-    """A block that has no memory for the rows of two micro-batches, on one rank."""
+    """A block that has no memory for the rows of two micro-batches, on some ranks."""
 
-    def __init__(self, error: type[Exception], rank: int) -> None:
+    def __init__(self, error: type[Exception], *on: int) -> None:
         super().__init__()
-        self.linear, self.error, self.rank = nn.Linear(6, 6), error, rank
+        self.linear, self.error, self.on = nn.Linear(6, 6), error, on
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(current_run(), StageRun) or torch.distributed.get_rank() != self.rank or len(x) <= 2:
+        if not isinstance(current_run(), StageRun) or torch.distributed.get_rank() not in self.on or len(x) <= 2:
             return self.linear(x)
         raise self.error("out of memory: tried to allocate 9 GiB")
 
@@ -250,6 +252,37 @@ def test_a_trial_without_memory_is_left_out_on_all_ranks(ranks: RankPools, error
         assert all(found <= 1e-12 for (found,), _ in results), results
         assert any("there is not the memory to run the first two micro-batches together" in t for t in results[0][1])
         assert not any(told for _, told in results[1:])
+
+
+def exhausted_siblings_case(on: tuple[int, ...]) -> tuple[float | str, list[str]]:
+    """Two ranks run a stage, and gather the result of the block."""
+    torch.manual_seed(0)
+    model = Rows("plain").double()
+    model.blocks[1] = Exhausted(torch.OutOfMemoryError, *on).double()
+    plan = Plan(mesh_of(pp=2, tp=2)).pipeline(split_before=["blocks.2"], microbatches=4, mesh="pp", loss="out")
+    plan.shard("blocks.1.linear.(weight|bias)", Shard(0), mesh="tp").shard(
+        "blocks.1.linear.<out>", Replicate(), mesh="tp"
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = step_or_refusal(model, plan, batch_of_rows(), lambda out: out)
+    return found, [str(one.message) for one in told if one.category is PipelineWarning]
+
+
+def test_ranks_of_a_stage_run_out_of_memory_together(ranks: RankPools) -> None:
+    results = ranks.run(exhausted_siblings_case, (0, 1), world_size=4)
+    assert all(found <= 1e-12 for found, _ in results), results
+    assert any("there is not the memory to run the first two micro-batches" in text for text in results[0][1])
+
+
+def test_one_rank_of_a_stage_runs_out_of_memory() -> None:
+    pools, started = RankPools(), time.monotonic()
+    try:
+        with pytest.raises(RankError, match="other ranks of the stage wait for this one"):
+            pools.run(exhausted_siblings_case, (1,), world_size=4)
+    finally:
+        pools.close()
+    assert time.monotonic() - started < 50  # gloo's limit is 60 s
 
 
 def test_each_micro_batch_by_itself(ranks: RankPools) -> None:

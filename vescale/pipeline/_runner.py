@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.checks import describe, start_checks_among
-from vescale.comm import group_of_ranks, record, requested_by
+from vescale.comm import group_of_ranks, record, record_comms, requested_by
 from vescale.compat import local_of, no_torch_function
 from vescale.compat.random_ops import without_native_fills
 from vescale.compat.tensor_subclasses import tree_leaves
@@ -42,8 +42,8 @@ from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss, output_at
 from vescale.pipeline._row_trial import AGAIN, NOWHERE, TOGETHER, RowTrial, around_call, changed
-from vescale.pipeline._settings import Settings
 from vescale.pipeline._schedule import Action, Schedule, build, releases
+from vescale.pipeline._settings import Settings
 from vescale.pipeline._stage import ModelStage
 from vescale.pipeline._stage_results import Results, as_leaves, mapped, parts_of, seeded, seeds_of, together
 from vescale.pipeline._stage_run import Apart, StageRun
@@ -143,10 +143,11 @@ class Runner:
         mesh: DeviceMesh,
         group: dist.ProcessGroup,
         place: str,
+        column: str,
         local_inputs: LocalInputs,
     ) -> None:
         self.model, self.skeleton, self.cut, self.entry, self.schedule = model, skeleton, cut, entry, schedule
-        self.mesh, self.group, self._place, self._local_inputs = mesh, group, place, local_inputs
+        self.mesh, self.group, self._place, self._local_inputs = mesh, group, f"{place}/{column}", local_inputs
         self.device = torch.device(mesh.device_type)
         self.rank = dist.get_rank(group)
         own = schedule.stages_of(self.rank)
@@ -161,7 +162,7 @@ class Runner:
         self._resident: set[int] = set()
         self._ended: dict[int, set[int]] = {}  # the stages whose backward of a micro-batch has ended
         self.ties = Ties(model, cut, schedule, group, self.rank)
-        self._failures = StepFailures(group, place)
+        self._failures = StepFailures(place, group.size() * mesh.size())
         self._share_out()
         runtime = Runtime.of(model)
         for budget in runtime.budgets.values() if runtime is not None else ():
@@ -282,8 +283,9 @@ class Runner:
     def _forward_only(self, *, may_fail: bool = False) -> str:
         """Every stage's forward of every micro-batch; a rank's stages in order, so that nobody waits in a circle.
 
-        With ``may_fail``, a forward that runs out of memory lets the ranks of its stage, and those of later stages, go on
-        without it. Returns why it has failed here. Communication: one all-reduce for each stage and axis, then.
+        With ``may_fail``, a forward that runs out of memory on all ranks of its stage lets those of later stages go on
+        without it. (If some of them wait in a collective, it is an error.) Returns why it has failed here. Communication:
+        one all-reduce for each stage and axis, then.
         """
         by_index = {stage.stage_index: stage for stage in self.stages}
         forwards = [Action(stage, "F", mb) for mb in range(len(self._batches)) for stage in by_index]
@@ -301,12 +303,9 @@ class Runner:
                 _wait(_start(stage.get_fwd_recv_ops(mb)) if arrives else [])
             if may_fail:
                 arrives = self._first_of_all(int(arrives), self._axes()) == 1
-            try:
+            with self._failing_together(f"stage {index}") if may_fail else contextlib.nullcontext([]) as failed:
                 made = stage.forward_one_chunk(mb, (), {}) if arrives else []
-            except Exception as error:
-                if not may_fail or not _is_out_of_memory(error):
-                    raise
-                problem, arrives = f"{type(error).__name__}: {str(error).splitlines()[0]}", False
+            problem, arrives = problem or "".join(failed), arrives and not failed
             if not arrives:
                 self.tell_header(index + 1, None)
             elif index + 1 in by_index:
@@ -317,6 +316,26 @@ class Runner:
         for stage in self.stages:
             stage.clear_runtime_states()
         return problem
+
+    @contextlib.contextmanager
+    def _failing_together(self, what: str) -> Iterator[list[str]]:
+        """Inside, all ranks of a stage may run out of memory; yields why they have. If some of them wait for others, it is
+        an error."""
+        failed: list[str] = []
+        with record_comms() as ledger:
+            try:
+                yield failed
+            except Exception as error:
+                if not _is_out_of_memory(error):
+                    raise
+                failed.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+                where, number = f"{what} in trial {self._num_traces}", len(ledger.records)
+                if not self._failures.all_out_of_memory(where, number, self.mesh):
+                    raise PipelineCallError(
+                        "pipeline: there is not the memory to run the first two micro-batches together, and other ranks of "
+                        f"the stage wait for this one ({failed[0]}); give more microbatches=, run a first step with shorter "
+                        "rows, or give rows='microbatch' in plan.pipeline(...), with which nothing is tried"
+                    ) from error
 
     def _global_loss(self) -> tuple[torch.Tensor, float | None]:
         """The loss of the whole batch on every rank, and the count of a callable loss. Communication: one broadcast."""
@@ -546,13 +565,9 @@ class Runner:
                 both_of = {n: results[0][n] for n in known.loss.rows}
                 results = [*parts_of(both_of, known.loss.rows, 2), both_of]
             if len(results) == TOGETHER + 1 and not known.loss.whole and not known_of_both.loss.whole:
-                try:
-                    with self._unchanged():
-                        self._try_loss(trial, batch, (parts[:2], both), results)
-                except Exception as error:
-                    if not _is_out_of_memory(error):
-                        raise
-                    problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                with self._failing_together("the loss") as failed, self._unchanged():
+                    self._try_loss(trial, batch, (parts[:2], both), results)
+                problem = "".join(failed)
         default_generator(self.device).set_state(self._start_state)
         found = self._first_of_all(0 if problem else 1 if trial.state_counts() else 2 if trial.loss_differs() else 3)
         if found == 0:
