@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat import local_of, no_torch_function
@@ -125,10 +125,20 @@ class RowTrial:
         for place in sorted(both):
             given = [run[place] for run in apart if place in run]
             for n, c in enumerate(both[place]):
-                found = [leaves[n] for leaves in given if leaves[n] is not None]
-                if c is not None and found and not _agree(found, c, self.eps, self.eps):  # type: ignore[arg-type]
+                found = [leaf for leaves in given if (leaf := leaves[n]) is not None]
+                if c is not None and found and not _agree(found, c, self.eps, self.eps, self._outer(place, n)):
                     return place
         return NOWHERE
+
+    def _outer(self, place: int, leaf: int) -> int | None:
+        """The outer size of the rows, if a loss of all rows puts them together by it."""
+        boundaries = self.apart.part.boundaries
+        enters = boundaries[max(boundaries)].call if boundaries else -1
+        rows = (self.apart.loss.rows or {}).get(
+            -1 if place == 2 * enters - 1 else place // 2 if place % 2 == 0 else None
+        )
+        found = rows[leaf] if rows is not None and leaf < len(rows) and self.apart.loss.whole else None
+        return found[1] if found is not None else None
 
     def describe(self, place: int) -> str:
         """What depends on other rows at a place, for a message."""
@@ -160,24 +170,29 @@ def _projected(leaf: torch.Tensor, dim: int) -> _Projected:
     """Communication: of a tensor whose rows are on several ranks, or pending sums, an all-gather."""
     leaf = leaf.detach()
     if isinstance(leaf, DTensor):
-        moves = any(p.is_partial() or isinstance(p, CustomPlacement) or shard_dim(p) == dim for p in leaf.placements)
-        leaf = leaf.full_tensor() if moves else local_of(leaf)
+        kept = [
+            Replicate() if p.is_partial() or isinstance(p, CustomPlacement) or shard_dim(p) == dim else p
+            for p in leaf.placements
+        ]
+        leaf = local_of(leaf.redistribute(leaf.device_mesh, kept))  # of other dims the same part in all runs
     rows = leaf.movedim(dim, 0)
     rows = rows.reshape(len(rows), -1).to(torch.float64 if leaf.dtype is torch.float64 else torch.float32)
     weights = torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device=rows.device).mul_(12.9898).sin_()
     return rows @ weights.to(rows.dtype), rows.norm(dim=1)
 
 
-def _agree(runs: Sequence[_Projected], both: _Projected, eps: float, floor: float) -> bool:
+def _agree(
+    runs: Sequence[_Projected], both: _Projected, eps: float, floor: float, known_outer: int | None = None
+) -> bool:
     """Whether the rows of both are those of the first run and the second, or begin with those of the first. Dims before that
     of the rows may have been merged with it (``[tokens, rows]`` made ``[tokens * rows]``): it is enough if they agree in
-    one such order."""
+    one such order, if that is not known."""
     found, norms = both
     count = len(runs[0][0])
     if len(found) != 2 * count or any(len(run[0]) != count for run in runs):
         return True  # not the rows of the trace: what values choose
     limit = eps**0.4 * (norms + 0.01 * norms.max()) + floor if count else norms
-    for outer in range(1, count + 1):
+    for outer in range(1, count + 1) if known_outer is None else (known_outer,):
         if count % outer:
             continue
         apart = torch.cat([run[0].view(outer, -1) for run in runs], 1)
