@@ -285,6 +285,66 @@ def test_one_rank_of_a_stage_runs_out_of_memory() -> None:
     assert time.monotonic() - started < 50  # gloo's limit is 60 s
 
 
+class Stateful(Rows):
+    """A loss that takes a value of all rows, with a number or a buffer of the model, which may change between steps; or
+    with what an earlier forward has left."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("plain")
+        self.what, self.coefficient, self.steps, self.baseline = kind, 1.0, 0, 0.0
+        self.register_buffer("scale", torch.tensor(1.0).double())
+
+    def forward(self, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        if self.what == "moving buffer":
+            self.scale.mul_(0.9).add_(0.1 * r.abs().mean())
+        if self.what == "moving number":
+            self.baseline = 0.9 * self.baseline + 0.1 * r.mean().item()
+        before = self.baseline
+        self.steps += 1
+        for block in self.blocks:
+            x = block(x).tanh()
+        z = self.out(x)[:, 0]
+        if self.what == "moving attribute":
+            self.baseline = 0.9 * self.baseline + 0.1 * z.mean().detach()
+        values = {"number": r * self.coefficient, "buffer": r / self.scale, "moving buffer": r / self.scale}
+        return (z * (r - before - values.get(self.what, r).mean())).mean()
+
+
+def stateful_case(kind: str) -> tuple[float | str, int]:
+    """Over four steps; and how often the forward was traced."""
+    torch.manual_seed(0)
+    one = Stateful(kind)
+    one = one.double()
+    plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, loss="out")
+    model: Any = parallelize(copy.deepcopy(one), plan)
+    worst = 0.0
+    for step in range(4):
+        batch = {name: value + 0.1 * step for name, value in batch_of_rows().items()}
+        expected = one(**batch)
+        try:
+            worst = max(worst, float((model.step(**batch) - expected).detach().abs()))
+        except PlanError as error:
+            return str(error), 0
+        for each in (one, model):
+            each.coefficient += 0.1
+            each.scale.add_(0.1)
+    return worst, model._pipeline._num_traces
+
+
+@pytest.mark.parametrize("kind", ["number", "buffer", "counter"])
+def test_numbers_and_buffers_change_between_steps(ranks: RankPools, kind: str) -> None:
+    for found, num_traces in ranks.run(stateful_case, kind, world_size=2):
+        assert not isinstance(found, str) and found <= 1e-12, found
+        assert num_traces <= 6 or kind == "number"  # what changes nothing is found once
+
+
+@pytest.mark.parametrize("kind", ["moving buffer", "moving number", "moving attribute"])
+def test_state_that_the_loss_depends_on_is_refused(ranks: RankPools, kind: str) -> None:
+    what = "the buffer 'scale'" if kind == "moving buffer" else "'baseline'"
+    for found, _ in ranks.run(stateful_case, kind, world_size=2):
+        assert isinstance(found, str) and what in found and "once for the batch" in found, found
+
+
 def test_each_micro_batch_by_itself(ranks: RankPools) -> None:
     for found in ranks.run(kinds_case, ["quotient", "advantages"], "microbatch", world_size=2):
         assert found["quotient"] <= 1e-12 and found["advantages"] > 0.1

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.checks import describe, start_checks_among
-from vescale.comm import group_of_ranks, record, record_comms, requested_by
-from vescale.compat import local_of, no_torch_function
+from vescale.comm import record, record_comms, requested_by
+from vescale.compat import no_torch_function
 from vescale.compat.random_ops import without_native_fills
 from vescale.compat.tensor_subclasses import tree_leaves
 from vescale.errors import PipelineCallError, PipelineTraceError, PipelineWarning
@@ -49,6 +49,7 @@ from vescale.pipeline._stage_results import Results, as_leaves, mapped, parts_of
 from vescale.pipeline._stage_run import Apart, StageRun
 from vescale.pipeline._staged_program import stages_of_unit
 from vescale.pipeline._step_failures import StepFailures
+from vescale.pipeline._ties import Ties
 from vescale.pipeline._traced import Origin, Trace
 from vescale.plans import PipelineEntry, PlanError
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
@@ -63,69 +64,6 @@ from vescale.runtime import (
     reduce_units,
     unit_groups,
 )
-
-# Parameters that several stages use: each stage has a copy, and all copies get the sum of their gradients.
-
-
-class Ties:
-    """The parameters of this rank that other ranks along the pipeline have, too; in the order of the model's names."""
-
-    def __init__(self, model: nn.Module, cut: Cut, schedule: Schedule, group: dist.ProcessGroup, rank: int) -> None:
-        self.model = model
-        self.tied: list[tuple[str, dist.ProcessGroup]] = []
-        self._aside: dict[str, torch.Tensor] = {}
-        self._contributed: set[str] = set()  # names of those whose `.grad` is of steps that have not been synchronized
-        for name, stages in cut.owners.items():
-            ranks = sorted({schedule.rank_of[stage] for stage in stages})
-            if len(ranks) > 1 and rank in ranks:
-                members = tuple(sorted(dist.get_global_rank(group, r) for r in ranks))
-                self.tied.append((name, group_of_ranks(members, "tied parameters")))
-
-    def _parameters(self) -> Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]]:
-        """Those that have gradients. (They are looked up in every step: parameters of units are replaced.)"""
-        found = [(name, self.model.get_parameter(name), group) for name, group in self.tied]
-        return [one for one in found if one[1].requires_grad]
-
-    def are_among(self, parameters: Sequence[torch.Tensor]) -> bool:
-        tied = {id(parameter) for _, parameter, _ in self._parameters()}
-        return any(id(parameter) in tied for parameter in parameters)
-
-    def set_aside(self) -> None:
-        """Take complete gradients of earlier steps away, so that this step's can be added up apart from them.
-
-        Where this step does not synchronize (``no_sync``), its contributions stay in ``.grad``, and those of later steps
-        come to them; a gradient that has become None since, by ``zero_grad()``, takes what was set aside with it.
-        """
-        for name, parameter, _ in self._parameters():
-            if name in self._contributed:
-                if parameter.grad is None:
-                    self._aside.pop(name, None)
-            elif parameter.grad is not None:
-                self._aside[name], parameter.grad = parameter.grad, None
-            self._contributed.add(name)
-
-    def complete(self) -> None:
-        """At the end of a step that synchronizes. Communication: as :meth:`add_up`'s."""
-        self.add_up()
-        for name, parameter, _ in self._parameters():
-            before = self._aside.get(name)
-            if before is not None and parameter.grad is not None:
-                with torch.no_grad():
-                    before.add_(parameter.grad)
-                parameter.grad = before
-        self._aside.clear()
-        self._contributed.clear()
-
-    @torch.no_grad()
-    def add_up(self) -> None:
-        """Communication: one all-reduce for each tied parameter, over the ranks that have it."""
-        for name, parameter, group in self._parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = local_of(parameter.grad) if isinstance(parameter.grad, DTensor) else parameter.grad
-            num_bytes = 2 * gradient.nbytes * (group.size() - 1) // group.size()
-            with record("all_reduce", group.size(), num_bytes, requester=f"tied over stages: {name}.grad", group=group):
-                dist.all_reduce(gradient, group=group)
 
 
 class Runner:
@@ -430,7 +368,8 @@ class Runner:
             again, _ = traced_pair(self.skeleton, self.cut, self.entry, batch, parts[0])
             if not again.row_ops.computes_as(pair[0].row_ops):
                 raise rows_error(
-                    f"the forward assigns {written!r}, and computes with it: on one device once for the batch",
+                    f"the forward assigns {', '.join(map(repr, written))}, and computes with what it assigns: on one device "
+                    "once for the batch",
                     self.entry,
                 )
         numbers = self._settings.numbers()

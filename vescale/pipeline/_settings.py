@@ -39,16 +39,18 @@ class Settings:
         """What differs has changed nothing: a counter of steps."""
         self._ignored |= {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
 
-    def ignore_written(self) -> str:
-        """Ignore numbers that a forward assigns, and not every stage's. Returns the first of them; empty: none."""
+    def ignore_written(self) -> list[str]:
+        """Ignore numbers that a forward assigns, and not every stage's. Returns their names."""
         found = [
             (path, name)
             for path, module, twin in self._all
-            for name, value in twin.__dict__.items()
-            if type(value) in _NUMBERS and value != module.__dict__.get(name)
+            for name, after in twin.__dict__.items()
+            for before in [module.__dict__.get(name, ())]  # it may be new
+            if (type(before) in _NUMBERS or (before == () and type(after) in _NUMBERS))
+            and (type(after) is not type(before) or after != before)
         ]
         self._ignored.update(found)
-        return ".".join(filter(None, found[0])) if found else ""
+        return [".".join(filter(None, names)) for names in found]
 
     def before_trace(self) -> None:
         """The copy has the modes, the numbers and the buffers of the model."""
