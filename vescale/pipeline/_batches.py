@@ -74,7 +74,7 @@ class Signature:
         """Whether both are the same for a batch: what the forward takes from it, and how its losses add up."""
         if not (self.whole.looks_like(other.whole) and self.part.looks_like(other.part)):
             return False
-        both = [
+        both: list[list[Any]] = [
             [
                 (known.loss.weight, known.loss.of_labels, known.loss.rows, len(known.loss.substitutes)),
                 [s.value(batch) for s in known.loss.substitutes],

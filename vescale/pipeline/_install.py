@@ -94,7 +94,9 @@ def install_stages(model: nn.Module, staged: StagedProgram, mesh: DeviceMesh, *,
     run_eagerly(runtime, model)
     column = "-".join(map(str, inner.get_coordinate() or ()))
     ranks = f"{zlib.crc32(str(mesh.mesh.tolist()).encode())}"
-    number = next(_NUMBERS.setdefault(dist.group.WORLD, {}).setdefault(ranks, itertools.count()))
+    world = dist.group.WORLD
+    assert world is not None
+    number = next(_NUMBERS.setdefault(world, {}).setdefault(ranks, itertools.count()))
     place = f"vescale/pipeline/{ranks}/{number}"
     runner = Runner(model, staged.skeleton, cut, entry, schedule, inner, group, place, column, local_inputs)
     model.__dict__["_pipeline_runner"] = runner

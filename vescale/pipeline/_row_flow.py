@@ -400,10 +400,10 @@ class RowFlow:
         for big, small in zip(whole.batch, part.batch):
             self._set(big, small, RowState("rows") if big.shape != small.shape else FIXED)
         self._returned: dict[int, tuple[Any, Any, torch.Tensor, torch.Tensor]] = {}  # by gated modules
-        for one, other in zip(whole.calls, part.calls):
-            for big, small in zip(one[3], other[3]):
+        for call, of_part in zip(whole.calls, part.calls):
+            for big, small in zip(call[3], of_part[3]):
                 if self._dim_by_shape(big, small) is not None and big.is_floating_point():
-                    self._returned[id(self._root(big))] = one[2], other[2], big, small
+                    self._returned[id(self._root(big))] = call[2], of_part[2], big, small
                     self._small.setdefault(id(self._root(big)), set()).add(id(self._root(small)))
         for one, other in _aligned(
             *([op for op in ops if op.name not in KEEPS_ORDER] for ops in (whole.ops, part.ops))
@@ -590,7 +590,7 @@ class RowFlow:
             fixed = fixed if shapes_differ or call.numbers_differ else FIXED
             return [fixed.needing(call.needs) for _ in call.outs]
         rule = rule_of(op.func)
-        found = rule(call) if rule is not None else None
+        found: RowState | list[RowState] | None = rule(call) if rule is not None else None
         if "batch_norm" in op.name and not op.depends:
             found = call.mixed("takes statistics over rows")
         if found is None and op.depends:

@@ -134,9 +134,8 @@ class RowTrial:
         """The outer size of the rows, if a loss of all rows puts them together by it."""
         boundaries = self.apart.part.boundaries
         enters = boundaries[max(boundaries)].call if boundaries else -1
-        rows = (self.apart.loss.rows or {}).get(
-            -1 if place == 2 * enters - 1 else place // 2 if place % 2 == 0 else None
-        )
+        call = place // 2 if place % 2 == 0 else -1 if place == 2 * enters - 1 else len(self.apart.part.calls)
+        rows = (self.apart.loss.rows or {}).get(call)
         found = rows[leaf] if rows is not None and leaf < len(rows) and self.apart.loss.whole else None
         return found[1] if found is not None else None
 

@@ -241,7 +241,7 @@ class Runner:
                 _wait(_start(stage.get_fwd_recv_ops(mb)) if arrives else [])
             if may_fail:
                 arrives = self._first_of_all(int(arrives), self._axes()) == 1
-            with self._failing_together(f"stage {index}") if may_fail else contextlib.nullcontext([]) as failed:
+            with self._failing_together(f"stage {index}", may_fail=may_fail) as failed:
                 made = stage.forward_one_chunk(mb, (), {}) if arrives else []
             problem, arrives = problem or "".join(failed), arrives and not failed
             if not arrives:
@@ -256,15 +256,15 @@ class Runner:
         return problem
 
     @contextlib.contextmanager
-    def _failing_together(self, what: str) -> Iterator[list[str]]:
-        """Inside, all ranks of a stage may run out of memory; yields why they have. If some of them wait for others, it is
+    def _failing_together(self, what: str, *, may_fail: bool = True) -> Iterator[list[str]]:
+        """Inside, with ``may_fail``, all ranks of a stage may run out of memory; yields why they have. If some of them wait for others, it is
         an error."""
         failed: list[str] = []
         with record_comms() as ledger:
             try:
                 yield failed
             except Exception as error:
-                if not _is_out_of_memory(error):
+                if not may_fail or not _is_out_of_memory(error):
                     raise
                 failed.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
                 where, number = f"{what} in trial {self._num_traces}", len(ledger.records)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of
 from vescale.pipeline._cut import Cut
@@ -83,4 +84,4 @@ def _buffers(
         for name, buffer in module._buffers.items():
             copy = twin._buffers.get(name)
             if buffer is not None and copy is not None:
-                yield (path, name), local_of(buffer), copy
+                yield (path, name), local_of(buffer) if isinstance(buffer, DTensor) else buffer, copy
