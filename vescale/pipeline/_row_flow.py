@@ -590,12 +590,12 @@ class RowFlow:
             fixed = fixed if shapes_differ or call.numbers_differ else FIXED
             return [fixed.needing(call.needs) for _ in call.outs]
         rule = rule_of(op.func)
-        found: RowState | list[RowState] | None = rule(call) if rule is not None else None
+        by_rule: RowState | list[RowState] | None = rule(call) if rule is not None else None
         if "batch_norm" in op.name and not op.depends:
-            found = call.mixed("takes statistics over rows")
-        if found is None and op.depends:
-            found = self._sum_of_unknown(call)
-        states = [UNKNOWN] * len(call.outs) if found is None else found if isinstance(found, list) else [found]
+            by_rule = call.mixed("takes statistics over rows")
+        if by_rule is None and op.depends:
+            by_rule = self._sum_of_unknown(call)
+        states = [UNKNOWN] * len(call.outs) if by_rule is None else by_rule if isinstance(by_rule, list) else [by_rule]
         states = [
             RowState("mixed", why="compares each row with each") if s is UNKNOWN and _differ_twice(out) else s
             for s, out in zip(states, call.outs)

@@ -257,8 +257,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _failing_together(self, what: str, *, may_fail: bool = True) -> Iterator[list[str]]:
-        """Inside, with ``may_fail``, all ranks of a stage may run out of memory; yields why they have. If some of them wait for others, it is
-        an error."""
+        """Inside, with ``may_fail``, all ranks of a stage may run out of memory; yields why they have. If some of them wait
+        for others, it is an error."""
         failed: list[str] = []
         with record_comms() as ledger:
             try:
