@@ -87,7 +87,7 @@ def step_or_refusal(model: nn.Module, plan: Plan, batch: dict[str, Any], path: C
         wanted = one.get_parameter(name).grad
         assert (parameter.grad is None) == (wanted is None), name
         if wanted is not None:  # a sum of zero has rounding errors alone
-            scale = max(float(wanted.abs().max()), 1e-2 * largest)
+            scale = max(float(wanted.abs().max()), 1e-2 * largest) or 1.0  # all are zero
             differences.append(float((whole(parameter.grad) - wanted).abs().max()) / scale)
     return max(differences)
 
