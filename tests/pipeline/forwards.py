@@ -274,6 +274,44 @@ def vtrace(net: Net, ids: Any, old: Any, returns: Any) -> Any:
     return -(rho * logps * returns).mean()
 
 
+@forward
+def class_frequencies(net: Net, x: Any, y: Any) -> Any:
+    weights = (1 - 0.9) / (1 - 0.9 ** torch.bincount(y, minlength=WORDS).double().clamp(min=1))
+    return F.cross_entropy(net.classes(x), y, weight=weights / weights.sum() * WORDS)
+
+
+@forward
+def stratified_times(net: Net, x: Any, target: Any) -> Any:
+    t = (torch.arange(len(x)).double() + 0.5) / len(x)
+    return F.mse_loss(net.back(net.rows(x * (1 - t[:, None]) + target * t[:, None])), target - x)
+
+
+@forward
+def clipped_at_quantile(net: Net, x: Any, y: Any) -> Any:
+    each = F.cross_entropy(net.classes(x), y, reduction="none")
+    return torch.where(each < each.detach().quantile(0.8), each, torch.zeros_like(each)).sum() / len(each)
+
+
+@forward
+def masked_selection(net: Net, ids: Any, mask: Any) -> Any:
+    return -net.logps(ids).masked_select(mask.bool()).mean()
+
+
+@forward
+def weighted_terms(net: Net, x: Any, y: Any, r: Any) -> Any:
+    h = net.rows(x)
+    terms = F.cross_entropy(net.head(h), y), F.mse_loss(net.value(h).squeeze(-1), r), net.back(h).abs().mean()
+    return (torch.stack(terms) * torch.tensor([0.5, 0.3, 0.2]).double()).sum()
+
+
+@forward
+def assigned_terms(net: Net, x: Any, y: Any, r: Any) -> Any:
+    h, terms = net.rows(x), torch.zeros(2).double()
+    terms[0] = F.cross_entropy(net.head(h), y)
+    terms[1] = F.mse_loss(net.value(h).squeeze(-1), r, reduction="sum")
+    return terms.sum()
+
+
 def pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values[::2], values[1::2]
 

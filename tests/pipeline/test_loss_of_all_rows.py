@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from tests.pipeline.steps import Net, mesh_of, same_steps, token_batch
 from tests.pipeline.test_steps import assert_exact
 from tests.ranks import RankPools
 from vescale import INIT, RUN, RaggedShard, parallelize
+from vescale.comm import record_comms
 from vescale.errors import PipelineWarning
+from vescale.pipeline import StagedProgram
 from vescale.pipeline._gates import current_run
 from vescale.pipeline._stage_run import StageRun
 from vescale.plans import Plan
@@ -115,6 +118,40 @@ class Chain(nn.Module):
         for block in self.blocks:
             x = block(x).tanh()
         return (x.mean(1) * (w / w.sum())).sum()
+
+
+def counts_case(axes: dict[str, int], schedule: str) -> tuple[dict[int, dict[str, int]], Counter[str], int]:
+    def plan(mesh: Any) -> Plan:
+        found = Plan(mesh)
+        if "dp" in axes:
+            found.shard(r"blocks.*", RaggedShard(), mesh="dp", phase=INIT).shard(
+                r"blocks.*", Replicate(), mesh="dp", phase=RUN
+            )
+            found.unit(r"blocks\.\d+")
+        splits = [f"blocks.{n}" for n in ((1, 2, 3) if schedule == "ZBV" else (2,))]
+        return found.pipeline(split_before=splits, schedule=schedule, microbatches=4, mesh="pp", loss="out.loss")
+
+    torch.manual_seed(0)
+    batch = token_batch(0, names=("ids", "labels"))
+    predicted = StagedProgram.of(plan(axes), Contrast().double()).counts(batch)
+    model: Any = parallelize(Contrast().double(), plan(mesh_of(**axes)))
+    model.step(**batch)
+    model.zero_grad()
+    with record_comms() as ledger:
+        model.step(**batch)
+    names = {"send": "sends", "recv": "receives", "all_gather_v": "gathers"}
+    counted = Counter(names[r.op] for r in ledger.records if r.op in names)
+    return predicted, counted, torch.distributed.get_rank() // axes.get("dp", 1)
+
+
+@pytest.mark.parametrize(
+    ("axes", "schedule"), [({"pp": 2}, "1F1B"), ({"pp": 2, "dp": 2}, "ZBV"), ({"pp": 2, "dp": 2}, "1F1B")]
+)
+def test_counts_have_both_forwards(ranks: RankPools, axes: dict[str, int], schedule: str) -> None:
+    for predicted, counted, rank in ranks.run(counts_case, axes, schedule, world_size=2 * axes.get("dp", 1)):
+        own = [n for n in predicted if (min(n, 3 - n) if schedule == "ZBV" else n) == rank]
+        for what in ("sends", "receives", "gathers"):
+            assert counted[what] == sum(predicted[stage][what] for stage in own), (what, counted, predicted)
 
 
 def cost_case(microbatches: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.pipeline.forwards import FORWARDS, Net, batch_for
 from tests.pipeline.steps import mesh_of, rel
-from tests.ranks import RankPools
+from tests.ranks import RankError, RankPools
 from tests.whole import whole
 from vescale import parallelize
 from vescale.errors import PipelineWarning
@@ -85,7 +87,7 @@ def step_or_refusal(model: nn.Module, plan: Plan, batch: dict[str, Any], path: C
         wanted = one.get_parameter(name).grad
         assert (parameter.grad is None) == (wanted is None), name
         if wanted is not None:  # a sum of zero has rounding errors alone
-            scale = max(float(wanted.abs().max()), 1e-2 * largest)
+            scale = max(float(wanted.abs().max()), 1e-2 * largest) or 1.0  # all are zero
             differences.append(float((whole(parameter.grad) - wanted).abs().max()) / scale)
     return max(differences)
 
@@ -218,14 +220,14 @@ def test_edits_of_messages(ranks: RankPools) -> None:
 
 
 class Exhausted(nn.Module):
-    """A block that has no memory for the rows of two micro-batches, on one rank."""
+    """A block that has no memory for the rows of two micro-batches, on some ranks."""
 
-    def __init__(self, error: type[Exception], rank: int) -> None:
+    def __init__(self, error: type[Exception], *on: int) -> None:
         super().__init__()
-        self.linear, self.error, self.rank = nn.Linear(6, 6), error, rank
+        self.linear, self.error, self.on = nn.Linear(6, 6), error, on
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(current_run(), StageRun) or torch.distributed.get_rank() != self.rank or len(x) <= 2:
+        if not isinstance(current_run(), StageRun) or torch.distributed.get_rank() not in self.on or len(x) <= 2:
             return self.linear(x)
         raise self.error("out of memory: tried to allocate 9 GiB")
 
@@ -250,6 +252,97 @@ def test_a_trial_without_memory_is_left_out_on_all_ranks(ranks: RankPools, error
         assert all(found <= 1e-12 for (found,), _ in results), results
         assert any("there is not enough memory to run the first two micro-batches together" in t for t in results[0][1])
         assert not any(told for _, told in results[1:])
+
+
+def exhausted_siblings_case(on: tuple[int, ...]) -> tuple[float | str, list[str]]:
+    """Two ranks run a stage, and gather the result of the block."""
+    torch.manual_seed(0)
+    model = Rows("plain").double()
+    model.blocks[1] = Exhausted(torch.OutOfMemoryError, *on).double()
+    plan = Plan(mesh_of(pp=2, tp=2)).pipeline(split_before=["blocks.2"], microbatches=4, mesh="pp", loss="out")
+    plan.shard("blocks.1.linear.(weight|bias)", Shard(0), mesh="tp").shard(
+        "blocks.1.linear.<out>", Replicate(), mesh="tp"
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = step_or_refusal(model, plan, batch_of_rows(), lambda out: out)
+    return found, [str(one.message) for one in told if one.category is PipelineWarning]
+
+
+def test_ranks_of_a_stage_run_out_of_memory_together(ranks: RankPools) -> None:
+    results = ranks.run(exhausted_siblings_case, (0, 1), world_size=4)
+    assert all(found <= 1e-12 for found, _ in results), results
+    assert any("there is not the memory to run the first two micro-batches" in text for text in results[0][1])
+
+
+def test_one_rank_of_a_stage_runs_out_of_memory() -> None:
+    pools, started = RankPools(), time.monotonic()
+    try:
+        with pytest.raises(RankError, match="other ranks of the stage wait for this one"):
+            pools.run(exhausted_siblings_case, (1,), world_size=4)
+    finally:
+        pools.close()
+    assert time.monotonic() - started < 50  # gloo's limit is 60 s
+
+
+class Stateful(Rows):
+    """A loss that takes a value of all rows, with a number or a buffer of the model, which may change between steps; or
+    with what an earlier forward has left."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("plain")
+        self.what, self.coefficient, self.steps, self.baseline = kind, 1.0, 0, 0.0
+        self.register_buffer("scale", torch.tensor(1.0).double())
+
+    def forward(self, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        if self.what == "moving buffer":
+            self.scale.mul_(0.9).add_(0.1 * r.abs().mean())
+        if self.what == "moving number":
+            self.baseline = 0.9 * self.baseline + 0.1 * r.mean().item()
+        before = self.baseline
+        self.steps += 1
+        for block in self.blocks:
+            x = block(x).tanh()
+        z = self.out(x)[:, 0]
+        if self.what == "moving attribute":
+            self.baseline = 0.9 * self.baseline + 0.1 * z.mean().detach()
+        values = {"number": r * self.coefficient, "buffer": r / self.scale, "moving buffer": r / self.scale}
+        return (z * (r - before - values.get(self.what, r).mean())).mean()
+
+
+def stateful_case(kind: str) -> tuple[float | str, int]:
+    """Over four steps; and how often the forward was traced."""
+    torch.manual_seed(0)
+    one = Stateful(kind)
+    one = one.double()
+    plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, loss="out")
+    model: Any = parallelize(copy.deepcopy(one), plan)
+    worst = 0.0
+    for step in range(4):
+        batch = {name: value + 0.1 * step for name, value in batch_of_rows().items()}
+        expected = one(**batch)
+        try:
+            worst = max(worst, float((model.step(**batch) - expected).detach().abs()))
+        except PlanError as error:
+            return str(error), 0
+        for each in (one, model):
+            each.coefficient += 0.1
+            each.scale.add_(0.1)
+    return worst, model._pipeline._num_traces
+
+
+@pytest.mark.parametrize("kind", ["number", "buffer", "counter"])
+def test_numbers_and_buffers_change_between_steps(ranks: RankPools, kind: str) -> None:
+    for found, num_traces in ranks.run(stateful_case, kind, world_size=2):
+        assert not isinstance(found, str) and found <= 1e-12, found
+        assert num_traces <= 6 or kind == "number"  # what changes nothing is found once
+
+
+@pytest.mark.parametrize("kind", ["moving buffer", "moving number", "moving attribute"])
+def test_state_that_the_loss_depends_on_is_refused(ranks: RankPools, kind: str) -> None:
+    what = "the buffer 'scale'" if kind == "moving buffer" else "'baseline'"
+    for found, _ in ranks.run(stateful_case, kind, world_size=2):
+        assert isinstance(found, str) and what in found and "once for the batch" in found, found
 
 
 def test_each_micro_batch_by_itself(ranks: RankPools) -> None:

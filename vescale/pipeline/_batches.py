@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
-from vescale.errors import PipelineBatchError, PipelineLossError, PipelineRowsError, PipelineWarning
+from vescale.errors import PipelineBatchError, PipelineRowsError, PipelineWarning
 from vescale.pipeline._batch_reads import Place
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss_path import output_at, try_loss
-from vescale.pipeline._loss_sums import LossShare, share_of_microbatches
 from vescale.pipeline._row_flow import EDITS, RowFlow, Rows, Substitute
 from vescale.pipeline._row_states import RowState
 from vescale.pipeline._trace import trace
@@ -41,6 +40,7 @@ class Signature:
         if entry.microbatches > 1 and self.loss.rows is not None:
             self.of_all = Signature(whole, whole, headers, replace(entry, microbatches=1))
         self.trial: Any = None  # a RowTrial, until the first step has been compared with it
+        self.settings: dict[tuple[str, str], Any] = {}  # of the model, with which the forward was traced
         self.whole, self.part = whole.without_values(), part.without_values()
         self._ignores_values, self._count = False, entry.microbatches
         self._origins: dict[int, tuple[Mapping[Origin, int], Mapping[Origin, int]]] = {}
@@ -69,6 +69,22 @@ class Signature:
             return True
         values = reads.compute(batch)
         return all(values[place] == value for place, value in reads.branches.items())
+
+    def computes_as(self, other: Signature, batch: Mapping[str, Any]) -> bool:
+        """Whether both are the same for a batch: what the forward takes from it, and how its losses add up."""
+        if not (self.whole.looks_like(other.whole) and self.part.looks_like(other.part)):
+            return False
+        both: list[list[Any]] = [
+            [
+                (known.loss.weight, known.loss.of_labels, known.loss.rows, len(known.loss.substitutes)),
+                [s.value(batch) for s in known.loss.substitutes],
+                [term.count(batch) for term in known.whole.losses if term.is_known],
+                known.whole.reads.compute(batch) if known.whole.reads.values else {},
+            ]
+            for known in (self, other)
+        ]
+        values, others = (known.pop(1) for known in both)
+        return both[0] == both[1] and all(map(torch.equal, values, others))
 
     def compare(self, others: Sequence[Signature]) -> None:
         """With those that differ in numbers alone (``mask.sum().item()``): where calls, shapes and random numbers are the
@@ -252,19 +268,22 @@ class _Loss:
     """How micro-batches compute the loss of a batch.
 
     Attributes:
-        share: of each in it.
+        weight: what their losses are multiplied by, to add up to that of the batch, where a mean over labels is divided by
+            the average number of labels in a micro-batch.
+        of_labels: it is made of means over labels alone, which are divided by the number of labels in the batch: one
+            rounding, as on one device.
         substitutes: what they take from the whole batch.
         whole: why it is computed once of all rows, on the last stage; empty if it is not.
         rows: of what the last stage computes it of, as of :meth:`RowFlow.rows_for_loss`.
+        needs_modules: those of the last stage write to what they get: the loss cannot be computed without them.
     """
 
-    share: LossShare
+    weight: float = 1.0
+    of_labels: bool = False
     substitutes: Sequence[Substitute] = ()
     whole: str = ""
     rows: Mapping[int, Sequence[Rows | None]] | None = None
-    needs_modules: bool = (
-        False  # those of the last stage write to what they get: the loss cannot be computed without them
-    )
+    needs_modules: bool = False
 
     def why_slow(self) -> str:
         return (
@@ -277,30 +296,37 @@ class _Loss:
 
 def _loss(whole: Trace, part: Trace, entry: PipelineEntry) -> _Loss:
     """Raises PlanError where modules would have to run with rows of several micro-batches."""
-    count = entry.microbatches
+    count, last = entry.microbatches, max(whole.boundaries, default=0)
     if count == 1:
-        return _Loss(LossShare(1.0, {}))
-    if entry.rows == "microbatch":
-        try:
-            return _Loss(_share(whole, part, entry))
-        except PipelineLossError:
-            return _Loss(LossShare(1.0 / count, {}))  # the average, as of gradient accumulation
-    flow = RowFlow(whole.row_ops, part.row_ops, count, whole.replay, (whole.nodes.means, part.nodes.means))
+        return _Loss()
+    each_by_itself = entry.rows == "microbatch"
+    read = set(whole.reads.values.values()) if whole.reads.counts != part.reads.counts else ()
+    flow = RowFlow(
+        whole.row_ops, part.row_ops, count, whole.replay, (whole.means, part.means), read, each_by_itself=each_by_itself
+    )
     needs, why_not = flow.of_calls()
-    rows = None if why_not else flow.rows_for_loss(whole.calls, max(whole.boundaries, default=0))
-    try:
-        share = _share(whole, part, entry)
-        state = _state_of_loss(flow, whole, part, entry)
-        if state is None or state.kind != "mixed":
-            needs |= state.needs if state is not None else frozenset()
-            writes = max(whole.boundaries, default=0) in whole.row_ops.writing
-            return _Loss(share, [flow.substitutes[number] for number in needs], "", rows, writes)
-        why = f"the loss depends on rows of several micro-batches: {state.why}"
-    except PipelineLossError as error:
-        why = error.problem.removeprefix("pipeline: ")
+    state = _state_of_loss(flow, whole, part, entry)
+    why = _why_no_sum(state, whole, part, entry)
+    if not why and state is not None:
+        needs |= state.needs
+    buffer = "" if each_by_itself else whole.row_ops.buffer_that_counts(_loss_in(whole, entry))
+    if buffer:
+        raise rows_error(
+            f"the forward writes to the buffer {buffer!r}, and computes its loss with it: on one device once for the batch",
+            entry,
+        )
+    if each_by_itself:  # if it is no sum, the average, as of gradient accumulation
+        if why or state is None:
+            return _Loss(1 / count)
+        return _Loss(state.weight, state.of_labels, [flow.substitutes[n] for n in needs])
+    rows = None if why_not else flow.rows_for_loss(whole.calls, last)
+    substitutes = [flow.substitutes[n] for n in needs]
+    if not why:
+        weight, of_labels = (state.weight, state.of_labels) if state is not None else (1.0, False)
+        return _Loss(weight, of_labels, substitutes, "", rows, last in whole.row_ops.writing)
     if rows is None or whole.boundaries.keys() != part.boundaries.keys() or len(whole.calls) != len(part.calls):
         raise rows_error(f"{why_not or why}", entry)
-    return _Loss(LossShare(1.0, {}), [flow.substitutes[number] for number in needs], why, rows)
+    return _Loss(1.0, False, substitutes, why, rows)
 
 
 def rows_error(why: str, entry: PipelineEntry) -> PipelineRowsError:
@@ -310,31 +336,28 @@ def rows_error(why: str, entry: PipelineEntry) -> PipelineRowsError:
     )
 
 
-def _share(whole: Trace, part: Trace, entry: PipelineEntry) -> LossShare:
-    """Raises PipelineLossError for a loss that is no sum over rows."""
+def _why_no_sum(state: RowState | None, whole: Trace, part: Trace, entry: PipelineEntry) -> str:
+    """Why the loss is not what those of micro-batches add up to; empty if it is. A callable's is left to the trial."""
     if part.is_cut_short:
-        raise PipelineLossError("pipeline: the loss cannot be computed from a micro-batch")
-    if callable(entry.loss):
-        return LossShare(1.0, {})
-    if any(term.reduction == MEAN and not term.is_known for term in whole.losses):
-        raise PipelineLossError("pipeline: the loss is a mean over labels that the model computes from its parameters")
-    losses = output_at(whole.output, entry.loss, entry.source), output_at(part.output, entry.loss, entry.source)
-    return share_of_microbatches(
-        whole.nodes,
-        part.nodes,
-        losses,
-        entry.microbatches,
-        whole.replay,
-        lambda problem: PipelineLossError(f"pipeline: the loss {problem}"),
-    )
+        return "the loss cannot be computed from a micro-batch"
+    if not callable(entry.loss) and any(term.reduction == MEAN and not term.is_known for term in whole.losses):
+        return "the loss is a mean over labels that the model computes from its parameters"
+    if state is not None and state.kind == "mixed":
+        return f"the loss depends on rows of several micro-batches: {state.why}"
+    if not callable(entry.loss) and (state is None or state.kind != "sum"):
+        return "the loss is not a sum or mean over rows of values that depend on a single row"
+    return ""
 
 
 def _state_of_loss(flow: RowFlow, whole: Trace, part: Trace, entry: PipelineEntry) -> RowState | None:
-    if callable(entry.loss):
-        big, small = whole.total, part.total
-    else:
-        big, small = (output_at(trace.output, entry.loss, entry.source) for trace in (whole, part))
+    if part.is_cut_short:
+        return None
+    big, small = (_loss_in(trace, entry) for trace in (whole, part))
     return None if big is None or small is None else flow.of(big, small)
+
+
+def _loss_in(trace: Trace, entry: PipelineEntry) -> Any:
+    return trace.total if callable(entry.loss) else output_at(trace.output, entry.loss, entry.source)
 
 
 def like(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+import zlib
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from vescale.pipeline._staged_program import StagedProgram, program_of_stages
 from vescale.plans import MeshAxes
 from vescale.runtime import Runtime, install, run_eagerly
 
-# Of the next pipeline, by the process group of its stages, whose ranks all make the same pipelines.
-_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+# Of the next pipeline, by the ranks of its mesh, which all make the same pipelines, in each world.
+_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, itertools.count[int]]] = weakref.WeakKeyDictionary()
 
 
 class PipelineModule(nn.Module):
@@ -93,9 +94,12 @@ def install_stages(model: nn.Module, staged: StagedProgram, mesh: DeviceMesh, *,
     runtime = install(model, of_stages, inner, strict=strict)
     run_eagerly(runtime, model)
     column = "-".join(map(str, inner.get_coordinate() or ()))
-    number = next(_NUMBERS.setdefault(group, itertools.count()))
-    place = f"vescale/pipeline/{group.group_name}/{number}/{column}"
-    runner = Runner(model, staged.skeleton, cut, entry, schedule, inner, group, place, local_inputs)
+    ranks = f"{zlib.crc32(str(mesh.mesh.tolist()).encode())}"
+    world = dist.group.WORLD
+    assert world is not None
+    number = next(_NUMBERS.setdefault(world, {}).setdefault(ranks, itertools.count()))
+    place = f"vescale/pipeline/{ranks}/{number}"
+    runner = Runner(model, staged.skeleton, cut, entry, schedule, inner, group, place, column, local_inputs)
     model.__dict__["_pipeline_runner"] = runner
     extend_torch_for_stages()
     note("pipeline._install:class", model)

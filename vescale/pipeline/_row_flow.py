@@ -7,8 +7,9 @@ What depends on parameters cannot, as other micro-batches are not there.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -38,10 +39,10 @@ KEEPS_ORDER = frozenset(
 FACTORIES = frozenset(_names("zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones")) | {
     "new_full", "new_empty", "rand_like", "randn_like", "new_empty_strided", "empty_strided", "scalar_tensor",
 }  # fmt: skip
-# Of a sum over rows, the sum of what these give for its terms.
-LINEAR = frozenset(_names("neg _to_copy to expand select slice permute transpose t stack cat sum mean add sub rsub")) | {
-    "add_", "sub_", "copy_", "mul", "mul_", "div", "div_",
-}  # fmt: skip
+# Of a sum over rows, the sum of what these give for its terms; (``_ADDS``) if all are sums; (``_PRODUCTS``) if one is.
+_ADDS = frozenset(_names("add sub rsub stack cat"))
+_PRODUCTS = frozenset(_names("mul div mm mv bmm dot"))
+_LINEAR = frozenset(_names("neg _to_copy to expand select slice permute transpose t sum mean copy")) | _ADDS | _PRODUCTS
 
 
 def rule_of(func: Any) -> Rule | None:
@@ -78,7 +79,7 @@ def _reduction(call: RowCall) -> RowState | list[RowState]:
     dims = _dims(call, x)
     if x.dim in dims:
         if call.name in ("sum", "mean", "nansum"):
-            return [RowState("sum") for _ in call.outs]
+            return [call.sum(is_mean=call.name == "mean") for _ in call.outs]
         return [call.mixed("runs along the rows") for _ in call.outs]
     keeps = bool(call.big.get("keepdim")) or call.outs[0][0].ndim == x.big.ndim
     dim = x.dim if keeps else x.dim - sum(d < x.dim for d in dims)
@@ -192,7 +193,7 @@ def _matmul(call: RowCall) -> RowState | None:
     ]
     if summed:
         both = a.is_cut and b.is_cut and len(summed) == 2 and a.outer == b.outer
-        return RowState("sum") if both and not places else call.mixed("runs along the rows")
+        return call.sum() if both and not places else call.mixed("runs along the rows")
     if a.is_cut:
         places.add((a.dim, a.outer))
     if b.is_cut:
@@ -201,30 +202,6 @@ def _matmul(call: RowCall) -> RowState | None:
         return call.mixed("compares each row with each")
     ((dim, outer),) = places
     return call.rows(dim, outer)
-
-
-def _leading(call: RowCall) -> list[RowState] | None:
-    """Goes along the last dims of its first operand; others are parameters."""
-    x = call.operands[0]
-    if len(call.cut) != 1 or not x.is_cut:
-        return None
-    last = len(call.big.get("normalized_shape", ())) or (x.big.ndim - 1)
-    if x.dim >= x.big.ndim - last:
-        return [call.mixed("runs along the rows") for _ in call.outs]
-    return [call.rows(x.dim, x.outer, n) if big.ndim > x.dim else UNKNOWN for n, (big, _) in enumerate(call.outs)]
-
-
-def _pad(call: RowCall) -> RowState:
-    x, pad = call.operands[0], call.big["pad"]
-    place = 2 * (x.big.ndim - 1 - x.dim)
-    return call.mixed("pads rows") if any(pad[place : place + 2]) else call.rows(x.dim, x.outer)
-
-
-def _embedding(call: RowCall) -> RowState | None:
-    weight, indices = call.operands[0], call.operands[1]
-    if not indices.is_cut:
-        return None
-    return call.mixed("looks rows up") if weight.is_cut else call.rows(indices.dim, indices.outer)
 
 
 def _index(call: RowCall) -> RowState | None:
@@ -255,16 +232,10 @@ def _index(call: RowCall) -> RowState | None:
     return call.rows(first + dim, outer)
 
 
-def _ctc_loss(call: RowCall) -> list[RowState] | None:
-    """Of log probabilities ``[time, rows, classes]``."""
-    x = call.operands[0]
-    return [call.rows(0, x.outer), UNKNOWN] if x.dim == 1 and x.big.ndim == 3 else None
-
-
 def _loss(call: RowCall) -> list[RowState]:
     x = call.operands[0]
-    if call.big.get("reduction", 1):
-        return [RowState("sum") for _ in call.outs]
+    if reduction := call.big.get("reduction", 1):
+        return [call.sum(is_mean=reduction == 1) for _ in call.outs]
     if call.name.startswith("nll"):
         dim = x.dim if x.dim == 0 else x.dim - 1
         return [call.rows(dim, x.outer) if n == 0 else UNKNOWN for n in range(len(call.outs))]
@@ -277,6 +248,7 @@ _POINTWISE = frozenset(
         "zero where clamp clamp_min clamp_max addcmul addcdiv lerp gelu silu where nan_to_num bitwise_not"
     )
 )
+_SUMS = frozenset(_names("sum mean nansum dot vdot mm bmm"))
 _COPIES = frozenset(_names("_to_copy to expand"))
 _LOSSES = "nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy"
 _RULES: dict[str, Rule] = {
@@ -300,17 +272,10 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_names("split split_with_sizes unbind unsafe_split chunk"), _split),
     **dict.fromkeys(_names("cat stack"), _cat),
     **dict.fromkeys(_names("mm bmm addmm baddbmm matmul mv dot addmv"), _matmul),
-    **dict.fromkeys(
-        _names("native_layer_norm _fused_rms_norm native_group_norm convolution max_pool2d_with_indices"), _leading
-    ),
-    **dict.fromkeys(_names("avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d"), _leading),
     **dict.fromkeys(_names(_LOSSES), _loss),
-    "_ctc_loss": _ctc_loss,
     "select": _select,
     "slice": _slice,
     "repeat": _repeat,
-    "constant_pad_nd": _pad,
-    "embedding": _embedding,
     "index": _index,
 }
 
@@ -361,6 +326,8 @@ class RowOps:
     origins: dict[int, Any] = field(default_factory=dict)
     entering: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)  # by stage
     writing: set[int] = field(default_factory=set)  # stages whose modules write in place to what they get
+    written_buffers: dict[int, str] = field(default_factory=dict)  # by id: the name
+    reads: set[int] = field(default_factory=set)  # ids of tensors that Python has read
 
     def note(
         self, func: Any, args: Any, kwargs: Any, outs: list[torch.Tensor], depends: bool, inside: str | None
@@ -368,6 +335,31 @@ class RowOps:
         if outs:
             where = f"{_users_line()}{f', in {inside!r}' if inside else ''}"
             self.ops.append(_Op(func, args, kwargs, tuple(outs), depends, where))
+
+    def computes_as(self, other: RowOps) -> bool:
+        """Whether both have the same ops with the same numbers."""
+
+        def numbers(op: _Op) -> list[Any]:
+            leaves = tree_leaves((op.args, op.kwargs))
+            is_constant = op.name == "lift_fresh" and not leaves[0].is_meta
+            return [v for v in leaves if not isinstance(v, torch.Tensor)] + (
+                leaves[0].flatten().tolist() if is_constant else []
+            )
+
+        return len(self.ops) == len(other.ops) and all(
+            a.func is b.func and numbers(a) == numbers(b) for a, b in zip(self.ops, other.ops)
+        )
+
+    def buffer_that_counts(self, results: Any) -> str:
+        """The name of a buffer that the forward writes to, and that its results depend on, or what Python reads."""
+        for buffer, name in self.written_buffers.items():
+            made: set[int] = set()
+            for op in self.ops:
+                if any(id(v) == buffer or id(v) in made for v in tree_leaves((op.args, op.kwargs))):
+                    made.update(id(out) for out in op.outs if id(out) not in self.written_buffers)
+            if not made.isdisjoint(map(id, tree_leaves(results))) or not {buffer, *made}.isdisjoint(self.reads):
+                return name
+        return ""
 
 
 @dataclass(frozen=True)
@@ -383,7 +375,9 @@ class Substitute:
 class RowFlow:
     """
     Args:
-        means: of both traces, the means over labels by id: the mean, the logits and the labels.
+        means: of both traces, the means over labels by id: the mean, and what it is computed of.
+        read: numbers that the forward of the batch reads from it.
+        each_by_itself: micro-batches compute of their own rows what is no sum over rows.
     """
 
     def __init__(
@@ -393,8 +387,12 @@ class RowFlow:
         count: int,
         replay: Callable[[torch.Tensor], Callable[[Mapping[str, Any]], torch.Tensor] | None],
         means: tuple[Mapping[int, Sequence[torch.Tensor]], Mapping[int, Sequence[torch.Tensor]]],
+        read: Container[Any] = (),
+        *,
+        each_by_itself: bool = False,
     ) -> None:
         self._means, self._means_of_part = means
+        self._read, self._each_by_itself = read, each_by_itself
         self._whole, self._part, self._count, self._replay = whole, part, count, replay
         self.substitutes: dict[int, Substitute] = {}
         self._states: dict[int, RowState] = {}
@@ -408,6 +406,12 @@ class RowFlow:
                     self._roots[id(op.outs[0])] = self._root(op.args[0] if op.args else op.kwargs["self"])
         for big, small in zip(whole.batch, part.batch):
             self._set(big, small, RowState("rows") if big.shape != small.shape else FIXED)
+        self._returned: dict[int, tuple[Any, Any, torch.Tensor, torch.Tensor]] = {}  # by gated modules
+        for call, of_part in zip(whole.calls, part.calls):
+            for big, small in zip(call[3], of_part[3]):
+                if self._dim_by_shape(big, small) is not None and big.is_floating_point():
+                    self._returned[id(self._root(big))] = call[2], of_part[2], big, small
+                    self._small.setdefault(id(self._root(big)), set()).add(id(self._root(small)))
         for one, other in _aligned(
             *([op for op in ops if op.name not in KEEPS_ORDER] for ops in (whole.ops, part.ops))
         ):
@@ -450,14 +454,18 @@ class RowFlow:
                     found[place].append(None)
                 elif operand.is_cut:
                     found[place].append((operand.dim, operand.outer))
+                elif operand.kind == "unknown" and (dim := self._dim_by_shape(big, small)) is not None:
+                    found[place].append((dim, 1))
                 else:
-                    different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
-                    if operand.kind != "unknown" or big.ndim != small.ndim or len(different) != 1:
-                        return None
-                    if big.shape[different[0]] != self._count * small.shape[different[0]]:
-                        return None
-                    found[place].append((different[0], 1))
+                    return None
         return found
+
+    def _dim_by_shape(self, big: Any, small: Any) -> int | None:
+        if not isinstance(big, torch.Tensor) or not isinstance(small, torch.Tensor) or big.ndim != small.ndim:
+            return None
+        different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
+        is_cut = len(different) == 1 and big.shape[different[0]] == self._count * small.shape[different[0]]
+        return different[0] if is_cut else None
 
     def _root(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._roots.get(id(tensor), tensor)
@@ -467,25 +475,43 @@ class RowFlow:
         self._states[root] = state
         self._small.setdefault(root, set()).add(id(self._root(small)))
 
-    def _operand(self, big: torch.Tensor, small: torch.Tensor, *, counts: bool = False) -> Operand:
-        root = self._root(big)
+    def _operand(self, big: torch.Tensor, small: torch.Tensor, *, counts: bool = False, takes: bool = False) -> Operand:
+        """``takes``: from the whole batch, if it can be; also where each micro-batch computes by itself."""
+        is_own = id(big) in self._states
+        root, small_root = (big, small) if is_own else (self._root(big), self._root(small))
         state = self._states.get(id(root))
+        if id(root) in self._returned and (state is None or (state.kind == "unknown" and not state.is_pythons)):
+            state = self._of_returned(id(root), state)
         if state is None:
             is_given = id(root) not in self._made and big.shape == small.shape  # a parameter, or a constant
             return Operand(big, small, FIXED if is_given else UNKNOWN)
-        if id(self._root(small)) not in self._small[id(root)]:
+        if id(small_root) not in self._small[id(root)]:
             return Operand(big, small, UNKNOWN.needing(state.needs))
         found = Operand.of(big, small, state, self._count)
-        can_be_taken = found.kind in ("mixed", "unknown") and not found.state.is_pythons
+        takes = takes or not self._each_by_itself
+        can_be_taken = takes and found.kind in ("mixed", "unknown") and not found.state.is_pythons
         if can_be_taken or (found.kind == "count" and not counts):
-            for one, other in ((big, small), (root, self._root(small))):
+            for one, other in ((root, small_root), (big, small)) if takes else ():
                 taken = self._substituted(one, other)
-                if taken is not None:
-                    self._states[id(self._root(one))] = taken
+                if taken is not None:  # of a view: itself alone
+                    self._states[id(one)] = taken
+                    self._small.setdefault(id(one), set()).add(id(other))
                     return Operand.of(big, small, taken, self._count)
             if found.kind == "count":
                 return replace(found, state=RowState("mixed", why="counts the rows"))
         return found
+
+    def _of_returned(self, root: int, state: RowState | None) -> RowState | None:
+        """The state of what a module returns and is not known: the rows of what it gets. (The trial compares them.)"""
+        bigs, smalls, big, small = self._returned.pop(root)
+        given = [self._operand(a, b) for a, b in zip(bigs, smalls)]
+        outers = {operand.outer for operand in given if operand.is_cut}
+        if len(outers) != 1 or any(operand.kind in ("mixed", "unknown", "sum") for operand in given):
+            return state
+        dim = self._dim_by_shape(big, small)
+        found = RowState("rows", math.prod(big.shape[:dim]) * outers.pop())
+        self._states[root] = found.needing(state.needs if state is not None else ())
+        return self._states[root]
 
     def _substituted(self, big: torch.Tensor, small: torch.Tensor) -> RowState | None:
         """The state of a tensor that is taken from the whole batch; None: it cannot be."""
@@ -507,6 +533,8 @@ class RowFlow:
             states = [UNKNOWN for _ in one.outs]
         else:
             operands = [self._operand(a, b, counts=counts) for a, b in zip(*tensors)]
+            if one.name.rstrip("_") in ("mul", "div") and any(o.kind == "sum" for o in operands):
+                operands = [self._operand(a, b, takes=True) for a, b in zip(*tensors)]
             call = RowCall(one.name, _named(one), _named(other), list(zip(one.outs, other.outs)), operands, self._count)
             states = self._results(one, call)
         for big, small, state in zip(one.outs, other.outs, states):
@@ -514,6 +542,8 @@ class RowFlow:
                 state = UNKNOWN.needing(state.needs)  # indices: rows may come back to their places
             if id(big) in self._means and id(small) in self._means_of_part:
                 state = self._mean_over_labels(big, small)
+            if state.kind == "mixed" and self._each_by_itself:
+                state = UNKNOWN.needing(state.needs)
             if one.func._schema.is_mutable:
                 self._written(one, big, state)
             self._set(big, small, state)
@@ -524,15 +554,18 @@ class RowFlow:
         """It is computed with the number of labels in the batch."""
         pairs = zip(self._means[id(big)][1:], self._means_of_part[id(small)][1:])
         given = [self._operand(a, b) for a, b in pairs]
-        worst = next((o.state for kind in ("mixed", "unknown") for o in given if o.kind == kind), RowState("sum"))
-        return worst.needing(frozenset().union(*(o.state.needs for o in given)))
+        mixed = next((o.state for o in given if o.kind == "mixed"), None)
+        state = RowState("sum", scale=1 / self._count, of_labels=True) if mixed is None else mixed
+        return state.needing(frozenset().union(*(o.state.needs for o in given)))
 
     def _written(self, op: _Op, target: torch.Tensor, state: RowState) -> None:
         """What a view has is in what it is a view of."""
         base = self._bases.get(id(self._root(target)))
         while base is not None:
             before = self._states.get(id(base), FIXED)
-            if state.kind in ("mixed", "unknown", "sum"):
+            if state.kind == "sum":
+                self._states[id(base)] = self._added(op, [state, before], base).needing(before.needs)
+            elif state.kind in ("mixed", "unknown"):
                 self._states[id(base)] = state.needing(before.needs)
             else:
                 self._states[id(base)] = before.needing(state.needs)
@@ -551,10 +584,12 @@ class RowFlow:
             worst = next(operand.state for operand in call.operands if operand.kind == "mixed")
             return [worst.needing(call.needs) for _ in call.outs]
         if "unknown" in kinds:
+            if op.depends and (found := self._sum_of_unknown(call)) is not None:
+                return [found for _ in call.outs]
             pythons = any(operand.state.is_pythons for operand in call.operands)
             return [RowState("unknown", is_pythons=pythons, needs=call.needs) for _ in call.outs]
         if "sum" in kinds:
-            return [self._of_sums(op, call, shapes_differ) for _ in call.outs]
+            return [self._of_sums(op, call, shapes_differ).needing(call.needs) for _ in call.outs]
         if not call.cut:
             if op.name in ("expand", "repeat"):  # each row is the same
                 return [self._made_by_sizes(op, call, 0).needing(call.needs)]
@@ -562,10 +597,12 @@ class RowFlow:
             fixed = fixed if shapes_differ or call.numbers_differ else FIXED
             return [fixed.needing(call.needs) for _ in call.outs]
         rule = rule_of(op.func)
-        found = rule(call) if rule is not None else None
+        by_rule: RowState | list[RowState] | None = rule(call) if rule is not None else None
         if "batch_norm" in op.name and not op.depends:
-            found = call.mixed("computes statistics over rows")
-        states = [UNKNOWN] * len(call.outs) if found is None else found if isinstance(found, list) else [found]
+            by_rule = call.mixed("computes statistics over rows")
+        if by_rule is None and op.depends:
+            by_rule = self._sum_of_unknown(call)
+        states = [UNKNOWN] * len(call.outs) if by_rule is None else by_rule if isinstance(by_rule, list) else [by_rule]
         states = [
             RowState("mixed", why="compares each row with each") if s is UNKNOWN and _differ_twice(out) else s
             for s, out in zip(states, call.outs)
@@ -595,19 +632,61 @@ class RowFlow:
             return call.rows(different[0], out=n)
         return call.rows(0, kind="count") if op.name == "arange" and not call.big.get("start") else UNKNOWN
 
+    def _sum_of_unknown(self, call: RowCall) -> RowState | None:
+        """Of what may be rows; the trial will tell."""
+        shapes = [(o.big.shape, o.small.shape) for o in call.operands if o.big.shape != o.small.shape]
+        is_sum = call.name in _SUMS or "reduction" in call.big
+        if (
+            not shapes
+            or not is_sum
+            or any(a.numel() != self._count * b.numel() for a, b in shapes)
+            or any(a.shape != b.shape for a, b in call.outs)
+            or any(o.kind == "sum" for o in call.operands)
+        ):
+            return None
+        return call.sum(is_mean=call.name == "mean" or call.big.get("reduction") == 1).needing(call.needs)
+
     def _of_sums(self, op: _Op, call: RowCall, shapes_differ: bool) -> RowState:
         """Of sums over rows, or means."""
         sums = [operand for operand in call.operands if operand.kind == "sum"]
+        name = op.name.rstrip("_") if op.func._schema.is_mutable else op.name
         if shapes_differ or call.cut:
-            return self._mixed(op, "applies a sum or mean over rows to the rows").needing(call.needs)
-        products = op.name.rstrip("_") in ("mul", "div")
-        if (
-            op.name not in LINEAR
-            or (products and len(sums) > 1)
-            or (op.name == "div" and call.operands[0].kind != "sum")
+            return self._mixed(op, "applies a sum or mean over rows to the rows")
+        if name not in _LINEAR or (
+            name in _PRODUCTS and (len(sums) > 1 or (name == "div" and call.operands[0] is not sums[0]))
         ):
-            return self._mixed(op, "is computed from a sum or mean over rows").needing(call.needs)
-        return RowState("sum", needs=call.needs)
+            return self._mixed(op, "is computed from a sum or mean over rows")
+        if name in _PRODUCTS:
+            return self._times_number(op, call, sums[0].state)
+        if name not in _ADDS:
+            return sums[0].state
+        adds_number = isinstance(call.big.get("other"), int | float) and call.big["other"] != 0
+        states = [operand.state for operand in call.operands]
+        return self._added(op, states, *(o.big for o in call.operands if o.kind == "fixed"), adds_number=adds_number)
+
+    def _added(self, op: _Op, states: Sequence[RowState], *fixed: torch.Tensor, adds_number: bool = False) -> RowState:
+        """What is the same in each micro-batch is the mean of theirs."""
+        sums = [state for state in states if state.kind == "sum"]
+        if len(sums) + sum(state.kind == "fixed" for state in states) < len(states):
+            return self._mixed(op, "combines a sum or mean over rows with rows")
+        constant = adds_number or any(
+            one.is_meta or bool((one != 0).any()) for one, state in zip(fixed, [s for s in states if s.kind == "fixed"])
+        )
+        scales = [state.scale for state in sums] + [1 / self._count] * constant
+        if max(scales) - min(scales) > 1e-9 * max(scales):
+            return self._mixed(op, "adds a mean over rows, or what does not depend on them, to a sum")
+        return replace(sums[0], of_labels=not constant and all(state.of_labels for state in sums))
+
+    def _times_number(self, op: _Op, call: RowCall, state: RowState) -> RowState:
+        """A sum, multiplied or divided."""
+        numbers = [call.big.get("other"), call.small.get("other")]
+        if not all(isinstance(v, int | float) for v in numbers) or numbers[0] == numbers[1]:
+            return state
+        ratio = numbers[0] / numbers[1] if numbers[1] else 0.0
+        if ratio != self._count or numbers[0] in self._read:
+            return self._mixed(op, "has a number that is read from the batch")
+        scale = state.scale / ratio if call.name.startswith("div") else state.scale * ratio  # the number of rows
+        return replace(state, scale=scale, of_labels=False)
 
 
 def _constant(big: torch.Tensor, small: torch.Tensor) -> RowState:

@@ -16,9 +16,12 @@ class RowState:
 
     Attributes:
         kind: ``fixed``: it is the same in each micro-batch. ``rows``: it is theirs side by side. ``sum``: it is a number
-            times their sum. ``count``: ``rows``, plus the number of rows before the micro-batch (``arange(len(x))``).
-            ``mixed``: it is made of rows of several micro-batches otherwise. ``unknown``: there is no rule for an op.
+            (``scale``) times their sum. ``count``: ``rows``, plus the number of rows before the micro-batch
+            (``arange(len(x))``). ``mixed``: it is made of rows of several micro-batches otherwise. ``unknown``: there is no
+            rule for an op.
         before: of ``rows``, in the flat tensor, the elements are ``[before, micro-batches, ...]``.
+        scale: of ``sum``: 1, and of a mean one by the number of micro-batches.
+        of_labels: of ``sum``: it is made of means over labels alone.
         why: of ``mixed``, for a message.
         is_pythons: it is made of numbers that Python has read from rows, or of rows that values choose, and so cannot be
             computed of another batch with the same shapes.
@@ -27,9 +30,16 @@ class RowState:
 
     kind: str
     before: int = 1
+    scale: float = 1.0
+    of_labels: bool = False
     why: str = ""
     is_pythons: bool = False
     needs: frozenset[int] = frozenset()
+
+    @property
+    def weight(self) -> float:
+        """Of micro-batches' sums, in which means over labels alone are shares already."""
+        return 1.0 if self.of_labels else self.scale
 
     def needing(self, needs: Iterable[int]) -> RowState:
         return replace(self, needs=self.needs.union(needs))
@@ -113,6 +123,9 @@ class RowCall:
         """A result with the micro-batches in ``dim``."""
         shape = self.outs[out][0].shape
         return RowState(kind, math.prod(shape[:dim]) * outer)
+
+    def sum(self, *, is_mean: bool = False) -> RowState:
+        return RowState("sum", scale=1 / self.count if is_mean else 1.0)
 
     def mixed(self, why: str) -> RowState:
         return RowState("mixed", why=why)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat import local_of, no_torch_function
@@ -28,8 +28,8 @@ from vescale.placements import CustomPlacement, shard_dim
 _Projected = tuple[torch.Tensor, torch.Tensor]  # a projection of each row, and its norm
 
 NOWHERE = 1 << 40
-TOGETHER = 2
-"""The number of the run of both micro-batches; those of each are 0 and 1."""
+TOGETHER, AGAIN = 2, 3
+"""The numbers of runs of both micro-batches, before those of each (0 and 1) and behind them."""
 
 
 class RowTrial:
@@ -52,8 +52,7 @@ class RowTrial:
             dtypes.add(torch.bfloat16)
         self.eps = max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=2.0**-23)
         self._seen: list[dict[int, list[_Projected | None]]] = [{}, {}, {}]
-        self._losses: list[tuple[float, list[_Projected | None]]] = []
-        self._counts: list[Any] = []
+        self._losses: dict[int, tuple[float, list[_Projected | None], float | None]] = {}  # by run
 
     def run_of(self, known: Signature, microbatch: int) -> int | None:
         """None of a forward that is not compared: behind one that has written to buffers, the state is another."""
@@ -74,8 +73,10 @@ class RowTrial:
             with no_torch_function(), torch.no_grad():
                 self._seen[run][place] = [None if d is None else _projected(v, d) for v, d in zip(leaves, dims)]
 
-    def note_loss(self, total: torch.Tensor, count: Any, leaves: Sequence[tuple[torch.Tensor, int | None]]) -> None:
-        """Of run 0, 1 and then of both. ``count``: what sums are divided by; None for shares of a loss. ``leaves``: what
+    def note_loss(
+        self, run: int, total: torch.Tensor, count: Any, leaves: Sequence[tuple[torch.Tensor, int | None]]
+    ) -> None:
+        """``count``: what sums are divided by; None for shares of a loss. ``leaves``: what
         the loss is computed of, each with its dim of the rows. Communication: of a backward of what is computed around
         modules."""
         given = [leaf for leaf, _ in leaves]
@@ -86,8 +87,7 @@ class RowTrial:
             gradients = [None if g is None or d is None else _projected(g, d) for g, (_, d) in zip(found, leaves)]
             value = total.detach()
             value = value.full_tensor() if isinstance(value, DTensor) else value
-        self._losses.append((float(value), gradients))
-        self._counts.append(None if count is None else float(count))
+        self._losses[run] = float(value), gradients, None if count is None else float(count)
 
     def dims_of(self, place: int, num_stages: int) -> Sequence[int | None]:
         """The dims of the rows in the results of a call, or (-1) in what enters the last stage."""
@@ -99,10 +99,12 @@ class RowTrial:
         """Whether the loss of both is not what those of each add up to, on a rank that has computed it."""
         if not self._losses:
             return False
-        totals = [sum(self._counts[:2]), self._counts[2]] if self._counts[2] is not None else [1.0, 1.0]
+        losses = [self._losses[run] for run in (0, 1, TOGETHER)]
+        counts: list[Any] = [count for *_, count in losses]
+        totals = [counts[0] + counts[1], counts[2]] if counts[2] is not None else [1.0, 1.0]
         scales = [1.0 / total if total else math.nan for total in (totals[0], *totals)]
-        one, other, whole = (value * scale for (value, _), scale in zip(self._losses, scales))
-        gradients = [[v and (v[0] * s, v[1] * s) for v in run] for (_, run), s in zip(self._losses, scales)]
+        one, other, whole = (value * scale for (value, *_), scale in zip(losses, scales))
+        gradients = [[v and (v[0] * s, v[1] * s) for v in run] for (_, run, _), s in zip(losses, scales)]
         largest = max((float(v[1].max()) for v in gradients[2] if v is not None and len(v[1])), default=0.0)
         floor = self.eps * (10 * largest + 1e-3)
         for a, b, c in zip(*gradients):
@@ -111,6 +113,11 @@ class RowTrial:
         limit = self.eps**0.4 * max(abs(one), abs(other), abs(whole)) + self.eps
         return abs(one + other - whole) > limit or math.isnan(one + other) != math.isnan(whole)
 
+    def state_counts(self) -> bool:
+        """Whether the loss of both is another one behind those of each."""
+        before, after = (self._losses.get(run, (0.0,))[0] for run in (TOGETHER, AGAIN))
+        return abs(before - after) > self.eps**0.4 * max(abs(before), abs(after)) + self.eps
+
     def first_difference(self) -> int:
         """The first place, of those on this rank, where a row is another one in the two micro-batches together, or
         :data:`NOWHERE`."""
@@ -118,10 +125,19 @@ class RowTrial:
         for place in sorted(both):
             given = [run[place] for run in apart if place in run]
             for n, c in enumerate(both[place]):
-                found = [leaves[n] for leaves in given if leaves[n] is not None]
-                if c is not None and found and not _agree(found, c, self.eps, self.eps):  # type: ignore[arg-type]
+                found = [leaf for leaves in given if (leaf := leaves[n]) is not None]
+                if c is not None and found and not _agree(found, c, self.eps, self.eps, self._outer(place, n)):
                     return place
         return NOWHERE
+
+    def _outer(self, place: int, leaf: int) -> int | None:
+        """The outer size of the rows, if a loss of all rows puts them together by it."""
+        boundaries = self.apart.part.boundaries
+        enters = boundaries[max(boundaries)].call if boundaries else -1
+        call = place // 2 if place % 2 == 0 else -1 if place == 2 * enters - 1 else len(self.apart.part.calls)
+        rows = (self.apart.loss.rows or {}).get(call)
+        found = rows[leaf] if rows is not None and leaf < len(rows) and self.apart.loss.whole else None
+        return found[1] if found is not None else None
 
     def describe(self, place: int) -> str:
         """What depends on other rows at a place, for a message."""
@@ -153,24 +169,29 @@ def _projected(leaf: torch.Tensor, dim: int) -> _Projected:
     """Communication: of a tensor whose rows are on several ranks, or pending sums, an all-gather."""
     leaf = leaf.detach()
     if isinstance(leaf, DTensor):
-        moves = any(p.is_partial() or isinstance(p, CustomPlacement) or shard_dim(p) == dim for p in leaf.placements)
-        leaf = leaf.full_tensor() if moves else local_of(leaf)
+        kept = [
+            Replicate() if p.is_partial() or isinstance(p, CustomPlacement) or shard_dim(p) == dim else p
+            for p in leaf.placements
+        ]
+        leaf = local_of(leaf.redistribute(leaf.device_mesh, kept))  # of other dims the same part in all runs
     rows = leaf.movedim(dim, 0)
     rows = rows.reshape(len(rows), -1).to(torch.float64 if leaf.dtype is torch.float64 else torch.float32)
     weights = torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device=rows.device).mul_(12.9898).sin_()
     return rows @ weights.to(rows.dtype), rows.norm(dim=1)
 
 
-def _agree(runs: Sequence[_Projected], both: _Projected, eps: float, floor: float) -> bool:
+def _agree(
+    runs: Sequence[_Projected], both: _Projected, eps: float, floor: float, known_outer: int | None = None
+) -> bool:
     """Whether the rows of both are those of the first run and the second, or begin with those of the first. Dims before that
     of the rows may have been merged with it (``[tokens, rows]`` made ``[tokens * rows]``): it is enough if they agree in
-    one such order."""
+    one such order, if that is not known."""
     found, norms = both
     count = len(runs[0][0])
     if len(found) != 2 * count or any(len(run[0]) != count for run in runs):
         return True  # not the rows of the trace: what values choose
     limit = eps**0.4 * (norms + 0.01 * norms.max()) + floor if count else norms
-    for outer in range(1, count + 1):
+    for outer in range(1, count + 1) if known_outer is None else (known_outer,):
         if count % outer:
             continue
         apart = torch.cat([run[0].view(outer, -1) for run in runs], 1)

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.checks import describe, start_checks_among
-from vescale.comm import group_of_ranks, record, requested_by
-from vescale.compat import local_of, no_torch_function
+from vescale.comm import record, record_comms, requested_by
+from vescale.compat import no_torch_function
 from vescale.compat.random_ops import without_native_fills
 from vescale.compat.tensor_subclasses import tree_leaves
 from vescale.errors import PipelineCallError, PipelineTraceError, PipelineWarning
@@ -41,13 +41,15 @@ from vescale.pipeline._headers import Header, HeaderExchange
 from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss, output_at
-from vescale.pipeline._row_trial import NOWHERE, TOGETHER, RowTrial, around_call, changed
+from vescale.pipeline._row_trial import AGAIN, NOWHERE, TOGETHER, RowTrial, around_call, changed
 from vescale.pipeline._schedule import Action, Schedule, build, releases
+from vescale.pipeline._settings import Settings
 from vescale.pipeline._stage import ModelStage
 from vescale.pipeline._stage_results import Results, as_leaves, mapped, parts_of, seeded, seeds_of, together
 from vescale.pipeline._stage_run import Apart, StageRun
 from vescale.pipeline._staged_program import stages_of_unit
 from vescale.pipeline._step_failures import StepFailures
+from vescale.pipeline._ties import Ties
 from vescale.pipeline._traced import Origin, Trace
 from vescale.plans import PipelineEntry, PlanError
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
@@ -62,69 +64,6 @@ from vescale.runtime import (
     reduce_units,
     unit_groups,
 )
-
-# Parameters that several stages use: each stage has a copy, and all copies get the sum of their gradients.
-
-
-class Ties:
-    """The parameters of this rank that other ranks along the pipeline have, too; in the order of the model's names."""
-
-    def __init__(self, model: nn.Module, cut: Cut, schedule: Schedule, group: dist.ProcessGroup, rank: int) -> None:
-        self.model = model
-        self.tied: list[tuple[str, dist.ProcessGroup]] = []
-        self._aside: dict[str, torch.Tensor] = {}
-        self._contributed: set[str] = set()  # names of those whose `.grad` is of steps that have not been synchronized
-        for name, stages in cut.owners.items():
-            ranks = sorted({schedule.rank_of[stage] for stage in stages})
-            if len(ranks) > 1 and rank in ranks:
-                members = tuple(sorted(dist.get_global_rank(group, r) for r in ranks))
-                self.tied.append((name, group_of_ranks(members, "tied parameters")))
-
-    def _parameters(self) -> Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]]:
-        """Those that have gradients. (They are looked up in every step: parameters of units are replaced.)"""
-        found = [(name, self.model.get_parameter(name), group) for name, group in self.tied]
-        return [one for one in found if one[1].requires_grad]
-
-    def are_among(self, parameters: Sequence[torch.Tensor]) -> bool:
-        tied = {id(parameter) for _, parameter, _ in self._parameters()}
-        return any(id(parameter) in tied for parameter in parameters)
-
-    def set_aside(self) -> None:
-        """Take complete gradients of earlier steps away, so that this step's can be added up apart from them.
-
-        Where this step does not synchronize (``no_sync``), its contributions stay in ``.grad``, and those of later steps
-        come to them; a gradient that has become None since, by ``zero_grad()``, takes what was set aside with it.
-        """
-        for name, parameter, _ in self._parameters():
-            if name in self._contributed:
-                if parameter.grad is None:
-                    self._aside.pop(name, None)
-            elif parameter.grad is not None:
-                self._aside[name], parameter.grad = parameter.grad, None
-            self._contributed.add(name)
-
-    def complete(self) -> None:
-        """At the end of a step that synchronizes. Communication: as :meth:`add_up`'s."""
-        self.add_up()
-        for name, parameter, _ in self._parameters():
-            before = self._aside.get(name)
-            if before is not None and parameter.grad is not None:
-                with torch.no_grad():
-                    before.add_(parameter.grad)
-                parameter.grad = before
-        self._aside.clear()
-        self._contributed.clear()
-
-    @torch.no_grad()
-    def add_up(self) -> None:
-        """Communication: one all-reduce for each tied parameter, over the ranks that have it."""
-        for name, parameter, group in self._parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = local_of(parameter.grad) if isinstance(parameter.grad, DTensor) else parameter.grad
-            num_bytes = 2 * gradient.nbytes * (group.size() - 1) // group.size()
-            with record("all_reduce", group.size(), num_bytes, requester=f"tied over stages: {name}.grad", group=group):
-                dist.all_reduce(gradient, group=group)
 
 
 class Runner:
@@ -142,10 +81,11 @@ class Runner:
         mesh: DeviceMesh,
         group: dist.ProcessGroup,
         place: str,
+        column: str,
         local_inputs: LocalInputs,
     ) -> None:
         self.model, self.skeleton, self.cut, self.entry, self.schedule = model, skeleton, cut, entry, schedule
-        self.mesh, self.group, self._place, self._local_inputs = mesh, group, place, local_inputs
+        self.mesh, self.group, self._place, self._local_inputs = mesh, group, f"{place}/{column}", local_inputs
         self.device = torch.device(mesh.device_type)
         self.rank = dist.get_rank(group)
         own = schedule.stages_of(self.rank)
@@ -160,7 +100,7 @@ class Runner:
         self._resident: set[int] = set()
         self._ended: dict[int, set[int]] = {}  # the stages whose backward of a micro-batch has ended
         self.ties = Ties(model, cut, schedule, group, self.rank)
-        self._failures = StepFailures(group, place)
+        self._failures = StepFailures(place, group.size() * mesh.size())
         self._share_out()
         runtime = Runtime.of(model)
         for budget in runtime.budgets.values() if runtime is not None else ():
@@ -170,6 +110,7 @@ class Runner:
         ranks = dist.get_process_group_ranks(group)
         self._checks, self._num_batches = start_checks_among(ranks, [(n,) for n in range(len(ranks))]), 0
         self._modules, self._num_traces = list(model.modules()), 0
+        self._settings = Settings(model, skeleton, cut)
         self._signatures: dict[Any, list[Signature]] = {}
         self.answers: Mapping[Place, Any] = {}
         self._known: Signature | None = None
@@ -283,8 +224,9 @@ class Runner:
     def _forward_only(self, *, may_fail: bool = False) -> str:
         """Every stage's forward of every micro-batch; a rank's stages in order, so that nobody waits in a circle.
 
-        With ``may_fail``, a forward that runs out of memory lets the ranks of its stage, and those of later stages, go on
-        without it. Returns why it has failed here. Communication: one all-reduce for each stage and axis, then.
+        With ``may_fail``, a forward that runs out of memory on all ranks of its stage lets those of later stages go on
+        without it. (If some of them wait in a collective, it is an error.) Returns why it has failed here. Communication:
+        one all-reduce for each stage and axis, then.
         """
         by_index = {stage.stage_index: stage for stage in self.stages}
         forwards = [Action(stage, "F", mb) for mb in range(len(self._batches)) for stage in by_index]
@@ -302,12 +244,9 @@ class Runner:
                 _wait(_start(stage.get_fwd_recv_ops(mb)) if arrives else [])
             if may_fail:
                 arrives = self._first_of_all(int(arrives), self._axes()) == 1
-            try:
+            with self._failing_together(f"stage {index}", may_fail=may_fail) as failed:
                 made = stage.forward_one_chunk(mb, (), {}) if arrives else []
-            except Exception as error:
-                if not may_fail or not _is_out_of_memory(error):
-                    raise
-                problem, arrives = f"{type(error).__name__}: {str(error).splitlines()[0]}", False
+            problem, arrives = problem or "".join(failed), arrives and not failed
             if not arrives:
                 self.tell_header(index + 1, None)
             elif index + 1 in by_index:
@@ -318,6 +257,26 @@ class Runner:
         for stage in self.stages:
             stage.clear_runtime_states()
         return problem
+
+    @contextlib.contextmanager
+    def _failing_together(self, what: str, *, may_fail: bool = True) -> Iterator[list[str]]:
+        """Inside, with ``may_fail``, all ranks of a stage may run out of memory; yields why they have. If some of them wait
+        for others, it is an error."""
+        failed: list[str] = []
+        with record_comms() as ledger:
+            try:
+                yield failed
+            except Exception as error:
+                if not may_fail or not _is_out_of_memory(error):
+                    raise
+                failed.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+                where, number = f"{what} in trial {self._num_traces}", len(ledger.records)
+                if not self._failures.all_out_of_memory(where, number, self.mesh):
+                    raise PipelineCallError(
+                        "pipeline: there is not the memory to run the first two micro-batches together, and other ranks of "
+                        f"the stage wait for this one ({failed[0]}); give more microbatches=, run a first step with shorter "
+                        "rows, or give rows='microbatch' in plan.pipeline(...), with which nothing is tried"
+                    ) from error
 
     def _global_loss(self) -> tuple[torch.Tensor, float | None]:
         """The loss of the whole batch on every rank, and the count of a callable loss. Communication: one broadcast."""
@@ -354,6 +313,7 @@ class Runner:
         self._compare(batch)
         parts = microbatches_of(batch, self.entry)
         self._start_state = default_generator(self.device).get_state()
+        self._settings.before_step()
         known = self._signature(batch, parts)
         self._use(known, batch, parts)
         try:
@@ -398,15 +358,32 @@ class Runner:
         modes = bytes(module.training for module in self._modules)
         key = (modes, torch.is_grad_enabled(), *sorted((name, like(value)) for name, value in batch.items()))
         found = self._signatures.setdefault(key, [])
-        for known in found:
-            if known.fits(whole):
+        numbers = self._settings.numbers()
+        alike = [known for known in found if known.fits(whole)]
+        for known in alike:
+            if known.settings == numbers:
                 return known
-        for module, twin in zip(self._modules, self.skeleton.modules()):
-            twin.training = module.training
+        self._settings.before_trace()
         pair = traced_pair(self.skeleton, self.cut, self.entry, batch, parts[0])
         check_loss(pair[0].output, self.entry)
+        written = self._settings.ignore_written()
+        if written and self.entry.microbatches > 1 and self.entry.rows == "batch":
+            again, _ = traced_pair(self.skeleton, self.cut, self.entry, batch, parts[0])
+            if not again.row_ops.computes_as(pair[0].row_ops):
+                raise rows_error(
+                    f"the forward assigns {', '.join(map(repr, written))}, and computes with what it assigns: on one device "
+                    "once for the batch",
+                    self.entry,
+                )
+        numbers = self._settings.numbers()
         known = Signature(*pair, self._new_headers, self.entry)
+        known.settings = numbers
         known.compare(found)
+        for other in alike:
+            if known.computes_as(other, batch):
+                self._settings.ignore(other.settings, numbers)
+                other.settings = known.settings = self._settings.numbers()
+                return other
         if self.entry.microbatches > 1 and known.whole.of_rows:
             warn_of_rows(known.whole.of_rows, self.entry)
         if self.tries_rows and self.entry.microbatches > 1 and self.entry.rows == "batch":
@@ -453,17 +430,25 @@ class Runner:
         trial, why it has failed here."""
         found: list[Results] = [{} for _ in self._batches]
         self._kept = found
-        local = [b.to_local() if isinstance(b, DTensor) else b for b in self.model.buffers()]
-        buffers = [(buffer, buffer.clone()) for buffer in local]
         try:
-            with torch.no_grad(), state_unchanged(self.model):
+            with torch.no_grad(), self._unchanged():
                 problem = self._forward_only(may_fail=self.is_tried)
         finally:
             self._kept = None
+        return found if found[0] and not problem else [], problem
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """What forwards write to the model's attributes and buffers is undone."""
+        local = [b.to_local() if isinstance(b, DTensor) else b for b in self.model.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in local]
+        try:
+            with state_unchanged(self.model):
+                yield
+        finally:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-        return found if found[0] and not problem else [], problem
 
     def _loss_of(self, microbatch: int, results: Results) -> torch.Tensor:
         """The last stage's forward with what its modules have returned."""
@@ -519,20 +504,24 @@ class Runner:
                     more, other = self._results_of_forwards()
                 results, problem = [*more, *results], problem or other
             elif known.loss.rows is not None and results:
-                results = [*parts_of({n: results[0][n] for n in known.loss.rows}, known.loss.rows, 2), *results]
+                both_of = {n: results[0][n] for n in known.loss.rows}
+                results = [*parts_of(both_of, known.loss.rows, 2), both_of]
             if len(results) == TOGETHER + 1 and not known.loss.whole and not known_of_both.loss.whole:
-                try:
+                with self._failing_together("the loss") as failed, self._unchanged():
                     self._try_loss(trial, batch, (parts[:2], both), results)
-                except Exception as error:
-                    if not _is_out_of_memory(error):
-                        raise
-                    problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                problem = "".join(failed)
         default_generator(self.device).set_state(self._start_state)
-        found = self._first_of_all(0 if problem else 1 if trial.loss_differs() else 2)
+        found = self._first_of_all(0 if problem else 1 if trial.state_counts() else 2 if trial.loss_differs() else 3)
         if found == 0:
             known.trial = None
             self._warn_of_memory(problem)
         elif found == 1:
+            raise rows_error(
+                "the loss depends on what an earlier forward has left in the model (an attribute or a buffer that the "
+                "forward assigns or writes to): on one device once for the batch",
+                entry,
+            )
+        elif found == 2:
             known.compute_loss_of_all(
                 "the loss of two micro-batches together differs from the sum of their separate losses", entry
             )
@@ -553,10 +542,12 @@ class Runner:
     def _try_loss(self, trial: RowTrial, batch: Mapping[str, Any], given: Any, results: list[Results]) -> None:
         """``given``: the two micro-batches, and both as one."""
         m = self.entry.microbatches
-        for n, of in enumerate(results):
+        for n in (TOGETHER, 0, 1, AGAIN):
             known, parts, count = (trial.apart, given[0], m) if n < TOGETHER else (trial.together, given[1], m / 2)
+            of = results[min(n, TOGETHER)]
             leaves = as_leaves(of) if torch.is_grad_enabled() else of
-            dims = {place: trial.dims_of(place, self.cut.num_stages) for place in leaves}
+            places = sorted(leaves, key=str)  # in one order for all runs
+            dims = {place: trial.dims_of(place, self.cut.num_stages) for place in places}
             moved = [(x, dim) for place in dims for x, dim in zip(leaves[place], dims[place]) if dim is not None]
             others = {id(x): changed(x) for x, _ in moved}
 
@@ -564,8 +555,8 @@ class Runner:
                 return Apart.apply(others.get(id(x), x))
 
             with self._using(known, batch, parts, count):
-                total = self._loss_of(n % TOGETHER, mapped(moved_apart, leaves))
-                trial.note_loss(total, self._losses[-1][1] if callable(self.entry.loss) else None, moved)
+                total = self._loss_of(n if n < TOGETHER else 0, mapped(moved_apart, leaves))
+                trial.note_loss(n, total, self._losses[-1][1] if callable(self.entry.loss) else None, moved)
 
     def _end_trial(self, known: Signature) -> PlanError | None:
         """After the forwards that the trial compares with those of two micro-batches together: what all ranks raise."""

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ from vescale.pipeline._gates import add_gates
 from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss
-from vescale.pipeline._schedule import Schedule, make_schedule, releases
+from vescale.pipeline._schedule import Action, Schedule, make_schedule, releases
 from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import Trace
 from vescale.plans import PipelineEntry, Plan, PlanError
@@ -300,25 +300,34 @@ class StagedProgram:
         What several stages of a rank share counts for the first that does it. Collectives inside of stages' forward and
         backward (tensor parallelism, experts) do not count, nor the broadcast of the loss.
 
+        Where the loss needs all rows, forwards count twice, if that is seen in a trace; the first step tries rows beside.
+
         ``batch`` has tensors with values. Raises PlanError for one that the stages do not fit.
         """
-        known = self.traced(batch)
+        with torch.enable_grad():
+            parts = microbatches_of(batch, self.entry)
+            whole, known = traced_pair(self.skeleton, self.cut, self.entry, batch, parts[0])
+        check_loss(whole.output, self.entry)
+        signature = Signature(whole, known, lambda: HeaderExchange(""), self.entry)
+        runs = 2 if signature.loss.whole else 1
         found = {s: {"sends": 0, "receives": 0, "gathers": 0, "reductions": 0} for s in range(self.cut.num_stages)}
         for stage, messages in self.schedule.messages().items():
             for number, into, out in ((stage, "receives", "sends"), (stage + 1, "sends", "receives")):
                 boundary = known.boundaries.get(number)
                 if boundary is not None:
-                    found[stage][into] += messages[f"forward_{into}"] * boundary.num_tensors
+                    found[stage][into] += runs * messages[f"forward_{into}"] * boundary.num_tensors
                     found[stage][out] += messages[f"backward_{out}"] * sum(boundary.requires_grad)
         part = self._inputs(batch)
         meta = {name: v.to("meta") if isinstance(v, torch.Tensor) else v for name, v in part.items()}
         gradients = predict(self.program, self.skeleton, meta).gradients
-        for rank in range(len(self.schedule.actions)):
-            self._count_units(rank, found)
+        for rank, actions in enumerate(self.schedule.actions):
+            stages = self.schedule.stages_of(rank)
+            forwards = [Action(stage, "F", mb) for mb in range(self.entry.microbatches) for stage in stages]
+            self._count_units(rank, [forwards, actions][2 - runs :], found)
             self._count_reductions(rank, gradients, found)
         return found
 
-    def _count_units(self, rank: int, found: dict[int, dict[str, int]]) -> None:
+    def _count_units(self, rank: int, runs: list[Sequence[Action]], found: dict[int, dict[str, int]]) -> None:
         own = frozenset(self.schedule.stages_of(rank))
         program = program_of_stages(self.skeleton, self.program, self.cut, own)
         units = [
@@ -328,13 +337,12 @@ class StagedProgram:
             b.path: True for buckets, unit in units for b in buckets if unit.reshard_after_forward not in (None, False)
         }
         buckets = [bucket for each, _ in units for bucket in each]
-        let_go = releases(self.schedule.actions[rank])
         gathered: set[int] = set()
-        resident: set[int] = set()
         once = self.entry.reduce == "step"
         reduced: set[int] = set()
         ended: dict[int, set[int]] = {}
-        for action in self.schedule.actions[rank]:
+        resident: set[int] = set()
+        for let_go, action in ((let_go, action) for run in runs for let_go in [releases(run)] for action in run):
             resident = (resident - set(let_go.get(action, ()))) | {action.stage}
             if action.kind in "BW":
                 ended.setdefault(action.microbatch, set()).add(action.stage)

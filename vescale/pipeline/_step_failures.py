@@ -10,8 +10,9 @@ import weakref
 from collections.abc import Iterator
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.agreement import end_for, post, posted
+from vescale.agreement import add_post, added_posts, end_for, post, posted
 from vescale.compat import is_alone, living_items
 from vescale.errors import PipelineCallError
 
@@ -21,16 +22,16 @@ _PATIENCE = (
 
 
 class StepFailures:
-    """Of the ranks of one column of a pipeline. A message that never comes cannot be given up, so that a rank that waits for
-    one prints the other rank's error, and its process ends. Nothing is asked of the store while steps go on.
+    """Of the ranks of a pipeline, in all columns. A message that never comes cannot be given up, so that a rank that waits
+    for one prints the other rank's error, and its process ends; so does one that waits in a collective of its stage.
+    Nothing is asked of the store while steps go on.
 
     Args:
-        group: of the ranks.
         place: a prefix of keys in the store that they alone use.
     """
 
-    def __init__(self, group: dist.ProcessGroup, place: str) -> None:
-        self._place, self._number, self._num_ranks = place, 0, group.size()
+    def __init__(self, place: str, num_ranks: int) -> None:
+        self._place, self._number, self._num_ranks = place, 0, num_ranks
         self._began: float | None = None  # the running action of the running step
         self._thread = 0
 
@@ -51,6 +52,20 @@ class StepFailures:
             raise
         finally:
             self._began = None
+
+    def all_out_of_memory(self, where: str, position: int, mesh: DeviceMesh) -> bool:
+        """Whether all ranks of a stage have come here behind the same collective, so that none of them waits in the next
+        one. Waits for them for a while."""
+        key, text, ends = f"{self._place}/{where}", f"{position}", time.monotonic() + 5 * _PATIENCE
+        num_ranks = mesh.size()
+        if num_ranks == 1:
+            return True
+        add_post(key, text)
+        while True:
+            found = added_posts(key)
+            if len(found) == num_ranks or time.monotonic() > ends:
+                return found == [text] * num_ranks
+            time.sleep(0.05)
 
     def note(self) -> None:
         """A forward or backward begins, or this rank may wait for a message from now on."""

@@ -23,7 +23,7 @@ from vescale.pipeline._batch_reads import BatchReads, Place, ReadCalls
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, StageEnd, running
 from vescale.pipeline._hooked_calls import TensorLike, noting_hooks
-from vescale.pipeline._loss_sums import LossCalls, LossNodes
+from vescale.pipeline._label_means import TracedFunctions
 from vescale.pipeline._parameter_reads import SHAPE_ONLY
 from vescale.pipeline._recipes import Recipes
 from vescale.pipeline._row_flow import RowOps
@@ -229,7 +229,7 @@ def trace(
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(math_attention())
         stack.enter_context(running(recorder))
-        stack.enter_context(recorder.loss_calls)
+        stack.enter_context(recorder.functions)
         stack.enter_context(recorder.read_calls)
         # Not held by the recorder, which holds all tensors: in a cycle they would live until garbage is searched for.
         stack.enter_context(OuterResults(recorder.note_origin, lambda: recorder.inside is None))
@@ -260,7 +260,7 @@ def trace(
         output,
         recorder.carried.outside,
         recorder.carried.writes,
-        recorder.nodes,
+        recorder.functions.means,
         recorder.replay_of,
         recorder.reads(),
         recorder.draws_before,
@@ -326,9 +326,8 @@ class _Recorder(TorchDispatchMode):
             return [leaf for values in taken for leaf in tree_flatten(values)[0]]
 
         self.recipes, self._batch = Recipes([*given, *others], leaves_of), {**batch, **beside}
-        self.nodes = LossNodes(batch={id(v) for v in given if isinstance(v, torch.Tensor)})
         self.row_ops = RowOps([v for v in (*given, *others) if isinstance(v, torch.Tensor)])
-        self.loss_calls = LossCalls(self.nodes)
+        self.functions = TracedFunctions()
         self.calls: list[TracedCall] = []
         self.num_calls: int | None = None
         self._given: set[int] = set()  # the memory of the arguments of the gated module that runs
@@ -338,7 +337,11 @@ class _Recorder(TorchDispatchMode):
         self.draws_before: dict[int, int] = {}
         self.of_rows: dict[str, None] = {}
         counters = "num_batches_tracked"  # of batch normalization, which is noted itself
-        self._buffers = {id(b): name for name, b in skeleton.named_buffers() if not name.endswith(counters)}
+        self._buffers = {
+            b.untyped_storage()._cdata: (name, id(b))
+            for name, b in skeleton.named_buffers()
+            if not name.endswith(counters) and b.numel()
+        }
         self.losses: list[LossTerm] = []
         self.read_calls = ReadCalls(lambda: -1 if self.inside is None else len(self.calls), answers, self._note_read)
         self._reads: dict[
@@ -439,7 +442,6 @@ class _Recorder(TorchDispatchMode):
         self.carried.begin(gate.begins, leaves, gate.path, len(self.calls))
         self.stage, self.called = gate.begins, set()
         self.draws_before[self.stage] = len(self.draws)
-        self.loss_calls.begin(self.stage)
 
     # Ops
 
@@ -453,8 +455,8 @@ class _Recorder(TorchDispatchMode):
         if reads_values:
             self._check(func, tensors)
         self._note_draw(func, args, kwargs)
-        self._note_rows(func, args, depends)
         before, writes = self.recipes.before(flat), _written(func, args, kwargs)
+        self._note_rows(func, args, depends, writes)
         if torch.Tag.nondeterministic_seeded in func.tags:
             before = None  # to draw again would be to draw other numbers
         out, is_replayable = self._run(func, flat, tree, args, kwargs, tensors)
@@ -462,8 +464,8 @@ class _Recorder(TorchDispatchMode):
         outs = [v for v in tree_flatten(out)[0] if isinstance(v, torch.Tensor)]
         self.keep.extend(outs)
         self.row_ops.note(func, args, kwargs, outs, depends, self.inside)
-        if reads_values:
-            self.nodes.note(func, args, kwargs, outs, self._depends, self.loss_calls.current)
+        for written in writes:
+            self.functions.means.pop(id(written), None)
         self.carried.note_op(func, args, tensors, outs, self.stage)
         if self.inside is not None and any(w.untyped_storage()._cdata in self._given for w in writes):
             self.row_ops.writing.add(self.stage)
@@ -493,6 +495,9 @@ class _Recorder(TorchDispatchMode):
             refuse_reading(func, tensors)
             if func in _WITH_MASKS:
                 flat, tree = _with_positions(args, kwargs)
+            if func is aten.masked_select.default and not args[1].is_meta:
+                shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+                return args[0].new_empty(int(args[1].expand(shape).sum())), False
             if func.overloadpacket is aten._ctc_loss:  # has no kernel for the meta device
                 time, rows, _ = args[0].shape
                 return (args[0].new_empty(rows), args[0].new_empty(rows, time, 2 * args[1].shape[-1] + 1)), False
@@ -538,7 +543,7 @@ class _Recorder(TorchDispatchMode):
             )
         self.draws.append(draw)
 
-    def _note_rows(self, func: Any, args: Any, depends: bool) -> None:
+    def _note_rows(self, func: Any, args: Any, depends: bool, writes: Sequence[torch.Tensor]) -> None:
         """Batch normalization (that of instances is one of a single row), and buffers that are written to."""
         if "batch_norm" in func._schema.name and "backward" not in func._schema.name:
             if any(value is True for value in args):
@@ -546,9 +551,13 @@ class _Recorder(TorchDispatchMode):
             if depends and any(value is True for value in args) and args[0].shape[0] > 1:
                 where = f"the forward of {self.inside!r}" if self.inside else "the forward"
                 self.of_rows[f"{where} computes statistics over the rows of a batch (batch normalization)"] = None
-        elif func._schema.is_mutable and args and id(args[0]) in self._buffers:
-            self._refuse_state_of_several_stages()
-            self.of_rows[f"the forward writes to the buffer {self._buffers[id(args[0])]!r}"] = None
+            return
+        for written in writes:
+            name, buffer = self._buffers.get(written.untyped_storage()._cdata, (None, 0))
+            if name is not None:
+                self._refuse_state_of_several_stages()
+                self.of_rows[f"the forward writes to the buffer {name!r}"] = None
+                self.row_ops.written_buffers[buffer] = name
 
     def _refuse_state_of_several_stages(self) -> None:
         """Buffers are written to: each of the module's stages has its own."""
@@ -577,8 +586,9 @@ class _Recorder(TorchDispatchMode):
 
     def _note_read(self, place: Place, func: Any, args: Any, kwargs: Any, value: Any) -> None:
         tensors = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
-        of_batch = [t for t in tensors if id(t) in self.nodes.batch]
-        if of_batch and all(t in self.recipes for t in of_batch) and not any(self._depends(id(t)) for t in tensors):
+        self.row_ops.reads.update(map(id, tensors))
+        has_recipe = any(t in self.recipes for t in tensors)
+        if has_recipe and not any(self._depends(id(t)) or self.recipes.has_lost(t) for t in tensors):
             self._reads[place] = func, args, kwargs, value
 
     def reads(self) -> BatchReads:

@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
 from vescale.pipeline._batch_reads import BatchReads
 from vescale.pipeline._hooked_calls import HookedCall
-from vescale.pipeline._loss_sums import LossNodes
 from vescale.pipeline._row_flow import RowOps
 from vescale.rng import Draw
 
@@ -162,6 +161,7 @@ class Trace:
     Attributes:
         outside: stages that read what they have received elsewhere than among the arguments of their modules.
         writes: stages whose ops write in place to what the stage has received.
+        means: over labels, by id: each with the logits, the labels and the weights of classes.
         replay: for a tensor, what computes it from another batch of the same shapes; None where it depends on parameters.
         reads: values that the forward reads from the batch.
         draws_before: of a stage, how many draws earlier ones do.
@@ -178,7 +178,7 @@ class Trace:
     output: Any
     outside: set[int]
     writes: set[int]
-    nodes: LossNodes
+    means: Mapping[int, Sequence[torch.Tensor]]
     replay: Callable[[torch.Tensor], Callable[[Mapping[str, Any]], torch.Tensor] | None]
     reads: BatchReads
     draws_before: Mapping[int, int]
@@ -189,7 +189,7 @@ class Trace:
 
     def without_values(self) -> Trace:
         """The same without the tensors that the forward made, as masks of attention, one or several for each layer."""
-        return replace(self, nodes=LossNodes(batch=set()), replay=lambda _: None, row_ops=RowOps([]), total=None)
+        return replace(self, means={}, replay=lambda _: None, row_ops=RowOps([]), total=None)
 
     def looks_like(self, other: Trace) -> bool:
         """Whether stages send, call and draw the same as in another trace."""
