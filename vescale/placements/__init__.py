@@ -12,6 +12,7 @@ from vescale.placements._native_moves import NativeMove, native_move
 from vescale.placements._normalized_placements import normalize_placements
 from vescale.placements._placement_kinds import (
     at_dim,
+    from_front,
     is_pending,
     is_sharded,
     ragged_axis,
