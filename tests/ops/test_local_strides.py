@@ -1,5 +1,5 @@
-"""Ops that choose a memory format, or a view, by strides: where ranks hold one row, whose stride may be anything, and of what
-is expanded. Against one device."""
+"""Ops that choose a memory format, or a view, by strides: where ranks hold one row, whose stride may be anything, and where
+dims are expanded. Against one device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a module takes and returns: ``<out:i>`` entries place only the item that they name, tensors without dims are Replicate
-where an entry shards a dim, and the model's losses are reduced."""
+"""What a module takes and returns: ``<out:i>`` entries place only the item that they name, tensors without dims are
+Replicate where an entry shards a dim, and the model's losses are reduced."""
 
 from __future__ import annotations
 

@@ -121,8 +121,8 @@ def refuse_swaps(changes: Changes, _: Any) -> None:
         if isinstance(t1, DTensor) and t1.requires_grad and weakref.getweakrefs(t1):
             raise ForeignToolError(
                 f"a parameter of shape {tuple(t1.shape)} placed as {tuple(t1.placements)} is to be replaced in place, and "
-                "the gradient hooks of parallelize hold it. Add or remove parametrizations, move and convert the model before "
-                "parallelize"
+                "the gradient hooks of parallelize hold it. Add and remove parametrizations, move and convert the model "
+                "before parallelize"
             )
         original(t1, t2)
 

@@ -101,6 +101,7 @@ def plan_move(spec: DTensorSpec, target: Stage) -> tuple[DTensorSpec, NativeMove
 
 def _moved_spec(spec: DTensorSpec, target: Placements) -> DTensorSpec:
     stride = _moved_stride(spec.shape, spec.stride, spec.placements, target, spec.mesh)
+    assert spec.tensor_meta is not None
     return make_spec(spec.mesh, target, spec.shape, stride, spec.tensor_meta.dtype)
 
 
