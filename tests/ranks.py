@@ -69,11 +69,12 @@ class _ReusedGroups:
 
     Making a group costs a rendezvous and two threads forever. Within a case no group is lent twice, so a case still
     has as many distinct groups as it asks for. All ranks of a pool make the same requests in the same order, as
-    ``torch.distributed.new_group`` demands, and so are lent the same groups.
+    ``torch.distributed.new_group`` demands, and so are lent the same groups. Groups of another
+    world, which an estimate makes for a while, end with it.
     """
 
-    def __init__(self, new_group: Callable[..., Any]) -> None:
-        self._new_group = new_group
+    def __init__(self, new_group: Callable[..., Any], world: Callable[[], Any]) -> None:
+        self._new_group, self._world, self._own = new_group, world, world()
         self._free: dict[tuple[Any, ...], deque[Any]] = defaultdict(deque)
         self._lent: list[tuple[tuple[Any, ...], Any]] = []
 
@@ -90,7 +91,7 @@ class _ReusedGroups:
         own = dict(
             timeout=timeout, pg_options=pg_options, use_local_synchronization=use_local_synchronization, **others
         )
-        if any(own.values()):
+        if any(own.values()) or self._world() is not self._own:
             return self._new_group(ranks=ranks, backend=backend, group_desc=group_desc, **own)
         key = tuple(ranks), backend, group_desc
         free = self._free[key]
@@ -128,7 +129,7 @@ def _serve(rank: int, world_size: int, device: str, port: int, folder: str, pipe
         world_size=world_size,
         timeout=_TIMEOUT,
     )
-    groups = device_mesh.new_group = _ReusedGroups(device_mesh.new_group)
+    groups = device_mesh.new_group = _ReusedGroups(device_mesh.new_group, lambda: dist.group.WORLD)
     num_modules = len(sys.modules)
     while True:
         try:

@@ -6,8 +6,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import RankError, RankPools
+from vescale.compat.simulated_ranks import fake_world
 
 
 def _sum_of_ranks(offset: int) -> int:
@@ -38,6 +40,20 @@ def _abort_on(rank: int) -> None:
 def _sleep_on(rank: int) -> None:
     if dist.get_rank() == rank:
         time.sleep(30)
+
+
+def _estimate() -> int:
+    with fake_world(dist.get_world_size(), dist.get_rank()):
+        init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    value = torch.ones(1)
+    dist.all_reduce(value, group=mesh.get_group("tp"))
+    return int(value)
+
+
+def test_groups_of_another_world_are_not_lent(ranks: RankPools) -> None:
+    for _ in range(2):
+        assert ranks.run(_estimate, world_size=2) == [2, 2]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

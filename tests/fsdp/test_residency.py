@@ -212,7 +212,7 @@ CASES: dict[str, Case] = {
         [*KEPT, "use", "leave", "use", *REDUCED],
     ),
     "kept after backward": ({}, {}, kept_after_backward, [*FORWARD, *KEPT, "use", "reshard", *BACKWARD]),
-    "create_graph": ({}, {}, create_graph, [*FORWARD, *KEPT, "reshard", *FORWARD, *BACKWARD]),
+    "create_graph": ({}, {}, create_graph, [*FORWARD, *KEPT, "use", "leave", "use", "reshard"]),
     "a piece": (
         {},
         {},

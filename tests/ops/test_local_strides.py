@@ -1,17 +1,21 @@
-"""Ops that choose a memory format by strides, where ranks hold one row, whose stride may be anything: against one device."""
+"""Ops that choose a memory format, or a view, by strides: where ranks hold one row, whose stride may be anything, and where
+dims are expanded. Against one device."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from tests.examples import NIGHTLY
 from tests.ranks import RankPools, run_cases
+from tests.runtime.compare import assert_same_step, pair
 from tests.whole import whole
 from vescale import parallelize
 from vescale.placements import distribute_tensor
@@ -86,3 +90,50 @@ def all_cases(seeds: list[tuple[int]]) -> int:
 def test_drawn_chains_of_views(ranks: RankPools) -> None:
     seeds = [(seed,) for seed in range(60 if NIGHTLY else 3)]
     assert ranks.run(all_cases, seeds, world_size=2) == [len(seeds)] * 2
+
+
+REDUCTIONS: list[Callable[[Tensor, int], Tensor]] = [
+    lambda x, dim: x.sum(dim),
+    lambda x, dim: x.mean(dim, keepdim=True).sum(dim),
+    lambda x, dim: x.logsumexp(dim),
+    lambda x, dim: x.sum(dim, keepdim=True).expand_as(x).flatten(1).unflatten(1, x.shape[1:]).sum(dim),
+]
+ORDERS: list[Callable[[Tensor], Tensor]] = [lambda x: x, lambda x: x.transpose(1, 2), lambda x: x.permute(1, 0, 2)]
+
+
+class Grouped(nn.Module):
+    """Reduces over a part of a sharded dim, which a view has made: the gradient is expanded, cut, and viewed as it was."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.up, self.draw = nn.Linear(8, 16), random.Random(seed)
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        draw = random.Random(self.draw.getstate()[1][1])
+        inner = draw.choice((2, 4, 8))
+        x = torch.tanh(self.up(x)) + more.reshape(-1).reshape(4, 16)
+        x = draw.choice(ORDERS)(x.reshape(4, 16 // inner, inner))
+        return draw.choice(REDUCTIONS)(x, draw.choice((0, 1, 2)))
+
+
+def rows(plan: Plan) -> None:
+    plan.shard("<in>", Shard(0), mesh="axis")
+
+
+def columns(plan: Plan) -> None:
+    plan.shard("up.(weight|bias)", Shard(0), mesh="axis").shard("<in:more>", Shard(1), mesh="axis")
+
+
+def same_step(entries: Callable[[Plan], None], seed: int) -> None:
+    reference, model = pair(lambda: Grouped(seed), entries, {"axis": 2}, strict=False)
+    draws = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, 8, dtype=torch.float64, generator=draws)
+    more = torch.randn(4, 16, dtype=torch.float64, generator=draws)
+    for given in (more[:1].expand(4, 16), more[:, :1].expand(4, 16), more.T.contiguous().T):
+        model.zero_grad(), reference.zero_grad()
+        assert_same_step(reference, model, x, given, loss=lambda y: (y * y.sin() + y).mean(), max_implicit=100)
+
+
+def test_views_of_what_is_expanded(ranks: RankPools) -> None:
+    cases = list(itertools.product((rows, columns), range(60 if NIGHTLY else 8)))
+    assert ranks.run(run_cases, same_step, cases, world_size=2) == [len(cases)] * 2

@@ -78,11 +78,38 @@ def add_sparse() -> None:
     model(torch.tensor([0] * 8), torch.eye(8).double().to_sparse())
 
 
+class Made(nn.Module):
+    """Makes a matrix of a few values of a parameter."""
+
+    def __init__(self, is_dense: bool) -> None:
+        super().__init__()
+        self.is_dense, self.values = is_dense, nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = torch.tensor([[0, 1, 1], [1, 0, 0]])
+        if self.is_dense:
+            return x.new_zeros((2, 4)).index_put((rows, columns), self.values, accumulate=True) @ x
+        return torch.sparse_coo_tensor(torch.stack([rows, columns]), self.values, (2, 4)) @ x
+
+
+def make_sparse() -> None:
+    _, model = pair(lambda: Made(False), whole, {"axis": 2})
+    model(torch.ones(4, 3).double())
+
+
+def make_dense() -> None:
+    """What the error names."""
+    reference, model = pair(lambda: Made(True), lambda plan: plan.shard("<in:x>", Shard(1), mesh="axis"), {"axis": 2})
+    assert_same_step(reference, model, torch.arange(12.0).view(4, 3).double())
+
+
 def refusals() -> list[str]:
-    return [error_of(cut_sparse), error_of(add_sparse)]
+    make_dense()
+    return [error_of(cut_sparse), error_of(add_sparse), error_of(make_sparse)]
 
 
 def test_what_is_refused(ranks: RankPools) -> None:
-    for cut, added in ranks.run(refusals, world_size=2):
+    for cut, added, made in ranks.run(refusals, world_size=2):
         assert "sparse tensors must be the same on every rank. Remove the entry" in cut
         assert "for anything else, use a dense tensor, adj.to_dense()" in added
+        assert "sparse_coo_tensor of DTensors of shapes [(2, 3), (3,)]" in made and "index_put" in made

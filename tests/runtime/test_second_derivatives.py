@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.examples import NIGHTLY
 from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import make_mesh
+from tests.whole import whole
 from vescale import parallelize
+from vescale.fsdp import fully_shard
 from vescale.plans import Plan
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -137,3 +141,44 @@ def refused() -> int:
 
 def test_what_has_no_second_derivative_says_so(ranks: RankPools) -> None:
     assert set(ranks.run(refused)) == {4}
+
+
+def gathered_again(kind: str, seed: int) -> None:
+    """Graphs of backwards are differentiated after other forwards, evaluations and graphs."""
+    draw, mesh = random.Random(seed), make_mesh(dp=2)
+    events = [draw.choice(("penalty", "penalty", "second", "forward", "evaluation")) for _ in range(draw.randint(2, 5))]
+    results = []
+    for model in pair("plain"):
+        if results and kind == "units":
+            model = parallelize(model, Plan(mesh).shard("<in:x>", {"dp": S0}).zero(3, axis="dp", units=("up", "")))
+        elif results:
+            for module in (model.up, model.down, model) if kind == "modules" else (model,):
+                fully_shard(module, mesh=mesh)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), []
+        for step in range(2):
+            x = torch.randn(4, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            loss = model(x).square().mean()
+            for event in events:
+                x = x + 0.1
+                if event == "evaluation":
+                    with torch.no_grad():
+                        found.append(model(x).sum())
+                elif event == "second":
+                    given = x.clone().requires_grad_()
+                    (first,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
+                    (second,) = torch.autograd.grad(first.square().sum(), given, create_graph=True)
+                    loss = loss + second.square().mean()
+                else:
+                    loss = loss + (penalty(model, x) if event == "penalty" else model(x).sin().mean())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        results.append([whole(value) for value in (*found, *model.state_dict().values())])
+    for expected, value in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_graphs_of_backwards_in_any_order(ranks: RankPools) -> None:
+    cases = [(kind, seed) for kind in ("units", "root", "modules") for seed in range(30 if NIGHTLY else 4)]
+    assert ranks.run(run_cases, gathered_again, cases, world_size=2) == [len(cases)] * 2

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import random
 import sys
+import types
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -231,7 +233,8 @@ def native_steps(board: Board | None) -> Any:
 # ``RandomStates``: the generators that a program draws from without naming one, which of them a forward has used, and
 # what for. Nobody has to seed Python's ``random``, and others draw from it: libraries that are imported, that log a
 # sample of what they see, and threads. So a draw says nothing by itself. What counts is what the model computes: the
-# functions of its tensors and the numbers that they are called with.
+# functions of its tensors and the numbers that they are called with; and of torch's own generator, whether one of these
+# functions draws. A thread that draws from it meanwhile changes nothing of a model that draws nothing.
 
 
 class RandomStates:
@@ -246,12 +249,14 @@ class RandomStates:
     def __init__(self, *, names_state: bool, sees_calls: bool) -> None:
         self._names_state = names_state
         self._calls: int | None = 0 if sees_calls else None
+        self._draws = not sees_calls
         self._states = _states()
 
     def see(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """A torch function that the model has called. One that makes no DTensor, of no DTensor, computes nothing of the
         model: a read, a sum of local values."""
         name = getattr(function, "__name__", "")
+        self._draws = self._draws or _draws(function)
         if self._calls is None or name in _ALIASES:
             return
         given = [*args, *kwargs.values()]
@@ -265,9 +270,38 @@ class RandomStates:
         names = (SEED, *NUMBERS)
         texts = [f"{state:08x}" for state in self._states]
         texts[0] = f"{torch.initial_seed()}, {texts[0]}" if self._names_state else str(torch.initial_seed())
-        drawn = [(name, text) for name, text, state, now in zip(names, texts, self._states, _states()) if state != now]
+        moved = [state != now for state, now in zip(self._states, _states())]
+        moved[0] = moved[0] and self._draws
+        drawn = [(name, text) for name, text, has_moved in zip(names, texts, moved) if has_moved]
         return drawn if self._calls is None else [*drawn, (USED, f"{self._calls:08x}")]
 
+
+@functools.lru_cache(maxsize=1024)
+def _draws(function: Any) -> bool:
+    """Whether a torch function may draw from the default generator: an op that PyTorch marks so, or that has an argument for
+    it; a function that calls one; or anything that is none of PyTorch's."""
+    if _is_drawn_by(getattr(function, "__name__", "")):
+        return True
+    code = getattr(function, "__code__", None)
+    return any(map(_is_drawn_by, code.co_names)) if code is not None else not isinstance(function, _OF_PYTORCH)
+
+
+def _is_drawn_by(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name.strip("_"), None)
+    ops = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return any(
+        torch.Tag.nondeterministic_seeded in op.tags
+        or any("dropout" in argument.name or argument.name == "generator" for argument in op._schema.arguments)
+        for op in ops
+    )
+
+
+_OF_PYTORCH = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+)
 
 _ALIASES = ("__get__", "detach")
 """What gives a tensor with the same values, or an attribute: for a look at it as well as for the model."""

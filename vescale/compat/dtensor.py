@@ -154,11 +154,11 @@ def expanded_as(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     order. Strides determine the strides of results and the order of sums."""
     if whole.ndim != part.ndim:
         return part
-    is_expanded = [n > 1 and m > 1 and stride == 0 for n, m, stride in zip(whole.shape, part.shape, whole.stride())]
+    is_expanded = [size > 1 and stride == 0 for size, stride in zip(whole.shape, whole.stride())]
     if not any(is_expanded):
         return part
     order = sorted(range(part.ndim), key=lambda dim: whole.stride()[dim], reverse=True)
-    sizes = [1 if expands else size for expands, size in zip(is_expanded, part.shape)]
+    sizes = [min(size, 1) if expands else size for expands, size in zip(is_expanded, part.shape)]
     once = part.as_strided(sizes, part.stride()).permute(order).contiguous()
     return once.permute([order.index(dim) for dim in range(part.ndim)]).expand(part.shape)
 

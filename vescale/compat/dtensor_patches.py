@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor, Partial, Replicate, _decompositions
 from torch.distributed.tensor import _redistribute as tensor_redistribute
@@ -188,15 +189,18 @@ def _reduced_where_ops_differ(source: Any, target: Any) -> Any:
 def wrap_copying(changes: Changes, _: Any) -> None:
     """``Tensor.__deepcopy__`` and ``Tensor.__reduce_ex__`` (``torch/_tensor.py``, 2.13) recognize a tensor without memory of
     its own by its address 0. A DTensor's is its local tensor's offset: if it is not 0, they fail ("invalid python storage").
+    A copied parameter has no gradient, as ``Parameter.__deepcopy__``, which DTensors do not have, makes it.
     """
     deepcopy, reduce = DTensor.__deepcopy__, DTensor.__reduce_ex__
 
     @functools.wraps(deepcopy)
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        if id(self) in memo or not self.is_leaf or not _is_inside(self):
+        is_parameter = isinstance(self, nn.Parameter)
+        if id(self) in memo or not self.is_leaf or not (_is_inside(self) or (is_parameter and self.grad is not None)):
             return deepcopy(self, memo)
         aligned = _aligned(self)
-        aligned.grad = self.grad
+        if not is_parameter:
+            aligned.grad = self.grad
         copied = memo[id(self)] = deepcopy(aligned, memo)
         del memo[id(aligned)]  # which another object may get
         return copied
@@ -272,12 +276,13 @@ def _is_inside(x: Any) -> bool:
 
 
 def _aligned(x: Any) -> DTensor:
-    """``x`` over the same memory, seen as a storage of its own, for ``copy.copy`` shares it."""
+    """``x`` without its gradient, over the same memory, for ``copy.copy`` shares it: seen as a storage of its own."""
     local = local_of(x).detach()
-    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride())) if local.numel() else -1
-    begin, itemsize = local.storage_offset(), local.itemsize
-    storage = local.untyped_storage()[begin * itemsize : (begin + last + 1) * itemsize]
-    local = local.new_empty(0).set_(storage, 0, local.shape, local.stride())
+    if _is_inside(x):
+        last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride())) if local.numel() else -1
+        begin, itemsize = local.storage_offset(), local.itemsize
+        storage = local.untyped_storage()[begin * itemsize : (begin + last + 1) * itemsize]
+        local = local.new_empty(0).set_(storage, 0, local.shape, local.stride())
     twin = make_dtensor(local, spec_of(x), requires_grad=x.requires_grad)
     twin.__dict__.update(x.__dict__)
     return twin

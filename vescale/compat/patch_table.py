@@ -109,9 +109,9 @@ PATCHES: tuple[Patch, ...] = (
           "placements", checkpoint_plans.refuse_lossy_safetensors, _FILE, feature=CHECKPOINTS),
     Patch("state dicts: full tensors are cut for vescale's placements", _CUSTOM, "placements",
           checkpoint_plans.wrap_full_state_dicts, _PLACEMENTS, feature=CHECKPOINTS),
-    Patch("DTensors in a larger storage are copied and pickled; a warning says who saves a part",
-          "PyTorch raises 'invalid python storage'; torch.save writes one rank's part, silently", "placements",
-          dtensor_copies.wrap_copying, _FILE),
+    Patch("DTensors in a larger storage are copied and pickled, parameters without gradients; a warning says who saves a "
+          "part", "PyTorch raises 'invalid python storage', copies gradients, and saves one rank's part, silently",
+          "placements", dtensor_copies.wrap_copying, _FILE),
     Patch("storages of DTensors are refused with the edit", "a DTensor has no memory of its own, and the process crashes",
           "placements", dtensor_copies.refuse_storages, _FILE),
     Patch("the combination of placements that moves nothing is looked up, then searched for with less work",

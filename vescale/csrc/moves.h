@@ -183,12 +183,14 @@ inline at::Tensor expanded_as(const at::Tensor& whole, at::Tensor part) {
         return part;
     }
     Sizes once(part.sizes().begin(), part.sizes().end());
+    bool is_expanded = false;
     for (const auto dim : c10::irange(whole.dim())) {
         if (whole.size(dim) > 1 && whole.stride(dim) == 0) {
             once[dim] = std::min<std::int64_t>(once[dim], 1);
+            is_expanded = true;
         }
     }
-    if (part.sizes() == once) {
+    if (!is_expanded) {
         return part;
     }
     Sizes order(whole.dim()), back(whole.dim());
@@ -238,7 +240,7 @@ class Step {
 
     at::Tensor run(const at::Tensor& local) const {
         if (kind_ == Kind::kClone) {
-            return local.clone();
+            return local.clone(at::MemoryFormat::Contiguous);
         }
         if (kind_ == Kind::kAllReduce) {
             return all_reduced(local);

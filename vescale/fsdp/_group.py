@@ -74,6 +74,8 @@ class ParameterGroup:
     Attributes:
         is_kept_by_default: ``reshard_after_forward`` is False because the group is the root's, not because the user set it.
         stays_gathered: forwards without gradients do not reshard it, either.
+        is_read_by_graph: a backward with ``create_graph`` has saved parameters: they stay until the end of one without,
+            which differentiates its graph.
         is_watched: whether a backward of the last forward announces itself before it needs the parameters.
         on_gradients: called when the first gradient of a backward is there, to arrange for the backward's end.
     """
@@ -103,6 +105,7 @@ class ParameterGroup:
         self.is_kept_by_default = False
         self.stays_gathered = False
         self.is_watched = True
+        self.is_read_by_graph = False
         self.reshard_after_backward = True
         self.reduce_gradients = True
         self.unshard_in_backward = True
@@ -198,7 +201,7 @@ class ParameterGroup:
     def reshard_in_forward(self) -> None:
         """Reshard according to ``reshard_after_forward``, but keep nothing if no backward can follow."""
         backward_comes = torch.is_grad_enabled()
-        if self.stays_gathered and not backward_comes:
+        if self.is_read_by_graph or (self.stays_gathered and not backward_comes):
             return
         if self.reshard_after_forward is False and (backward_comes or not self.is_kept_by_default):
             return
@@ -218,7 +221,7 @@ class ParameterGroup:
         if self.memory.residency is not Residency.GATHERED:
             return
         is_left = self.reshard_after_backward and (torch.is_grad_enabled() or self.is_kept_by_default)
-        if is_left and not self.memory.serves_next_forward:
+        if is_left and not self.memory.serves_next_forward and not self.is_read_by_graph:
             self.reshard()
         else:
             self.memory.reshard_if_changed()
@@ -289,7 +292,7 @@ class ParameterGroup:
 
     @property
     def _goes_after_backward(self) -> bool:
-        return self.reshard_after_backward and not self._backward.builds_graph
+        return self.reshard_after_backward and not self._backward.builds_graph and not self.is_read_by_graph
 
     def after_backward(self, *, is_last: bool) -> None:
         """The gradients of one forward call's inputs are there: this call needs the parameters no more. ``is_last``: nor
@@ -304,14 +307,13 @@ class ParameterGroup:
 
     def conclude_backward(self, *, is_last: bool) -> None:
         """At the end of a backward: what no input's gradient has triggered. ``is_last``: no more come in this iteration."""
+        self.is_read_by_graph = self._backward.builds_graph
         if self.turn in (Turn.DUE, Turn.RUNNING) or any(
             bucket.unreduced.has_any for bucket in self.at_rest.buckets if self.reduce_gradients
         ):
             self._reduce()
         elif self._goes_after_backward:
             self.reshard()
-        if self._backward.builds_graph:
-            self.memory.serves_next_forward = False
         self.memory.leave()
         if not self.reduce_gradients and not self.stays_gathered:
             for bucket in self.at_rest.buckets:
@@ -372,6 +374,7 @@ class ParameterGroup:
     def abandon(self) -> None:
         """After an exception: forget this iteration, gradients included, and go to rest."""
         self.forward_places.clear()
+        self.is_read_by_graph = False
         self._backward = _BackwardState()
         self._move(Move.CONCLUDE)
         for bucket in self.at_rest.buckets:

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -53,7 +52,7 @@ from vescale.ir._placement_flow import (
 )
 from vescale.ir._program import Hook, Instruction, Program
 from vescale.ir._units import unit_buckets
-from vescale.placements import RaggedShard, shard_dim
+from vescale.placements import RaggedShard, from_front, shard_dim
 from vescale.plans import MeshAxes
 
 # What batch normalizations communicate.
@@ -405,7 +404,7 @@ class _Walk:
             if dst is None:
                 tags.append(_Tag(placement, tag.origins))
                 continue
-            dst, shape = _from_front(dst, tensor.ndim), tuple(tensor.shape)
+            dst, shape = from_front(dst, tensor.ndim), tuple(tensor.shape)
             num_bytes = self._bytes(tensor, axis, placements)
             self.moves.append(Move(path, target, axis, placement, dst, num_bytes, False, tensor.requires_grad, shape))
             # Its gradient is brought to a placement here, so nothing Partial flows back beyond it.
@@ -536,13 +535,6 @@ class _Walk:
                 move.uses.partial |= placement is not None and shard_dim(placement) is not None
                 move.uses.unknown |= placement is None
         return placements
-
-
-def _from_front(placement: Placement, ndim: int) -> Placement:
-    dim = shard_dim(placement)
-    if dim is None or dim >= 0 or type(placement) is not Shard:
-        return placement
-    return Shard(dim + ndim)
 
 
 def _state(index: ModelIndex, name: str) -> torch.Tensor:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import regex
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import WRAPPER_MODULES, StridedShard
+from vescale.compat import WRAPPER_MODULES
 from vescale.errors import SlowPathError
 from vescale.ir._findings import Findings, merge_repeats, name_list
 from vescale.ir._model_index import ModelIndex, StateTensor
 from vescale.ir._operations import Stage
-from vescale.placements import InterleavedShard, shard_dim
+from vescale.placements import from_front, shard_dim
 from vescale.plans import (
     ALL,
     BWD,
@@ -645,13 +645,7 @@ class _Resolver:
                 state.name,
             )
             return None
-        if dim >= 0:
-            return placement
-        if isinstance(placement, InterleavedShard):
-            return InterleavedShard(dim + ndim, placement.num_chunks)
-        if isinstance(placement, StridedShard):
-            return StridedShard(dim + ndim, split_factor=placement.split_factor)
-        return Shard(dim + ndim)
+        return from_front(placement, ndim)
 
     def _check_given(self, boundary: Boundary, entry: ShardEntry, shown: str) -> None:
         before = self.resolution.given.setdefault(boundary, entry)

@@ -60,7 +60,9 @@ from vescale.placements import (
     NativeMove,
     contiguous_stride,
     is_pending,
+    keeps_expanded,
     move_local,
+    moved_stride,
     native_move,
     own_region,
     shard_dim,
@@ -92,9 +94,22 @@ def plan_move(spec: DTensorSpec, target: Stage) -> tuple[DTensorSpec, NativeMove
         return spec, None
     if len(target) != len(spec.placements) or meta is None:
         return None
-    result = intern_spec(make_spec(spec.mesh, complete, meta.shape, contiguous_stride(meta.shape), meta.dtype))
+    result = intern_spec(_moved_spec(spec, complete))
     move = native_move(spec.mesh, meta.shape, spec.placements, complete, meta.dtype)
     return None if result is None or move is None else (result, move)
+
+
+def _moved_spec(spec: DTensorSpec, target: Placements) -> DTensorSpec:
+    stride = _moved_stride(spec.shape, spec.stride, spec.placements, target, spec.mesh)
+    assert spec.tensor_meta is not None
+    return make_spec(spec.mesh, target, spec.shape, stride, spec.tensor_meta.dtype)
+
+
+def _moved_stride(
+    shape: Sequence[int], stride: Sequence[int], source: Placements, target: Placements, mesh: DeviceMesh
+) -> tuple[int, ...]:
+    keeps = keeps_expanded(source, target, tuple(mesh.shape))
+    return moved_stride(shape, stride) if keeps else contiguous_stride(shape)
 
 
 def as_summand(grad: DTensor, target: Placements) -> DTensor:
@@ -132,9 +147,12 @@ def plan_leaving(
     return None if spec is None else (spec, without_partials(placements))
 
 
-def whole_spec(x: torch.Tensor, mesh: DeviceMesh, placements: Placements, held: Sequence[int]) -> DTensorSpec:
-    """The spec of a DTensor of a tensor that every rank has, if this rank holds a part of shape ``held``."""
-    stride = x.stride() if tuple(held) == tuple(x.shape) else contiguous_stride(x.shape)
+def whole_spec(x: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensorSpec:
+    """The spec of a DTensor of a tensor that every rank has, and of which it takes its part."""
+    replicated = (Replicate(),) * mesh.ndim
+    stride = (
+        x.stride() if placements == replicated else _moved_stride(x.shape, x.stride(), replicated, placements, mesh)
+    )
     return make_spec(mesh, placements, x.shape, stride, x.dtype)
 
 
@@ -143,7 +161,7 @@ def plan_cut(
 ) -> tuple[DTensorSpec, Placements, NativeMove | None] | None:
     """The spec of :func:`wrap_global`'s result, the placements of its gradient, and how C++ cuts the tensor."""
     region, replicated = own_region(x.shape, placements, mesh), (Replicate(),) * mesh.ndim
-    spec = None if region is None else intern_spec(whole_spec(x, mesh, placements, region.local_shape))
+    spec = None if region is None else intern_spec(whole_spec(x, mesh, placements))
     if spec is None or placements == replicated:
         return None if spec is None else (spec, replicated, None)
     move = native_move(mesh, x.shape, replicated, placements, x.dtype)
@@ -207,7 +225,7 @@ def _moved_in_python(x: DTensor, target: Placements, requester: str) -> DTensor:
         return make_dtensor(local, spec)
     with requested_by(requester), no_torch_function():
         moved = move_local(local, spec.mesh, x.shape, spec.placements, target).wait()
-    return make_dtensor(moved, make_spec(spec.mesh, target, x.shape, contiguous_stride(x.shape), x.dtype))
+    return make_dtensor(moved, _moved_spec(spec, target))
 
 
 def bring(x: DTensor, target: Sequence[Placement], op: str, operand: str | None) -> DTensor:
@@ -484,7 +502,7 @@ class _WrapGlobal(torch.autograd.Function):
         ctx.requester, ctx.mesh = requester, mesh
         ctx.set_materialize_grads(False)
         local = cut(x.detach(), mesh, placements)
-        return make_dtensor(local, whole_spec(x, mesh, placements, local.shape), requires_grad=x.requires_grad)
+        return make_dtensor(local, whole_spec(x, mesh, placements), requires_grad=x.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import no_torch_function, tensors_in
 from vescale.errors import UnsupportedOpError
 from vescale.ops._conversion import bring_with_gradient, enter_local, leave_local
+from vescale.ops._registry import replaces
 from vescale.placements import is_pending
 
 _PRODUCTS = frozenset(
@@ -24,6 +25,19 @@ _PRODUCTS = frozenset(
         torch.Tensor.__matmul__,
     )
 )
+
+_LAYOUTS = "coo csr csc bsr bsc"
+_MAKERS = [getattr(torch, f"sparse_{layout}_tensor") for layout in _LAYOUTS.split()]
+_CONVERSIONS = [getattr(torch.Tensor, name) for name in ("to_sparse", *(f"to_sparse_{n}" for n in _LAYOUTS.split()))]
+
+
+@replaces(*_MAKERS, torch.sparse_compressed_tensor, *_CONVERSIONS)
+def _refuse(_: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    shapes = [tuple(x.shape) for x in tensors_in((args, kwargs))]
+    raise UnsupportedOpError(
+        f"{func.__name__} of DTensors of shapes {shapes}: a DTensor is dense. Make a dense tensor of the same values, "
+        "x.new_zeros(size).index_put((rows, columns), values, accumulate=True), or stay with the dense one"
+    )
 
 
 def is_sparse(x: object) -> bool:

@@ -39,6 +39,15 @@ def at_dim(placement: Placement, dim: int) -> Placement:
     return Shard(dim)
 
 
+def from_front(placement: Placement, ndim: int) -> Placement:
+    """``placement`` of a tensor with ``ndim`` dims, its own dim counted from the front. A tensor without dims has nothing to
+    shard: it is Replicate."""
+    dim = shard_dim(placement)
+    if dim is not None and not ndim:
+        return Replicate()
+    return placement if dim is None or dim >= 0 else at_dim(placement, dim + ndim)
+
+
 def shift_dim(placement: Placement, by: int, *, start: int = 0) -> Placement:
     """``placement`` after ``by`` tensor dims were inserted (negative: removed) before dim ``start`` or at it."""
     dim = shard_dim(placement)

@@ -162,8 +162,13 @@ def _becoming_partial(step: Step) -> list[tuple[int, Partial]]:
 
 def neutral_value(step: Step, dtype: torch.dtype) -> float | int | None:
     """What an exchange fills the new local tensor with first: the value that does not change the reduction into which
-    sharded data is embedded. None: it writes all elements."""
-    ops = [partial.reduce_op for axis, partial in _becoming_partial(step) if is_sharded(step.before[axis])]
+    sharded data is embedded, and of sums, so that the memory has the same strides on all ranks. None: it writes all
+    elements."""
+    ops = [
+        partial.reduce_op
+        for axis, partial in _becoming_partial(step)
+        if is_sharded(step.before[axis]) or partial.reduce_op == "sum"
+    ]
     if not ops:
         return None
     if ops[0] in ("sum", "avg"):
@@ -173,6 +178,19 @@ def neutral_value(step: Step, dtype: torch.dtype) -> float | int | None:
     if dtype.is_floating_point:
         return float("-inf") if ops[0] == "max" else float("inf")
     return torch.iinfo(dtype).min if ops[0] == "max" else torch.iinfo(dtype).max
+
+
+def keeps_expanded(source: Sequence[Placement], target: Sequence[Placement], mesh_shape: Sequence[int]) -> bool:
+    """Whether dims that are expanded stay so: nothing is communicated, reduced, filled, or made flat."""
+    return ragged_axis(target) is None and all(
+        before == after
+        or not (
+            before.is_partial()
+            or (is_sharded(before) and (size > 1 or after.is_partial()))
+            or (isinstance(after, Partial) and after.reduce_op == "sum")
+        )
+        for before, after, size in zip(source, target, mesh_shape)
+    )
 
 
 def contribution_factors(step: Step, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
@@ -242,7 +260,7 @@ def _reduce(
     if step.kind == "own reduction":
         return Pending(partial_reduce(partial, local, mesh, step.axis))
     if step.kind == "clone":
-        return Pending(local.clone())
+        return Pending(local.clone(memory_format=torch.contiguous_format))
     group = axis_group(mesh, (step.axis,))
     if step.kind == "all-reduce":
         return all_reduce(local, partial.reduce_op, group.group, requester=requester)
@@ -273,7 +291,7 @@ def _exchange(
     if group is None or not plan.moves:
         for box_from, box_to in zip(plan.kept.source, plan.kept.target):
             box_to.view(out).copy_(box_from.view(local))
-        if neutral is None and not contribution_factors(step, tuple(mesh.shape), own):
+        if neutral is None:
             out = expanded_as(local, out)
         pending = Pending(out)
     elif plan.gathers:

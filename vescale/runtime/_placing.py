@@ -15,7 +15,7 @@ from vescale.compat import local_of, map_tensors, spec_of, versions
 from vescale.errors import BoundaryError, EntryError
 from vescale.ir import Annotate, Instruction, Redistribute, Wrap
 from vescale.ops import PreparedConversion, convert, enter_local, is_sparse, share_version, stages_between, wrap_global
-from vescale.placements import at_dim, contiguous_stride, from_local, shard_dim
+from vescale.placements import contiguous_stride, from_front, from_local, shard_dim
 from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._implicit_site import placements_text
 from vescale.runtime._runtime import Runtime
@@ -255,7 +255,7 @@ class Placing:
     def _check(self, x: torch.Tensor, placements: Sequence[Placement | None]) -> None:
         for axis, placement in zip(self.runtime.axes, placements):
             dim = shard_dim(placement) if placement is not None else None
-            if dim is not None and not -x.ndim <= dim < x.ndim:
+            if dim is not None and x.ndim and not -x.ndim <= dim < x.ndim:
                 raise BoundaryError(
                     f"{self.target_text} has shape {tuple(x.shape)}, but the plan shards its dim {dim} over {axis!r}; "
                     f"name the tensor that is meant (<in:name>, <out:0>), or use a dim below {x.ndim}",
@@ -295,4 +295,4 @@ def _front(stage: Sequence[Placement | None] | None, ndim: int) -> tuple[Placeme
     """Placements with dims counted from the front."""
     if stage is None:
         return None
-    return tuple(p if p is None or (dim := shard_dim(p)) is None or dim >= 0 else at_dim(p, dim + ndim) for p in stage)
+    return tuple(None if p is None else from_front(p, ndim) for p in stage)

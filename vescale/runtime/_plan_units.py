@@ -207,17 +207,15 @@ class UnitState(ModuleState):
         begins = self.iteration.forward_root is None and not in_backward() and not self.continues
         args, kwargs = super()._begin_iteration(args, kwargs)
         if begins:
-            for group in (
-                g for s in self.iteration.states if not getattr(s, "stays_gathered", False) for g in s.groups
-            ):
+            for group in self._kept_for_nothing():
                 if group.is_gathered and not any(bucket.unreduced.has_any for bucket in group.buckets):
                     group.reshard()
         return args, kwargs
 
-    def _all_to_rest(self) -> None:
+    def _kept_for_nothing(self) -> Iterator[ParameterGroup]:
         for state in self.iteration.states:
             if not getattr(state, "stays_gathered", False):
-                state.to_rest()
+                yield from (group for group in state.groups if not group.is_read_by_graph)
 
     @eagerly
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
@@ -225,7 +223,8 @@ class UnitState(ModuleState):
         with no_torch_function(), outside_of_kept():
             output = super().after_forward(module, args, output)
             if is_last and not torch.is_grad_enabled() and not in_backward():
-                self._all_to_rest()  # no backward will come
+                for group in self._kept_for_nothing():  # no backward will come
+                    group.reshard()
             return output
 
     @eagerly
