@@ -243,6 +243,9 @@ class FeatureFlow(ABC):
     def _note_table(self, weight: str) -> None:
         """A table that the model's own code looks up."""
 
+    def _note_parts(self, features: Features, num_parts: int) -> None:
+        """The code takes features apart; 0: into parts of different sizes."""
+
     def _keep_whole(self, features: Features, why: str) -> None:
         self.groups.keep_whole(features.weight, why)
 
@@ -366,13 +369,15 @@ class FeatureFlow(ABC):
         dim = kwargs.get("dim", given[0] if given else 0) % x.ndim
         parts = list(tensors_of(result))
         removes = name in ("unbind", "iter")
+        outermost = dim == features.dims[0]
+        sizes = {part.shape[dim] for part in parts} if not removes else {1}
+        if outermost and features.before == 1 and not (removes and len(features.dims) == 1):
+            self._note_parts(features, 0 if len(sizes) > 1 else x.shape[dim] if removes else len(parts))
         if name == "iter":
             return self._keep_whole(features, "the code iterates over them")
-        outermost = dim == features.dims[0]
         if outermost and features.before > 1:
             return self._keep_whole(features, "the code splits batch and heads together")
         if outermost:
-            sizes = {part.shape[dim] for part in parts} if not removes else {1}
             if len(sizes) > 1 or (removes and len(features.dims) == 1):
                 self._keep_whole(features, "the code splits them into unequal parts")
                 return
@@ -427,6 +432,8 @@ class FeatureFlow(ABC):
                     and (isinstance(item, int) or item.step in (None, 1))
                 )
                 alone = isinstance(item, int) and len(features.dims) == 1
+                if length and not alone and (isinstance(item, int) or item.step in (None, 1)):
+                    self._note_parts(features, 0 if size % length else size // length)
                 if not equal or alone or is_part or not self.groups.take_apart(features.weight, size // length):
                     self._keep_whole(features, "the code takes some of them")
                     return
@@ -542,12 +549,7 @@ class FeatureFlow(ABC):
 def trace_features(model: nn.Module, inputs: Mapping[str, Any], num_ranks: int) -> FeatureTrace:
     """Follow ``model(**inputs)`` on the meta device; ``num_ranks`` decides what can be cut. The model is left as it was."""
     trace = FeatureTrace(ModelIndex(model), num_ranks)
-    trace.batch = next((x.shape[0] for x in tensors_of(inputs) if x.ndim), 1)
-    with trace.watched(), FlowMode(trace):
-        try:
-            model(**inputs)
-        except Exception as error:  # data-dependent code has no values on the meta device
-            trace.stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    trace.run(inputs)
     return trace
 
 
@@ -575,6 +577,14 @@ class FeatureTrace(FeatureFlow):
             if state.is_parameter:
                 path, attribute = index.owner(name)
                 self._weights[getattr(index.modules[path], attribute)] = (name, False)
+
+    def run(self, inputs: Mapping[str, Any]) -> None:
+        self.batch = next((x.shape[0] for x in tensors_of(inputs) if x.ndim), 1)
+        with self.watched(), FlowMode(self):
+            try:
+                self.index.model(**inputs)
+            except Exception as error:  # data-dependent code has no values on the meta device
+                self.stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
