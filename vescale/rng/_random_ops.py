@@ -131,6 +131,41 @@ def inplace_overloads() -> list[Any]:
     return [*fills, aten.bernoulli_.float, aten.random_.default, aten.random_.to, getattr(aten.random_, "from")]
 
 
+@functools.cache
+def fills() -> frozenset[Any]:
+    """The ATen overloads that :func:`fill_of` knows: an allocation, if any, and one fill."""
+    aten = torch.ops.aten
+    found = [*inplace_overloads(), aten.bernoulli_.Tensor, aten.bernoulli.default, aten.bernoulli.p]
+    found += [aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype]
+    found += [aten.rand.default, aten.rand.generator, aten.randn.default, aten.randn.generator]
+    found += [aten.randint.default, aten.randint.generator, aten.randint.low, aten.randint.low_generator]
+    return frozenset((*found, aten.normal.float_float, aten.native_dropout.default))
+
+
+def fill_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[RandomOp, Any]:
+    """The fill of a call of one of :func:`fills`, and its tensor of probabilities, if it has one. Of ``native_dropout``,
+    that of its mask on a CPU."""
+    match overload.overloadpacket.__name__:
+        case "rand" | "rand_like":
+            return RandomOp("uniform_", (0.0, 1.0)), None
+        case "randn" | "randn_like":
+            return RandomOp("normal_", (0.0, 1.0)), None
+        case "normal":
+            return RandomOp("normal_", (args[0], args[1])), None
+        case "randint" | "randint_like" as name:
+            bounds = args[:-1] if name == "randint" else args[1:]
+            return RandomOp("random_", (0, *map(int, bounds))[-2:]), None
+        case "native_dropout":
+            return RandomOp("bernoulli_", (1.0 - args[1],)), None
+        case "bernoulli" if len(args) > 1 or "p" in kwargs:
+            return RandomOp("bernoulli_", (args[1] if len(args) > 1 else kwargs["p"],)), None
+        case "bernoulli":
+            return RandomOp("bernoulli_"), args[0]
+        case "bernoulli_" if isinstance(args[1], torch.Tensor):
+            return RandomOp("bernoulli_"), args[1]
+    return RandomOp.of_call(overload, args, kwargs), None
+
+
 def _integers_up_to(dtype: torch.dtype) -> int:
     """One more than the largest integer that ``random_(low, None)`` draws for a dtype."""
     match dtype:
