@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat.dispatch import HANDLERS, handlers_of_dtensor
-from vescale.compat.dtensor import expanded_as, local_of, make_dtensor, make_spec, spec_of
+from vescale.compat.dtensor import expanded_as, local_of, make_dtensor, make_spec, own_part, spec_of
 from vescale.compat.dtensor_methods import DTensorHooks
 from vescale.compat.native_dispatch import native_passes
 from vescale.compat.patching import Changes
@@ -290,8 +290,8 @@ def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """``GradScaler.unscale_``: whether any gradient has an inf or a nan on any rank. PyTorch's reduces over the axes along
     which the first gradient of the list is cut, so that ranks may skip different steps."""
     grads, found_inf, inv_scale = args
-    found = _plain(found_inf)
-    op([_plain(x) for x in grads], found, _plain(inv_scale), **kwargs)
+    found = own_part(found_inf)
+    op([own_part(x) for x in grads], found, own_part(inv_scale), **kwargs)
     cut: dict[Any, set[int]] = {}
     for x in grads:
         if isinstance(x, DTensor):
@@ -302,10 +302,6 @@ def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         spec = make_spec(mesh, placements, found.shape, found.stride(), found.dtype)
         if axes:
             found.copy_(make_dtensor(found.clone(), spec).full_tensor())
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    return local_of(x) if isinstance(x, DTensor) else x
 
 
 class OverStages(Protocol):

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import eagerly, is_alone, local_of, make_dtensor, make_spec, without_modes
+from vescale.compat import eagerly, is_alone, local_of, make_dtensor, make_spec, own_part, without_modes
 from vescale.errors import (
     MatrixBlocksError,
     OptimizerError,
@@ -145,7 +145,7 @@ def check_states(name: str, parameter: torch.Tensor, group: Mapping[str, Any], s
     for key, wanted in state_tensors(parameter, group).items():
         value = state.get(key)
         if isinstance(value, torch.Tensor) and value.dtype == wanted.dtype:
-            held = local_of(value) if isinstance(value, DTensor) else value
+            held = own_part(value)
             if tuple(value.shape) == wanted.shape and tuple(held.shape) == wanted.local_shape(parameter):
                 continue
         found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
@@ -508,7 +508,7 @@ def adamw8bit_layout(
     def policy(name: str, parameter: Any) -> int | None:
         if math.prod(parameter.shape) < max(1, min_numel):
             return None
-        held = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+        held = own_part(parameter)
         return blocks.granule(tuple(held.shape))
 
     return policy

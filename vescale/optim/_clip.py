@@ -21,6 +21,7 @@ from vescale.compat import (
     foreach_norm,
     has_foreach,
     local_of,
+    own_part,
     spec_of,
 )
 from vescale.errors import ArgumentTypeError, OptimizerError, kind_of
@@ -370,7 +371,7 @@ def _listed(tensors: _Tensors, caller: str) -> list[torch.Tensor]:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    local = own_part(gradient)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 

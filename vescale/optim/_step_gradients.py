@@ -30,6 +30,7 @@ from vescale.compat import (
     local_of,
     make_dtensor,
     make_spec,
+    own_part,
     spec_of,
     without_modes,
 )
@@ -362,7 +363,7 @@ def _are_finite(gradients: Iterable[torch.Tensor | None]) -> bool:
     found: list[torch.Tensor] = []
     for gradient in gradients:
         if gradient is not None and gradient.layout == torch.strided:
-            local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+            local = own_part(gradient)
             values = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
             found.append(torch.isfinite(values).all())
     return not found or bool(torch.stack([flag.to(found[0].device) for flag in found]).all())

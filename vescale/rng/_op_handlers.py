@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import requested_by
-from vescale.compat import local_of, make_dtensor, make_spec, spec_of, stock_dispatch, tell_draw, tell_read
+from vescale.compat import local_of, make_dtensor, make_spec, own_part, spec_of, stock_dispatch, tell_draw, tell_read
 from vescale.compat.cuda_kernels import fused_dropout
 from vescale.compat.random_ops import Handler, correct_inplace_view, has_composite_kernel, is_symbolic, seeded_ops
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_map
@@ -436,7 +436,7 @@ class drawing_part_of(TorchDispatchMode):
         self.count += 1
         if result is placed:
             return local
-        found = tree_map(lambda leaf: local_of(leaf) if isinstance(leaf, DTensor) else leaf, result)
+        found = tree_map(own_part, result)
         if part is local:
             return found
         return tree_map(lambda leaf: leaf.view(local.shape) if isinstance(leaf, torch.Tensor) else leaf, found)

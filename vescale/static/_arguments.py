@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of
+from vescale.compat import own_part
 
 # The kinds of ``csrc/tape.cpp``.
 _VALUE, _PLAIN, _INT, _FLOAT, _SAME, _EQUAL, _SEQUENCE, _DICT, _SLICE, _VIEW = range(10)
@@ -58,7 +57,7 @@ class Arguments:
             number = self._number_of(value)
             if number is None:
                 return _PLAIN, value.dtype, value.ndim, value.requires_grad
-            self.sizes += (local_of(value) if isinstance(value, DTensor) else value).shape
+            self.sizes += own_part(value).shape
             base = self._views.get(number)
             return (_VALUE, number) if base is None else (_VIEW, number, base)
         if kind is int:

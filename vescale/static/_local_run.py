@@ -9,7 +9,15 @@ import numpy
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import bytes_of, in_transform, local_of, map_tensors, no_torch_function, without_transforms
+from vescale.compat import (
+    bytes_of,
+    in_transform,
+    local_of,
+    map_tensors,
+    no_torch_function,
+    own_part,
+    without_transforms,
+)
 
 # Functions that read sizes of a tensor, of which the model sees the global ones, with the reader in ``csrc/tape.cpp``.
 SIZE_READERS: dict[Any, int] = {
@@ -71,7 +79,7 @@ def _local(value: Any, is_kept: bool = False) -> Any:
     """Local tensors; ``is_kept``: of statistics, copies, because batch norm writes to them without a new version."""
 
     def local(x: torch.Tensor) -> torch.Tensor:
-        held = (local_of(x) if isinstance(x, DTensor) else x).detach()
+        held = own_part(x).detach()
         may_write = is_kept and not x.requires_grad and x.is_floating_point() and held.is_contiguous()
         return held.clone() if may_write else held
 

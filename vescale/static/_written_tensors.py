@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, no_torch_function, tensors_in, versions
+from vescale.compat import no_torch_function, own_part, tensors_in, versions
 from vescale.errors import StaticStepError
 
 # Elements of all tensors that a program writes to, up to which each step keeps what they hold.
@@ -37,7 +36,7 @@ class WrittenTensors:
         with torch.no_grad(), no_torch_function():
             for key, x in found:
                 is_kept = keeps and key[0] != "parameter" and not x.requires_grad and not x.is_inference()
-                self._held.append((key, x, versions(x), _local(x).clone() if is_kept else None))
+                self._held.append((key, x, versions(x), own_part(x).clone() if is_kept else None))
 
     def written(self) -> frozenset[_Key]:
         """Those that have been written to."""
@@ -55,7 +54,7 @@ class WrittenTensors:
                     "that writes come last, or mode='eager'"
                 ) from problem
             with torch.no_grad(), no_torch_function():
-                _local(x).copy_(kept)
+                own_part(x).copy_(kept)
 
 
 def _all(model: nn.Module, given: Any, has_units: bool) -> Iterator[tuple[_Key, torch.Tensor]]:
@@ -76,7 +75,3 @@ def _those(model: nn.Module, given: Any, keys: Collection[_Key]) -> Iterator[tup
                 yield key, inputs[name]
         else:
             yield key, model.get_buffer(name) if kind == "buffer" else model.get_parameter(name)
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return local_of(x) if isinstance(x, DTensor) else x
