@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch.distributed as dist
 
@@ -90,7 +90,7 @@ class Gathering:
             return first([message if isinstance(message, str) else message()])
         except BaseException as error:
             self.has_failed = True
-            if _is_interrupt(error) or isinstance(error, CheckpointError):
+            if (error is not None and not isinstance(error, Exception)) or isinstance(error, CheckpointError):
                 raise
             raise from_text(as_text(error)) from error
 
@@ -106,10 +106,6 @@ class Gathering:
 
 def _late(ranks: Sequence[int], call: str) -> str:
     return f"ranks {sorted(ranks)} did not come to {call}"
-
-
-def _is_interrupt(failure: BaseException | None) -> TypeGuard[BaseException]:
-    return failure is not None and not isinstance(failure, Exception)
 
 
 def _answered(given: Sequence[str], first: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:

@@ -299,9 +299,6 @@ class StaticForward:
             self._finish(model, key)
             return self._run(model, activation, key, args, kwargs)
 
-    def _records_too_often(self) -> bool:
-        return self.recordings >= _FREE_RECORDINGS and self.static_steps < _STEPS_OF_A_RECORDING * self.recordings
-
     def _run(
         self, model: nn.Module, activation: Activation, key: str, args: Any, kwargs: Any, entered: Entered | None = None
     ) -> Any:
@@ -465,7 +462,7 @@ class StaticForward:
             refusal = "the backward of the recorded step has not been seen"
         elif sum(map(bool, map(list, self.tapes.values()))) >= _MAX_KINDS and not list(tapes):
             refusal = f"there are recordings of {_MAX_KINDS} kinds of calls already"
-        elif self._records_too_often():
+        elif self.recordings >= _FREE_RECORDINGS and self.static_steps < _STEPS_OF_A_RECORDING * self.recordings:
             refusal = "steps have to be recorded anew too often"
         elif not tapes.may_record() or (tapes.misses and self._pauses.is_on(key)):
             refusal = reason or f"there are {_MAX_TAPES} tapes already"

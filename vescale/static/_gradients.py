@@ -60,7 +60,7 @@ def local_gradient(placements: Placements, grads: Placements, mesh: DeviceMesh) 
     """The placements with which a gradient has the local shape of its tensor. A sharded gradient of a replicated tensor
     becomes Partial without communication: its shard, and zeros elsewhere."""
     return tuple(
-        g if mesh.size(axis) == 1 or _is_same_part(p, g) else _of_same_part(p)
+        g if mesh.size(axis) == 1 or p == g or not (_cuts(p) or _cuts(g)) else _of_same_part(p)
         for axis, (p, g) in enumerate(zip(placements, grads, strict=True))
     )
 
@@ -73,10 +73,6 @@ def without_single_ranks(placements: Placements, mesh: DeviceMesh) -> Placements
 def is_whole(placements: Placements | None, mesh: DeviceMesh) -> bool:
     """Whether a tensor is whole on every rank; a plain one is."""
     return placements is None or all(p.is_replicate() for p in without_single_ranks(placements, mesh))
-
-
-def _is_same_part(placement: Placement, grad: Placement) -> bool:
-    return placement == grad or (not _cuts(placement) and not _cuts(grad))
 
 
 def _adds_alike(sent: set[Placements], target: Placements, grads: Placements, mesh: DeviceMesh) -> bool:
