@@ -9,7 +9,8 @@ from vescale.agreement._descriptions import (
     listen_to_descriptions,
 )
 from vescale.agreement._heartbeat import FIRST_MESSAGES, Beat, Heartbeat, settle_heartbeats
-from vescale.agreement._posts import (
+from vescale.agreement._round import HandedIn, Round
+from vescale.agreement._store import (
     add_post,
     added_posts,
     await_posts,
@@ -17,7 +18,6 @@ from vescale.agreement._posts import (
     post_once,
     posted,
     read_post,
+    wait_limit,
 )
-from vescale.agreement._round import HandedIn, Round
-from vescale.agreement._store import wait_limit
 from vescale.agreement._watch import Apart, Watch, end_for, end_soon

@@ -10,8 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale.agreement import Round
-from vescale.checkpoint._error_text import as_text, from_text
-from vescale.checkpoint._replicas import has_other_ranks
+from vescale.checkpoint._replicas import as_text, from_text, has_other_ranks
 from vescale.errors import CheckpointError, ConsensusError, SaveFailedError
 
 # What a message begins with: of a rank that has something to say, and of one that has failed.

@@ -21,16 +21,21 @@ from vescale.errors import (
     OptimizerError,
     UnevenBlocksError,
 )
-from vescale.optim._adamw8bit_native import is_native, update_all
-from vescale.optim._adamw8bit_update import Scalars, Update, compute_dtype, device_scalars, host_scalars, update
-from vescale.optim._blocks import Blocks, Part
-from vescale.optim._dynamic_map import dynamic_map
-from vescale.optim._flat_blocks import FlatBlocks
-from vescale.optim._graph_capture import check_no_capture
+from vescale.optim._adamw8bit_update import (
+    Scalars,
+    Update,
+    compute_dtype,
+    device_scalars,
+    dynamic_map,
+    host_scalars,
+    is_native,
+    update,
+    update_all,
+)
+from vescale.optim._blocks import Blocks, FlatBlocks, Part, RowBlocks
 from vescale.optim._report import ParameterReport, compare_parameters, shown_names
-from vescale.optim._row_blocks import RowBlocks
 from vescale.optim._state_loading import ExactStates
-from vescale.optim._step_gradients import StepGradients, local_part
+from vescale.optim._step_gradients import StepGradients, check_no_capture, local_part
 from vescale.placements import RaggedShard, Region, contiguous_stride, distribute_tensor, local_region, own_region
 from vescale.rng import indexed_bits
 

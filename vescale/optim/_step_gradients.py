@@ -34,6 +34,7 @@ from vescale.compat import (
     spec_of,
     without_modes,
 )
+from vescale.compat.devices import is_capturing
 from vescale.errors import OptimizerError, kind_of
 from vescale.gradients import reduce_pending
 from vescale.optim._linked_ranks import LinkedRanks, all_finite
@@ -375,3 +376,14 @@ def _place_like_parameters(parameters: Sequence[MatrixParameter]) -> None:
     for parameter, gradient in zip(parameters, reduce_pending([g for g in gradients if g is not None])):
         assert isinstance(gradient, DTensor)
         parameter.tensor.grad = gradient.redistribute(placements=parameter.place.placements)
+
+
+# Refuses to capture a step whose numbers the host computes: replays of the graph would repeat those of the first.
+
+
+def check_no_capture(what: str, fix: str) -> None:
+    """Raises ValueError while the current stream is captured. ``what`` the host computes, and the edit."""
+    if is_capturing():
+        raise OptimizerError(
+            f"a step is being captured in a graph, and the host computes {what}: every replay would repeat it; {fix}"
+        )
