@@ -100,7 +100,7 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "ir._expert_sharding:instance": ("forward of experts on the meta device", "their shapes are what is asked for", _CALL),
     "ops._boundary_copies:instance": ("storages of copies at boundaries", _OWN, "with the storage"),
     "ops._view_copies:instance": ("storages of gathered copies", _OWN, "with the storage"),
-    "optim._torch_stages:torch": (
+    "optim._clip:torch": (
         "torch.optim's hooks before steps", "optimizers that need all parameters are refused for models in stages", "never"),
     "pipeline._gates:class": ("modules that stages share or skip", "a rank runs its own stages", _MODEL),
     "pipeline._gates:instance": ("modules that stages share or skip", _OWN, _MODEL),

@@ -264,21 +264,15 @@ class FeatureTrace:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        handles = []
-        for path, module in self.index.modules.items():
-            handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._running.append(path)))
-            handles.append(module.register_forward_hook(lambda *_: self._running.pop() and None))
-        undo = contextlib.ExitStack()
-        calls = ExpertCalls()
-        for path in modules_of_experts(self.index):
-            self.experts[path] = self.index.modules[path]
-            undo.enter_context(calls.replaced(self.index.modules[path], path, Local("experts", None, (), ()), self))
-        try:
+        with contextlib.ExitStack() as stack:
+            for path, module in self.index.modules.items():
+                stack.enter_context(module.register_forward_pre_hook(lambda *_, path=path: self._running.append(path)))
+                stack.enter_context(module.register_forward_hook(lambda *_: self._running.pop() and None))
+            calls = ExpertCalls()
+            for path in modules_of_experts(self.index):
+                self.experts[path] = module = self.index.modules[path]
+                stack.enter_context(calls.replaced(module, path, Local("experts", None, (), ()), self))
             yield
-        finally:
-            undo.close()
-            for handle in handles:
-                handle.remove()
 
     def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[None, ...]:
         return ()

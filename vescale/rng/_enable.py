@@ -86,33 +86,13 @@ def _anywhere(flag: bool, spec: DTensorSpec) -> bool:
     return bool(flags.item())
 
 
-def _orthogonal_(
-    original: Callable[..., torch.Tensor],
-    tensor: torch.Tensor,
-    gain: float = 1,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """``nn.init.orthogonal_`` on a DTensor: every rank computes it, because the factorization needs the whole matrix."""
+def _whole(what: str, original: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """``nn.init.orthogonal_``, whose factorization needs the whole matrix, and ``sparse_``, which writes one column at a
+    time, on a DTensor: every rank computes them."""
     if not isinstance(tensor, DTensor) or is_symbolic(local_of(tensor)):
-        return original(tensor, gain=gain, generator=generator)
-    return _whole_on_every_rank(
-        tensor, "orthogonal_", generator, lambda whole: original(whole, gain=gain, generator=generator)
-    )
-
-
-def _sparse_(
-    original: Callable[..., torch.Tensor],
-    tensor: torch.Tensor,
-    sparsity: float,
-    std: float = 0.01,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """``nn.init.sparse_`` on a DTensor: every rank computes it, because it writes one column at a time."""
-    if not isinstance(tensor, DTensor) or is_symbolic(local_of(tensor)):
-        return original(tensor, sparsity, std=std, generator=generator)
-    return _whole_on_every_rank(
-        tensor, "sparse_", generator, lambda whole: original(whole, sparsity, std=std, generator=generator)
-    )
+        return original(tensor, *args, **options)
+    generator = options.get("generator")
+    return _whole_on_every_rank(tensor, what, generator, lambda whole: original(whole, *args, **options))
 
 
 def _whole_on_every_rank(
@@ -144,8 +124,8 @@ def _count_write(tensor: DTensor) -> None:
 
 INITIALIZERS: dict[str, Callable[..., Any]] = {
     "_no_grad_trunc_normal_": _trunc_normal_,  # looked up by trunc_normal_ when it runs, however it was imported
-    "orthogonal_": _orthogonal_,
-    "sparse_": _sparse_,
+    "orthogonal_": functools.partial(_whole, "orthogonal_"),
+    "sparse_": functools.partial(_whole, "sparse_"),
 }
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.static._gradients import is_whole, settle_gradients, without_single_ranks
 from vescale.static._local_functions import local_function
-from vescale.static._local_run import SIZE_READERS, SIZE_TAKERS, LocalRun
+from vescale.static._observed_ops import SIZE_READERS, SIZE_TAKERS, LocalRun
 from vescale.static._record import CallEvent, Event, Recorder
 from vescale.static._state import is_inside
 from vescale.static._step_records import Call, Placements, TensorRecord, Value

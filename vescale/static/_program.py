@@ -32,13 +32,11 @@ from vescale.runtime import Frame, Placing, Runtime, current_activation, resumed
 from vescale.static._analysis import Action, Eager, ReadSizes, RecordedTape, TakeSizes, name_of
 from vescale.static._checks import check_of, needs_sizes
 from vescale.static._early_inputs import Entered
-from vescale.static._gradients import is_whole
+from vescale.static._gradients import is_whole, refuse_second_derivatives, without_gradient
 from vescale.static._guards import Guards
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_functions import LocalFunction, local_function
-from vescale.static._local_run import SIZE_READERS, LocalRun
-from vescale.static._missing_gradients import refuse_second_derivatives, without_gradient
-from vescale.static._observed_ops import random_state, set_random_state
+from vescale.static._observed_ops import SIZE_READERS, LocalRun, random_state, set_random_state
 from vescale.static._placing import PlacedTensor
 from vescale.static._python_state import PythonState
 from vescale.static._record import (

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, native_static
-from vescale.static._missing_gradients import shown_local
+from vescale.static._gradients import shown_local
 
 
 class ShownEntries:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, no_torch_function, with_torch_function
 from vescale.fsdp import ManagedParameter, ModuleState, state_of
-from vescale.static._missing_gradients import shown_local
+from vescale.static._gradients import shown_local
 
 # ``LocalParameter``: a parameter of a unit, shown as its local tensor while the unit runs in a static forward.
 
