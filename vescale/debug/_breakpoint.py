@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import bytes_of, no_torch_function, note, own_part
-from vescale.debug._hang_report import the_watch
 from vescale.debug._locations import place_of_frames, running_stage
 from vescale.debug._prompt import (
     GOES_ON,
@@ -35,6 +34,7 @@ from vescale.debug._prompt import (
     terminal_of_this_process,
 )
 from vescale.debug._stopped_ranks import JobEnded, Session
+from vescale.debug._watchdog import the_watch
 from vescale.errors import DebugOptionError, kind_of
 
 # Requests to a stopped rank: values of expressions, checksums of their parts, and the rank's location.

@@ -37,7 +37,6 @@ from vescale.static._guards import Guards
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_functions import LocalFunction, local_function
 from vescale.static._observed_ops import SIZE_READERS, LocalRun, random_state, set_random_state
-from vescale.static._placing import PlacedTensor
 from vescale.static._python_state import PythonState
 from vescale.static._record import (
     BoundaryEvent,
@@ -47,7 +46,7 @@ from vescale.static._record import (
     line_of_model,
     still_kept,
 )
-from vescale.static._shown_entries import ShownEntries
+from vescale.static._shown_entries import PlacedTensor, ShownEntries
 from vescale.static._state import checkpoint_of, is_inside, own_forward
 from vescale.static._step_records import Boundary
 from vescale.static._tensor_type import TensorType, UnrecordedError, map_in_order, types_of
