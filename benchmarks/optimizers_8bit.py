@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vescale import csrc
-from vescale.optim import AdamW8bit, _adamw8bit_native
+from vescale.optim import AdamW8bit, _adamw8bit_update
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--width", type=int, default=16)
     args = parser.parse_args()
-    _adamw8bit_native._WIDTH = args.width
+    _adamw8bit_update._WIDTH = args.width
     torch.set_num_threads(args.threads)
     clock = time.thread_time if args.threads == 1 else time.perf_counter
 

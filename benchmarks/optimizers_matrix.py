@@ -34,8 +34,8 @@ from tests.model_shapes import shape_list
 from vescale.comm import record_comms
 from vescale.optim import Muon
 from vescale.optim._matrix_blocks import matrix_grid
+from vescale.optim._matrix_parameters import MeshRanks, PlacedMatrix, assign_owners
 from vescale.optim._muon import newton_schulz_cost
-from vescale.optim._ownership import MeshRanks, PlacedMatrix, assign_owners
 from vescale.optim._state_loading import holdings
 from vescale.placements import RaggedShard, distribute_tensor, normalize_placements
 

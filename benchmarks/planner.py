@@ -21,7 +21,7 @@ from typing import Any
 from tests.buffer import grid
 from vescale import csrc
 from vescale.buffer import plan_layout
-from vescale.buffer._plan_buffer import plan_group
+from vescale.buffer._planner import plan_group
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:

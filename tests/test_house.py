@@ -129,10 +129,9 @@ VOCABULARY = {
 # file or folder -> words with their standard meaning there
 STANDARD_USES = {
     "vescale/rng/_dtensor_fill.py": {"words"},
-    "vescale/rng/_draw_rules.py": {"words"},  # 32-bit outputs of a generator
     "vescale/rng/_mt19937.py": {"words"},
     "vescale/rng/_enable.py": {"words"},
-    "vescale/rng/_random_ops.py": {"words"},
+    "vescale/rng/_random_ops.py": {"words"},  # 32-bit outputs of a generator
     "vescale/rng/_philox.py": {"words", "lane", "lanes"},  # positions in a block of Philox
     "vescale/rng/_cuda_kernel.py": {"words", "lanes"},
     "docs/internals/rng.md": {"words"},

@@ -7,7 +7,7 @@ import pytest
 from tests.buffer import grid, oracle
 from tests.buffer.grid import Case
 from vescale.buffer import plan_layout
-from vescale.buffer._plan_buffer import plan_group
+from vescale.buffer._planner import plan_group
 
 RECORDED = grid.read()
 

@@ -15,9 +15,8 @@ from tests.buffer import oracle
 from tests.examples import examples
 from vescale.buffer import BufferPlan, Layout, plan_layout
 from vescale.buffer._layout import earliest_start, last_end
-from vescale.buffer._plan_buffer import plan_group
-from vescale.buffer._planning_problem import Problem
-from vescale.buffer._shard_size_search import Bounds
+from vescale.buffer._planner import plan_group
+from vescale.buffer._shard_size_search import Bounds, Problem
 
 Tensors = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 import vescale.checkpoint
 from tests.ranks import RankPools
 from vescale.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, load, save, verify
-from vescale.checkpoint._manifest_text import merge_parts
 from vescale.checkpoint._rank_file import differing, digests_of
+from vescale.checkpoint._step_folder import merge_parts
 from vescale.errors import ContentMismatchError, ManifestError
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vescale.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, load, load_hf, save, verify
-from vescale.checkpoint._manifest_text import parse, serialize
+from vescale.checkpoint._step_folder import parse, serialize
 from vescale.cli import main
 
 

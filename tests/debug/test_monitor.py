@@ -23,8 +23,7 @@ from tests.runtime.llama import make_mesh
 from vescale.comm import Operation
 from vescale.comm._observation import METERS, OBSERVERS
 from vescale.debug import StepRecord, comm_trace, flops_per_token, monitor
-from vescale.debug._comm_meter import AxisTraffic, CommMeter
-from vescale.debug._monitor import ConsoleLines, line_of
+from vescale.debug._monitor import AxisTraffic, CommMeter, ConsoleLines, line_of
 from vescale.ops import _conversion
 
 
@@ -160,7 +159,7 @@ def exposed() -> None:
 def test_what_is_hidden_behind_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """By clocks of the test: two collectives overlap for 6 s, of which the thread computes for 4; one takes 3 s."""
     now, meter = {"wall": 0.0, "cpu": 0.0}, CommMeter()
-    monkeypatch.setattr("vescale.debug._comm_meter.time.perf_counter", lambda: now["wall"])
+    monkeypatch.setattr("vescale.debug._monitor.time.perf_counter", lambda: now["wall"])
     meter._clock, meter._cpu = 1, lambda: now["cpu"]  # type: ignore[method-assign]
     first, second, third = (
         Operation("all_reduce", n, "g", (0, 1), axis, 8) for n, axis in enumerate(["dp", "tp", "dp"])

@@ -23,7 +23,7 @@ from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import Plan, parallelize
 from vescale.agreement import Watch
-from vescale.gradients._agreed_collectives import _MARK, AgreedCollectives, has_notice
+from vescale.gradients._collective_order import _MARK, AgreedCollectives, has_notice
 
 GATHER, REDUCTION, END_OF_BACKWARD = 0, 1, 3
 

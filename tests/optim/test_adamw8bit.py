@@ -21,9 +21,8 @@ from tests.optim.reference_adamw8bit import (
 )
 from vescale import csrc
 from vescale.optim import AdamW8bit
-from vescale.optim._adamw8bit_update import dequantize, quantize
+from vescale.optim._adamw8bit_update import dequantize, dynamic_map, quantize
 from vescale.optim._blocks import Part
-from vescale.optim._dynamic_map import dynamic_map
 
 FORMS = ["native", "fallback"]
 

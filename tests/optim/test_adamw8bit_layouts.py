@@ -21,8 +21,7 @@ from tests.optim.test_adamw8bit import gradient
 from vescale.comm import record_comms
 from vescale.compat import StridedShard
 from vescale.optim import AdamW8bit, adamw8bit_layout
-from vescale.optim._flat_blocks import FlatBlocks
-from vescale.optim._row_blocks import RowBlocks
+from vescale.optim._blocks import FlatBlocks, RowBlocks
 from vescale.placements import (
     InterleavedShard,
     RaggedShard,

@@ -11,10 +11,9 @@ import torch
 
 from vescale import csrc
 from vescale.errors import OptimizerError
-from vescale.optim import AdamW8bit, _adamw8bit_native
-from vescale.optim._adamw8bit_update import quantize
+from vescale.optim import AdamW8bit, _adamw8bit_update
+from vescale.optim._adamw8bit_update import dynamic_map, quantize
 from vescale.optim._blocks import Part
-from vescale.optim._dynamic_map import dynamic_map
 
 
 @pytest.fixture(params=[1, 8, 16])
@@ -22,7 +21,7 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     """At most so many elements in a vector; where the processor has fewer, as many as it has."""
     if csrc.load("adamw8bit") is None:
         pytest.skip("compares the C++ helper with the PyTorch ops, and it is not built: there is no compiler")
-    monkeypatch.setattr(_adamw8bit_native, "_WIDTH", request.param)
+    monkeypatch.setattr(_adamw8bit_update, "_WIDTH", request.param)
     return int(request.param)
 
 
@@ -158,10 +157,10 @@ def test_sizes_are_checked_in_cpp(width: int) -> None:
             pointers = [t.data_ptr() for t in tensors] + [0, 0]
             sizes = (matrices, height, columns, *block, numel - less, maxima - fewer)
             rows.append((*pointers, *sizes, 0, 0, kinds, 0, 0.1, 0.9, 0.1, 1.0, 0.1, 1.0, 1e-8, 0.0))
-        items = np.array(rows, dtype=_adamw8bit_native._ITEM)
-        library = _adamw8bit_native._library()
+        items = np.array(rows, dtype=_adamw8bit_update._ITEM)
+        library = _adamw8bit_update._library()
         assert library is not None
-        maps = _adamw8bit_native._maps().ctypes.data
+        maps = _adamw8bit_update._maps().ctypes.data
         done = library.adamw8bit_step(
             ctypes.c_void_p(items.ctypes.data),
             ctypes.c_int64(len(items)),

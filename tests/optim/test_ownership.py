@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.model_shapes import shape_list
 from tests.placements import oracle
 from vescale.optim._matrix_blocks import matrix_grid, tile_grid
+from vescale.optim._matrix_parameters import MeshRanks, PlacedMatrix, assign_owners
 from vescale.optim._muon import newton_schulz_cost
-from vescale.optim._ownership import MeshRanks, PlacedMatrix, assign_owners
 from vescale.optim._state_loading import holdings
 from vescale.placements import InterleavedShard, RaggedShard, normalize_placements
 

@@ -20,7 +20,7 @@ from tests.runtime.zero import sharded_at_rest
 from tests.whole import whole
 from vescale import no_sync, parallelize
 from vescale.errors import PipelineCallError
-from vescale.optim._torch_stages import _is_coupled
+from vescale.optim._clip import _is_coupled
 from vescale.plans import Plan
 
 NAMES = ("ids", "labels")

@@ -207,7 +207,7 @@ def test_either_rule_of_half_normals_gives_the_bits_of_this_build(
 
 
 def test_probes_refuse_a_wrong_rule() -> None:
-    from vescale.rng._draw_rules import NormalBlocks, NormalPairs, WordsPerElement
+    from vescale.rng._random_ops import NormalBlocks, NormalPairs, WordsPerElement
 
     op = RandomOp("uniform_")
     assert _cpu_engine.rule_holds(op, torch.float32, WordsPerElement(1))

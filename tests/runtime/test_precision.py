@@ -22,7 +22,7 @@ from vescale import parallelize, plan_zoo
 from vescale.ir import Program, Unit, check, lower
 from vescale.placements import RaggedShard
 from vescale.plans import Plan, PlanError
-from vescale.static._install import static_forward
+from vescale.static._forward import static_forward
 
 BF16 = torch.bfloat16
 

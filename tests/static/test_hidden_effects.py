@@ -25,7 +25,7 @@ from tests.static.models import both, same
 from vescale import Plan
 from vescale.errors import StaticStepError
 from vescale.static import report
-from vescale.static._missing_gradients import shown_local
+from vescale.static._gradients import shown_local
 
 pytestmark = pytest.mark.helper("dispatch")
 

@@ -1,15 +1,17 @@
 """What ranks agree on, and how they find out that they do not: through the job's store, which no other package touches."""
 
 from vescale.agreement._board import Board, CrossWaitError
-from vescale.agreement._descriptions import (
+from vescale.agreement._heartbeat import FIRST_MESSAGES, Beat, Heartbeat, settle_heartbeats
+from vescale.agreement._round import (
     Description,
     Difference,
+    HandedIn,
+    Round,
     compare_descriptions,
     first_difference,
     listen_to_descriptions,
 )
-from vescale.agreement._heartbeat import FIRST_MESSAGES, Beat, Heartbeat, settle_heartbeats
-from vescale.agreement._posts import (
+from vescale.agreement._store import (
     add_post,
     added_posts,
     await_posts,
@@ -17,7 +19,6 @@ from vescale.agreement._posts import (
     post_once,
     posted,
     read_post,
+    wait_limit,
 )
-from vescale.agreement._round import HandedIn, Round
-from vescale.agreement._store import wait_limit
 from vescale.agreement._watch import Apart, Watch, end_for, end_soon

@@ -6,14 +6,14 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from vescale.compat import default_store, own_connection
-from vescale.errors import ArgumentError
+from vescale.compat import default_store, default_timeout, own_connection
+from vescale.errors import ArgumentError, ConsensusError
 
 _NOTHING = "?"  # no row, and no value, is this
 
@@ -96,3 +96,59 @@ def wait_limit() -> timedelta | None:
 def ranks_text(ranks: Sequence[int]) -> str:
     """``rank 2``, or ``ranks [0, 1, 3]``."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+# Posts: what one rank tells all that want to know it, under a key that is used once.
+
+
+def post(key: str, text: str) -> None:
+    """``text`` is not empty, and stays. One request."""
+    with connection() as store:
+        store.set(f"vescale post {key}", text)
+
+
+def posted(key: str) -> str | None:
+    """None: nobody has posted it. Waits for nothing; one request."""
+    with connection() as store:
+        return peek(store, f"vescale post {key}")
+
+
+def post_once(key: str, text: str) -> str:
+    """What the first rank has posted. One request."""
+    with connection() as store:
+        return store.compare_set(f"vescale post {key}", "", text).decode()
+
+
+def add_post(key: str, text: str) -> None:
+    """Beside those of this and other ranks. One request."""
+    with connection() as store:
+        add_row(store, f"vescale posts {key}", dist.get_rank(), text)
+
+
+def added_posts(key: str) -> list[str]:
+    """Those so far, in order. Waits for nothing; one request."""
+    with connection() as store:
+        return [text for _, text in rows_of(store, f"vescale posts {key}", dist.get_world_size()) or ()]
+
+
+def read_post(key: str) -> str:
+    """Wait until it is posted, as long as the store waits."""
+    with connection() as store:
+        return store.get(f"vescale post {key}").decode()
+
+
+def await_posts(keys: Mapping[str, int]) -> list[str]:
+    """The texts of keys, and which rank posts each. One request, and one for each key.
+
+    Raises ConsensusError with the ranks that have not posted within ``VESCALE_TIMEOUT`` seconds, or the default group's
+    timeout.
+    """
+    full = {f"vescale post {key}": rank for key, rank in keys.items()}
+    with connection() as store:
+        try:
+            store.wait(list(full), wait_limit() or default_timeout())
+        except RuntimeError:  # store types have no common error class; a lost store raises again here
+            late = {rank for key, rank in full.items() if not store.check([key])}
+            if late:
+                raise ConsensusError(f"ranks {sorted(late)} have not posted", sorted(late)) from None
+        return [store.get(key).decode() for key in full]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch.distributed as dist
 
 from vescale.agreement import Round
-from vescale.checkpoint._error_text import as_text, from_text
-from vescale.checkpoint._replicas import has_other_ranks
+from vescale.checkpoint._replicas import as_text, from_text, has_other_ranks
 from vescale.errors import CheckpointError, ConsensusError, SaveFailedError
 
 # What a message begins with: of a rank that has something to say, and of one that has failed.
@@ -92,7 +91,7 @@ class Gathering:
             return first([message if isinstance(message, str) else message()])
         except BaseException as error:
             self.has_failed = True
-            if _is_interrupt(error) or isinstance(error, CheckpointError):
+            if (error is not None and not isinstance(error, Exception)) or isinstance(error, CheckpointError):
                 raise
             raise from_text(as_text(error)) from error
 
@@ -108,10 +107,6 @@ class Gathering:
 
 def _late(ranks: Sequence[int], call: str) -> str:
     return f"ranks {sorted(ranks)} did not reach {call}"
-
-
-def _is_interrupt(failure: BaseException | None) -> TypeGuard[BaseException]:
-    return failure is not None and not isinstance(failure, Exception)
 
 
 def _answered(given: Sequence[str], first: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -129,3 +130,14 @@ def _check_memory(name: str, local: torch.Tensor) -> None:
 def _hides_memory(local: torch.Tensor) -> bool:
     """Whether a tensor subclass has no memory of its own (wrappers); others, which only add methods, have."""
     return type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+# Memory for bytes on their way that goes back to the system as soon as nobody has it.
+
+
+def scratch(nbytes: int) -> torch.Tensor:
+    """``nbytes`` bytes in the host's memory, not initialized to anything in particular.
+
+    The allocator of C may keep what is freed, once for each thread and size, so that a bound on memory would not hold.
+    """
+    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]

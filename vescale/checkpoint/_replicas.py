@@ -16,12 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.agreement import Round
-from vescale.checkpoint._error_text import as_text, from_text
-from vescale.checkpoint._local_blocks import LocalBlocks
-from vescale.checkpoint._scratch import scratch
+from vescale.checkpoint._local_blocks import LocalBlocks, scratch
 from vescale.comm import requested_by
 from vescale.compat import bytes_of, is_alone
-from vescale.errors import CheckpointError
+from vescale.errors import CheckpointError, SaveFailedError
 
 _BUCKET_BYTES = 16 << 20
 
@@ -230,3 +228,27 @@ def _pack(pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         else:
             values.view(piece.dtype).view(piece.shape).copy_(piece)
         start += piece.nbytes
+
+
+# Errors of checkpoints as text and back, for other ranks: their class is kept.
+
+
+def as_text(error: BaseException) -> str:
+    """Errors of other kinds get the name of their class."""
+    if isinstance(error, CheckpointError):
+        return f"{type(error).__name__}:{error}"
+    return f"{SaveFailedError.__name__}:{type(error).__name__}: {error}"
+
+
+def from_text(text: str, before: str = "") -> CheckpointError:
+    """The inverse of :func:`as_text`; ``before`` is put in front of the message."""
+    name, _, message = text.partition(":")
+    kind = _classes().get(name, CheckpointError)
+    return kind(before + message.removesuffix(f" [{kind.code}]"))
+
+
+def _classes() -> dict[str, type[CheckpointError]]:
+    found = [CheckpointError]
+    for kind in found:
+        found += kind.__subclasses__()
+    return {kind.__name__: kind for kind in found}

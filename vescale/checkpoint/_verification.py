@@ -18,7 +18,7 @@ import torch
 from vescale.checkpoint._convert import plain_values
 from vescale.checkpoint._data_file import box_checksums
 from vescale.checkpoint._dcp import chunk_places, is_dcp
-from vescale.checkpoint._open import open_stored
+from vescale.checkpoint._one_shot import open_stored
 from vescale.checkpoint._step_folder import (
     MANIFEST,
     find_problems,

@@ -38,7 +38,6 @@ from vescale.checks._replaced_parameters import (
     listed_optimizers,
     replacement_of,
 )
-from vescale.checks._settings import check_every, check_mode, is_unchecked, unchecked
 from vescale.checks._start import (
     HASHES_OF_CHECKED_MESHES,
     start_checks,
@@ -46,4 +45,4 @@ from vescale.checks._start import (
     step_checks,
     watch_optimizers,
 )
-from vescale.checks._steps import LocalPart, StepChecks
+from vescale.checks._steps import LocalPart, StepChecks, check_every, check_mode, is_unchecked, unchecked

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.checks._descriptions import tensor_text
 from vescale.checks._mismatches import COMPUTED, UNKNOWN
-from vescale.checks._settings import is_unchecked
-from vescale.checks._steps import StepChecks
+from vescale.checks._steps import StepChecks, is_unchecked
 from vescale.compat import (
     PACKED,
     has_dispatch_modes,

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from vescale.compat import bytes_of, has_hooks, living_items, local_of, no_torch_function, note
+from vescale.compat import bytes_of, has_hooks, living_items, no_torch_function, note, own_part
 from vescale.errors import (
     ArgumentTypeError,
     Coded,
@@ -251,7 +251,7 @@ def _state(parameter: torch.Tensor | None) -> tuple[int, torch.Tensor]:
     if parameter is None or parameter.is_meta:
         return 0, torch.empty(0)
     with torch.no_grad():
-        local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+        local = own_part(parameter)
         some = local.detach().reshape(-1)[:: local.numel() // _SAMPLES or 1].clone()
         return (0 if local.is_inference() else local._version), bytes_of(some)
 

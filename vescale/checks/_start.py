@@ -14,8 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from vescale.checks._descriptions import hash_of
 from vescale.checks._mismatches import STEPPED
-from vescale.checks._settings import FIRST, check_every, is_unchecked
-from vescale.checks._steps import StepChecks
+from vescale.checks._steps import FIRST, StepChecks, check_every, is_unchecked
 from vescale.compat import no_torch_function, note, spec_of
 
 # What ranks compare of their optimizers' steps: hyperparameters, and for how many parameters there are gradients. Where

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from vescale.comm._pending import Pending
-from vescale.compat import detached_below_autograd, local_of, versions
+from vescale.compat import detached_below_autograd, own_part, versions
 
 _P = ParamSpec("_P")
 
@@ -68,7 +67,7 @@ class KeptTensors:
 def _memory(tensor: torch.Tensor) -> int | None:
     """What the tensors of a storage have in common; None for a tensor without one."""
     try:
-        return int((local_of(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata)
+        return int(own_part(tensor).untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse and other subclasses
         return None
 

@@ -43,8 +43,8 @@ from vescale.compat.model_hooks import (
     tell_write,
 )
 from vescale.compat.module_calls import *
-from vescale.compat.native_decisions import intern_spec
 from vescale.compat.native_dispatch import *
+from vescale.compat.native_dispatch import intern_spec
 from vescale.compat.native_static import native_static, native_tape
 from vescale.compat.op_info import *
 from vescale.compat.optimizers import note_writes

@@ -101,11 +101,9 @@ def let_shards_be_empty(changes: Changes, _: Any) -> None:
     """Within :func:`with_empty_shards`, PyTorch's rules shard any dim."""
     original = utils.is_tensor_shardable
 
-    @functools.wraps(original)
+    @changes.in_place_of(original)
     def is_tensor_shardable(*args: Any, **kwargs: Any) -> bool:
         return getattr(_DECIDING, "now", False) or original(*args, **kwargs)
-
-    changes.function(original, is_tensor_shardable)
 
 
 @contextlib.contextmanager

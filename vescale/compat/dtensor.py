@@ -7,6 +7,7 @@ or dropped fails in :func:`vescale.compat.self_check`, by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -30,6 +31,7 @@ __all__ = [
     "local_of",
     "make_dtensor",
     "make_spec",
+    "own_part",
     "partial_reduce",
     "rank_in_mesh",
     "replace_parts",
@@ -52,6 +54,11 @@ def spec_of(dtensor: DTensor) -> DTensorSpec:
 def local_of(dtensor: DTensor) -> torch.Tensor:
     """The local tensor itself: no autograd node, no copy."""
     return dtensor._local_tensor
+
+
+def own_part(value: Any) -> Any:
+    """The local tensor of a DTensor; anything else as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def versions(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -142,13 +142,11 @@ def _apply_from_local(hooks: DTensorHooks) -> Callable[..., Any]:
 def wrap_set_item(changes: Changes, hooks: DTensorHooks) -> None:
     original = DTensor.__setitem__
 
-    @functools.wraps(original)
+    @changes.method(DTensor, "__setitem__")
     def __setitem__(self: Any, index: Any, value: Any) -> None:
         if not hooks.has_custom(self._spec.placements):
             return original(self, index, value)
         return hooks.set_item(original, self, index, value)
-
-    changes.attribute(DTensor, "__setitem__", __setitem__)
 
 
 def wrap_data(changes: Changes, hooks: DTensorHooks) -> None:
@@ -227,14 +225,12 @@ def wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:
     asks what the placements mean."""
     original, has_custom = tensor_api._ToTorchTensor.backward, hooks.has_custom
 
-    @functools.wraps(original)
+    @changes.method(tensor_api._ToTorchTensor, "backward")
     def backward(ctx: Any, grad_output: Any) -> Any:
         spec, wanted = ctx.dtensor_spec, ctx.grad_placements
         if grad_output is None or not (has_custom(spec.placements) or (wanted and has_custom(wanted))):
             return original(ctx, grad_output)
         return hooks.local_gradient(grad_output, spec, wanted), None
-
-    changes.attribute(tensor_api._ToTorchTensor, "backward", staticmethod(backward))
 
 
 def wrap_distribute_tensor(changes: Changes, _: Any) -> None:
@@ -242,7 +238,7 @@ def wrap_distribute_tensor(changes: Changes, _: Any) -> None:
     looked it up. The hooks are looked up when it is called."""
     original = _STOCK.distribute_tensor
 
-    @functools.wraps(original)
+    @changes.in_place_of(original)
     def distribute_tensor(
         tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0
     ) -> Any:
@@ -255,15 +251,13 @@ def wrap_distribute_tensor(changes: Changes, _: Any) -> None:
             return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
         return hooks.distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
-    changes.function(original, distribute_tensor)
-
 
 def refuse_early_lookups(changes: Changes, hooks: DTensorHooks) -> None:
     """Tell what to do where PyTorch's own ``distribute_tensor`` gets a placement that it does not know: a program that holds
     the function in a variable, or loads the placements among its arguments. It calls nothing that could answer for it."""
     original, code = tensor_api.assert_no_mixed_partial_types, _STOCK.distribute_tensor.__code__
 
-    @functools.wraps(original)
+    @changes.method(tensor_api, "assert_no_mixed_partial_types")
     def assert_no_mixed_partial_types(placements: Any) -> None:
         if hooks.has_custom(placements) and sys._getframe(1).f_code is code:
             raise PlacementError(
@@ -273,20 +267,16 @@ def refuse_early_lookups(changes: Changes, hooks: DTensorHooks) -> None:
             )
         original(placements)
 
-    changes.attribute(tensor_api, "assert_no_mixed_partial_types", assert_no_mixed_partial_types)
-
 
 def key_compiled_code(changes: Changes, _: Any) -> None:
     """``torch.compile`` keeps code for the sizes of local tensors, which differ between ranks that share a cache, and
     between parts of equal tensors: its key has them, too."""
     original = DTensor._stable_hash_for_caching
 
-    @functools.wraps(original)
+    @changes.method(DTensor, "_stable_hash_for_caching")
     def _stable_hash_for_caching(self: Any) -> str:
         local = self._local_tensor
         return f"{original(self)} {tuple(local.shape)} {local.stride()}"
-
-    changes.attribute(DTensor, "_stable_hash_for_caching", _stable_hash_for_caching)
 
 
 def format_scalars(changes: Changes, _: Any) -> None:

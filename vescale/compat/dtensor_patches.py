@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat.dispatch import HANDLERS, handlers_of_dtensor
-from vescale.compat.dtensor import expanded_as, local_of, make_dtensor, make_spec, spec_of
+from vescale.compat.dtensor import expanded_as, local_of, make_dtensor, make_spec, own_part, spec_of
 from vescale.compat.dtensor_methods import DTensorHooks
 from vescale.compat.native_dispatch import native_passes
 from vescale.compat.patching import Changes
@@ -70,12 +70,10 @@ def reduce_all_where_none_is_named(changes: Changes, _: Any) -> None:
     reductions of none, and the result of each rank's part, for the result."""
     original = _math_ops._infer_reduction_dims
 
-    @functools.wraps(original)
+    @changes.in_place_of(original)
     def infer_reduction_dims(dims: Any, ndim: int) -> list[int] | None:
         is_empty = isinstance(dims, list | tuple) and not dims
         return list(range(ndim)) if is_empty else original(dims, ndim)
-
-    changes.function(original, infer_reduction_dims)
 
 
 # Methods and attributes of DTensors without the model's function mode, where it passes them through
@@ -138,7 +136,7 @@ _IS_PARTIAL = operator.methodcaller("is_partial")
 def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
     original, is_stock = tensor_redistribute.redistribute_local_tensor, hooks.custom_types.isdisjoint
 
-    @functools.wraps(original)
+    @changes.in_place_of(original)
     def redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec: Any, **options: Any) -> Any:
         source, target = current_spec.placements, target_spec.placements
         if is_stock(map(type, source)) and is_stock(map(type, target)):
@@ -153,21 +151,15 @@ def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
             except RuntimeError:
                 # PyTorch does not turn a shard into a summand, which adding one to a pending gradient asks for: the
                 # gradients of two microbatches may be placed differently.
-                if not _becomes_summand(source, target):
+                if not any(before.is_shard() and after.is_partial() for before, after in zip(source, target)):
                     raise
         return hooks.redistribute_local(
             local_tensor, current_spec, target_spec, async_op=options.get("async_op", False)
         )
 
-    changes.function(original, redistribute_local_tensor)
-
 
 def _only_copies(source: Any, target: Any) -> bool:
     return all(before == after or (before.is_replicate() and after.is_shard()) for before, after in zip(source, target))
-
-
-def _becomes_summand(source: Any, target: Any) -> bool:
-    return any(before.is_shard() and after.is_partial() for before, after in zip(source, target))
 
 
 def _reduced_where_ops_differ(source: Any, target: Any) -> Any:
@@ -300,8 +292,8 @@ def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """``GradScaler.unscale_``: whether any gradient has an inf or a nan on any rank. PyTorch's reduces over the axes along
     which the first gradient of the list is cut, so that ranks may skip different steps."""
     grads, found_inf, inv_scale = args
-    found = _plain(found_inf)
-    op([_plain(x) for x in grads], found, _plain(inv_scale), **kwargs)
+    found = own_part(found_inf)
+    op([own_part(x) for x in grads], found, own_part(inv_scale), **kwargs)
     cut: dict[Any, set[int]] = {}
     for x in grads:
         if isinstance(x, DTensor):
@@ -312,10 +304,6 @@ def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         spec = make_spec(mesh, placements, found.shape, found.stride(), found.dtype)
         if axes:
             found.copy_(make_dtensor(found.clone(), spec).full_tensor())
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    return local_of(x) if isinstance(x, DTensor) else x
 
 
 class OverStages(Protocol):
@@ -335,19 +323,17 @@ def take_norms(changes: Changes, hooks: OverStages) -> None:
     """``clip_grad_norm_`` calls this function, whoever has imported it before."""
     original = clip_grad._get_total_norm
 
-    @functools.wraps(original)
+    @changes.in_place_of(original)
     def _get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         return (hooks.total_norm if hooks.concern(listed) else original)(listed, *args, **kwargs)
-
-    changes.function(original, _get_total_norm)
 
 
 def share_overflows(changes: Changes, hooks: OverStages) -> None:
     """``step`` and ``unscale_`` of ``GradScaler`` call this method, for optimizers that scale by themselves, too."""
     original = GradScaler._unscale_grads_
 
-    @functools.wraps(original)
+    @changes.method(GradScaler, "_unscale_grads_")
     def _unscale_grads_(
         self: GradScaler, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
@@ -356,19 +342,15 @@ def share_overflows(changes: Changes, hooks: OverStages) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return flags if hooks.share_overflow(parameters, list(flags.values())) else found
 
-    changes.attribute(GradScaler, "_unscale_grads_", _unscale_grads_)
-
 
 def take_no_parameters(changes: Changes, hooks: OverStages) -> None:
     """What requires gradients of a model may all be in other stages; a list of it is empty then, on some ranks alone."""
     original: Any = torch.optim.Optimizer.__init__
 
-    @functools.wraps(original)
+    @changes.method(torch.optim.Optimizer, "__init__")
     def __init__(self: torch.optim.Optimizer, params: Any, defaults: dict[str, Any]) -> None:
         if not isinstance(params, torch.Tensor):
             params = list(params)
             if not params and hooks.concern([]):
                 params = [{"params": []}]
         original(self, params, defaults)
-
-    changes.attribute(torch.optim.Optimizer, "__init__", __init__)

@@ -7,7 +7,6 @@ the meta device, refuses all but bfloat16.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -60,7 +59,7 @@ def _change(changes: Changes) -> None:
     if original is None or result_of is None:
         return
 
-    @functools.wraps(original)
+    @changes.method(_meta_registrations, "_meta_grouped_mm_common")
     def grouped_mm(
         mat_a: torch.Tensor,
         mat_b: torch.Tensor,
@@ -76,8 +75,6 @@ def _change(changes: Changes) -> None:
             return original(mat_a, mat_b, scale_a, scale_b, offs=offs, out_dtype=out_dtype, **others)
         original(_as_bfloat16(mat_a), _as_bfloat16(mat_b), None, None, offs=offs, out_dtype=None, **others)
         return result_of(mat_a, mat_b, offs, mat_a.dtype)
-
-    changes.attribute(_meta_registrations, "_meta_grouped_mm_common", grouped_mm)
 
 
 def _as_bfloat16(x: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "ir._expert_sharding:instance": ("forward of experts on the meta device", "their shapes are what is asked for", _CALL),
     "ops._boundary_copies:instance": ("storages of copies at boundaries", _OWN, "with the storage"),
     "ops._view_copies:instance": ("storages of gathered copies", _OWN, "with the storage"),
-    "optim._torch_stages:torch": (
+    "optim._clip:torch": (
         "torch.optim's hooks before steps", "optimizers that need all parameters are refused for models in stages", "never"),
     "pipeline._gates:class": ("modules that stages share or skip", "a rank runs its own stages", _MODEL),
     "pipeline._gates:instance": ("modules that stages share or skip", _OWN, _MODEL),
@@ -132,8 +132,9 @@ _ROWS: dict[str, tuple[str, str, str]] = {
         "environment, arguments, signals, threads, in processes for ranks", "a script runs as one rank of many", _END),
     "simulation._script_memory:torch": (
         "hooks of all modules and optimizers, in processes for ranks", "memory is counted by phase", _END),
-    "static._forward:instance": ("_compiled_call_impl of modules", "a step is recorded", "at the end of the step"),
-    "static._install:instance": ("forward of a model in static mode", "it runs the tape of a step", _MODEL),
+    "static._forward:instance": (
+        "_compiled_call_impl of modules, in a step; forward of a model in static mode",
+        "the step is recorded; it runs the tape of one", _MODEL),
     "static._python_state:instance": ("attributes that a recorded forward sets", "they are as before it", _CALL),
 }  # fmt: skip
 

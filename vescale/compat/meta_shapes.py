@@ -67,7 +67,7 @@ def run_on_meta(changes: Changes, hooks: Any) -> None:
     """Let DTensor ask :func:`meta_of_result` first."""
     original: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    @functools.wraps(original)
+    @changes.method(ShardingPropagator, "_propagate_tensor_meta_non_cached")
     def propagate_tensor_meta(self: Any, op_schema: OpSchema) -> Any:
         if (
             _is_observed()
@@ -76,8 +76,6 @@ def run_on_meta(changes: Changes, hooks: Any) -> None:
         ):
             return original(self, op_schema)
         return meta_of_result(op_schema.op, op_schema.args_schema, op_schema.kwargs_schema)
-
-    changes.attribute(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_tensor_meta)
 
 
 def _is_observed() -> bool:

@@ -179,38 +179,38 @@ def telling(op: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
+_NOBODY = DispatchListener()
+
+
+def _listener() -> DispatchListener:
+    models = model_hooks()
+    return _NOBODY if models is None else models.listener
+
+
 def tell_write(tensor: DTensor) -> None:
     """After a write to ``tensor``, which may be a view of a copy."""
-    models = model_hooks()
-    if models is not None:
-        models.listener.wrote(tensor)
+    _listener().wrote(tensor)
 
 
 def tell_read(tensor: DTensor, how: str, *, for_python: bool = False) -> None:
     """Before the parts of a value meet: for Python, or in an op of ours."""
-    models = model_hooks()
-    if models is not None:
-        models.listener.reads(tensor, how, for_python)
+    _listener().reads(tensor, how, for_python)
 
 
 def tell_moved_operand(tensor: DTensor, placements: tuple[Any, ...], op: str) -> None:
     """An op of ours is about to move an operand of its own accord."""
-    models = model_hooks()
-    if models is not None:
-        models.listener.moves(tensor, placements, f"an operand of {op}")
+    _listener().moves(tensor, placements, f"an operand of {op}")
 
 
 def tell_plain_value(op: Any, name: str, tensor: Any, mesh: Any) -> None:
     """An op takes ``tensor``, if it is one, as the same on every rank of ``mesh``."""
-    models = model_hooks()
-    if models is not None and isinstance(tensor, torch.Tensor) and tensor.ndim:
-        models.listener.plain_value(op, name, tensor, mesh)
+    if isinstance(tensor, torch.Tensor) and tensor.ndim:
+        _listener().plain_value(op, name, tensor, mesh)
 
 
 def ask_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a call with plain tensors among DTensors; NotImplemented where PyTorch answers it."""
-    models = model_hooks()
-    return NotImplemented if models is None else models.listener.mixed(op, args, kwargs)
+    return _listener().mixed(op, args, kwargs)
 
 
 # Asked when a program checkpoints a function, with the options of ``checkpoint``: a context in which it runs as it is,
@@ -226,15 +226,10 @@ DRAW_LISTENERS: list[Callable[[DTensorSpec, str, torch.Generator | None], None]]
 
 def tell_draw(spec: DTensorSpec, what: str, generator: torch.Generator | None) -> None:
     """Before a random op draws this rank's part of a tensor of ``spec``. Also called from C++, with the op's full name."""
-    models = model_hooks()
-    for listener in DRAW_LISTENERS:
+    for listener in (*DRAW_LISTENERS, _listener().draws):
         listener(spec, what.removeprefix("aten::"), generator)
-    if models is not None:
-        models.listener.draws(spec, what.removeprefix("aten::"), generator)
 
 
 def tell_move(op: Any, operand: str, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
     """A rule of ours, not DTensor's own, brings an operand elsewhere; called before anything is communicated."""
-    models = model_hooks()
-    if models is not None:
-        models.listener.placement_move(op, operand, local, source, target)
+    _listener().placement_move(op, operand, local, source, target)

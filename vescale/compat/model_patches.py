@@ -61,7 +61,7 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
     dispatcher, listener = DTensor._op_dispatcher, hooks.listener
     original = dispatcher.redistribute_local_args
 
-    @functools.wraps(original)
+    @changes.method(dispatcher, "redistribute_local_args", DISPATCHER)
     def redistribute_local_args(op_info: Any, schema: Any, use_val: bool) -> None:
         wanted = schema.args_schema
         if op_info.args_tree_spec is not None:
@@ -78,8 +78,6 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
         if is_view(schema.op):
             copies = [(local, found, op_info.local_args[position], to) for position, local, found, to in moves]
             listener.viewed_copies(schema.op, copies)
-
-    changes.attribute(dispatcher, "redistribute_local_args", redistribute_local_args, DISPATCHER)
 
 
 def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
@@ -116,7 +114,7 @@ def refuse_swaps(changes: Changes, _: Any) -> None:
     """The reducer of gradients holds the parameters, so that PyTorch cannot put others in their place."""
     original = torch.utils.swap_tensors
 
-    @functools.wraps(original)
+    @changes.method(torch.utils, "swap_tensors")
     def swap_tensors(t1: Any, t2: Any) -> None:
         if isinstance(t1, DTensor) and t1.requires_grad and weakref.getweakrefs(t1):
             raise ForeignToolError(
@@ -125,8 +123,6 @@ def refuse_swaps(changes: Changes, _: Any) -> None:
                 "the model, before parallelize"
             )
         original(t1, t2)
-
-    changes.attribute(torch.utils, "swap_tensors", swap_tensors)
 
 
 def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
@@ -139,7 +135,7 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     tail = type(DTensor._op_dispatcher)._dispatch_fast_path_python_tail.__code__
     copies, listener = hooks.view_copies, hooks.listener
 
-    @functools.wraps(original)
+    @changes.method(tensor_dispatch, "get_active_debug_mode")
     def get_active_debug_mode() -> Any:
         if copies:
             frame = sys._getframe(1)
@@ -148,7 +144,6 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
                     listener.wrote(tensor)
         return original()
 
-    changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
     write_through_python(changes, copies)
     require = native_require_current() or listener.requires_current
     if native_require_current() is None:
@@ -264,14 +259,12 @@ def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
     dispatcher, listener = DTensor._op_dispatcher, hooks.listener
     original = dispatcher._try_replicate_spec_for_scalar_tensor
 
-    @functools.wraps(original)
+    @changes.method(dispatcher, "_try_replicate_spec_for_scalar_tensor", DISPATCHER)
     def replicate_spec(op_call: Any, tensor_arg: torch.Tensor, compute_mesh: Any) -> DTensorSpec:
         if tensor_arg.ndim and listener.plain_operand(op_call, tensor_arg):
             meta = TensorMeta(tensor_arg.shape, tensor_arg.stride(), tensor_arg.dtype)
             return DTensorSpec(compute_mesh, (Replicate(),) * compute_mesh.ndim, tensor_meta=meta)
         return original(op_call, tensor_arg, compute_mesh)
-
-    changes.attribute(dispatcher, "_try_replicate_spec_for_scalar_tensor", replicate_spec, DISPATCHER)
 
 
 def _followed(around: Generator[None], follow: Callable[[Any], None], given: Any) -> Generator[None]:
@@ -441,14 +434,12 @@ def run_autocast_on_meta(changes: Changes, _: ModelHooks) -> None:
     """A forward without values names the device of its tensors to autocast, which changes no op on them."""
     original: Any = torch.autocast.__init__
 
-    @functools.wraps(original)
+    @changes.method(torch.autocast, "__init__")
     def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         if device_type == "meta":
             device = torch.accelerator.current_accelerator(check_available=True)
             device_type = "cpu" if device is None else device.type
         original(self, device_type, *args, **kwargs)
-
-    changes.attribute(torch.autocast, "__init__", __init__)
 
 
 # Batches of gradients, ``torch.autograd.grad(..., is_grads_batched=True)``, for which collectives have no rule.
@@ -496,15 +487,13 @@ def pad_dtensors(changes: Changes, _: Any) -> None:
     """``pad_sequence`` of DTensors, which ``pack_sequence`` calls: each is padded by itself."""
     original = rnn.pad_sequence
 
-    @functools.wraps(original)
+    @changes.in_place_of(original)
     def pad_sequence(
         sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
     ) -> Any:
         if padding_side not in ("left", "right") or not any(isinstance(x, DTensor) for x in sequences):
             return original(sequences, batch_first, padding_value, padding_side)
         return _padded(list(sequences), 0 if batch_first else 1, padding_value, padding_side == "left")
-
-    changes.function(original, pad_sequence)
 
 
 def _padded(sequences: Sequence[torch.Tensor], dim: int, value: float, is_left: bool) -> torch.Tensor:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from vescale import csrc
 
@@ -19,6 +19,7 @@ from vescale import csrc
 HOOKS: dict[str, Any] = {}
 
 _ABSENT = object()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Changes:
@@ -56,6 +57,28 @@ class Changes:
         replacement."""
         self.targets.append(name_of(original))
         self.functions.append((original, replacement))
+
+    def method(self, owner: Any, name: str, owner_name: str = "") -> Callable[[_Function], _Function]:
+        """Decorator: :meth:`attribute`, for a function with the name and the description of the one that is there; static
+        where that is."""
+        original = inspect.getattr_static(owner, name)
+
+        def decorate(function: _Function) -> _Function:
+            update_wrapper(function, getattr(owner, name))
+            value = staticmethod(function) if isinstance(original, staticmethod) else function
+            self.attribute(owner, name, value, owner_name)
+            return function
+
+        return decorate
+
+    def in_place_of(self, original: Any) -> Callable[[_Function], _Function]:
+        """Decorator: :meth:`function`, with the name and the description of the original."""
+
+        def decorate(function: _Function) -> _Function:
+            self.function(original, update_wrapper(function, original))
+            return function
+
+        return decorate
 
     def on_undo(self, function: Callable[[], Any], *targets: str | Callable[[], Sequence[str]]) -> None:
         """Call ``function`` to take back another kind of change, of ``targets``."""

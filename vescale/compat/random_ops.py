@@ -98,14 +98,13 @@ def wrap_initial_values(changes: Changes, hooks: RandomHooks) -> None:
     """Functions that make a random DTensor, and those that fill one."""
     original = tensor_api._dtensor_init_helper
 
-    @functools.wraps(original)
+    @changes.in_place_of(original)
     def init_helper(init_op: Any, size: Any, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
         if init_op not in (torch.rand, torch.randn):
             return original(init_op, size, device_mesh=device_mesh, placements=placements, **kwargs)
         mesh = device_mesh or tensor_api._mesh_resources.get_current_mesh()
         return hooks.factory(init_op, size, kwargs.get("dtype"), bool(kwargs.get("requires_grad")), mesh, placements)
 
-    changes.function(original, init_helper)
     for name, initializer in hooks.initializers.items():
         if hasattr(torch.nn.init, name):
             stock = getattr(torch.nn.init, name)

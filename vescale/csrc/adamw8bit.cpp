@@ -3,7 +3,7 @@
 // Plain C++ with the arithmetic of vescale/optim/_adamw8bit_update.py, operation by operation in float32, so that both give
 // the same bits (compiled without contraction of products and sums), and forms of its loops for wider vectors. Blocks are
 // independent: neither the number of threads nor the form shows in the result. Tables come from
-// vescale/optim/_dynamic_map.py.
+// vescale/optim/_adamw8bit_update.py.
 
 #include <algorithm>
 #include <atomic>

@@ -15,7 +15,7 @@ namespace {
 enum Dtype { kFloat, kBFloat16 };
 enum States { kFloatStates, kBFloat16States, kCodes };
 
-// Consecutive elements of one local tensor. Kept in step with _ITEM in _adamw8bit_native.py.
+// Consecutive elements of one local tensor. Kept in step with _ITEM in _adamw8bit_update.py.
 struct Item {
   void* param;
   const void* grad;
@@ -31,7 +31,7 @@ struct Item {
   float weight1, beta2, weight2, decay, step_size, inverse_root, eps, unused;
 };
 
-// Codes of magnitudes, counted from zero's, as straight lines. Kept in step with _LINES in _adamw8bit_native.py.
+// Codes of magnitudes, counted from zero's, as straight lines. Kept in step with _LINES in _adamw8bit_update.py.
 //
 // Line k goes over to line k + 1 at a border, of which `borders` has the bits less kNear: `below` is such that the upper half
 // of (the upper 16 bits of y, less `below`) * `factor` is the line of y or the one before it. `y * slope + offset`, at
@@ -45,7 +45,7 @@ constexpr int kUnitBits = 11, kNear = 4;
 constexpr int32_t kUnits = 1 << kUnitBits;
 
 // Codes of magnitudes, counted from zero's, as the lesser of two lines for each cell of magnitudes, or the last line where
-// that is more. Kept in step with _CELLS in _adamw8bit_native.py.
+// that is more. Kept in step with _CELLS in _adamw8bit_update.py.
 //
 // The cell of y is the upper half of (the upper 16 bits of y, less kCellsBelow) * kCellsFactor. The code is sure unless the
 // fraction of what the lines give is less than kUnsure.

@@ -28,7 +28,7 @@ namespace {
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 using Numbers = c10::SmallVector<std::int64_t, 16>;
 
-// What an argument has to be: the tags of vescale/static/tape/_arguments.py.
+// What an argument has to be: the tags of vescale/static/_record.py.
 enum class Kind : int { kValue = 0, kPlain, kInt, kFloat, kSame, kEqual, kSequence, kDict, kSlice, kView };
 
 struct Expected {

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import bytes_of, local_of, no_torch_function, note
-from vescale.debug._hang_report import the_watch
+from vescale.compat import bytes_of, no_torch_function, note, own_part
 from vescale.debug._locations import place_of_frames, running_stage
 from vescale.debug._prompt import (
     GOES_ON,
@@ -35,6 +34,7 @@ from vescale.debug._prompt import (
     terminal_of_this_process,
 )
 from vescale.debug._stopped_ranks import JobEnded, Session
+from vescale.debug._watchdog import the_watch
 from vescale.errors import DebugOptionError, kind_of
 
 # Requests to a stopped rank: values of expressions, checksums of their parts, and the rank's location.
@@ -65,7 +65,7 @@ class Inspector:
         value = self._value(expression)
         if not isinstance(value, torch.Tensor):
             return {"type": type(value).__name__, "text": repr(value)[:_SHOWN]}
-        local = local_of(value) if isinstance(value, DTensor) else value
+        local = own_part(value)
         found = {
             "type": type(value).__name__,
             "shape": list(value.shape),
@@ -89,7 +89,7 @@ class Inspector:
         """Checksums of equal parts of a range of a tensor's elements; the elements themselves if they are few."""
         request = json.loads(text)
         value = self._value(request["expression"])
-        local = (local_of(value) if isinstance(value, DTensor) else value).detach().reshape(-1)
+        local = own_part(value).detach().reshape(-1)
         begin, end = request["range"]
         if end - begin <= _NUM_BLOCKS:
             return {"values": [repr(x) for x in local[begin:end].tolist()]}

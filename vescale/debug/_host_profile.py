@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from vescale._parallelize import parallelize
 from vescale.checks import unchecked
 from vescale.comm import AxisGroup
-from vescale.compat import dispatch_counts, is_native, local_of, reset_dispatch_counts
+from vescale.compat import dispatch_counts, is_native, own_part, reset_dispatch_counts
 from vescale.compat.simulated_ranks import fake_world
 from vescale.errors import DebugOptionError
 from vescale.estimation import Routing, balanced_tokens, loss_of, make_batch, skeleton_of
@@ -201,7 +200,7 @@ def _of_first_rank(value: Any) -> Any:
 
 
 def _check_size(model: nn.Module) -> None:
-    num_bytes = sum(local.numel() * local.element_size() for local in map(_local, model.parameters()))
+    num_bytes = sum(local.numel() * local.element_size() for local in map(own_part, model.parameters()))
     if num_bytes > _MOST_BYTES:
         raise DebugOptionError(
             f"a rank's parameters take {num_bytes / 2**30:.1f} GiB, and a profile computes with them; pass a model "
@@ -212,7 +211,7 @@ def _check_size(model: nn.Module) -> None:
 @torch.no_grad()
 def _draw(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
-        local = _local(tensor)
+        local = own_part(tensor)
         local.normal_(0, 0.02) if local.is_floating_point() else local.zero_()
 
 
@@ -230,7 +229,3 @@ def _equal_exchanges() -> Iterator[None]:
         yield
     finally:
         TokenExchange.plan = original  # type: ignore[method-assign]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from vescale.comm import messages
-from vescale.debug._hang_report import hang_report
 from vescale.debug._verify_job import Divergence, Job, run_mesh, run_one_device
+from vescale.debug._watchdog import hang_report
 from vescale.errors import ProcessFailed, VerifyError
 from vescale.plans import MeshAxes, Plan
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.checks import sum_of_bits
 from vescale.comm import Pending
-from vescale.compat import DATA_VIEWS, local_of, mesh_over, set_local, set_versions
+from vescale.compat import DATA_VIEWS, local_of, mesh_over, own_part, set_local, set_versions
 from vescale.errors import FullyShardStateError, GatherHookError, ShardingMismatchError
 from vescale.fsdp._extensions import gather_inputs, refuse_hooks, require_hooks, unsharded_of
 from vescale.fsdp._gather import BufferGather, all_gather
@@ -184,7 +184,7 @@ class HookGather:
             assert unsharded is not None
             with torch.no_grad():
                 made = unsharded.detach()
-            made = local_of(made) if isinstance(made, DTensor) else made
+            made = own_part(made)
         return made
 
     def keep_piece(self, neighbours: dist.ProcessGroup) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.buffer import Allocation, PendingBuffer
 from vescale.comm import group_of_ranks
-from vescale.compat import backend_memory_pool, local_of, profiled, write_counts
+from vescale.compat import backend_memory_pool, local_of, own_part, profiled, write_counts
 from vescale.errors import FullyShardStateError, OrderMismatchError
 from vescale.fsdp._context import CommContext, RootOrders
 from vescale.fsdp._contract import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
@@ -116,7 +116,7 @@ class GroupMemory:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of ``tensor`` is that of gathered parameters."""
-        local = _local(tensor)
+        local = own_part(tensor)
         is_plain = type(local) in (torch.Tensor, nn.Parameter)
         return is_plain and self.gathered is not None and self.gathered.contains(local)
 
@@ -203,7 +203,7 @@ class GroupMemory:
         """Work that nothing knows of may still write to the memory of this group: it goes with the last reference, which
         that work has, and the next gather allocates other memory. Graphs that have saved parameters fail."""
         unsharded = [p.unsharded for p in self.at_rest.parameters if p.unsharded is not None]
-        torch.autograd.graph.increment_version([each for t in unsharded for each in (t, _local(t))])
+        torch.autograd.graph.increment_version([each for t in unsharded for each in (t, own_part(t))])
         for parameter in self.at_rest.parameters:
             parameter.unsharded = None
         if self.gathered is not None:
@@ -257,7 +257,7 @@ class GroupMemory:
             # A graph that has saved what was there before is as invalid as where an optimizer wrote to the parameter itself.
             tensors = [p.unsharded for p in self._changed if p.unsharded is not None]
             torch.autograd.graph.increment_version(
-                [each for t in tensors for each in {id(t): t, id(_local(t)): _local(t)}.values()]
+                [each for t in tensors for each in {id(t): t, id(own_part(t)): own_part(t)}.values()]
             )
             self._changed = []
         self._marks = self._present_marks()
@@ -413,10 +413,6 @@ def _freed_text(path: str) -> str:
         "backward, and that memory has since been freed. Expected a copy, made where the tensor was obtained "
         "(weight.detach().clone()), or the registered parameter, read where the value is needed"
     )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _mark(tensor: nn.Parameter | None) -> tuple[int, int]:

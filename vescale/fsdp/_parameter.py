@@ -22,6 +22,7 @@ from vescale.compat import (
     local_of,
     make_dtensor,
     make_spec,
+    own_part,
     spec_of,
 )
 from vescale.errors import FullyShardError, UnsupportedParameterError
@@ -87,7 +88,7 @@ class ManagedParameter:
         self.unsharded_spec: DTensorSpec | None = None
         if isinstance(parameter, DTensor):
             self.unsharded_spec = spec_of(parameter)
-        local = _local(parameter)
+        local = own_part(parameter)
         self.shape = tuple(local.shape)
         self.is_extended = is_extended(local)
         """Of a tensor subclass, which is gathered by its own hooks; ``given`` is ``Shard(0)``."""
@@ -290,10 +291,6 @@ class ManagedParameter:
 
     def __repr__(self) -> str:
         return f"ManagedParameter({self.name!r}, {self.global_shape})"
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return local_of(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 class _Leaf:

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import local_of
+from vescale.compat import own_part
 from vescale.fsdp._bucket import Bucket
 from vescale.fsdp._extensions import check_one_kind
 from vescale.fsdp._layout import Layout
@@ -59,7 +58,7 @@ class ShardedParameters:
         self.is_stale = False
         self.parameters = [ManagedParameter(m.name, m.parameter, m.slots, axes, m.block, m.given) for m in members]
         self.buckets: list[Bucket] = []
-        self._build([_local(m.parameter) for m in members])
+        self._build([own_part(m.parameter) for m in members])
 
     @property
     def offloads(self) -> bool:
@@ -127,7 +126,7 @@ class ShardedParameters:
         if not changed and all(bucket.at_rest.holds(i) for bucket, i in places):
             return
         for parameter in self.parameters:
-            check_one_kind(parameter.name, _local(parameter.sharded), parameter.is_extended)
+            check_one_kind(parameter.name, own_part(parameter.sharded), parameter.is_extended)
         before_change()
         for parameter in self.parameters:
             parameter.unsharded = None
@@ -140,7 +139,7 @@ class ShardedParameters:
 
     def _regroup(self, layouts: dict[tuple[int, ...], Layout]) -> None:
         """New buckets, with memory of their own, for the sharded parameters as they are."""
-        locals_ = [_local(p.sharded) for p in self.parameters]
+        locals_ = [own_part(p.sharded) for p in self.parameters]
         self.buckets = []
         for indices in self._kinds([local.dtype for local in locals_]):
             bucket = self._bucket(indices, [locals_[i] for i in indices], layouts.get(tuple(indices)))
@@ -159,7 +158,3 @@ class ShardedParameters:
         for parameter, its in zip(twin.parameters, slots, strict=True):
             parameter.slots = its
         return twin
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return local_of(parameter) if isinstance(parameter, DTensor) else parameter

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.buffer import Allocation, DBuffer
-from vescale.compat import local_of, plain_parts, set_local
+from vescale.compat import local_of, own_part, plain_parts, set_local
 from vescale.errors import FullyShardError
 from vescale.fsdp._extensions import copied, is_extended
 from vescale.fsdp._layout import CallerLayout, Layout
@@ -62,7 +62,7 @@ class BufferShards:
     def holds(self, index: int) -> bool:
         """Whether the registered parameter's local tensor is :meth:`local`."""
         sharded, expected = self.layout.parameters[index].sharded, self.local(index)
-        local = local_of(sharded) if isinstance(sharded, DTensor) else sharded
+        local = own_part(sharded)
         return (
             local.dtype == expected.dtype
             and local.device == expected.device

@@ -13,9 +13,8 @@ from contextvars import ContextVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of
+from vescale.compat import own_part
 from vescale.errors import MissingValuesError
 
 Place = tuple[nn.Module, str]
@@ -91,7 +90,7 @@ def _tensor_at(module: nn.Module, name: str) -> torch.Tensor | None:
 
 def _as_integers(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's elements as integers of their size, and the pattern."""
-    local = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    local = own_part(tensor).detach()
     local = torch.view_as_real(local) if local.is_complex() else local
     if local.is_floating_point():
         return local.view(_INTEGERS[local.itemsize]), -1

@@ -22,11 +22,10 @@ from vescale.compat import (
     num_storage_users,
 )
 from vescale.gradients._bucket_memory import BucketMemory, BucketSlot
-from vescale.gradients._buffer_reduction import BufferReduction
+from vescale.gradients._buffer_reduction import BufferReduction, clear_signs, is_unused, neutral
 from vescale.gradients._comm_hook import CommHook, GradientBucket, call_hook
 from vescale.gradients._complete_gradient import added, local_part
 from vescale.gradients._reduction import Reduction, copy_scaled, divide_, is_exact_before_sum
-from vescale.gradients._unused_marks import clear_signs, is_unused, neutral
 from vescale.placements import unpack
 
 # ``HookMuting``: which gradients of a bucket are announced by a hook, and which ones the bucket collects by itself.

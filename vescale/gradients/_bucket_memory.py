@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Partial
 
 from vescale.buffer import DBuffer, TensorGroup
 from vescale.compat import TELLS_HOLDERS, TensorRow, are_unheld, foreach_copy_, make_dtensor, num_storage_users, spec_of
+from vescale.gradients._buffer_reduction import clear_signs
 from vescale.gradients._complete_gradient import mark_complete
 from vescale.gradients._reduction import Arrival, Contribution, Reduction
-from vescale.gradients._unused_marks import clear_signs
 
 # ``BucketSlot``: the place of one gradient in a bucket.
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import AsyncCollectiveTensor, DTensorSpec, local_of, make_dtensor, make_spec, spec_of
+from vescale.compat import AsyncCollectiveTensor, DTensorSpec, make_dtensor, make_spec, own_part, spec_of
 from vescale.placements import contiguous_stride, own_region, redistribute
 
 _COMPLETE = "_vescale_complete"
@@ -26,7 +26,7 @@ def is_marked_complete(gradient: torch.Tensor) -> bool:
 
 def local_part(gradient: torch.Tensor) -> torch.Tensor:
     """This rank's part of a gradient, detached, and waited for if it is the result of an asynchronous collective."""
-    local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    local = own_part(gradient)
     local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     return local.detach() if local.requires_grad else local
 

@@ -121,16 +121,13 @@ class _Counter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def hooks(self, root: nn.Module) -> Iterator[None]:
-        handles = []
-        for name, module in root.named_modules():
-            path = ".".join(part for part in (self._path, name) if part)
-            handles.append(module.register_forward_pre_hook(lambda *_, p=path: self._running.append(p)))
-            handles.append(module.register_forward_hook(lambda *_: self._running.pop() and None, always_call=True))
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, module in root.named_modules():
+                path = ".".join(part for part in (self._path, name) if part)
+                stack.enter_context(module.register_forward_pre_hook(lambda *_, p=path: self._running.append(p)))
+                leave = module.register_forward_hook(lambda *_: self._running.pop() and None, always_call=True)
+                stack.enter_context(leave)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _made_up_inputs(module: nn.Module) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,8 +23,6 @@ from vescale.ir._expert_sharding import ExpertCalls, modules_of_experts
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._operations import Local
 from vescale.ir._placement_flow import FlowMode, indexed_dims, is_elementwise, source_dims, tensors_of
-
-# ``FeatureFlow``: what torch functions make of the features of weights, with the dims that run over them.
 
 # ``FeatureGroup``: weights whose features meet in elementwise code, so that a cut of one of them is a cut of all.
 
@@ -228,20 +225,89 @@ class Features:
     """Elements of dims that are merged with the outermost one, before it (batch and heads)."""
 
 
-class FeatureFlow(ABC):
-    """Follows features through everything but products."""
+class FeatureTrace:
+    """What a forward did.
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    Attributes:
+        groups: weights whose features meet.
+        products: by the first name of the weight, in the order of their first calls.
+        experts: modules of experts, which are not run.
+        keys_of_queries: weights of keys and values that stay whole because there are fewer heads than ranks need -> weight
+            of their queries.
+        stopped: why the forward ended early; "" if it did not.
+    """
+
+    def __init__(self, index: ModelIndex, num_ranks: int) -> None:
+        self.index, self.num_ranks = index, num_ranks
         self.groups = FeatureGroups()
         self.keys_of_queries: dict[str, str] = {}
         self._weights = WeakIdKeyDictionary()  # parameter, or a view of one -> (first name, is transposed)
         self._features = WeakIdKeyDictionary()
         self._spread = WeakIdKeyDictionary()  # tensor -> dims along which expand() repeats one element
+        self.products: dict[str, Product] = {}
+        self.stopped, self.batch = "", 1
+        self.experts: dict[str, nn.Module] = {}
+        self._tokens = WeakIdKeyDictionary()  # results of products that may be heads -> the product
+        self._running: list[str] = []
+        for name, state in index.states.items():
+            if state.is_parameter:
+                path, attribute = index.owner(name)
+                self._weights[getattr(index.modules[path], attribute)] = (name, False)
 
-    @abstractmethod
-    def _note_table(self, weight: str) -> None:
-        """A table that the model's own code looks up."""
+    def run(self, inputs: Mapping[str, Any]) -> None:
+        self.batch = next((x.shape[0] for x in tensors_of(inputs) if x.ndim), 1)
+        with self.watched(), FlowMode(self):
+            try:
+                self.index.model(**inputs)
+            except Exception as error:  # data-dependent code has no values on the meta device
+                self.stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for path, module in self.index.modules.items():
+                stack.enter_context(module.register_forward_pre_hook(lambda *_, path=path: self._running.append(path)))
+                stack.enter_context(module.register_forward_hook(lambda *_: self._running.pop() and None))
+            calls = ExpertCalls()
+            for path in modules_of_experts(self.index):
+                self.experts[path] = module = self.index.modules[path]
+                stack.enter_context(calls.replaced(module, path, Local("experts", None, (), ()), self))
+            yield
+
+    def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[None, ...]:
+        return ()
+
+    # Every torch function
+
+    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        plain = name.strip("_")
+        self._follow_tokens(plain, args, kwargs, result)
+        if self._alias(plain, args, result):
+            return
+        if plain in _PRODUCTS and self._product(plain, args, kwargs, result):
+            return
+        handler = _HANDLERS.get(plain)
+        if handler is None:
+            handler = FeatureTrace._elementwise if is_elementwise(name) else FeatureTrace._unknown
+        handler(self, plain, args, kwargs, result)
+
+    def _alias(self, name: str, args: tuple[Any, ...], result: Any) -> bool:
+        """A parameter that is transposed or converted is still that parameter."""
+        known = self._weights.get(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        if known is None or not isinstance(result, torch.Tensor):
+            return False
+        if name in ("t", "T", "mT") or (name in ("transpose", "swapaxes", "permute") and args[0].ndim == 2):
+            self._weights[result] = (known[0], not known[1])
+        elif name in ("to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "type"):
+            self._weights[result] = known
+        else:
+            return False
+        return True
+
+    # Features, through everything but products
+
+    def _note_parts(self, features: Features, num_parts: int) -> None:
+        """The code takes features apart; 0: into parts of different sizes."""
 
     def _keep_whole(self, features: Features, why: str) -> None:
         self.groups.keep_whole(features.weight, why)
@@ -366,13 +432,15 @@ class FeatureFlow(ABC):
         dim = kwargs.get("dim", given[0] if given else 0) % x.ndim
         parts = list(tensors_of(result))
         removes = name in ("unbind", "iter")
+        outermost = dim == features.dims[0]
+        sizes = {part.shape[dim] for part in parts} if not removes else {1}
+        if outermost and features.before == 1 and not (removes and len(features.dims) == 1):
+            self._note_parts(features, 0 if len(sizes) > 1 else x.shape[dim] if removes else len(parts))
         if name == "iter":
             return self._keep_whole(features, "the code iterates over them")
-        outermost = dim == features.dims[0]
         if outermost and features.before > 1:
             return self._keep_whole(features, "the code splits batch and heads together")
         if outermost:
-            sizes = {part.shape[dim] for part in parts} if not removes else {1}
             if len(sizes) > 1 or (removes and len(features.dims) == 1):
                 self._keep_whole(features, "the code splits them into unequal parts")
                 return
@@ -395,7 +463,7 @@ class FeatureFlow(ABC):
             return
         known = self._weights.get(x) if isinstance(x, torch.Tensor) and x.ndim == 2 else None
         if known is not None and isinstance(args[1], torch.Tensor) and not args[1].is_floating_point():
-            self._note_table(known[0])  # a table of the model's own: its columns are features
+            self._noted(known[0], None, 1, -1)  # a table of the model's own: its columns are features
             self._features[result] = Features(known[0], (result.ndim - 1,))
             return
         if isinstance(x, torch.Tensor) and (spread := self._spread.get(x)):
@@ -427,6 +495,8 @@ class FeatureFlow(ABC):
                     and (isinstance(item, int) or item.step in (None, 1))
                 )
                 alone = isinstance(item, int) and len(features.dims) == 1
+                if length and not alone and (isinstance(item, int) or item.step in (None, 1)):
+                    self._note_parts(features, 0 if size % length else size // length)
                 if not equal or alone or is_part or not self.groups.take_apart(features.weight, size // length):
                     self._keep_whole(features, "the code selects some of them")
                     return
@@ -538,95 +608,6 @@ class FeatureFlow(ABC):
         index = (*[slice(None)] * dim, place)
         self._item(name, (args[0], index), {}, result)
 
-
-def trace_features(model: nn.Module, inputs: Mapping[str, Any], num_ranks: int) -> FeatureTrace:
-    """Follow ``model(**inputs)`` on the meta device; ``num_ranks`` decides what can be cut. The model is left as it was."""
-    trace = FeatureTrace(ModelIndex(model), num_ranks)
-    trace.batch = next((x.shape[0] for x in tensors_of(inputs) if x.ndim), 1)
-    with trace.watched(), FlowMode(trace):
-        try:
-            model(**inputs)
-        except Exception as error:  # data-dependent code has no values on the meta device
-            trace.stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-    return trace
-
-
-class FeatureTrace(FeatureFlow):
-    """What a forward did.
-
-    Attributes:
-        groups: weights whose features meet.
-        products: by the first name of the weight, in the order of their first calls.
-        experts: modules of experts, which are not run.
-        keys_of_queries: weights of keys and values that stay whole because there are fewer heads than ranks need -> weight
-            of their queries.
-        stopped: why the forward ended early; "" if it did not.
-    """
-
-    def __init__(self, index: ModelIndex, num_ranks: int) -> None:
-        super().__init__(num_ranks)
-        self.index = index
-        self.products: dict[str, Product] = {}
-        self.stopped, self.batch = "", 1
-        self.experts: dict[str, nn.Module] = {}
-        self._tokens = WeakIdKeyDictionary()  # results of products that may be heads -> the product
-        self._running: list[str] = []
-        for name, state in index.states.items():
-            if state.is_parameter:
-                path, attribute = index.owner(name)
-                self._weights[getattr(index.modules[path], attribute)] = (name, False)
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        handles = []
-        for path, module in self.index.modules.items():
-            handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._running.append(path)))
-            handles.append(module.register_forward_hook(lambda *_: self._running.pop() and None))
-        undo = contextlib.ExitStack()
-        calls = ExpertCalls()
-        for path in modules_of_experts(self.index):
-            self.experts[path] = self.index.modules[path]
-            undo.enter_context(calls.replaced(self.index.modules[path], path, Local("experts", None, (), ()), self))
-        try:
-            yield
-        finally:
-            undo.close()
-            for handle in handles:
-                handle.remove()
-
-    def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[None, ...]:
-        return ()
-
-    # Every torch function
-
-    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        plain = name.strip("_")
-        self._follow_tokens(plain, args, kwargs, result)
-        if self._alias(plain, args, result):
-            return
-        if plain in _PRODUCTS and self._product(plain, args, kwargs, result):
-            return
-        handler = _HANDLERS.get(plain)
-        if handler is None:
-            handler = FeatureTrace._elementwise if is_elementwise(name) else FeatureTrace._unknown
-        handler(self, plain, args, kwargs, result)
-
-    def _alias(self, name: str, args: tuple[Any, ...], result: Any) -> bool:
-        """A parameter that is transposed or converted is still that parameter."""
-        known = self._weights.get(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-        if known is None or not isinstance(result, torch.Tensor):
-            return False
-        if name in ("t", "T", "mT") or (name in ("transpose", "swapaxes", "permute") and args[0].ndim == 2):
-            self._weights[result] = (known[0], not known[1])
-        elif name in ("to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "type"):
-            self._weights[result] = known
-        else:
-            return False
-        return True
-
-    def _note_table(self, weight: str) -> None:
-        self._noted(weight, None, 1, -1)
-
     # Products
 
     def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> bool:
@@ -737,6 +718,13 @@ class FeatureTrace(FeatureFlow):
                     self._tokens[output] = product
                 else:
                     product.splits_tokens = True
+
+
+def trace_features(model: nn.Module, inputs: Mapping[str, Any], num_ranks: int) -> FeatureTrace:
+    """Follow ``model(**inputs)`` on the meta device; ``num_ranks`` decides what can be cut. The model is left as it was."""
+    trace = FeatureTrace(ModelIndex(model), num_ranks)
+    trace.run(inputs)
+    return trace
 
 
 def _operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import CALL_OVERRIDE, local_of, make_dtensor, spec_of, versions, without_modes
+from vescale.compat import CALL_OVERRIDE, local_of, make_dtensor, own_part, spec_of, versions, without_modes
 from vescale.errors import RecomputationError
 
 # Contents of the objects that a program keeps state in: attributes, items, states of generators; read, and put back.
@@ -665,7 +665,7 @@ def _version(parameter: nn.Parameter) -> int:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    found = [local_of(x) if isinstance(x, DTensor) else x for x in (one, other)]
+    found = [own_part(one), own_part(other)]
     return type(found[0]) not in (torch.Tensor, nn.Parameter) or bool(torch.equal(*found))  # else one without values
 
 

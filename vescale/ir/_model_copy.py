@@ -204,7 +204,11 @@ def hf_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
     most = min((n for n in (_number(text, _POSITIONS), length) if n), default=length)
     tokens = torch.empty(batch, most, dtype=torch.int64, device="meta")
     found: dict[str, Any] = {}
-    if "pixel_values" in names and _is_main(model, "pixel_values", names):
+    if "pixel_values" in names and (
+        "input_ids" not in names
+        or getattr(model, "main_input_name", "pixel_values") == "pixel_values"
+        or names["pixel_values"].default is inspect.Parameter.empty
+    ):
         vision = getattr(config, "vision_config", None) or config
         size = getattr(vision, "image_size", None) or 224
         height, width = size if isinstance(size, tuple | list) else (size, size)
@@ -247,14 +251,6 @@ def _labels(model: nn.Module, names: Mapping[str, Any], tokens: torch.Tensor) ->
     if "labels" not in names or not kind:
         return {}
     return {"labels": tokens if kind == "token" else tokens[:, 0]}
-
-
-def _is_main(model: nn.Module, name: str, names: Mapping[str, Any]) -> bool:
-    return (
-        "input_ids" not in names
-        or getattr(model, "main_input_name", name) == name
-        or names[name].default is inspect.Parameter.empty
-    )
 
 
 def _number(config: Any, names: tuple[str, ...]) -> int | None:

@@ -217,12 +217,8 @@ class Running(Generic[_T]):
         def leave(*_: object) -> None:  # what a hook returns would be the module's output
             self._notes.pop()
 
-        handles = [
+        with (
             module.register_forward_pre_hook(lambda *_: self._notes.append(note(self.innermost))),
             module.register_forward_hook(leave),
-        ]
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()

@@ -314,7 +314,7 @@ def _check_cuts(
         if (
             heads is not None
             and heads.count % num_ranks
-            and not any(_is_interleaved(choice.placement) for _, choice in cuts)
+            and not any(isinstance(choice.placement, InterleavedShard | StridedShard) for _, choice in cuts)
         ):
             _head_error(heads, num_ranks, sizes, cuts, state, entry, findings)
             continue
@@ -398,10 +398,6 @@ def _check_ragged(planned: PlannedState, state: StateTensor, axes: MeshAxes, fin
             findings.error(
                 "placement", f"{{names}}: {error}", entries[-1].source if entries else None, shown_name(state)
             )
-
-
-def _is_interleaved(placement: Placement) -> bool:
-    return isinstance(placement, InterleavedShard | StridedShard)
 
 
 def _pieces(placement: Placement) -> int:

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale.comm import (
@@ -235,7 +234,7 @@ def predict(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> Pr
     """
     walk = _Walk(program, ModelIndex(model))
     stopped = None
-    with walk.hooks(), walk.mode():
+    with walk.hooks(), FlowMode(walk):
         try:
             model(**inputs)
         except Exception as error:  # whatever a model does on meta tensors: data-dependent code has no shapes there
@@ -308,27 +307,21 @@ class _Walk:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        handles, undo = [], contextlib.ExitStack()
-        for path, module in self.index.modules.items():
-            before, after = self._crossings(path, Hook.FORWARD_PRE), self._crossings(path, Hook.FORWARD_POST)
-            if before:
-                handles.append(module.register_forward_pre_hook(self._pre_hook(path, before), with_kwargs=True))
-            if after:
-                handles.append(module.register_forward_hook(self._post_hook(path, after)))
-            for op in (i.op for i in self._by_path.get(path, ()) if isinstance(i.op, Local) and i.op.kind == "experts"):
-                undo.enter_context(self.experts.replaced(module, path, op, self))
-            undo.enter_context(self._passed.watched(module, lambda _: {}))
-            undo.enter_context(self.attention.watched(module, path))
-            undo.enter_context(self.batch_norms.watched(module, path))
-        try:
+        with contextlib.ExitStack() as stack:
+            for path, module in self.index.modules.items():
+                before, after = self._crossings(path, Hook.FORWARD_PRE), self._crossings(path, Hook.FORWARD_POST)
+                if before:
+                    place = self._pre_hook(path, before)
+                    stack.enter_context(module.register_forward_pre_hook(place, with_kwargs=True))
+                if after:
+                    stack.enter_context(module.register_forward_hook(self._post_hook(path, after)))
+                for op in (i.op for i in self._by_path.get(path, ())):
+                    if isinstance(op, Local) and op.kind == "experts":
+                        stack.enter_context(self.experts.replaced(module, path, op, self))
+                stack.enter_context(self._passed.watched(module, lambda _: {}))
+                stack.enter_context(self.attention.watched(module, path))
+                stack.enter_context(self.batch_norms.watched(module, path))
             yield
-        finally:
-            undo.close()
-            for handle in handles:
-                handle.remove()
-
-    def mode(self) -> TorchFunctionMode:
-        return FlowMode(self)
 
     def _crossings(self, path: str, hook: Hook) -> dict[int | str | None, Redistribute | Wrap | Local]:
         """What happens to the inputs, or outputs, of a module, by index."""

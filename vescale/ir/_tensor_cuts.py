@@ -340,20 +340,16 @@ class _TokenTrace:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        handles = []
-        for path, module in self.index.modules.items():
-            if path in self.layers:
-                handles.append(module.register_forward_pre_hook(self._enters(path), with_kwargs=True))
-                handles.append(module.register_forward_hook(self._leaves(path)))
-            if path in self.readers:
-                handles.append(module.register_forward_pre_hook(self._reads, with_kwargs=True))
-            if path in self.sums:
-                handles.append(module.register_forward_hook(self._sums))
-        try:
+        with contextlib.ExitStack() as stack:
+            for path, module in self.index.modules.items():
+                if path in self.layers:
+                    stack.enter_context(module.register_forward_pre_hook(self._enters(path), with_kwargs=True))
+                    stack.enter_context(module.register_forward_hook(self._leaves(path)))
+                if path in self.readers:
+                    stack.enter_context(module.register_forward_pre_hook(self._reads, with_kwargs=True))
+                if path in self.sums:
+                    stack.enter_context(module.register_forward_hook(self._sums))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enters(self, path: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -367,38 +367,25 @@ def bring_with_gradient(x: DTensor, target: Sequence[Placement], op: str, operan
     return convert(x, target, requester=f"implicit: {op}")
 
 
-class _EnterLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, grad_placements: Placements | None, always: bool) -> torch.Tensor:
-        local = local_of(x)
-        ctx.spec, ctx.grad_placements = spec_of(x), grad_placements
-        ctx.unused = (local.shape, local.dtype, local.device) if always else None
-        ctx.set_materialize_grads(False)
-        return local.detach()
+class _Enter(torch.autograd.Function):
+    """One node for all operands of an op. ``always``: those without a gradient get zeros."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
-        if grad is None:
-            if ctx.unused is None:
-                return None, None, None
-            size, dtype, device = ctx.unused
-            grad = torch.zeros(size, dtype=dtype, device=device)
-        return _enter_gradient(grad, ctx.spec, ctx.grad_placements), None, None
-
-
-class _EnterTogether(torch.autograd.Function):
-    """:class:`_EnterLocal` for several operands, with one node."""
-
-    @staticmethod
-    def forward(ctx: Any, grad_placements: Any, *operands: DTensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, grad_placements: Any, always: bool, *operands: DTensor) -> tuple[torch.Tensor, ...]:
         ctx.specs, ctx.grad_placements = [spec_of(x) for x in operands], grad_placements
+        locals_ = [local_of(x) for x in operands]
+        ctx.unused = [(x.shape, x.dtype, x.device) if always else None for x in locals_]
         ctx.set_materialize_grads(False)
-        return tuple(local_of(x).detach() for x in operands)
+        return tuple(x.detach() for x in locals_)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        found = zip(grads, ctx.specs, ctx.grad_placements, strict=True)
-        return None, *(None if grad is None else _enter_gradient(grad, spec, to) for grad, spec, to in found)
+        found: list[DTensor | None] = []
+        for grad, unused, spec, to in zip(grads, ctx.unused, ctx.specs, ctx.grad_placements, strict=True):
+            if grad is None and unused is not None:
+                grad = torch.zeros(unused[0], dtype=unused[1], device=unused[2])
+            found.append(None if grad is None else _enter_gradient(grad, spec, to))
+        return None, None, *found
 
 
 def _enter_gradient(grad: torch.Tensor, like: DTensorSpec, placements: Placements | None) -> DTensor:
@@ -420,15 +407,10 @@ def enter_local(
         always: pass a gradient of zeros on ranks that do not use the result, where other ranks may.
     """
     entered = NATIVE.enter((x,), (grad_placements,), always)
-    if entered is not None:
-        local: torch.Tensor = entered[0]
-        return local
-    require_current(x)
-    grads = None if grad_placements is None else tuple(grad_placements)
-    with no_torch_function():
-        return note_operand(
-            apply_outside(_EnterLocal, x, grads, always) if is_differentiated(x) else local_of(x).detach()
-        )
+    if entered is None:
+        entered = _entered((x,), (None if grad_placements is None else tuple(grad_placements),), always)
+    local: torch.Tensor = entered[0]
+    return local
 
 
 def enter_together(
@@ -436,13 +418,15 @@ def enter_together(
 ) -> tuple[torch.Tensor, ...]:
     """:func:`enter_local` of each operand, for one op that takes them all."""
     entered: tuple[torch.Tensor, ...] | None = NATIVE.enter(tuple(operands), tuple(grad_placements), False)
-    if entered is not None:
-        return entered
+    return _entered(operands, tuple(grad_placements), False) if entered is None else entered
+
+
+def _entered(operands: Sequence[DTensor], grads: tuple[Any, ...], always: bool) -> tuple[torch.Tensor, ...]:
     for x in operands:
         require_current(x)
     with no_torch_function():
         is_linked = any(map(is_differentiated, operands))
-        made = apply_outside(_EnterTogether, tuple(grad_placements), *operands) if is_linked else None
+        made = apply_outside(_Enter, grads, always, *operands) if is_linked else None
         return tuple(map(note_operand, made or (local_of(x).detach() for x in operands)))
 
 

@@ -29,10 +29,10 @@ from vescale.compat import (
     install_part,
     is_installed,
     is_view,
-    local_of,
     make_dtensor,
     make_spec,
     observe_redistribution,
+    own_part,
     rank_in_mesh,
     takes_only_tensors,
     tell_move,
@@ -163,7 +163,7 @@ def execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: dic
             "mask of the tensor's own shape (x[mask] = value) or to rows of a ragged tensor (x[2:5] = value), use "
             "torch.where, or call redistribute() first"
         )
-    locals_ = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    locals_ = list(map(own_part, tensors))
     for index, spec, target in moves:  # refuse before the first communication
         tell_move(call.op, call.argument_name(call.positions[index][0]), locals_[index], spec, target)
         if _is_reported(spec, target):

@@ -175,7 +175,7 @@ def reduction_rule(call: OpCall) -> Decision | None:
 class _Reduction:
     """Runs in place of the op on the local tensor."""
 
-    kernel: Callable[[_Reduction, torch.Tensor], tuple[torch.Tensor, ...]]
+    kernel: Callable[[_Reduction, torch.Tensor], torch.Tensor | tuple[torch.Tensor, ...]]
     mesh: DeviceMesh
     axes: tuple[int, ...]
     numel: int
@@ -183,9 +183,9 @@ class _Reduction:
     call: OpCall
 
     def __call__(self, local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        results = tuple(
-            value.to(meta.dtype).view(meta.shape) for value, meta in zip(self.kernel(self, local), self.metas)
-        )
+        found = self.kernel(self, local)
+        values = found if isinstance(found, tuple) else (found,)
+        results = tuple(value.to(meta.dtype).view(meta.shape) for value, meta in zip(values, self.metas))
         return results if len(results) > 1 else results[0]
 
     @property
@@ -199,42 +199,16 @@ class _Reduction:
         return gather_ranks(value.reshape(1), self.mesh, self.axes).view(-1)
 
 
-def _sum(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (of.add(local.sum(dtype=of.dtype)),)
+def _mean(of: _Reduction, local: torch.Tensor) -> torch.Tensor:
+    return of.add(local.sum(dtype=of.dtype)) / of.numel
 
 
-def _mean(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (of.add(local.sum(dtype=of.dtype)) / of.numel,)
+def _amax(of: _Reduction, local: torch.Tensor) -> torch.Tensor:
+    return of.gather(local.amax() if local.numel() else neutral_extremum(local, largest=True)).amax()
 
 
-def _nansum(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (of.add(local.nansum(dtype=of.dtype)),)
-
-
-def _count_nonzero(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (of.add(local.count_nonzero()),)
-
-
-def _prod(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (of.gather(local.prod(dtype=of.dtype)).prod(),)
-
-
-def _any(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (of.gather(local.any()).any(),)
-
-
-def _all(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (of.gather(local.all()).all(),)
-
-
-def _amax(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    own = local.amax() if local.numel() else neutral_extremum(local, largest=True)
-    return (of.gather(own).amax(),)
-
-
-def _amin(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    own = local.amin() if local.numel() else neutral_extremum(local, largest=False)
-    return (of.gather(own).amin(),)
+def _amin(of: _Reduction, local: torch.Tensor) -> torch.Tensor:
+    return of.gather(local.amin() if local.numel() else neutral_extremum(local, largest=False)).amin()
 
 
 def _var_mean(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -249,33 +223,25 @@ def _var_mean(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return squares / degrees if degrees else squares / 0.0, mean
 
 
-def _var(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return _var_mean(of, local)[:1]
-
-
-def _std(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (_var_mean(of, local)[0].sqrt(),)
-
-
 def _std_mean(of: _Reduction, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
     var, mean = _var_mean(of, local)
     return var.sqrt(), mean
 
 
-_KERNELS: dict[str, Callable[[_Reduction, torch.Tensor], tuple[torch.Tensor, ...]]] = {
-    "sum": _sum,
-    "nansum": _nansum,
+_KERNELS: dict[str, Callable[[_Reduction, torch.Tensor], torch.Tensor | tuple[torch.Tensor, ...]]] = {
+    "sum": lambda of, local: of.add(local.sum(dtype=of.dtype)),
+    "nansum": lambda of, local: of.add(local.nansum(dtype=of.dtype)),
     "mean": _mean,
-    "prod": _prod,
-    "any": _any,
-    "all": _all,
+    "prod": lambda of, local: of.gather(local.prod(dtype=of.dtype)).prod(),
+    "any": lambda of, local: of.gather(local.any()).any(),
+    "all": lambda of, local: of.gather(local.all()).all(),
     "amax": _amax,
     "max": _amax,
     "amin": _amin,
     "min": _amin,
-    "count_nonzero": _count_nonzero,
-    "var": _var,
-    "std": _std,
+    "count_nonzero": lambda of, local: of.add(local.count_nonzero()),
+    "var": lambda of, local: _var_mean(of, local)[0],
+    "std": lambda of, local: _var_mean(of, local)[0].sqrt(),
     "var_mean": _var_mean,
     "std_mean": _std_mean,
 }

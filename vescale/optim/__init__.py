@@ -3,13 +3,12 @@ of parameters, and reports."""
 
 from vescale.optim._adamw8bit import AdamW8bit, adamw8bit_layout, blocks_of
 from vescale.optim._blocks import Blocks
-from vescale.optim._clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from vescale.optim._clip import clip_grad_norm_, clip_grads_with_norm_, extend_torch_for_stages, get_total_norm
 from vescale.optim._ema import EMA
 from vescale.optim._muon import Muon, muon_groups, muon_layout
 from vescale.optim._report import OptimizerReport, ParameterReport, report
 from vescale.optim._shampoo import Shampoo
 from vescale.optim._soap import SOAP
-from vescale.optim._torch_stages import extend_torch_for_stages
 
 __all__ = [
     "EMA",

@@ -15,22 +15,27 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import eagerly, is_alone, local_of, make_dtensor, make_spec, without_modes
+from vescale.compat import eagerly, is_alone, local_of, make_dtensor, make_spec, own_part, without_modes
 from vescale.errors import (
     MatrixBlocksError,
     OptimizerError,
     UnevenBlocksError,
 )
-from vescale.optim._adamw8bit_native import is_native, update_all
-from vescale.optim._adamw8bit_update import Scalars, Update, compute_dtype, device_scalars, host_scalars, update
-from vescale.optim._blocks import Blocks, Part
-from vescale.optim._dynamic_map import dynamic_map
-from vescale.optim._flat_blocks import FlatBlocks
-from vescale.optim._graph_capture import check_no_capture
+from vescale.optim._adamw8bit_update import (
+    Scalars,
+    Update,
+    compute_dtype,
+    device_scalars,
+    dynamic_map,
+    host_scalars,
+    is_native,
+    update,
+    update_all,
+)
+from vescale.optim._blocks import Blocks, FlatBlocks, Part, RowBlocks
 from vescale.optim._report import ParameterReport, compare_parameters, shown_names
-from vescale.optim._row_blocks import RowBlocks
 from vescale.optim._state_loading import ExactStates
-from vescale.optim._step_gradients import StepGradients, local_part
+from vescale.optim._step_gradients import StepGradients, check_no_capture, local_part
 from vescale.placements import RaggedShard, Region, contiguous_stride, distribute_tensor, local_region, own_region
 from vescale.rng import indexed_bits
 
@@ -145,7 +150,7 @@ def check_states(name: str, parameter: torch.Tensor, group: Mapping[str, Any], s
     for key, wanted in state_tensors(parameter, group).items():
         value = state.get(key)
         if isinstance(value, torch.Tensor) and value.dtype == wanted.dtype:
-            held = local_of(value) if isinstance(value, DTensor) else value
+            held = own_part(value)
             if tuple(value.shape) == wanted.shape and tuple(held.shape) == wanted.local_shape(parameter):
                 continue
         found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
@@ -512,7 +517,7 @@ def adamw8bit_layout(
     def policy(name: str, parameter: Any) -> int | None:
         if math.prod(parameter.shape) < max(1, min_numel):
             return None
-        held = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+        held = own_part(parameter)
         return blocks.granule(tuple(held.shape))
 
     return policy

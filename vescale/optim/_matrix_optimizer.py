@@ -12,15 +12,12 @@ from torch.optim.adamw import adamw
 
 from vescale.compat import eagerly, note_writes
 from vescale.errors import OptimizerError
-from vescale.optim._graph_capture import check_no_capture
-from vescale.optim._linked_ranks import LinkedRanks
 from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep, OwnedMatrix, plan_rounds
-from vescale.optim._matrix_parameters import Algorithm, MatrixParameter, MatrixParameters, local_tensor
-from vescale.optim._ownership import Ownership
+from vescale.optim._matrix_parameters import Algorithm, MatrixParameter, MatrixParameters, Ownership, local_tensor
 from vescale.optim._report import ParameterReport
 from vescale.optim._state_loading import ExactStates
-from vescale.optim._step_gradients import agreed_gradients
+from vescale.optim._step_gradients import LinkedRanks, agreed_gradients, check_no_capture
 from vescale.placements import Box
 
 # AdamW, element by element, for the parameters that are no matrices.

@@ -18,10 +18,10 @@ from vescale.comm import join_axes
 from vescale.compat import is_alone, make_dtensor, make_spec, without_modes
 from vescale.errors import ConsensusError, OptimizerError
 from vescale.gradients import shares_of
-from vescale.optim._graph_capture import check_no_capture
 from vescale.optim._matrix_exchange import OwnedMatrix
 from vescale.optim._matrix_optimizer import MatrixOptimizer
 from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
+from vescale.optim._step_gradients import check_no_capture
 from vescale.placements import RaggedShard, contiguous_stride, ragged_axis
 
 # States that a matrix's owner holds whole: DTensors of which one rank has all and the others have nothing.

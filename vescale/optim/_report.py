@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from vescale.agreement import Round, compare_descriptions
 from vescale.checks import known_names
-from vescale.compat import local_of
+from vescale.compat import local_of, own_part
 from vescale.errors import OptimizerError, OptimizerReportError
 
 # What messages, reports and plans of owners call the parameters of an optimizer.
@@ -175,7 +175,7 @@ def _stock_reports(optimizer: Optimizer) -> list[ParameterReport]:
 
 def _held_bytes(state: Any) -> int:
     if isinstance(state, torch.Tensor):
-        return (local_of(state) if isinstance(state, DTensor) else state).nbytes
+        return own_part(state).nbytes
     if isinstance(state, dict):
         return sum(map(_held_bytes, state.values()))
     return sum(map(_held_bytes, state)) if isinstance(state, list | tuple) else 0
@@ -197,7 +197,7 @@ def _planned_bytes(optimizer: Optimizer, group: dict[str, Any], parameter: torch
 
 
 def _states_after_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, device: str) -> int:
-    local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+    local = own_part(parameter)
     shape = local.shape if local.ndim == parameter.ndim else (local.numel(), *[1] * (parameter.ndim - 1))
     stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=local.dtype, device=device))
     stand_in.grad = torch.zeros_like(stand_in)

@@ -12,19 +12,21 @@ from vescale.placements._native_moves import NativeMove, native_move
 from vescale.placements._normalized_placements import normalize_placements
 from vescale.placements._placement_kinds import (
     at_dim,
+    contiguous_stride,
     from_front,
     is_pending,
     is_sharded,
+    moved_stride,
     ragged_axis,
     shard_dim,
     shift_dim,
     split_factor,
+    stride_like,
     without_partials,
 )
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._redistribute import full_tensor, keeps_expanded, move_local, redistribute
 from vescale.placements._region import Box, Interval, Region, coordinates, largest_shape, local_region, own_region
-from vescale.placements._strides import contiguous_stride, moved_stride, stride_like
 
 __all__ = [
     "FlattenedShard",

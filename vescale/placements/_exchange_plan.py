@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.placements._placement_kinds import is_sharded, ragged_axis, shard_dim
+from vescale.placements._placement_kinds import contiguous_stride, is_sharded, ragged_axis, shard_dim
 from vescale.placements._region import Box, Region, local_region
-from vescale.placements._strides import contiguous_stride
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from vescale.comm import axis_group
 from vescale.compat import begin_world, current_mesh, make_dtensor, rank_in_mesh, stock
 from vescale.errors import PlacementError
 from vescale.placements._custom_placement import has_custom
-from vescale.placements._dtensor_specs import contiguous_spec, resolve_gradient
-from vescale.placements._normalized_placements import normalize_placements
+from vescale.placements._normalized_placements import contiguous_spec, normalize_placements, resolve_gradient
 from vescale.placements._placement_kinds import ragged_axis, shard_dim, without_partials
 from vescale.placements._ragged import RaggedShard
 from vescale.placements._redistribute import Redistribute, move_local

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 
 from vescale.comm import REDUCE_OPS, AxisGroup, axis_group, gathered_size, one_reduction, uses_nccl
 from vescale.placements._exchange_plan import Exchange, Piece, plan_exchange
+from vescale.placements._placement_kinds import contiguous_stride
 from vescale.placements._redistribute import (
     Step,
     check_partials,
@@ -27,7 +28,6 @@ from vescale.placements._redistribute import (
     neutral_value,
 )
 from vescale.placements._region import Box, own_region
-from vescale.placements._strides import contiguous_stride
 
 
 class NativeCopy(NamedTuple):

@@ -28,13 +28,11 @@ from vescale.compat import (
 )
 from vescale.errors import OtherMeshError, PlacementError
 from vescale.placements._custom_placement import has_custom
-from vescale.placements._dtensor_specs import resolve_gradient
 from vescale.placements._exchange_plan import exchange_axes, pack, plan_exchange, unpack, unpack_gathered
-from vescale.placements._normalized_placements import normalize_placements
-from vescale.placements._placement_kinds import is_sharded, ragged_axis, shard_dim, without_partials
+from vescale.placements._normalized_placements import normalize_placements, resolve_gradient
+from vescale.placements._placement_kinds import contiguous_stride, is_sharded, ragged_axis, shard_dim, without_partials
 from vescale.placements._ragged import RaggedShard
 from vescale.placements._region import largest_shape
-from vescale.placements._strides import contiguous_stride
 
 # The steps of a change of placements: which axes are reduced in which order, and what is exchanged afterwards. Pure.
 # Python (``_local_redistribution.py``) and C++ (``_native_moves.py``) run the same steps, with the same collectives:

@@ -20,9 +20,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.errors import PlacementError
 from vescale.placements._flattened import FlattenedShard
-from vescale.placements._placement_kinds import is_sharded, ragged_axis, shard_dim, split_factor
+from vescale.placements._placement_kinds import contiguous_stride, is_sharded, ragged_axis, shard_dim, split_factor
 from vescale.placements._ragged import RaggedShard
-from vescale.placements._strides import contiguous_stride
 
 # Intervals of indices of one dim: what shard-like placements leave of it to a rank.
 

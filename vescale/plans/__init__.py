@@ -37,7 +37,7 @@ from vescale.plans._path import Path, Target
 from vescale.plans._pipeline_entry import PIPELINE_SCHEDULES, PipelineEntry, with_pipeline
 from vescale.plans._placement_text import parse_placement, placement_text
 from vescale.plans._plan import Plan
-from vescale.plans._yaml_nodes import Document, YamlLimits, load_yaml
+from vescale.plans._yaml_reader import Document, YamlLimits, load_yaml
 from vescale.plans._yaml_writer import plan_text
 
 __all__ = [

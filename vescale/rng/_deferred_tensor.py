@@ -19,7 +19,7 @@ from vescale.compat.tensor_subclasses import MemorylessTensor, TorchDispatchMode
 from vescale.errors import Coded, UnsupportedDeferredError
 from vescale.rng._deferred_replay import Constant, Initializer, Op, Record, View, next_time, whole_numel, whole_values
 from vescale.rng._engine import advance, default_generator, replay_draws, saved_state
-from vescale.rng._random_ops import RandomOp, inplace_overloads
+from vescale.rng._random_ops import RandomOp, fill_of, fills
 
 aten = torch.ops.aten
 
@@ -116,9 +116,8 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func} inside deferred_init() at {_where()}: it replaces the memory of a tensor; expected an op on "
             "values: assign to .data, or build this module outside of deferred_init()"
         )
-    if func in _random_table():
-        result: Any = _random_table()[func](func, args, kwargs)
-        return result
+    if func in fills() and func is not aten.native_dropout.default:
+        return _run_fill(func, args, kwargs)
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _run_now(func, args, kwargs)
     return _record_call(func, args, kwargs)
@@ -226,78 +225,22 @@ def _record_fill(target: DeferredTensor, draws: RandomOp, generator: torch.Gener
     view.record.writes.append(op)
 
 
-def _fill_inplace(func: Any, args: Any, kwargs: Any) -> Any:
-    _record_fill(args[0], RandomOp.of_call(func, args, kwargs), kwargs.get("generator"), None)
-    return args[0]
-
-
-def _bernoulli_tensor_(func: Any, args: Any, kwargs: Any) -> Any:
-    _record_fill(args[0], RandomOp("bernoulli_"), kwargs.get("generator"), args[1].expand(args[0].shape))
-    return args[0]
-
-
-def _factory(fill: Callable[[Any, Any], RandomOp], size_position: int) -> Callable[..., Any]:
-    def make(func: Any, args: Any, kwargs: Any) -> Any:
-        options = {key: value for key, value in kwargs.items() if key != "generator"}
+def _run_fill(func: Any, args: Any, kwargs: Any) -> Any:
+    fill, parameter = fill_of(func, args, kwargs)
+    options = {key: value for key, value in kwargs.items() if key != "generator"}
+    if func._schema.is_mutable:
+        result = args[0]
+        parameter = None if parameter is None else parameter.expand(result.shape)
+    elif func.overloadpacket is aten.bernoulli:
+        result = record(aten.empty_like.default, (args[0],), {"memory_format": torch.contiguous_format})
+    elif func.overloadpacket.__name__.endswith("_like"):
+        result = record(aten.empty_like.default, (args[0],), options)
+    else:
         if options.get("dtype") is None and func.overloadpacket is aten.randint:
             options["dtype"] = torch.int64
-        result = record(aten.empty.memory_format, (args[size_position],), options)
-        _record_fill(result, fill(args, kwargs), kwargs.get("generator"), None)
-        return result
-
-    return make
-
-
-def _like(fill: Callable[[Any, Any], RandomOp]) -> Callable[..., Any]:
-    def make(func: Any, args: Any, kwargs: Any) -> Any:
-        options = {key: value for key, value in kwargs.items() if key != "generator"}
-        result = record(aten.empty_like.default, (args[0],), options)
-        _record_fill(result, fill(args, kwargs), kwargs.get("generator"), None)
-        return result
-
-    return make
-
-
-def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
-    result = record(aten.empty_like.default, (args[0],), {"memory_format": torch.contiguous_format})
-    if func is aten.bernoulli.p:
-        _record_fill(result, RandomOp("bernoulli_", (args[1],)), kwargs.get("generator"), None)
-    else:
-        _record_fill(result, RandomOp("bernoulli_"), kwargs.get("generator"), args[0])
+        result = record(aten.empty.memory_format, (args[-1],), options)
+    _record_fill(result, fill, kwargs.get("generator"), parameter)
     return result
-
-
-_TABLE: dict[Any, Callable[..., Any]] = {}
-
-
-def _random_table() -> dict[Any, Callable[..., Any]]:
-    if not _TABLE:
-        uniform = lambda args, kwargs: RandomOp("uniform_", (0.0, 1.0))  # noqa: E731
-        normal = lambda args, kwargs: RandomOp("normal_", (0.0, 1.0))  # noqa: E731
-        below = lambda args, kwargs: RandomOp("random_", (0, args[0]))  # noqa: E731
-        between = lambda args, kwargs: RandomOp("random_", (args[0], args[1]))  # noqa: E731
-        _TABLE.update((op, _fill_inplace) for op in inplace_overloads())
-        _TABLE.update(
-            {
-                aten.bernoulli_.Tensor: _bernoulli_tensor_,
-                aten.bernoulli.default: _bernoulli,
-                aten.bernoulli.p: _bernoulli,
-                aten.rand.default: _factory(uniform, 0),
-                aten.rand.generator: _factory(uniform, 0),
-                aten.randn.default: _factory(normal, 0),
-                aten.randn.generator: _factory(normal, 0),
-                aten.randint.default: _factory(below, 1),
-                aten.randint.generator: _factory(below, 1),
-                aten.randint.low: _factory(between, 2),
-                aten.randint.low_generator: _factory(between, 2),
-                aten.normal.float_float: _factory(lambda args, kwargs: RandomOp("normal_", (args[0], args[1])), 2),
-                aten.rand_like.default: _like(uniform),
-                aten.randn_like.default: _like(normal),
-                aten.randint_like.default: _like(lambda args, kwargs: RandomOp("random_", (0, args[1]))),
-                aten.randint_like.low_dtype: _like(lambda args, kwargs: RandomOp("random_", (args[1], args[2]))),
-            }
-        )
-    return _TABLE
 
 
 def record_initializer(

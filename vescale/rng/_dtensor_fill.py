@@ -21,10 +21,9 @@ from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, spec_
 from vescale.errors import PlacementError, RandomOpError
 from vescale.placements import Region, contiguous_stride, local_region
 from vescale.rng._cpu_engine import GAP_ELEMENTS, SCRATCH_ELEMENTS
-from vescale.rng._draw_rules import NormalBlocks, WordsPerElement
 from vescale.rng._engine import advance, fill_region
 from vescale.rng._fill_request import Fill
-from vescale.rng._random_ops import RandomOp, inplace_overloads
+from vescale.rng._random_ops import NormalBlocks, RandomOp, WordsPerElement, fill_of, fills
 from vescale.rng._stream_spans import spans, stream_order
 
 # ``counting_draws``: random fills that tell what they would draw, for programs that run without numbers.
@@ -71,7 +70,6 @@ def _num_spans(region: Region, order: tuple[int, ...], strides: tuple[int, ...])
 
 # Random numbers of micro-batches: each draws its rows of what one device draws for the whole batch.
 
-aten = torch.ops.aten
 _STATE = threading.local()
 
 
@@ -88,24 +86,11 @@ class Draw:
     @classmethod
     def of_call(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draw | None:
         """The fill that a call of an ATen overload draws on a CPU; None for ops whose draws are not those of one fill."""
-        if not args or not isinstance(args[0], torch.Tensor):
+        if func not in fills() or not isinstance(args[0], torch.Tensor):
             return None
-        tensor, parameter_dtype = args[0], None
-        if func in inplace_overloads():
-            op = RandomOp.of_call(func, args, kwargs)
-        elif func in (aten.bernoulli_.Tensor, aten.bernoulli.default):
-            op, parameter_dtype = RandomOp("bernoulli_"), (args[1] if len(args) > 1 else tensor).dtype
-        elif func is aten.bernoulli.p:
-            op = RandomOp("bernoulli_", (args[1],))
-        elif func is aten.native_dropout.default:
-            op = RandomOp("bernoulli_", (1.0 - args[1],))
-        elif func is aten.rand_like.default:
-            op = RandomOp("uniform_", (0.0, 1.0))
-        elif func is aten.randn_like.default:
-            op = RandomOp("normal_", (0.0, 1.0))
-        else:
-            return None
+        tensor, (op, parameter) = args[0], fill_of(func, args, kwargs)
         dtype = kwargs.get("dtype") or tensor.dtype
+        parameter_dtype = None if parameter is None else parameter.dtype
         return cls(op, tuple(tensor.shape), tuple(tensor.stride()), dtype, parameter_dtype)
 
     def skip(self, generator: torch.Generator) -> None:

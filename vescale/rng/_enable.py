@@ -32,13 +32,12 @@ from vescale.compat.random_ops import RandomHooks, is_symbolic
 from vescale.placements import local_region
 from vescale.rng._cpu_engine import rule_holds
 from vescale.rng._deferred_tensor import Recorder, is_deferred, record_initializer
-from vescale.rng._draw_rules import NormalBlocks, WordsPerElement
 from vescale.rng._dtensor_fill import count_write, empty, fill, part_of_whole, region_of
 from vescale.rng._engine import default_generator, fill_part, replay_draws
 from vescale.rng._fill_request import Fill
 from vescale.rng._mt19937 import characteristic_exponents
 from vescale.rng._op_handlers import handlers
-from vescale.rng._random_ops import RandomOp
+from vescale.rng._random_ops import NormalBlocks, RandomOp, WordsPerElement
 from vescale.rng._stream_spans import is_contiguous, owned_dims
 
 # The initializers of ``torch.nn.init`` and the DTensor factories for which handlers of single ops do not suffice.
@@ -86,33 +85,13 @@ def _anywhere(flag: bool, spec: DTensorSpec) -> bool:
     return bool(flags.item())
 
 
-def _orthogonal_(
-    original: Callable[..., torch.Tensor],
-    tensor: torch.Tensor,
-    gain: float = 1,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """``nn.init.orthogonal_`` on a DTensor: every rank computes it, because the factorization needs the whole matrix."""
+def _whole(what: str, original: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """``nn.init.orthogonal_``, whose factorization needs the whole matrix, and ``sparse_``, which writes one column at a
+    time, on a DTensor: every rank computes them."""
     if not isinstance(tensor, DTensor) or is_symbolic(local_of(tensor)):
-        return original(tensor, gain=gain, generator=generator)
-    return _whole_on_every_rank(
-        tensor, "orthogonal_", generator, lambda whole: original(whole, gain=gain, generator=generator)
-    )
-
-
-def _sparse_(
-    original: Callable[..., torch.Tensor],
-    tensor: torch.Tensor,
-    sparsity: float,
-    std: float = 0.01,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """``nn.init.sparse_`` on a DTensor: every rank computes it, because it writes one column at a time."""
-    if not isinstance(tensor, DTensor) or is_symbolic(local_of(tensor)):
-        return original(tensor, sparsity, std=std, generator=generator)
-    return _whole_on_every_rank(
-        tensor, "sparse_", generator, lambda whole: original(whole, sparsity, std=std, generator=generator)
-    )
+        return original(tensor, *args, **options)
+    generator = options.get("generator")
+    return _whole_on_every_rank(tensor, what, generator, lambda whole: original(whole, *args, **options))
 
 
 def _whole_on_every_rank(
@@ -144,8 +123,8 @@ def _count_write(tensor: DTensor) -> None:
 
 INITIALIZERS: dict[str, Callable[..., Any]] = {
     "_no_grad_trunc_normal_": _trunc_normal_,  # looked up by trunc_normal_ when it runs, however it was imported
-    "orthogonal_": _orthogonal_,
-    "sparse_": _sparse_,
+    "orthogonal_": functools.partial(_whole, "orthogonal_"),
+    "sparse_": functools.partial(_whole, "sparse_"),
 }
 
 

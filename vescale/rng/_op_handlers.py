@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import requested_by
-from vescale.compat import local_of, make_dtensor, make_spec, spec_of, stock_dispatch, tell_draw, tell_read
+from vescale.compat import local_of, make_dtensor, make_spec, own_part, spec_of, stock_dispatch, tell_draw, tell_read
 from vescale.compat.cuda_kernels import fused_dropout
 from vescale.compat.random_ops import Handler, correct_inplace_view, has_composite_kernel, is_symbolic, seeded_ops
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_map
@@ -32,7 +32,7 @@ from vescale.rng._dtensor_fill import (
     region_of,
     whole_of,
 )
-from vescale.rng._random_ops import DROPOUT_MASK, RandomOp, inplace_overloads
+from vescale.rng._random_ops import DROPOUT_MASK, RandomOp, fill_of, inplace_overloads
 from vescale.rng._stream_spans import is_contiguous, stream_order
 
 # ``torch.multinomial`` on DTensors: each rank samples its own rows.
@@ -109,14 +109,15 @@ def _numbers_only(handler: Callable[..., Any]) -> Handler:
 
 
 def _inplace(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
-    target: DTensor = args[0]
-    fill(target, RandomOp.of_call(op, args, kwargs), kwargs.get("generator"))
-    return target
+    return _filled(args[0], op, args, kwargs)
 
 
-def _bernoulli_tensor_(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
-    target: DTensor = args[0]
-    _bernoulli_from(target, args[1], kwargs.get("generator"))
+def _filled(target: Any, op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
+    of_op, probabilities = fill_of(op, args, kwargs)
+    if probabilities is None:
+        fill(target, of_op, kwargs.get("generator"))
+    else:
+        _bernoulli_from(target, probabilities, kwargs.get("generator"))
     return target
 
 
@@ -136,33 +137,13 @@ def _bernoulli_from(target: DTensor, probabilities: Any, generator: torch.Genera
     fill(target, RandomOp("bernoulli_"), generator, probabilities)
 
 
-def _like(op: RandomOp, source: DTensor, kwargs: _Kwargs) -> DTensor:
-    result = empty_like(source, kwargs.get("dtype"), kwargs.get("memory_format") or torch.preserve_format)
-    fill(result, op, kwargs.get("generator"))
-    return result
-
-
-def _rand_like(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    return _like(RandomOp("uniform_", (0.0, 1.0)), args[0], kwargs)
-
-
-def _randn_like(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    return _like(RandomOp("normal_", (0.0, 1.0)), args[0], kwargs)
-
-
-def _randint_like(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    bounds = [int(whole_of(bound)) for bound in args[1:]]
-    return _like(RandomOp("random_", (bounds[0], bounds[1]) if len(bounds) == 2 else (0, bounds[0])), args[0], kwargs)
+def _like(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    result = empty_like(args[0], kwargs.get("dtype"), kwargs.get("memory_format") or torch.preserve_format)
+    return _filled(result, op, (args[0], *map(whole_of, args[1:])), kwargs)
 
 
 def _bernoulli(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    probabilities = args[0]
-    result: Any = empty_like(probabilities, memory_format=torch.contiguous_format)
-    if len(args) > 1 or "p" in kwargs:
-        fill(result, RandomOp("bernoulli_", (args[1] if len(args) > 1 else kwargs["p"],)), kwargs.get("generator"))
-    else:
-        _bernoulli_from(result, probabilities, kwargs.get("generator"))
-    return result
+    return _filled(empty_like(args[0], memory_format=torch.contiguous_format), op, args, kwargs)
 
 
 def _native_dropout(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
@@ -375,12 +356,12 @@ def _eye_out(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
 def handlers() -> Mapping[Any, Handler]:
     """The table of handlers by overload. It contains every random op of ATen; unknown ones are refused."""
     table: dict[Any, Handler] = {
-        aten.bernoulli_.Tensor: _bernoulli_tensor_,
-        aten.rand_like.default: _rand_like,
-        aten.randn_like.default: _randn_like,
-        aten.randint_like.default: _randint_like,
-        aten.randint_like.low_dtype: _randint_like,
-        aten.randint_like.Tensor: _randint_like,
+        aten.bernoulli_.Tensor: _inplace,
+        aten.rand_like.default: _like,
+        aten.randn_like.default: _like,
+        aten.randint_like.default: _like,
+        aten.randint_like.low_dtype: _like,
+        aten.randint_like.Tensor: _like,
         aten.bernoulli.default: _bernoulli,
         aten.bernoulli.p: _bernoulli,
         aten.native_dropout.default: _native_dropout,
@@ -458,7 +439,7 @@ class drawing_part_of(TorchDispatchMode):
         self.count += 1
         if result is placed:
             return local
-        found = tree_map(lambda leaf: local_of(leaf) if isinstance(leaf, DTensor) else leaf, result)
+        found = tree_map(own_part, result)
         if part is local:
             return found
         return tree_map(lambda leaf: leaf.view(local.shape) if isinstance(leaf, torch.Tensor) else leaf, found)

@@ -100,7 +100,7 @@ class RuntimeMode(TorchFunctionMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in FACTORIES:
-            if _plain_only(args, kwargs):
+            if not any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
                 self._tell("factory")
                 return place_made(self.activation, func, args, kwargs)
             return func(*args, **kwargs)
@@ -152,10 +152,6 @@ def _when() -> dict[Any, Any]:
     always = (*FACTORIES, *METHOD_FACTORIES, *_OPENED)
     registered = {func: entry.changes or entry.when for func, entry in entries().items() if entry.function is not None}
     return {**registered, **dict.fromkeys(always, When.ALWAYS)}
-
-
-def _plain_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return not any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))
 
 
 def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:

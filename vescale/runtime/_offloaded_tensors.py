@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vescale.comm import SideStream
-from vescale.compat import local_of, make_dtensor, spec_of
+from vescale.compat import make_dtensor, own_part, spec_of
 from vescale.runtime._saved_account import storage_of
 
 _OBSERVERS: list[Callable[[torch.UntypedStorage], None]] = []
@@ -158,7 +158,7 @@ class OffloadedForward:
                 on_host.prefetch(self._stream)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        local = own_part(tensor)
         storage = storage_of(local)
         is_large = local.numel() * local.element_size() >= _MIN_BYTES
         if storage is None or local.is_meta or not is_large or self._is_own(storage):

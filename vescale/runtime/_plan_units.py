@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import outside_of_kept
-from vescale.compat import eagerly, in_backward, local_of, make_dtensor, make_spec, no_torch_function
+from vescale.compat import eagerly, in_backward, local_of, make_dtensor, make_spec, no_torch_function, own_part
 from vescale.errors import UnitSubclassError
 from vescale.fsdp import (
     DataParallelAxes,
@@ -71,7 +71,7 @@ class Units:
         members = []
         for name in names:
             original = self._slots[name]
-            if is_extended(local_of(original) if isinstance(original, DTensor) else original):
+            if is_extended(own_part(original)):
                 raise UnitSubclassError(
                     f"parameter {name!r} of shape {tuple(original.shape)} is a tensor subclass, "
                     f"{type(original).__name__}; a unit of a plan gathers plain tensors, and would lose the class. "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import held_tensors, local_of, tensors_in, weak_node
+from vescale.compat import held_tensors, own_part, tensors_in, weak_node
 
 _MAX_SIGNATURES = 32
 
@@ -28,7 +28,7 @@ class Held:
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The memory of a tensor, of this rank's part of a DTensor; None for a tensor without."""
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    local = own_part(tensor)
     try:
         return local.untyped_storage()
     except (RuntimeError, NotImplementedError):  # sparse and other subclasses have none, and say so with either

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import EarlyStop, counts_local_writes, local_of, set_versions, versions
+from vescale.compat import EarlyStop, counts_local_writes, own_part, set_versions, versions
 from vescale.errors import BoundaryError
 from vescale.ir import Annotate, Instruction, Wrap
 from vescale.ops import convert, enter_local, num_writes, require_current, settle, settling
@@ -132,7 +132,7 @@ def _is_local(one: Placed) -> bool:
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Storages are compared, and not addresses: empty parts have none, and all ranks have to find the same."""
-    first, second = (local_of(x) if isinstance(x, DTensor) else x for x in (one, other))
+    first, second = own_part(one), own_part(other)
     return first.untyped_storage() is second.untyped_storage()
 
 

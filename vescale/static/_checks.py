@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from vescale.ops import entries
-from vescale.static._actions import name_of
-from vescale.static._local_run import LocalRun, run_on_locals
-from vescale.static._observed_ops import ObservedOps, random_state, set_random_state
+from vescale.static._analysis import name_of
+from vescale.static._observed_ops import LocalRun, ObservedOps, random_state, run_on_locals, set_random_state
 from vescale.static._tensor_type import TensorType, UnrecordedError, map_in_order
 
 # Functions whose whole numbers are dims, or sizes that are equal on all ranks: what they do to placements does not depend on

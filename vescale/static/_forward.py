@@ -10,7 +10,7 @@ import types
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -27,13 +27,17 @@ from vescale.compat import (
     is_native,
     local_of,
     native_static,
+    native_tape,
     no_torch_function,
     note,
     num_function_modes,
+    own_part,
+    require_native_static,
     spec_of,
     tensors_in,
+    versions,
 )
-from vescale.errors import StaticModeWarning, kind_of
+from vescale.errors import NotParallelizedError, StaticModeWarning, StaticStepError, kind_of
 from vescale.ir import Precision
 from vescale.runtime import Activation, Runtime, current_activation, switch_on, warn_of_compiler, write_back
 from vescale.static._analysis import recorded_tape
@@ -52,7 +56,75 @@ from vescale.static._record import Recorder
 from vescale.static._state import ModuleStates, problems_of_modules, regions_of
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
-from vescale.static._written_tensors import WrittenTensors
+
+# ``WrittenTensors``: what a static forward has written to, and holds again what it held before the eager one runs.
+
+
+# Elements of all tensors that a program writes to, up to which each step keeps what they hold.
+_MAX_KEPT = 1 << 16
+
+# The kind, and a path or a position.
+_Key = tuple[str, str | int]
+
+
+class WrittenTensors:
+    """Buffers and parameters of a model, and its inputs, before a static forward.
+
+    Args:
+        given: args and kwargs.
+        writes: which ones the program has written to before; None: it is not known, and all are looked at.
+        has_units: whether parameters are gathered around the forward, which writes to them.
+    """
+
+    def __init__(self, model: nn.Module, given: Any, writes: Collection[_Key] | None, has_units: bool) -> None:
+        self._held: list[tuple[_Key, torch.Tensor, tuple[int, ...], torch.Tensor | None]] = []
+        if writes is not None and not writes:
+            return
+        found = list(_all(model, given, has_units) if writes is None else _those(model, given, writes))
+        keeps = writes is None or sum(x.numel() for _, x in found) <= _MAX_KEPT
+        with torch.no_grad(), no_torch_function():
+            for key, x in found:
+                is_kept = keeps and key[0] != "parameter" and not x.requires_grad and not x.is_inference()
+                self._held.append((key, x, versions(x), own_part(x).clone() if is_kept else None))
+
+    def written(self) -> frozenset[_Key]:
+        """Those that have been written to."""
+        return frozenset(key for key, x, before, _ in self._held if versions(x) != before)
+
+    def undo(self, problem: BaseException) -> None:
+        """They hold again what they held. Raises StaticStepError where that is not known."""
+        for (kind, name), x, before, kept in self._held:
+            if versions(x) == before:
+                continue
+            if kept is None:
+                raise StaticStepError(
+                    f"the static forward has written to {kind} {name!r} of shape {tuple(x.shape)} before it failed "
+                    f"({problem}); the step cannot be rerun in eager mode, which would write a second time. Expected "
+                    "writes at the end of the forward, or mode='eager'"
+                ) from problem
+            with torch.no_grad(), no_torch_function():
+                own_part(x).copy_(kept)
+
+
+def _all(model: nn.Module, given: Any, has_units: bool) -> Iterator[tuple[_Key, torch.Tensor]]:
+    for name, x in model.named_buffers():
+        yield ("buffer", name), x
+    for name, x in () if has_units else model.named_parameters():
+        yield ("parameter", name), x
+    for number, x in enumerate(tensors_in(given)):
+        yield ("input", number), x
+
+
+def _those(model: nn.Module, given: Any, keys: Collection[_Key]) -> Iterator[tuple[_Key, torch.Tensor]]:
+    inputs = list(tensors_in(given)) if any(kind == "input" for kind, _ in keys) else []
+    for key in keys:
+        kind, name = key
+        if isinstance(name, int):
+            if name < len(inputs):
+                yield key, inputs[name]
+        else:
+            yield key, model.get_buffer(name) if kind == "buffer" else model.get_parameter(name)
+
 
 # What distinguishes calls of a model that are recorded separately.
 
@@ -299,9 +371,6 @@ class StaticForward:
             self._finish(model, key)
             return self._run(model, activation, key, args, kwargs)
 
-    def _records_too_often(self) -> bool:
-        return self.recordings >= _FREE_RECORDINGS and self.static_steps < _STEPS_OF_A_RECORDING * self.recordings
-
     def _run(
         self, model: nn.Module, activation: Activation, key: str, args: Any, kwargs: Any, entered: Entered | None = None
     ) -> Any:
@@ -465,8 +534,8 @@ class StaticForward:
             refusal = "the backward of the recorded step has not been seen"
         elif sum(map(bool, map(list, self.tapes.values()))) >= _MAX_KINDS and not list(tapes):
             refusal = f"there are recordings of {_MAX_KINDS} kinds of calls already"
-        elif self._records_too_often():
-            refusal = "steps must be recorded again too often"
+        elif self.recordings >= _FREE_RECORDINGS and self.static_steps < _STEPS_OF_A_RECORDING * self.recordings:
+            refusal = "steps have to be recorded anew too often"
         elif not tapes.may_record() or (tapes.misses and self._pauses.is_on(key)):
             refusal = reason or f"there are {_MAX_TAPES} tapes already"
         if refusal:
@@ -572,3 +641,30 @@ def _enter(forward: weakref.ref[StaticForward], args: tuple[Any, ...], kwargs: d
 
 def _call(recorder: Recorder, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return recorder.call_module(path, module, args, kwargs)
+
+
+# Giving a parallelized model its static mode.
+
+
+class StaticMode:
+    """What ``parallelize(mode="static")`` does."""
+
+    def check(self) -> None:
+        """Raises StaticHelpersError without the C++ helpers."""
+        require_native_static()
+        native_tape()
+
+    def install(self, runtime: Runtime, model: nn.Module) -> None:
+        runtime.runs_alike = False
+        note("static._forward:instance", model)
+        model.__dict__["forward"] = StaticForward(runtime, model, model.__dict__.get("forward"))
+
+
+def static_forward(model: nn.Module) -> StaticForward:
+    """The static forward of a model. Raises KeyError for others."""
+    forward = model.__dict__.get("forward")
+    if not isinstance(forward, StaticForward):
+        raise NotParallelizedError(
+            f"this {type(model).__name__} does not run in static mode; parallelize it with mode='static'"
+        )
+    return forward

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ops import entries
+from vescale.compat import local_of, make_dtensor, spec_of
+from vescale.errors import StaticStepError
+from vescale.ops import enter_local, entries
 from vescale.static._record import Recorder
 from vescale.static._state import is_inside
 from vescale.static._step_records import Placements, TensorRecord, Value
@@ -60,7 +65,7 @@ def local_gradient(placements: Placements, grads: Placements, mesh: DeviceMesh) 
     """The placements with which a gradient has the local shape of its tensor. A sharded gradient of a replicated tensor
     becomes Partial without communication: its shard, and zeros elsewhere."""
     return tuple(
-        g if mesh.size(axis) == 1 or _is_same_part(p, g) else _of_same_part(p)
+        g if mesh.size(axis) == 1 or p == g or not (_cuts(p) or _cuts(g)) else _of_same_part(p)
         for axis, (p, g) in enumerate(zip(placements, grads, strict=True))
     )
 
@@ -73,10 +78,6 @@ def without_single_ranks(placements: Placements, mesh: DeviceMesh) -> Placements
 def is_whole(placements: Placements | None, mesh: DeviceMesh) -> bool:
     """Whether a tensor is whole on every rank; a plain one is."""
     return placements is None or all(p.is_replicate() for p in without_single_ranks(placements, mesh))
-
-
-def _is_same_part(placement: Placement, grad: Placement) -> bool:
-    return placement == grad or (not _cuts(placement) and not _cuts(grad))
 
 
 def _adds_alike(sent: set[Placements], target: Placements, grads: Placements, mesh: DeviceMesh) -> bool:
@@ -183,3 +184,63 @@ def _all(recorder: Recorder) -> Iterator[TensorRecord]:
     yield from (b.output for b in recorder.boundaries)
     yield from recorder.inputs
     yield from recorder.outputs
+
+
+# Local tensors of parameters and buffers, also of those that got no gradient in the recorded step.
+
+
+# By the parameter and its ``grad``, as long as somebody shows them.
+_SHOWN: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def shown_local(x: DTensor, grad: tuple[Placement, ...] | None, name: str) -> torch.Tensor:
+    """The local tensor of a parameter or buffer; ``grad``: placements of its local gradients, None if there are none.
+
+    All forwards show the same one, so that gradients of several forwards are added in the order of eager mode.
+    """
+    local = local_of(x)
+    if not x.requires_grad:
+        return local
+    known: Any = _SHOWN.get((id(x), grad))
+    if known is not None and known.data_ptr() == local.data_ptr():
+        of, of_local = known._vescale_source
+        if of is x and of_local is local:
+            return cast(torch.Tensor, known)
+    made: Any = (
+        without_gradient(local.detach().requires_grad_(), f"the parameter {name}")
+        if grad is None
+        else enter_local(x, grad)
+    )
+    made._vescale_source = x, local
+    _SHOWN[id(x), grad] = made
+    return cast(torch.Tensor, made)
+
+
+def without_gradient(x: torch.Tensor, what: str) -> torch.Tensor:
+    """The same tensor, which needs gradients. One that arrives is an error, because nobody knows what it stands for."""
+    found: torch.Tensor = _WithoutGradient.apply(x, what)
+    return found
+
+
+def refuse_second_derivatives(_: Any) -> None:
+    """Before the backward of a static forward begins: the placements of gradients of gradients are not known."""
+    if torch.is_grad_enabled():
+        raise StaticStepError(
+            "backward(create_graph=True) was called on a model in static mode, whose step was recorded without it: "
+            "second derivatives (gradient penalties, Hessian-vector products) need DTensors. Compute them in the "
+            "first step already, so that the model runs in eager mode, or parallelize with mode='eager'"
+        )
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, what: str) -> torch.Tensor:
+        ctx.what = what
+        return make_dtensor(local_of(x), spec_of(x), requires_grad=True) if isinstance(x, DTensor) else x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise StaticStepError(
+            f"{ctx.what} of a model in static mode got a gradient, but got none in the recorded step; use the same "
+            "outputs in the loss of the first step, or parallelize with mode='eager'"
+        )

@@ -29,19 +29,14 @@ from vescale.errors import StaticStepError
 from vescale.fsdp import ManagedParameter, state_of
 from vescale.ir import Redistribute
 from vescale.runtime import Frame, Placing, Runtime, current_activation, resumed
-from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
-from vescale.static._analysis import RecordedTape
+from vescale.static._analysis import Action, Eager, ReadSizes, RecordedTape, TakeSizes, name_of
 from vescale.static._checks import check_of, needs_sizes
 from vescale.static._early_inputs import Entered
-from vescale.static._gradients import is_whole
+from vescale.static._gradients import is_whole, refuse_second_derivatives, without_gradient
 from vescale.static._guards import Guards
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_functions import LocalFunction, local_function
-from vescale.static._local_parameter import LocalParameter
-from vescale.static._local_run import SIZE_READERS, LocalRun
-from vescale.static._missing_gradients import refuse_second_derivatives, without_gradient
-from vescale.static._observed_ops import random_state, set_random_state
-from vescale.static._placing import PlacedTensor
+from vescale.static._observed_ops import SIZE_READERS, LocalRun, random_state, set_random_state
 from vescale.static._python_state import PythonState
 from vescale.static._record import (
     BoundaryEvent,
@@ -51,11 +46,11 @@ from vescale.static._record import (
     line_of_model,
     still_kept,
 )
-from vescale.static._shown_entries import ShownEntries
+from vescale.static._shown_entries import PlacedTensor, ShownEntries
 from vescale.static._state import checkpoint_of, is_inside, own_forward
 from vescale.static._step_records import Boundary
 from vescale.static._tensor_type import TensorType, UnrecordedError, map_in_order, types_of
-from vescale.static._units import ModelUnits, UnitForward
+from vescale.static._units import LocalParameter, ModelUnits, UnitForward
 
 _LOCAL, _READ_SIZES, _TAKE_SIZES, _PYTHON = range(4)
 _NOTHING, _NUMBERS, _SIZES = range(3)

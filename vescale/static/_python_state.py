@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from vescale.compat import CALL_OVERRIDE, local_of, no_torch_function, versions
+from vescale.compat import CALL_OVERRIDE, no_torch_function, own_part, versions
 from vescale.static._record import is_of_model
 
 _MISSING = object()
@@ -221,7 +220,7 @@ def _saved(holder: Any, name: Any) -> Callable[[], None]:
         return functools.partial(_write, holder, name, _read(holder, name))
     if isinstance(holder, torch.Tensor):
         with torch.no_grad(), no_torch_function():
-            kept = _local(holder).clone()
+            kept = own_part(holder).clone()
         return functools.partial(_copy, holder, kept)
     if isinstance(holder, torch.Generator):
         return functools.partial(_call, holder.set_state, holder.get_state())
@@ -251,11 +250,7 @@ def _call(function: Callable[[Any], Any], value: Any) -> None:
 
 def _copy(x: torch.Tensor, kept: torch.Tensor) -> None:
     with torch.no_grad(), no_torch_function():
-        _local(x).copy_(kept)
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return local_of(x) if isinstance(x, DTensor) else x
+        own_part(x).copy_(kept)
 
 
 def _refill(holder: Any, items: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.runtime import Placing
-from vescale.static._local_run import LocalRun
+from vescale.static._observed_ops import LocalRun
 
 Placements = tuple[Placement, ...]
 
