@@ -17,7 +17,7 @@ from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools, run_cases, run_functions
 from vescale.fsdp import FSDPModule, fully_shard
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 BF16_SUMMED_WIDE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
     "checkpointed, reentrant, twice": (True, {"recompute": True, "repeat": 2}, {}),
     "checkpointed inside of units, reentrant": (True, {"block": Sublayers}, {}),
     "tied": (True, {"tied": True}, {}),
-    "bf16": (True, {}, {"mp_policy": MixedPrecisionPolicy(param_dtype=FULL)}),
+    "bf16": (True, {}, {"mp_policy": MixedPrecisionPolicy(param_dtype=FULL, reduce_dtype=FULL)}),
     "bf16, reduced in float32": (False, {}, {"mp_policy": MixedPrecisionPolicy(param_dtype=FULL, reduce_dtype=WIDE)}),
     "kept after forward": (True, {}, {"reshard_after_forward": False}),
     "a given dim": (True, {}, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from itertools import pairwise
@@ -460,3 +461,44 @@ def all_finalized() -> int:
 
 def test_backward_is_finalized_by_hand(ranks: RankPools) -> None:
     ranks.run(all_finalized, world_size=2)
+
+
+NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+# PyTorch 2.15 reduces in the parameters' own dtype by default, and has this option.
+OVERRIDES = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__
+
+
+def bits_of_fsdp2(keeps_vectors: bool) -> None:
+    """Two ranks: a sum of two numbers has one order."""
+    policy: Any = NARROW
+    if keeps_vectors:
+        policy = MixedPrecisionPolicy(
+            torch.bfloat16,
+            param_dtype_override_fn=lambda p: p.dtype if p.ndim == 1 else None,  # type: ignore[call-arg]
+        )
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)]
+    models: list[Any] = [copy.deepcopy(nn.Sequential(*layers)) for _ in range(2)]
+    mesh = mesh_of()
+    for model, fully_shard in zip(models, (stock_fully_shard, our_fully_shard), strict=True):
+        for layer in model:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    dtypes = []
+    models[1][0][1].register_forward_pre_hook(lambda m, _: dtypes.append(m.weight.dtype))
+    for micro in range(3):
+        torch.manual_seed(dist.get_rank() + 2 * micro)
+        x = torch.randn(4, 8, device=device_type())
+        for model in models:
+            model.set_requires_gradient_sync(micro > 0)
+            with torch.autocast(device_type(), dtype=torch.bfloat16, enabled=keeps_vectors):
+                model(x).float().square().mean().backward()
+        stock, own = ([p.grad for p in model.parameters()] for model in models)
+        for expected, found in zip(stock, own, strict=True):
+            assert micro == 0 or torch.equal(expected.full_tensor(), found.full_tensor())
+    assert dtypes[0] == (torch.float32 if keeps_vectors else torch.bfloat16)
+
+
+def test_default_dtype_of_reductions_is_that_of_the_installed_pytorch(ranks: RankPools) -> None:
+    for keeps_vectors in (False, *([True] if OVERRIDES else [])):
+        ranks.run(bits_of_fsdp2, keeps_vectors, world_size=2)

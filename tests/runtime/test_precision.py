@@ -73,7 +73,7 @@ def as_fsdp2(units: bool, reduce: torch.dtype | None) -> None:
     if units:
         plan.shard(".*", RaggedShard(), phase="init").shard(".*", Replicate(), phase="run")
     parallelize(model, plan)
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce or BF16, output_dtype=torch.float32)
     fully_shard(reference, mesh=mesh, mp_policy=policy)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, model)]
     mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)

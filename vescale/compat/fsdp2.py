@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
 
 from vescale.compat.ledger import note
@@ -27,12 +29,41 @@ __all__ = [
     "is_refusing",
     "is_replicated",
     "mark_as_managed",
+    "policy_of_parameter",
+    "reduce_dtype_of",
     "refuse_composable_apis",
     "register_fsdp2_state",
     "split_backwards_by",
 ]
 
 _CONTRACT: Any = fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
+
+
+_REDUCES_AS_STORED = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
+
+
+def reduce_dtype_of(policy: MixedPrecisionPolicy, dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which FSDP2 reduces the gradient of a parameter of ``dtype``. Where the policy names none, that is the
+    dtype of the computation, and from PyTorch 2.15 on that of the parameter."""
+    return policy.reduce_dtype or (dtype if _REDUCES_AS_STORED else compute_dtype)
+
+
+def policy_of_parameter(policy: MixedPrecisionPolicy, parameter: torch.Tensor) -> MixedPrecisionPolicy:
+    """The policy with what its ``param_dtype_override_fn`` (PyTorch 2.15) answers for a parameter.
+
+    Raises ValueError for an answer that is neither the parameter's dtype, nor ``param_dtype``, nor None.
+    """
+    override = getattr(policy, "param_dtype_override_fn", None)
+    if override is None:
+        return policy
+    found = override(parameter)
+    if found not in (None, policy.param_dtype, parameter.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn returned {found} for a parameter of shape {tuple(parameter.shape)} and dtype "
+            f"{parameter.dtype}; return {parameter.dtype} to keep its dtype, or None to use param_dtype={policy.param_dtype}"
+        )
+    kept = found == parameter.dtype and found != policy.param_dtype
+    return replace(policy, param_dtype=None) if kept else policy
 
 
 def fsdp2_state(module: nn.Module) -> Any:

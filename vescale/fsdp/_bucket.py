@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.checks import sum_of_bits
 from vescale.comm import Pending
-from vescale.compat import DATA_VIEWS, local_of, mesh_over, own_part, set_local, set_versions
+from vescale.compat import DATA_VIEWS, local_of, mesh_over, own_part, reduce_dtype_of, set_local, set_versions
 from vescale.errors import FullyShardStateError, GatherHookError, ShardingMismatchError
 from vescale.fsdp._extensions import gather_inputs, refuse_hooks, require_hooks, unsharded_of
 from vescale.fsdp._gather import BufferGather, all_gather
@@ -347,7 +347,7 @@ class Bucket:
         self.device = locals_[0].device
         self.requires_grad = any(p.requires_grad for p in parameters)
         self.compute_dtype = param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
-        self.reduce_dtype = mp_policy.reduce_dtype or self.compute_dtype
+        self.reduce_dtype = reduce_dtype_of(mp_policy, self.dtype, self.compute_dtype)
         kind = self.kind(self.parameters[0])
         if isinstance(layout, PlannedLayout):
             layout = copy.copy(layout)

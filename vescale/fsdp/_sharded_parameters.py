@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import own_part
+from vescale.compat import own_part, policy_of_parameter
 from vescale.fsdp._bucket import Bucket
 from vescale.fsdp._extensions import check_one_kind
 from vescale.fsdp._layout import Layout
@@ -32,7 +32,7 @@ class GroupMember(NamedTuple):
 
 
 class ShardedParameters:
-    """Buckets by dtype, ``requires_grad`` and kind of cut, each with this rank's shards in one allocation (but tensor
+    """Buckets by dtypes, ``requires_grad`` and kind of cut, each with this rank's shards in one allocation (but tensor
     subclasses, which have memory of their own). Arguments as for :class:`ParameterGroup`.
 
     Attributes:
@@ -52,10 +52,10 @@ class ShardedParameters:
         self.path = path
         self.axes = axes
         self.device = axes.device
-        self.mp_policy = mp_policy
         self.offload_policy = offload_policy
         self.alignment_bytes = alignment_bytes
         self.is_stale = False
+        self._policies = [policy_of_parameter(mp_policy, m.parameter) for m in members]
         self.parameters = [ManagedParameter(m.name, m.parameter, m.slots, axes, m.block, m.given) for m in members]
         self.buckets: list[Bucket] = []
         self._build([own_part(m.parameter) for m in members])
@@ -72,9 +72,10 @@ class ShardedParameters:
             self.buckets.append(bucket)
 
     def _kinds(self, dtypes: Sequence[torch.dtype]) -> list[list[int]]:
-        found: dict[tuple[torch.dtype, bool, str], list[int]] = {}
-        for index, (parameter, dtype) in enumerate(zip(self.parameters, dtypes, strict=True)):
-            found.setdefault((dtype, parameter.requires_grad, Bucket.kind(parameter)), []).append(index)
+        found: dict[tuple[torch.dtype, torch.dtype | None, bool, str], list[int]] = {}
+        for index, (parameter, policy, dtype) in enumerate(zip(self.parameters, self._policies, dtypes, strict=True)):
+            kind = dtype, policy.param_dtype, parameter.requires_grad, Bucket.kind(parameter)
+            found.setdefault(kind, []).append(index)
         return list(found.values())
 
     def _bucket(self, indices: Sequence[int], locals_: Sequence[torch.Tensor], layout: Layout | None = None) -> Bucket:
@@ -84,7 +85,7 @@ class ShardedParameters:
             parameters,
             locals_,
             self.axes,
-            mp_policy=self.mp_policy,
+            mp_policy=self._policies[indices[0]],
             alignment_bytes=self.alignment_bytes,
             layout=layout,
         )

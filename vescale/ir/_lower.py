@@ -425,7 +425,7 @@ def _policy(entry: PrecisionEntry | None) -> MixedPrecisionPolicy | None:
     """Of a unit; the modules of the entry cast their inputs and outputs themselves."""
     if entry is None or (entry.param is None and entry.reduce is None):
         return None
-    return MixedPrecisionPolicy(entry.param, entry.reduce, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(entry.param, entry.reduce or entry.param, cast_forward_inputs=False)
 
 
 def _source(planned: PlannedAxes) -> Source | None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.buffer import Layout, TensorGroup
+from vescale.compat import reduce_dtype_of
 from vescale.ir._findings import Findings, name_list
 from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._operations import Place, Unit
@@ -418,7 +419,7 @@ def _buckets(
     for (dtype, requires_grad, _), names in kinds.items():
         narrow = policy.param_dtype if policy is not None and dtype.is_floating_point else None
         compute = narrow or dtype
-        reduced = (policy.reduce_dtype if policy is not None else None) or compute
+        reduced = compute if policy is None else reduce_dtype_of(policy, dtype, compute)
         dtypes = frozenset((dtype, compute, reduced))
         places = []
         for name in names:

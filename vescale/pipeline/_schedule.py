@@ -198,15 +198,17 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
     try:
         made = build(entry, stages, loss=None)
         order = schedule_order(made)
+        actions = tuple(tuple(_flat(order[rank])) for rank in range(num_ranks))
+        twice = [
+            action for action, number in Counter(action for own in actions for action in own).items() if number > 1
+        ]
+        if twice:
+            raise refuse(f"it contains {twice[0]} more than once; write each computation once, on one rank")
         rank_of = _ranks_of(order, num_stages)
         with contextlib.redirect_stdout(io.StringIO()):
             dry_run(schedule_with_comms(order, rank_of.__getitem__, num_stages), rank_of.__getitem__, num_stages)
     except (AssertionError, ValueError, RuntimeError, KeyError, IndexError) as error:
         raise refuse(f"it cannot run: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
-    actions = tuple(tuple(_flat(order[rank])) for rank in range(num_ranks))
-    twice = [action for action, number in Counter(action for own in actions for action in own).items() if number > 1]
-    if twice:
-        raise refuse(f"it contains {twice[0]} more than once; write each computation once, on one rank")
     losses = [a.microbatch for a in actions[rank_of[num_stages - 1]] if a.kind == "F" and a.stage == num_stages - 1]
     if losses != list(range(m)):
         raise refuse(

@@ -7,6 +7,7 @@ that branches on its values are taken as they will be.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -162,7 +163,7 @@ class Carried:
 # Attention by the math kernel while a forward is traced: the others hide what they compute from the trace.
 
 _LOCK = threading.Lock()
-_SCOPE = contextlib.ExitStack()
+_SCOPE, _CONTEXT = contextlib.ExitStack(), contextvars.copy_context()
 _inside = 0
 
 
@@ -172,12 +173,12 @@ def math_attention() -> Iterator[None]:
 
     The choice of kernels belongs to the process. The first thread that enters changes it, and the last one that leaves
     restores it; with a scope for each thread, one would restore what another had set, and all later attention of the process
-    would run with the math kernel.
+    would run with the math kernel. Both act in one context: PyTorch resets a context variable where it was set.
     """
     global _inside
     with _LOCK:
         if _inside == 0:
-            _SCOPE.enter_context(sdpa_kernel(SDPBackend.MATH))
+            _CONTEXT.run(_SCOPE.enter_context, sdpa_kernel(SDPBackend.MATH))
         _inside += 1
     try:
         yield
@@ -185,7 +186,7 @@ def math_attention() -> Iterator[None]:
         with _LOCK:
             _inside -= 1
             if _inside == 0:
-                _SCOPE.close()
+                _CONTEXT.run(_SCOPE.close)
 
 
 aten = torch.ops.aten

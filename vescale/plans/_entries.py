@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import regex
@@ -339,7 +339,8 @@ Entry = (
 # Mixed precision and offload of units: PyTorch's objects, and their form in a plan.
 
 _DEFAULT = MixedPrecisionPolicy()
-_PRECISION_OPTIONS = tuple(field.name for field in fields(MixedPrecisionPolicy))
+# Without PyTorch 2.15's function of a parameter, which no file can hold.
+_PRECISION_OPTIONS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
 def mp_policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
@@ -354,6 +355,11 @@ def mp_policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> Mixe
         given = MixedPrecisionPolicy(**{name: _value(name, value) for name, value in given.items()})
     if given is not None and not isinstance(given, MixedPrecisionPolicy):
         raise PlanValueError(f"mp_policy={given!r}; use a MixedPrecisionPolicy, or a dict of its arguments")
+    if getattr(given, "param_dtype_override_fn", None) is not None:
+        raise PlanValueError(
+            "mp_policy has a param_dtype_override_fn, which a plan cannot hold; remove it, and make the modules whose "
+            "parameters keep their dtype units of their own, without mp_policy"
+        )
     return None if given == _DEFAULT else given
 
 
