@@ -8,9 +8,9 @@
         examples/elastic.py --out /shared/run
 
 Without the environment variable, restarted ranks find the addresses of the previous attempt (pytorch#135712). Kill any
-process with ``kill -9``: torchrun restarts the ranks, the script creates a mesh for their number, and training continues
-from the newest complete step. Parameters, optimizer, dropout and the order of the data are those of an uninterrupted run,
-and of one device. If a single host has fewer GPUs than before, run torchrun again with a smaller ``--nproc-per-node``.
+process with ``kill -9``: torchrun restarts the ranks, the script creates a mesh for their number, and training resumes at
+the newest complete step. Parameters, optimizer, dropout and the order of the data are those of an uninterrupted run, and
+of one device. If a single host has fewer GPUs than before, run torchrun again with a smaller ``--nproc-per-node``.
 """
 
 import argparse

@@ -109,10 +109,12 @@ def test_peak_of_accumulation(num_ranks: int) -> None:
 
 
 def test_peak_without_resharding_after_forward(num_ranks: int) -> None:
-    """All parameters until backward, which frees them block by block, and the gradients of one block."""
+    """All parameters until backward, which frees them block by block, and the gradients of one block; FSDP2 frees them so
+    from PyTorch 2.15 on."""
     found = {kind: peak(kind, reshard_after_forward=False) for kind in ("default", "FSDP2")}
     assert found["default"] == pytest.approx(NUM_BLOCKS + 1, abs=0.15), found
-    assert found["default"] <= 0.9 * found["FSDP2"], found
+    frees_late = torch.torch_version.TorchVersion(torch.__version__) < "2.15"
+    assert found["default"] <= (0.9 if frees_late else 1.0) * found["FSDP2"], found
 
 
 class _Saved:

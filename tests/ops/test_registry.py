@@ -39,7 +39,9 @@ def test_fields_are_added_once() -> None:
     register(op, handler=rule, backward="custom")
     expected = OpEntry(rule=rule, handler=rule, backward="custom")
     assert entries()[op] == expected
-    with pytest.raises(ValueError, match=r"aten\.trace\.default already registered; each op belongs to one file"):
+    with pytest.raises(
+        ValueError, match=r"aten\.trace\.default has rule already registered; each op belongs to one file"
+    ):
         register(op, rule=rule)
 
 

@@ -88,7 +88,7 @@ def test_groups_are_made_by_name_and_printed(capsys: pytest.CaptureFixture[str])
         ({"blocks": {r"norm\.weight": 2}}, "is not a matrix"),
         ({"adamw": [r"qkv\..*"], "blocks": {r"qkv\.weight": 3}}, "of adamw"),
         ({"adamw": "head"}, "a list of patterns"),
-        ({"adamw": ["(head"]}, "not a regular expression"),
+        ({"adamw": ["(head"]}, "not a valid regular expression"),
     ],
 )
 def test_wrong_patterns_are_errors(arguments: dict[str, Any], message: str) -> None:

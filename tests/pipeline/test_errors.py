@@ -195,7 +195,7 @@ def raised_everywhere() -> list[str]:
     with pytest.raises(RuntimeError, match=r"runs in stages, so that no rank can run its whole forward; call \.step"):
         model(**token_batch(0, names=NAMES))
     plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4)
-    with pytest.raises(PlanError, match=r"mode='static' records a step of the whole model.* leave out mode="):
+    with pytest.raises(PlanError, match=r"mode='static' records a step of the whole model.* remove mode="):
         parallelize(Net(), plan, mode="static")
     return found
 

@@ -165,7 +165,7 @@ EDITED: dict[str, tuple[str, dict[str, Any], Callable[..., Any]]] = {
         name: ("depends on rows of several micro-batches: .* use microbatches=1 with GPipe", GPIPE, FORWARDS[name])
         for name in ("manifold_mixup", "whitened_features", "attention_over_rows")
     },
-    "pairs_mixed": ("or microbatches=1 with GPipe", GPIPE, FORWARDS["pairs_mixed"]),
+    "pairs_mixed": ("or use microbatches=1 with GPipe", GPIPE, FORWARDS["pairs_mixed"]),
     "uncertainties": (
         r"reads the parameter 'sigmas', .* pass stages=\[\[paths\], ...\], with 'sigmas' in that of stage 1",
         {
@@ -272,7 +272,7 @@ def exhausted_siblings_case(on: tuple[int, ...]) -> tuple[float | str, list[str]
 def test_ranks_of_a_stage_run_out_of_memory_together(ranks: RankPools) -> None:
     results = ranks.run(exhausted_siblings_case, (0, 1), world_size=4)
     assert all(found <= 1e-12 for found, _ in results), results
-    assert any("there is not the memory to run the first two micro-batches" in text for text in results[0][1])
+    assert any("there is not enough memory to run the first two micro-batches" in text for text in results[0][1])
 
 
 def test_one_rank_of_a_stage_runs_out_of_memory() -> None:

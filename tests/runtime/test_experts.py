@@ -258,7 +258,7 @@ def refused() -> None:
         plan.shard("experts.down_proj", Shard(2), mesh="ep")
 
     with pytest.raises(
-        PlanError, match=r"region 'experts' shards some parameters over 'ep' and leaves gate_up_proj whole"
+        PlanError, match=r"region 'experts' shards some parameters over 'ep' and leaves gate_up_proj replicated"
     ):
         pair(lambda: Mixture(None, False), mixed, {"ep": 2})
 

@@ -37,8 +37,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, torch.Tensor], Any], str]] = {
     "FSDP2 around": (lambda m, x: fully_shard(nn.Sequential(m, nn.Linear(4, 4))), "fully_shard of a parallelized"),
     "script of a part": (lambda m, x: torch.jit.script(m[0]), "torch.jit.script of a parallelized"),
     "script": (lambda m, x: torch.jit.script(m), "torch.jit.script of a parallelized"),
-    "trace": (lambda m, x: torch.jit.trace(m, x), "torch.jit.trace of a parallelized.*one device"),
-    "export": (lambda m, x: torch.export.export(m, (x,)), "torch.export of a parallelized.*one device"),
+    "trace": (lambda m, x: torch.jit.trace(m, x), "torch.jit.trace of a parallelized.*single-device model"),
+    "export": (lambda m, x: torch.export.export(m, (x,)), "torch.export of a parallelized.*single-device model"),
     "export around": (lambda m, x: torch.export.export(nn.Sequential(m), (x,)), "torch.export of a parallelized"),
     "export of a part": (lambda m, x: torch.export.export(m[0], (x,)), "torch.export of a parallelized"),
     "strict export": (
@@ -46,10 +46,13 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, torch.Tensor], Any], str]] = {
         "torch.export of a parallelized",
     ),
     "draft export": (lambda m, x: torch.export.draft_export(m, (x,)), "torch.export of a parallelized"),
-    "trace of a part": (lambda m, x: torch.jit.trace(m[0], x), "torch.jit.trace of a parallelized.*one device"),
+    "trace of a part": (
+        lambda m, x: torch.jit.trace(m[0], x),
+        "torch.jit.trace of a parallelized.*single-device model",
+    ),
     "trace of a function": (
         lambda m, x: torch.jit.trace(lambda y: m(y), x),
-        "torch.jit.trace of a parallelized.*one device",
+        "torch.jit.trace of a parallelized.*single-device model",
     ),
     "bfloat16": (lambda m, x: m.bfloat16(), r"cannot be moved or converted after parallelize.*plan\.precision"),
 }
@@ -125,8 +128,8 @@ def distributed_before() -> None:
     around: list[tuple[Callable[[nn.Module], nn.Module], str]] = [
         (DistributedDataParallel, "a DistributedDataParallel is already distributed by DistributedDataParallel"),
         (torch.compile, r"an OptimizedModule is wrapped by torch\.compile.*original model \(model\._orig_mod\)"),
-        (lambda model: fully_shard(model, mesh=mesh), "distributed by fully_shard already"),
-        (lambda model: vescale.fully_shard(model, mesh=mesh), "distributed by fully_shard already"),
+        (lambda model: fully_shard(model, mesh=mesh), "already distributed by fully_shard"),
+        (lambda model: vescale.fully_shard(model, mesh=mesh), "already distributed by fully_shard"),
         (
             lambda model: nn.Sequential(vescale.fully_shard(model, mesh=mesh)),
             "of which its part '0' is already distributed",

@@ -225,13 +225,13 @@ def steps(
 def other_arguments() -> None:
     for build, lengths in ((BySize, (4, 4, 5, 7)), (ByData, range(5, 10)), (SliceOfCut, (8, 8, 4, 9, 8))):
         found = report(steps(build, lengths))
-        assert (found.static_steps > 0 and "other arguments" in str(found)) or build is SliceOfCut, found
+        assert (found.static_steps > 0 and "different arguments" in str(found)) or build is SliceOfCut, found
 
 
 def equal_arguments_of_other_sizes() -> None:
     for build in (ViewBySize, ViewByRead):
         found = report(steps(build, (2, 2, 2, 4, 2)))
-        assert found.static_steps == 3 and "other arguments" in str(found), found
+        assert found.static_steps == 3 and "different arguments" in str(found), found
 
 
 def tensors_of_checked_calls() -> None:
@@ -252,7 +252,7 @@ def tensors_of_checked_calls() -> None:
 def arguments_by_others() -> None:
     """Other code than a call of the function by its name gives it arguments."""
     for build in (ByPartial, ByHeldPartial, ByConstructor, ByObject, ByMadeModule):
-        assert "other arguments" in str(report(steps(build, range(5, 10)))), build
+        assert "different arguments" in str(report(steps(build, range(5, 10)))), build
 
 
 def compiled_steps() -> None:
@@ -260,7 +260,7 @@ def compiled_steps() -> None:
         if step == 0 and model.forward.__class__ is StaticForward:
             model.compile(backend="eager")
 
-    assert "other arguments" in str(report(steps(ByData, range(5, 10), compiled)))
+    assert "different arguments" in str(report(steps(ByData, range(5, 10), compiled)))
     assert "was not recorded" in str(report(steps(Rounds, (2, 2, 4, 2), compiled)))
 
 

@@ -288,7 +288,8 @@ def _draws(function: Any) -> bool:
 
 def _is_drawn_by(name: str) -> bool:
     packet = getattr(torch.ops.aten, name.strip("_"), None)
-    ops = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    overloads = getattr(packet, "overloads", tuple)  # the namespace has attributes that are no ops
+    ops = [getattr(packet, overload) for overload in overloads()]
     return any(
         torch.Tag.nondeterministic_seeded in op.tags
         or any("dropout" in argument.name or argument.name == "generator" for argument in op._schema.arguments)

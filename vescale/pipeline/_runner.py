@@ -273,9 +273,9 @@ class Runner:
                 where, number = f"{what} in trial {self._num_traces}", len(ledger.records)
                 if not self._failures.all_out_of_memory(where, number, self.mesh):
                     raise PipelineCallError(
-                        "pipeline: there is not the memory to run the first two micro-batches together, and other ranks of "
-                        f"the stage wait for this one ({failed[0]}); give more microbatches=, run a first step with shorter "
-                        "rows, or give rows='microbatch' in plan.pipeline(...), with which nothing is tried"
+                        "pipeline: there is not enough memory to run the first two micro-batches together, and other ranks "
+                        f"of the stage wait for this one ({failed[0]}); give more microbatches=, run a first step with "
+                        "shorter rows, or give rows='microbatch' in plan.pipeline(...), with which nothing is tried"
                     ) from error
 
     def _global_loss(self) -> tuple[torch.Tensor, float | None]:

@@ -199,11 +199,6 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
         made = build(entry, stages, loss=None)
         order = schedule_order(made)
         actions = tuple(tuple(_flat(order[rank])) for rank in range(num_ranks))
-        twice = [
-            action for action, number in Counter(action for own in actions for action in own).items() if number > 1
-        ]
-        if twice:
-            raise refuse(f"it contains {twice[0]} more than once; write each computation once, on one rank")
         rank_of = _ranks_of(order, num_stages)
         with contextlib.redirect_stdout(io.StringIO()):
             dry_run(schedule_with_comms(order, rank_of.__getitem__, num_stages), rank_of.__getitem__, num_stages)
@@ -226,7 +221,10 @@ def _check_text(entry: PipelineEntry, num_ranks: int, num_stages: int, refuse: C
         raise refuse(
             f"it has {len(lines)} lines for {num_ranks} ranks along {entry.mesh!r}; write one line for each rank"
         )
-    for cell in (cell.strip() for line in lines for cell in line.split(",")):
+    cells = Counter(cell for line in lines for cell in map(str.strip, line.split(",")) if cell)
+    for cell, number in cells.items():
+        if number > 1:
+            raise refuse(f"it contains {cell} more than once; write each computation once, on one rank")
         stage = re.match(r"\d+", cell)
         if stage is not None and int(stage[0]) >= num_stages:
             raise refuse(f"{cell!r} is of stage {stage[0]}, but the model is split into stages 0 to {num_stages - 1}")

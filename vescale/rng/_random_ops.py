@@ -328,7 +328,7 @@ def fill_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
             return RandomOp("bernoulli_", (args[1] if len(args) > 1 else kwargs["p"],)), None
         case "bernoulli":
             return RandomOp("bernoulli_"), args[0]
-        case "bernoulli_" if isinstance(args[1], torch.Tensor):
+        case "bernoulli_" if len(args) > 1 and isinstance(args[1], torch.Tensor):
             return RandomOp("bernoulli_"), args[1]
     return RandomOp.of_call(overload, args, kwargs), None
 

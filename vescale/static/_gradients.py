@@ -57,7 +57,7 @@ def settle_gradients(recorder: Recorder, mesh: DeviceMesh) -> dict[str, str]:
         if value.is_parameter or not _is_part(placements, grads, settled):
             value.grads = {settled}
             if not value.is_parameter and value not in passed_on:
-                wrong[value] = f"its gradient has the placements {grads}"
+                wrong[value] = f"with a gradient placed as {grads}"
     return _by_module(recorder, wrong) if wrong else {}
 
 
