@@ -149,7 +149,7 @@ def test_rules_that_return_something_else(ranks: RankPools) -> None:
         (torch.flip, r"found <built-in method flip .*expected an op overload such as torch.ops.aten.flip.default"),
         (
             torch.ops.aten.sum,
-            r"found aten.sum, which has the overloads .*; expected one overload .*: give aten.sum\.\w+",
+            r"found aten.sum, which has the overloads .*; expected one overload .*: pass aten.sum\.\w+",
         ),
         ([torch.ops.aten.flip.default, "roll"], r"found 'roll'; expected an op overload"),
         (None, r"found None; expected an op overload"),
