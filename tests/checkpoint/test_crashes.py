@@ -131,7 +131,7 @@ def test_no_room(tmp_path: Path, asynchronous: bool, full_disk: None) -> None:
             checkpoints.save(2, model=model_of(2, 8), filler=list(range(500_000)))
             checkpoints.wait()
 
-        with pytest.raises(CheckpointError, match=r"step-2 was not saved, .*File too large"):
+        with pytest.raises(CheckpointError, match=r"step-2 was not saved; earlier steps are unchanged: .*File too large"):
             if asynchronous:
                 with pytest.warns(CheckpointWarning, match="step-2 was not saved"):
                     fails()
@@ -223,7 +223,7 @@ def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
         checkpoints.save(3, model=model_of(3))
         with (
             ProcessPoolExecutor(1, fork_context()) as other,
-            pytest.raises(CheckpointError, match=f"another job saves to.*{os.getpid()}"),
+            pytest.raises(CheckpointError, match=f"another job is saving to.*{os.getpid()}"),
         ):
             other.submit(saves_step_four, folder).result()
         with Checkpointer(folder, asynchronous=False, keep=2) as own:  # of the same process

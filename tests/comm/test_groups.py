@@ -107,7 +107,7 @@ def test_timeout_of_made_groups(ranks: RankPools) -> None:
 def outside() -> None:
     mesh = make_mesh((0, 1))
     if dist.get_rank() > 1:
-        with pytest.raises(ValueError, match=r"rank [23] asks .* is not part of that mesh"):
+        with pytest.raises(ValueError, match=r"rank [23] requests .* is not part of that mesh"):
             axis_group(mesh, (0,))
     else:
         assert axis_group(mesh, (0,)).size == 2

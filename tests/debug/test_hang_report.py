@@ -180,7 +180,7 @@ CASES: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (in_user_code, sleeps, r"rank 1 did not enter all_reduce number 2 .* \(sleeps\)"),
     (in_item, sleeps, r"rank 1 did not enter a read of item\(\), a DTensor of shape \(\) placed as \(Partial\(sum\),\) number 2 .*\(in_item\).* \(sleeps\)"),  # noqa: E501
     (in_a_reduce_scatter, sleeps, r"rank 1 did not enter reduce_scatter number 1 .* \(sleeps\)"),
-    (in_a_stage, sleeps, r"rank [02] has waited for rank 1 for .* s, in a (recv|send) over axis 'pp' \(asked for by stage [02], micro-batch \d: (from|to) stage 1"  # noqa: E501
+    (in_a_stage, sleeps, r"rank [02] has waited for rank 1 for .* s, in a (recv|send) over axis 'pp' \(requested by stage [02], micro-batch \d: (from|to) stage 1"  # noqa: E501
      r".*: rank 1 is at .*\(sleeps\) in forward of blocks.1 \(stage 1, micro-batch 1\)"),
     (in_a_gathered_buffer, sleeps, r"rank 1 did not enter forward 2 of Net, .* \(sleeps\)"),
 ]  # fmt: skip

@@ -66,7 +66,7 @@ def test_what_takes_pytorchs_path_is_named() -> None:
 
 
 def test_what_cannot_be_profiled() -> None:
-    with pytest.raises(DebugOptionError, match="num_steps=1: pass 2 or more"):
+    with pytest.raises(DebugOptionError, match="num_steps=1; pass 2 or more"):
         profile_host(Chain(), plan(tp=2), {"x": (4, 8)}, num_steps=1)
     with torch.device("meta"):
         large = Chain(1 << 15)

@@ -286,7 +286,7 @@ def test_refusals() -> None:
     plan = plan_zoo.load("llama", {"dp": 2, "tp": 1})
     with pytest.raises(TypeError, match="takes no 'tokens'"):
         estimate(Odd(), Plan({"dp": 2}), batch={"tokens": (2, 8)})
-    with pytest.raises(ValueError, match="optimizer 'adamv' is none of"):
+    with pytest.raises(ValueError, match="optimizer 'adamv' is not one of"):
         estimate(llama(1), plan, batch={"input_ids": (2, 8)}, optimizer="adamv")
     with pytest.raises(PlanError):
         estimate(llama(1), plan.shard("nothing.weight", vescale_shard(0), mesh="dp"), batch={"input_ids": (2, 8)})

@@ -491,7 +491,7 @@ def errors() -> None:
         fully_shard(linear, mesh=mesh)
     with pytest.raises(ValueError, match="divides the 4 ranks"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=3)
-    with pytest.raises(ValueError, match="expected None or Shard"):
+    with pytest.raises(ValueError, match="expected None, or Shard"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda p: RaggedShard())
     with pytest.raises(ValueError, match="expected a bool"):
         linear.set_reshard_after_forward(2)  # type: ignore[attr-defined]

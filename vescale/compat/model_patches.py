@@ -119,8 +119,8 @@ def refuse_swaps(changes: Changes, _: Any) -> None:
         if isinstance(t1, DTensor) and t1.requires_grad and weakref.getweakrefs(t1):
             raise ForeignToolError(
                 f"a parameter of shape {tuple(t1.shape)} placed as {tuple(t1.placements)} would be replaced in place, "
-                "but the gradient hooks of parallelize hold it. Add and remove parametrizations, and move or convert "
-                "the model, before parallelize"
+                "but the gradient hooks of parallelize hold it. Add and remove parametrizations (orthogonal, "
+                "spectral_norm), and move or convert the model, before parallelize"
             )
         original(t1, t2)
 

@@ -287,8 +287,8 @@ def _check_entries(units: tuple[GatheredUnit, ...], resolution: Resolution, axes
             findings.error(
                 "unit-conflict",
                 f"unit '{unit.entry.path}' ({unit.path}) is inside the local region '{local.path}' ({local.source}), "
-                f"whose ranks may run different modules, but all ranks must gather a unit together; make {region}, or "
-                "a module that contains it, the unit",
+                "whose ranks may run different modules, but all ranks must gather a unit together; make "
+                + (f"{region}, or a module that contains it, the unit" if region else "the model itself the unit"),
                 unit.entry.source,
             )
 

@@ -1,7 +1,7 @@
 """Only rank 0 waits at a barrier.
 
 error: StepMismatchError | hang
-says: rank 1 is before forward 1 | ranks [0] have not come
+says: rank 1 is before forward 1 | ranks [0] have not arrived
 """
 
 import torch.distributed as dist

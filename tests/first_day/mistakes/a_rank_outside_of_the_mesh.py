@@ -1,7 +1,7 @@
 """The mesh leaves a rank out, which calls the model nevertheless.
 
 error: NotParallelizedError
-says: not part of the mesh | make the mesh of all ranks
+says: not part of the mesh | create a mesh of all ranks
 """
 
 from torch.distributed.device_mesh import DeviceMesh

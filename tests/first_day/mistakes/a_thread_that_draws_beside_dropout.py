@@ -1,7 +1,7 @@
 """A thread of one rank draws from the default generator while forwards run, from which dropout draws as well.
 
 error: InputMismatchError
-says: seed and state of the default generator | torch.Generator of their own
+says: seed and state of the default generator | from a separate torch.Generator
 """
 
 import threading

@@ -1,7 +1,7 @@
 """DDP is put around a parallelized model.
 
 error: PlanError
-says: DistributedDataParallel | as it is | no_sync
+says: DistributedDataParallel | call the model directly | no_sync
 """
 
 import torch
