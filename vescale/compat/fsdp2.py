@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
 
 from vescale.compat.ledger import note
-from vescale.errors import PrivateAttributeError, UnsupportedSettingError
+from vescale.errors import FullyShardError, PrivateAttributeError, UnsupportedSettingError
 
 __all__ = [
     "FSDP2Module",
@@ -51,14 +51,14 @@ def reduce_dtype_of(policy: MixedPrecisionPolicy, dtype: torch.dtype, compute_dt
 def policy_of_parameter(policy: MixedPrecisionPolicy, parameter: torch.Tensor) -> MixedPrecisionPolicy:
     """The policy with what its ``param_dtype_override_fn`` (PyTorch 2.15) answers for a parameter.
 
-    Raises ValueError for an answer that is neither the parameter's dtype, nor ``param_dtype``, nor None.
+    Raises FullyShardError for an answer that is neither the parameter's dtype, nor ``param_dtype``, nor None.
     """
     override = getattr(policy, "param_dtype_override_fn", None)
     if override is None:
         return policy
     found = override(parameter)
     if found not in (None, policy.param_dtype, parameter.dtype):
-        raise ValueError(
+        raise FullyShardError(
             f"param_dtype_override_fn returned {found} for a parameter of shape {tuple(parameter.shape)} and dtype "
             f"{parameter.dtype}; return {parameter.dtype} to keep its dtype, or None to use param_dtype={policy.param_dtype}"
         )
