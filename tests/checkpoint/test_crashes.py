@@ -131,7 +131,9 @@ def test_no_room(tmp_path: Path, asynchronous: bool, full_disk: None) -> None:
             checkpoints.save(2, model=model_of(2, 8), filler=list(range(500_000)))
             checkpoints.wait()
 
-        with pytest.raises(CheckpointError, match=r"step-2 was not saved; earlier steps are unchanged: .*File too large"):
+        with pytest.raises(
+            CheckpointError, match=r"step-2 was not saved; earlier steps are unchanged: .*File too large"
+        ):
             if asynchronous:
                 with pytest.warns(CheckpointWarning, match="step-2 was not saved"):
                     fails()

@@ -179,7 +179,10 @@ def test_what_is_beside_the_model(kind: str, extra: Any, tmp_path: Path) -> None
     assert str(model.scale) == str(extra) and torch.equal(model.weight, source.weight)
     del content["model"]["_extra_state"]
     write(content)
-    with pytest.raises(CheckpointError, match=rf"{path} does not match the model and optimizer:\n  model._extra_state: not in the checkpoint"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{path} does not match the model and optimizer:\n  model._extra_state: not in the checkpoint",
+    ):
         load(path, model=model)
 
 

@@ -196,7 +196,9 @@ def failing_rank(folder: str) -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
             if dist.get_rank() == 1:
                 monkeypatch.setattr(_disk, "sync", lambda descriptor: (_ for _ in ()).throw(OSError(5, "no disk")))
-            with pytest.raises(CheckpointError, match=r"step-2 was not saved; earlier steps are unchanged: .*rank 1: .*no disk"):
+            with pytest.raises(
+                CheckpointError, match=r"step-2 was not saved; earlier steps are unchanged: .*rank 1: .*no disk"
+            ):
                 checkpoints.save(2, model=model)
         with pytest.raises(CheckpointError, match="ranks save different steps"):
             checkpoints.save(5 + dist.get_rank(), model=model)
