@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from tests.examples import NIGHTLY
+from tests.fresh import run_fresh
 from tests.ranks import RankPools, run_cases
 from tests.runtime.compare import assert_same_step, pair
 from tests.whole import whole
@@ -137,3 +139,33 @@ def same_step(entries: Callable[[Plan], None], seed: int) -> None:
 def test_views_of_what_is_expanded(ranks: RankPools) -> None:
     cases = list(itertools.product((rows, columns), range(60 if NIGHTLY else 8)))
     assert ranks.run(run_cases, same_step, cases, world_size=2) == [len(cases)] * 2
+
+
+ONE_ROW = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from vescale import Plan, parallelize
+
+dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
+parallelize(torch.nn.Linear(2, 2), Plan(mesh))
+local = torch.randn(1, 2, 8).mul_(2)
+x = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(1, 4, 8), stride=(32, 8, 1))
+normed = lambda x: torch.nn.functional.layer_norm(x, (8,))
+for op in (lambda x: x + 1, normed, torch.nn.functional.relu, lambda x: x @ torch.ones(8, 3), lambda x: x.flatten(0, 1)):
+    before = x._version, x._local_tensor._version
+    op(x)
+    assert (x._version, x._local_tensor._version) == before, op
+"""
+
+
+@pytest.mark.parametrize("without", ["", "VESCALE_NO_NATIVE"])
+def test_other_strides_are_no_write(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that took them for a write to a module's input brought it back alone, and waited for the others for ever."""
+    if without:
+        monkeypatch.setenv(without, "1")
+    done = run_fresh(ONE_ROW)
+    assert done.returncode == 0, done.stderr

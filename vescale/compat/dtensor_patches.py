@@ -249,14 +249,10 @@ def _warn_of_part(x: Any) -> None:
     warnings.warn(
         SavedPartWarning(
             f"torch.save writes this rank's part {tuple(local_of(x).shape)} of a DTensor of shape {tuple(x.shape)} "
-            "placed "
-            f"as {spec.placements}, not the whole tensor: the file can be loaded on this rank of an equal mesh only. "
-            "Save the model with vescale.checkpoint.save on all ranks (the result loads on any mesh), or save whole "
-            "values:"
-            " `state = {name: "
-            'x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in model.state_dict().items()}` on '
-            "all ranks, "
-            "then torch.save(state, ...) on one"
+            f"placed as {spec.placements}, not the whole tensor: the file can be loaded on this rank of an equal mesh "
+            "only. Save the model with vescale.checkpoint.save on all ranks (the result loads on any mesh), or save "
+            'whole values: `state = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in '
+            "model.state_dict().items()}` on all ranks, then torch.save(state, ...) on one"
         ),
         stacklevel=3,
     )

@@ -127,9 +127,12 @@ class DispatchListener:
     def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
         """A plain tensor among DTensors on ``mesh`` is taken as the same on every rank."""
 
+    def mixed_sizes(self, name: str, operands: Any) -> None:
+        """A function of PyTorch has refused the sizes of DTensors and plain tensors; without the C++ dispatcher alone."""
+
     def mixed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call with plain tensors among DTensors, which PyTorch would refuse: return its result, or NotImplemented to
-        let PyTorch answer. Asked by the C++ dispatcher."""
+        let PyTorch answer."""
         return NotImplemented
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:

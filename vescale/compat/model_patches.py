@@ -255,7 +255,7 @@ def _telling(tool: str, original: Callable[..., Any], exports: Callable[[str, An
 def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
     """Take plain tensors in ops that C++ refuses them for before it asks for a decision, and in all others."""
     take_over_mixed_ops(changes, hooks)
-    answer_mixed_calls(changes, hooks.listener.mixed)
+    answer_mixed_calls(changes, hooks.listener.mixed, hooks.listener.mixed_sizes)
     dispatcher, listener = DTensor._op_dispatcher, hooks.listener
     original = dispatcher._try_replicate_spec_for_scalar_tensor
 

@@ -371,12 +371,13 @@ def write_through_python(changes: Changes, live_copies: Any) -> None:
             changes.on_undo(functools.partial(module.observe_writes, None))
 
 
-def answer_mixed_calls(changes: Changes, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+def answer_mixed_calls(changes: Changes, answer: Answer, check_sizes: Callable[[str, Any], None]) -> None:
     """Ask ``answer(op, args, kwargs)`` for calls with plain tensors among DTensors, which PyTorch would refuse; its
-    NotImplemented leaves them to PyTorch. Without the C++ dispatcher, :mod:`vescale.compat.native_dispatch` asks."""
+    NotImplemented leaves them to PyTorch. Without the C++ dispatcher, a dispatch mode asks, and
+    ``check_sizes(function name, operands)`` may raise where a function has refused their sizes before any op ran."""
     module = _loaded()
     if module is None:
-        install_mixed_calls(changes, answer)
+        install_mixed_calls(changes, answer, check_sizes)
         return
 
     def asked(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -455,7 +456,8 @@ def native_conversions(
     """
     module = _loaded()
     if module is None:
-        return NativeConversions(*(_nothing,) * len(NativeConversions._fields))
+        nothing = NativeConversions(*(_nothing,) * len(NativeConversions._fields))
+        return nothing._replace(share_version=_share_version)
     module.set_conversions(plan, move, differentiate, listeners)
     module.set_local_regions(**regions)
     return NativeConversions(
@@ -474,6 +476,27 @@ def native_conversions(
 
 def _nothing(*_: Any) -> None:
     return None
+
+
+# Without C++, by ``id`` of a DTensor: weakly, the DTensor and a plain tensor of the same memory, and the version of the
+# plain one that is counted.
+_SHARED: dict[int, list[Any]] = {}
+
+
+def _share_version(copy: DTensor, x: torch.Tensor) -> None:
+    """Before a backward, the version of ``copy`` counts the writes to ``x``: autograd refuses what it has saved of it."""
+    if x.is_inference() or copy.is_inference():
+        return
+    _SHARED[id(copy)] = [weakref.ref(copy), weakref.ref(x), x._version]
+    weakref.finalize(copy, _SHARED.pop, id(copy), None)
+
+
+def _count_writes_to_shared() -> None:
+    for entry in list(_SHARED.values()):
+        copy, x = entry[0](), entry[1]()
+        if copy is not None and x is not None and x._version != entry[2]:
+            increment_version(copy)
+            entry[2] = x._version
 
 
 def filter_functions(mode: TorchFunctionMode, python: Callable[..., Any], when: dict[Any, Any]) -> None:
@@ -663,9 +686,8 @@ class _Ops(TorchDispatchMode):
         return op(*args, **kwargs)
 
 
-def install_mixed_calls(changes: Changes, answer: Answer) -> None:
-    """Ask ``answer(op, args, kwargs)`` for calls with plain tensors among DTensors; its NotImplemented leaves them to
-    PyTorch."""
+def install_mixed_calls(changes: Changes, answer: Answer, check_sizes: Callable[[str, Any], None]) -> None:
+    """See :func:`answer_mixed_calls`."""
 
     def torch_function(
         cls: type[DTensor], function: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -681,8 +703,12 @@ def install_mixed_calls(changes: Changes, answer: Answer) -> None:
                     # Composites in C++ make tensors, too. They have only computed before: those that write begin with it.
                     if _REFUSAL not in str(error) or getattr(function, "__name__", "_").endswith("_"):
                         raise
-            with _Ops(answer):
-                return function(*args, **kwargs)
+            try:
+                with _Ops(answer):
+                    return function(*args, **kwargs)
+            except (RuntimeError, ValueError):
+                check_sizes(getattr(function, "__name__", str(function)), (args, kwargs))
+                raise
 
     backward = torch.autograd._engine_run_backward
 
@@ -690,6 +716,7 @@ def install_mixed_calls(changes: Changes, answer: Answer) -> None:
     def run(losses: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(x, DTensor) for x in losses):
             return backward(losses, *args, **kwargs)
+        _count_writes_to_shared()
         with _Ops(answer):
             return backward(losses, *args, **kwargs)
 
@@ -735,7 +762,7 @@ def _counted_writes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterato
 
 def _take_strides_of_whole(x: DTensor) -> None:
     """Dims of size 1 may have any stride, and kernels tell memory formats by strides: they get those of the whole tensor, by
-    which PyTorch has decided."""
+    which PyTorch has decided. Below autograd, where this runs, that is no write: the tensor keeps its version."""
     local = x._local_tensor
     if local.layout is not torch.strided or type(local) is not torch.Tensor or 1 not in local.shape:
         return
@@ -743,7 +770,7 @@ def _take_strides_of_whole(x: DTensor) -> None:
     if len(whole) == local.ndim:
         strides = [w if n == 1 and w > 0 else s for n, s, w in zip(local.shape, local.stride(), whole)]
         if strides != list(local.stride()):
-            x._local_tensor = local.as_strided(local.shape, strides)
+            local.as_strided_(local.shape, strides)
 
 
 def _is_refused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -506,7 +506,10 @@ def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
     if result is not None:
         return result
     with no_torch_function():
-        return apply_outside(_WrapGlobal, x, mesh, tuple(placements), requester, where=requester)
+        result = apply_outside(_WrapGlobal, x, mesh, tuple(placements), requester, where=requester)
+        if local_of(result).untyped_storage() is x.untyped_storage():
+            share_version(x, result)
+        return result
 
 
 NATIVE = native_conversions(
@@ -541,7 +544,7 @@ def link_view(local: torch.Tensor, copy: torch.Tensor, update: Callable[[torch.T
 
 
 def share_version(x: torch.Tensor, copy: DTensor) -> None:
-    """Writes to one of the two count as writes to both, for autograd, as far as there is C++ for it."""
+    """Writes to one of the two count as writes to both, for autograd."""
     NATIVE.share_version(copy, x)
 
 

@@ -111,7 +111,7 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _as_pytorch(op, args, kwargs)
     if op in _COMPARED_EARLIER:  # asked because sizes differ
         if op is not torch.ops.aten.broadcast_tensors.default or not _fit(tensors):
-            _refuse_parts(op, tensors)
+            _refuse_parts(_short_name(op), tensors)
         return NotImplemented
     if written:
         return _write(op, args, kwargs)
@@ -130,7 +130,7 @@ def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return op(*args, **kwargs)
     except (RuntimeError, ValueError):
-        _refuse_parts(op, tensors)
+        _refuse_parts(_short_name(op), tensors)
         raise
 
 
@@ -232,8 +232,8 @@ def _fit(tensors: list[torch.Tensor]) -> bool:
     return all(len(set(size) - {1}) < 2 for size in sizes)
 
 
-def _refuse_parts(op: Any, tensors: list[torch.Tensor]) -> None:
-    """Of an op whose operands do not fit together: the case that a plain one is as large as this rank's part of another."""
+def _refuse_parts(name: str, tensors: list[torch.Tensor]) -> None:
+    """Raise where operands of an op do not fit together and a plain one is as large as this rank's part of a DTensor."""
     for x in tensors:
         for output in tensors:
             if isinstance(x, DTensor) or not isinstance(output, DTensor):
@@ -246,13 +246,11 @@ def _refuse_parts(op: Any, tensors: list[torch.Tensor]) -> None:
             shape = tuple(whole[d] if d in cut else size for d, size in enumerate(x.shape))
             more = f"shape={shape}, stride={contiguous_stride(shape)}"
             raise MixedTensorsError(
-                f"{_short_name(op)} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, "
-                "and a "
-                f"plain tensor of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors that "
-                "are combined with a model's outputs are global. Make it a part, "
-                f"`DTensor.from_local(x, out.device_mesh, {placements}, {more})`, or pass it to the model's forward, "
-                "as an input of the plan"
-                ' that is given="local"'
+                f"{name} of a DTensor of shape {tuple(whole)}, of which this rank holds {tuple(part)}, and a plain tensor "
+                f"of shape {tuple(x.shape)}, which is as large as this rank's part: plain tensors that are combined with "
+                "a model's outputs are global. Make it a part, "
+                f"`DTensor.from_local(x, out.device_mesh, {placements}, {more})`, or pass it to the model's forward, as "
+                'an input of the plan that is given="local"'
             )
 
 
@@ -385,6 +383,9 @@ class _Listener(DispatchListener):
 
     def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
         note_plain_value(str(op), name, tensor, mesh)
+
+    def mixed_sizes(self, name: str, operands: Any) -> None:
+        _refuse_parts(name, [*tensors_in(operands)])
 
     def mixed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_collective(op, args)
