@@ -218,13 +218,11 @@ def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
     if difference.name.startswith(MADE):
         return (
             f"ranks have created different values in the forward before {site}: {difference.name.removeprefix(MADE)} "
-            "is "
-            f"{found}. What a model creates from numbers, arrays or texts must be the same on every rank, as on one "
+            f"is {found}. What a model creates from numbers, arrays or texts must be the same on every rank, as on one "
             "device: pass the same texts and arrays on all ranks, and seed random and numpy.random in the same way; "
-            "or pass"
-            " each rank's own part as "
-            'an input of the plan, plan.shard("<in:name>", Shard(0), mesh="dp", given="local"). If values differ on '
-            "purpose: `with vescale.unchecked():`"
+            "or pass each rank's own part as an input of the plan, "
+            'plan.shard("<in:name>", Shard(0), mesh="dp", given="local"). If values differ on purpose: '
+            "`with vescale.unchecked():`"
         )
     if difference.name in NUMBERS:
         return (
