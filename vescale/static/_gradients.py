@@ -57,7 +57,7 @@ def settle_gradients(recorder: Recorder, mesh: DeviceMesh) -> dict[str, str]:
         if value.is_parameter or not _is_part(placements, grads, settled):
             value.grads = {settled}
             if not value.is_parameter and value not in passed_on:
-                wrong[value] = f"with a gradient placed as {grads}"
+                wrong[value] = f"its gradient is placed as {grads}"
     return _by_module(recorder, wrong) if wrong else {}
 
 
@@ -156,7 +156,7 @@ def _by_module(recorder: Recorder, wrong: Mapping[Value, str]) -> dict[str, str]
         while path and (path not in crossing or value in crossing[path]):
             path = path.rpartition(".")[0]
         name = f"the parameter {value.name}" if value.is_parameter else "a tensor"
-        problems.setdefault(path, f"of {name}, {reason}")
+        problems.setdefault(path, f"{name}: {reason}")
     return problems
 
 
