@@ -226,6 +226,7 @@ __all__ = [
     "filter_functions",
     "install_native_dispatch",
     "is_native",
+    "is_written_back",
     "native_boundaries",
     "native_conversions",
     "native_passes",
@@ -489,6 +490,13 @@ def _share_version(copy: DTensor, x: torch.Tensor) -> None:
         return
     _SHARED[id(copy)] = [weakref.ref(copy), weakref.ref(x), x._version]
     weakref.finalize(copy, _SHARED.pop, id(copy), None)
+
+
+def is_written_back(x: torch.Tensor) -> None:
+    """``x`` has got what was written to the DTensor that shares its memory, whose version has counted that."""
+    for entry in list(_SHARED.values()):
+        if entry[1]() is x:
+            entry[2] = x._version
 
 
 def _count_writes_to_shared() -> None:

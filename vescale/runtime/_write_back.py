@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import EarlyStop, counts_local_writes, own_part, set_versions, versions
+from vescale.compat import EarlyStop, counts_local_writes, is_written_back, own_part, set_versions, versions
 from vescale.errors import BoundaryError
 from vescale.ir import Annotate, Instruction, Wrap
 from vescale.ops import convert, enter_local, num_writes, require_current, settle, settling
@@ -122,6 +122,8 @@ def _write(one: Placed) -> None:
         set_versions((given,), (version,))
     if isinstance(given, DTensor):
         settle(result, given)
+    else:
+        is_written_back(given)
 
 
 def _is_local(one: Placed) -> bool:
