@@ -15,9 +15,8 @@ class FlattenedShard(CustomPlacement):
     ``FlattenedShard(0, 7, 1)``: tokens 0 to 3 of each sentence, and tokens 4 to 6. The inverse view has ``Shard``
     again; neither communicates. ``outer`` follows from the size of the dim.
 
-    Which indices a rank holds does not depend on the placements of other axes: if two axes shard one dim, a rank holds
-        what
-    both leave to it.
+    Which indices a rank holds does not depend on the placements of other axes: if two axes shard one dim, a rank
+    holds what both leave to it.
 
     Raises:
         ValueError: ``size`` or ``inner`` below 1.

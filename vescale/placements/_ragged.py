@@ -15,8 +15,7 @@ class RaggedShard(CustomPlacement):
     """Rank ``i`` of the axis owns a contiguous run of ``local_units[i]`` shares of the flattened tensor.
 
     The ragged placement is applied after every other placement of the tensor, whatever the axis order: it divides the
-        row-major
-    flattening of what the other axes leave to a rank. The local tensor is flat (1-D) and contiguous.
+    row-major flattening of what the other axes leave to a rank. The local tensor is flat (1-D) and contiguous.
 
     ======================================  =============================  ==========================================
     form                                    one share is                   ``local_units`` must sum to
