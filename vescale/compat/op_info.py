@@ -6,7 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, _dispatch_has_kernel_for_dispatch_key
+from torch._C import (
+    DispatchKey,
+    _dispatch_has_computed_kernel_for_dispatch_key,
+    _dispatch_has_kernel_for_dispatch_key,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
@@ -31,6 +35,7 @@ __all__ = [
     "schema_arguments",
     "schema_of",
     "sized_locally",
+    "sizes_depend_on_values",
     "static_keywords",
     "takes_only_tensors",
     "with_aliasing",
@@ -124,6 +129,13 @@ def has_results(op: Any) -> bool:
 
 def is_view(op: Any) -> bool:
     return bool(op._schema._is_view_op())
+
+
+def sizes_depend_on_values(op: Any) -> bool:
+    """Whether the sizes of an op's results are known only with the values of its arguments: it says so, or PyTorch cannot
+    run it without values."""
+    depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(op.tags)
+    return bool(depends) or not _dispatch_has_computed_kernel_for_dispatch_key(op.name(), "Meta")
 
 
 def decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

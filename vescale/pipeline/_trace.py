@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vescale.compat import sizes_depend_on_values
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tree_unflatten
 from vescale.errors import PipelineTraceError
@@ -239,7 +240,9 @@ def trace(
             output, total = None, None
             with contextlib.suppress(StageEnd):
                 output = skeleton(**batch)
-        except NotImplementedError as error:  # an op whose result's shape depends on values
+        except NotImplementedError as error:
+            if recorder.refuses_arguments:  # as PyTorch says of some dtypes
+                raise
             where = f"of {recorder.failed_inside!r}" if recorder.failed_inside else "around the stages' modules"
             raise PipelineTraceError(f"pipeline: the forward {where} {why_unknown(error)}", entry_source) from error
         if loss is not None and output is not None:
@@ -313,6 +316,7 @@ class _Recorder(TorchDispatchMode):
         self.skeleton, self.cut, self.source = skeleton, cut, source
         self.owners = {id(p): (n, cut.owners[n]) for n, p in skeleton.named_parameters()}
         self.stage, self.inside, self.failed_inside = 0, None, ""
+        self.refuses_arguments = False  # an op has failed that needs no values
         self.arguments: frozenset[int] = frozenset()
         self.called: set[str] = set()  # in this stage
         self.carried = Carried(source)
@@ -460,7 +464,11 @@ class _Recorder(TorchDispatchMode):
         self._note_rows(func, args, depends, writes)
         if torch.Tag.nondeterministic_seeded in func.tags:
             before = None  # to draw again would be to draw other numbers
-        out, is_replayable = self._run(func, flat, tree, args, kwargs, tensors)
+        try:
+            out, is_replayable = self._run(func, flat, tree, args, kwargs, tensors)
+        except NotImplementedError:
+            self.refuses_arguments = not sizes_depend_on_values(func)
+            raise
         self._note_loss(func, args, kwargs, depends)
         outs = [v for v in tree_flatten(out)[0] if isinstance(v, torch.Tensor)]
         self.keep.extend(outs)
