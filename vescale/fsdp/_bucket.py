@@ -88,7 +88,7 @@ class HookGather:
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        return self._axes.mesh.get_group(self._axes.shard)
+        return self._axes.shard_group
 
     def start(self, unit: OrderedUnit, requester: str, custom: Any = None) -> PendingBuffer:
         """Ask the hooks what to gather, and gather all of it; the other hooks get it when it is there. Raises as

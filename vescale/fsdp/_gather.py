@@ -95,6 +95,6 @@ def all_gather(
     """Gather pieces along the shard axis into ``whole``, which is allocated."""
     if custom is None:
         return piece.all_gather((axes.shard,), out=whole, requester=requester)
-    group = axes.mesh.get_group(axes.shard)
+    group = axes.shard_group
     work = custom(output_tensor=whole.local, input_tensor=piece.local, group=group, async_op=True)
     return PendingBuffer(whole, Pending(whole.local, [work]))

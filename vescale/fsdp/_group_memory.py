@@ -295,7 +295,7 @@ class GroupMemory:
         shard axis holds all, and backward gathers from them alone: from the ranks of one machine, when it is the number of
         its devices. Makes a process group of them on first use."""
         axes = self.at_rest.axes
-        ranks = dist.get_process_group_ranks(axes.mesh.get_group(axes.shard))
+        ranks = dist.get_process_group_ranks(axes.shard_group)
         first = ranks.index(dist.get_rank()) // num_ranks * num_ranks
         neighbours = group_of_ranks(tuple(ranks[first : first + num_ranks]))
         for bucket in self.at_rest.buckets:
@@ -390,7 +390,7 @@ class GroupMemory:
 
     def use_backend_memory(self, enable: bool) -> None:
         """Allocate communication buffers from the process group's own memory, where its backend has such."""
-        group = self.at_rest.axes.mesh.get_group(self.at_rest.axes.shard)
+        group = self.at_rest.axes.shard_group
         self._pool = backend_memory_pool(group, self.at_rest.device) if enable else None
         self.forget_buffers()
         for parameter in self.at_rest.parameters:

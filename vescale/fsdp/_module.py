@@ -348,7 +348,7 @@ class FSDPModule:
         ``enable``: True turns it on, False off.
         """
         for group in self._groups(recurse):
-            ranks = dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard))
+            ranks = dist.get_process_group_ranks(group.axes.shard_group)
             group.options.group = group_of_ranks(tuple(sorted(ranks)), "reduce-scatter") if enable else None
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

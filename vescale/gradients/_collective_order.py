@@ -346,7 +346,7 @@ class _History:
     """
 
     def __init__(self, axes: DataParallelAxes) -> None:
-        shard_group, everyone = axes.mesh.get_group(axes.shard), axes.data_parallel.group
+        shard_group, everyone = axes.shard_group, axes.data_parallel.group
         self.reduced = _Log()
         self.errors = ReplicaErrors(axes.data_parallel_ranks, dist.get_process_group_ranks(shard_group))
         self.along = self._agreed(shard_group, self._told)
@@ -390,7 +390,7 @@ _HISTORIES: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], _Hi
 
 def _history(axes: DataParallelAxes) -> _History:
     known = _HISTORIES.setdefault(dist.group.WORLD, {})
-    shard_group = axes.mesh.get_group(axes.shard)
+    shard_group = axes.shard_group
     key = shard_group.group_name, axes.data_parallel_ranks
     if key not in known:
         known[key] = _History(axes)
@@ -488,7 +488,7 @@ class CollectiveOrder:
         self.gathered = _Log()
         self._turns: tuple[RootTurn, ...] = ()
         self.history = _history(axes)
-        self.shard_group, self.device = axes.mesh.get_group(axes.shard), axes.device
+        self.shard_group, self.device = axes.shard_group, axes.device
         coordinate = axes.mesh.get_coordinate() or [0] * axes.mesh.ndim
         self._replica = 0
         for axis in axes.replicate:

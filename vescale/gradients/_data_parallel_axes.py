@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -107,6 +108,11 @@ class DataParallelAxes:
     @property
     def shard_size(self) -> int:
         return self.mesh.size(self.shard)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks along the axis that shards, as buffers communicate among them: equal meshes share one group."""
+        return axis_group(self.mesh, (self.shard,)).group
 
     @property
     def num_replicas(self) -> int:
