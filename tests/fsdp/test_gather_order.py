@@ -276,13 +276,18 @@ def test_units_of_a_plan(ranks: RankPools, widths: tuple[int, ...]) -> None:
     ranks.run(of_a_plan, widths, world_size=2)
 
 
-def roots(widths: tuple[int, ...], shared: bool = False) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Modules that are given to ``fully_shard`` by themselves, and whole ones; ``shared``: streams and memory in flight."""
+def roots(
+    widths: tuple[int, ...], shared: bool = False, equal_meshes: bool = False
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Modules that are given to ``fully_shard`` by themselves, and whole ones; ``shared``: streams and memory in flight;
+    ``equal_meshes``: each is on a mesh of its own."""
     torch.manual_seed(0)
     alone = [nn.Sequential(nn.Linear(4, n), nn.Linear(n, 4)) for n in widths]
     whole = copy.deepcopy(alone)
     mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     for module in alone:
+        if equal_meshes:
+            mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(module, mesh=mesh)
     if shared:
         share_comm_ctx(alone)  # type: ignore[arg-type]
@@ -340,6 +345,22 @@ def test_modules_by_themselves(ranks: RankPools, widths: tuple[int, ...], check:
 
 def test_modules_that_share_streams(ranks: RankPools) -> None:
     ranks.run(by_themselves, (8, 8), "off", True, world_size=2)
+
+
+def on_equal_meshes() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_CHECK", "off")
+        alone, _ = roots((8, 12), equal_meshes=True)
+        for order in ((0, 1), (0, 1), (1,), (0,), (0, 1)):
+            through(alone, order).backward()
+        order = (0, 1) if dist.get_rank() % 2 == 0 else (1, 0)
+        raises_alike(lambda: through(alone, order).backward(), "of Sequential (number ", "on rank")
+        through(alone, (1, 0)).backward()
+
+
+def test_modules_on_equal_meshes(ranks: RankPools) -> None:
+    """Their buffers communicate in one group, so that their order is one."""
+    ranks.run(on_equal_meshes, world_size=4)
 
 
 def first_forwards() -> None:
