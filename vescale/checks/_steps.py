@@ -252,9 +252,9 @@ class StepChecks:
         self.num_models += 1
         self._mode, self._every = check_mode(), check_every()
         self.is_on = self._has_others and self._mode != "off"
-        self._settle()
         self.is_due, self.samples = True, False
         self._forwards, self._noted, self._awaited = 0, [], None
+        self._settle()
         self._repeated = RepeatedParts(self._has_others and dist.get_rank() == self.ranks[0])
         self._threads.clear()
 
@@ -390,13 +390,15 @@ class StepChecks:
             channels, own = self._meetings.channels(), self.ranks.index(dist.get_rank())
             self._channels = [tuple(self.ranks[index] for index in peers[own]) for peers in channels]
             self._consensus = [
-                Round(ranks, f"steps {number} of {self.ranks}" if number else "steps")
+                Round(ranks, f"steps {number} of {self.ranks}" if number else "steps", patience=None)
                 for number, ranks in enumerate(self._channels)
             ]
             self._board = None
             if is_alone() or dist.get_backend() == "gloo":
                 self._board = Board.open(self.ranks, self._consensus[0].place, channels)
-            self._differences = Round(self.ranks, "steps that differ")  # ranks hand in others meanwhile, or not
+            self._differences = Round(
+                self.ranks, "steps that differ", patience=None
+            )  # ranks hand in others meanwhile, or not
             self._handed_in.clear()
             self._untold, self._digest = [], 0
             if self._board is None and self._mode != "steps" and self._heartbeat is None:
@@ -412,7 +414,8 @@ class StepChecks:
             self._heartbeat.begin_anew()
 
     def _settle(self) -> None:
-        self.waits = self._board is not None or self._mode == "steps"
+        is_first = self._heartbeat is not None and self._forwards <= FIRST
+        self.waits = self._board is not None or self._mode == "steps" or is_first
         is_on_board = self._board is not None and self._mode != "steps"
         self._native: Any = native_steps(self._board) if is_on_board else None
 
@@ -441,6 +444,9 @@ class StepChecks:
             return self._meet_on_board(self._board, site, inputs, parts, channel, seen, describe)
         found = self._exchange(self._description(site, inputs, parts), channel)
         shapes = self._compare(found, channel)
+        if parts and self.is_due:
+            texts = [str(each["parts"]) for each in found]
+            self._repeated.look([part.name for part in parts], part_keys(parts, self._coordinates), texts)
         if self._heartbeat is not None and self._mode != "steps":
             if shapes:
                 raise InputMismatchError(uneven_text(found, self.ranks), self.ranks)
@@ -533,13 +539,14 @@ class StepChecks:
         return json.dumps(own).encode()
 
     def _exchange(self, message: bytes, channel: int = 0) -> list[dict[str, Any]]:
-        site = json.loads(message)["site"]
+        own = json.loads(message)
         consensus = self._consensus[channel]
         try:
-            messages = consensus.exchange(message, lambda: f"comparing {site}")
+            messages = consensus.exchange(message, lambda: f"comparing {own['site']}")
         except ConsensusError as error:
             self._leave()
-            raise StepMismatchError(f"{error}. {SAME_STEPS}", error.ranks) from None
+            place = f"rank {dist.get_rank()} is before {own['site']} ({own['where']})"
+            raise StepMismatchError(f"{place}: {error}. {SAME_STEPS}", error.ranks) from None
         return self._described(messages, channel)
 
     # Events of ranks that do not wait for each other
