@@ -1,9 +1,9 @@
-"""Ranks on several hosts, or on NCCL, do not wait for each other: descriptions are compared a forward later."""
+"""Ranks on several hosts, or on NCCL, wait for each other in the first forwards, and compare later ones a step later."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -17,7 +17,7 @@ import vescale
 from tests.ranks import RankPools
 from vescale import InputMismatchError
 from vescale.agreement import Board
-from vescale.checks import StepChecks
+from vescale.checks import StepChecks, StepMismatchError
 from vescale.runtime import Runtime
 
 
@@ -39,52 +39,100 @@ def parallel(given: str = "global") -> tuple[nn.Module, StepChecks]:
     plan = vescale.Plan(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     model = vescale.parallelize(nn.Linear(4, 2), plan.shard("<in>", Shard(0), given=given))  # type: ignore[arg-type]
     runtime = Runtime.of(model)
-    assert runtime is not None and not runtime.checks.waits
+    assert runtime is not None
     return model, runtime.checks
 
 
 def steps(model: nn.Module, differs_at: int, number: int = 11) -> int:
-    """The forward that raises; 0: none does."""
+    """The step that raises; 0: none does."""
     for step in range(1, number + 1):
-        dist.barrier()  # the ranks are about as far: what they have put is there
         x = torch.full((4, 4), float(step + (dist.get_rank() if step == differs_at else 0)))
         try:
             model(x).sum().backward()
         except InputMismatchError as error:
-            assert f"the input 'input' of forward {differs_at} of Linear" in str(error) and "rank 1" in str(error)
+            text = str(error)
+            assert "input" in text and f"of forward {differs_at} of Linear" in text and "rank 1" in text, text
             return step
     return 0
 
 
 def later() -> None:
     with on_several_hosts():
-        for differs_at in (1, 3, 8):  # 8: every fourth is compared
+        for differs_at in (1, 3, 4):
+            model, _ = parallel()
+            assert steps(model, differs_at) == differs_at
+        for differs_at in (5, 6, 8):  # 8: one of those that are described
             model, _ = parallel()
             raised = steps(model, differs_at)
             assert raised == differs_at + 1, (differs_at, raised)
-            dist.barrier()
         model, checks = parallel()
         assert steps(model, 0) == 0 and not checks._handed_in
+
+
+def evaluations() -> None:
+    """Without a backward, one message in many forwards."""
+    with on_several_hosts(), torch.no_grad():
         model, _ = parallel()
-        assert steps(model, 6) == 0  # between the compared ones: documented as not seen
-        dist.barrier()
+        with pytest.raises(InputMismatchError, match=r"forward 10 of Linear"):
+            for step in range(80):
+                model(torch.full((4, 4), float(step + (dist.get_rank() if step == 9 else 0))))
+        assert step <= 70
+
+
+def skipped() -> None:
+    """One rank runs no backward."""
+    with on_several_hosts():
+        model, _ = parallel()
+        with pytest.raises(
+            StepMismatchError, match=r"rank 0 is before the backward of forward 6.*rank 1 is before forward 7"
+        ):
+            for step in range(1, 10):
+                loss = model(torch.ones(4, 4)).sum()
+                if step != 6 or dist.get_rank() == 0:
+                    loss.backward()
+        assert step <= 8
+
+
+def written() -> None:
+    """A parameter that is written to on one rank; all ranks hold the same part of it."""
+    with on_several_hosts():
+        model, _ = parallel()
+        with pytest.raises(InputMismatchError, match=r"'weight'.*on some ranks only"):
+            for step in range(1, 12):
+                dist.barrier()  # the ranks are about as far: what they have handed in is there
+                model(torch.ones(4, 4)).sum().backward()
+                if step == 5 and dist.get_rank() == 1:
+                    with torch.no_grad():
+                        model.weight.to_local().add_(1)
+        assert step == 9
 
 
 def parts() -> None:
-    """Parts of other sizes are an error a step later: ranks have taken them as equal."""
+    """Parts of other sizes are an error: ranks have taken them as equal."""
     with on_several_hosts():
-        model, _ = parallel("local")
-        rows = 2 + dist.get_rank()
-        model(torch.ones(rows, 4))
-        dist.barrier()
-        with pytest.raises(InputMismatchError, match=r"different sizes in forward 1 of Linear.*VESCALE_CHECK=steps"):
-            model(torch.ones(rows, 4))
-        dist.barrier()
+        for differs_at, raised_at in ((1, 1), (6, 7)):
+            model, _ = parallel("local")
+            with pytest.raises(
+                InputMismatchError, match=rf"different sizes in forward {differs_at} of Linear.*CHECK=steps"
+            ):
+                for step in range(1, 9):
+                    model(torch.ones(2 + (dist.get_rank() if step == differs_at else 0), 4)).sum().backward()
+            assert step == raised_at
 
 
-def test_differences_are_reported_by_the_next_forward(ranks: RankPools) -> None:
-    ranks.run(later, world_size=2)
+def gathered() -> None:
+    """What ranks send in a steady step."""
+    with on_several_hosts():
+        model, _ = parallel()
+        assert steps(model, 0, 5) == 0
+        with vescale.comm.record_comms() as ledger:
+            model(torch.ones(4, 4)).sum().backward()
+        (sent,) = (record for record in ledger.records if record.requester == "comparison of steps")
+        assert sent.op == "all_reduce" and sent.bytes <= 16
 
 
-def test_parts_of_different_sizes(ranks: RankPools) -> None:
-    ranks.run(parts, world_size=2)
+@pytest.mark.parametrize(
+    "case", [later, evaluations, skipped, written, parts, gathered], ids=lambda case: str(case.__name__)
+)
+def test_ranks_on_several_hosts(ranks: RankPools, case: Callable[[], None]) -> None:
+    ranks.run(case, world_size=2)

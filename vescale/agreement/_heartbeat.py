@@ -63,17 +63,18 @@ class Beat:
 
 
 class Heartbeat:
-    """Of the ranks of ``group``, which send messages of equal lengths, equally often; ``requester``: in the ledger."""
+    """Of the ranks of ``group``, which send messages of equal lengths, equally often; ``requester``: in the ledger;
+    ``num_first``: how many messages are compared at once."""
 
-    def __init__(self, group: dist.ProcessGroup, requester: str) -> None:
-        self._group, self._requester = group, requester
+    def __init__(self, group: dist.ProcessGroup, requester: str, num_first: int = FIRST_MESSAGES) -> None:
+        self._group, self._requester, self._num_first = group, requester, num_first
         self._sent: Beat | None = None
         self._num_sent = 0
 
     @property
     def is_new(self) -> bool:
         """Whether the next message is compared at once."""
-        return self._num_sent < FIRST_MESSAGES
+        return self._num_sent < self._num_first
 
     def send(self, message: bytearray, device: torch.device, check: Callable[[list[int]], None]) -> Beat:
         """Check the message before, and send the next. ``check`` gets the maximum of each byte over the ranks, later, and

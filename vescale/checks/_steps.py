@@ -16,8 +16,12 @@ the ranks                          each event
 =================================  ==================================================================================
 of one host, on gloo               all wait for each other, as the collectives that follow do, and compare digests in
                                    shared memory (:class:`vescale.agreement.Board`): microseconds
-others                             nobody waits: in the first 3 forwards and every ``VESCALE_CHECK_EVERY``-th,
-                                   descriptions go to the store, and a later forward reads those of all ranks
+others, in the first forwards      all wait for each other in a round through the store, up to the fourth forward of a
+                                   model
+others, later                      nobody waits: a digest of all events of a step is sent before its backward
+                                   (:class:`vescale.agreement.Heartbeat`), 12 bytes, and looked at before the next one;
+                                   where no backward follows, once in 32 events. In every ``VESCALE_CHECK_EVERY``-th
+                                   forward descriptions go to the store, too, and a later forward reads those of all ranks
 others, with VESCALE_CHECK=steps   all wait for each other in a round through the store
 =================================  ==================================================================================
 
@@ -40,7 +44,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from vescale.agreement import Board, CrossWaitError, HandedIn, Round, wait_limit
+from vescale.agreement import Board, CrossWaitError, HandedIn, Heartbeat, Round, wait_limit
 from vescale.checks._descriptions import call_site, digest_of, hash_of, native_steps
 from vescale.checks._mismatches import (
     COMPUTED,
@@ -54,7 +58,9 @@ from vescale.checks._mismatches import (
     places_text,
     uneven_text,
 )
-from vescale.compat import default_timeout, is_alone
+from vescale.comm import group_of_ranks
+from vescale.compat import default_timeout, is_alone, message_device, without_modes
+from vescale.compat.devices import is_capturing
 from vescale.errors import ArgumentError, ConsensusError, RankGoneError, RepeatedPartsWarning
 
 # What is checked while a script runs: ``VESCALE_CHECK``, ``VESCALE_CHECK_EVERY`` and :func:`unchecked`.
@@ -211,7 +217,7 @@ class StepChecks:
 
     Attributes:
         is_on: whether there is somebody to compare with.
-        waits: whether ranks wait for each other.
+        waits: whether ranks wait for each other, in this forward and its backward.
         is_due: whether values are compared in this forward: sums of all bits.
         samples: whether what is given in this forward is compared by samples of it, and described only where these differ.
         names_gradients: whether ranks have gradients of the same parameters; not in local regions.
@@ -232,7 +238,11 @@ class StepChecks:
         self.num_models = 0
         self.names_gradients = True
         self._noted: list[tuple[str, str]]
-        self._handed_in: deque[HandedIn] = deque()  # descriptions of forwards that are to be compared
+        self._handed_in: deque[tuple[int, HandedIn]] = deque()  # by channel: descriptions that are to be compared
+        self._differences: Round
+        self._heartbeat: Heartbeat | None = None  # of ranks that do not wait for each other
+        self._untold: list[dict[str, Any]] = []  # events that no heartbeat has carried yet
+        self._digest = 0  # of these
         self._lock = threading.Lock()  # one event at a time
         self._threads: set[int] = set()  # that have run forwards
         self.begin()
@@ -242,16 +252,16 @@ class StepChecks:
         self.num_models += 1
         self._mode, self._every = check_mode(), check_every()
         self.is_on = self._has_others and self._mode != "off"
-        self._settle()
         self.is_due, self.samples = True, False
         self._forwards, self._noted, self._awaited = 0, [], None
+        self._settle()
         self._repeated = RepeatedParts(self._has_others and dist.get_rank() == self.ranks[0])
         self._threads.clear()
 
     @property
     def compares_data(self) -> bool:
         """Whether what is given in this forward is compared."""
-        return self.is_on and not is_unchecked() and (self.is_due or not self._is_ready or self.waits)
+        return self.is_on and not is_unchecked()
 
     def begin_forward(self, number: int) -> None:
         """``number`` of the model's forward, from 1."""
@@ -259,7 +269,10 @@ class StepChecks:
             self.start()
         self._forwards = number
         self.is_due = number <= FIRST or (self._every > 0 and number % self._every == 0)
-        self.samples = self._board is not None and self._mode != "steps" and not self.is_due
+        if self._heartbeat is not None:
+            self.waits = number <= FIRST + 1
+        is_described = self._mode == "steps" or (self._heartbeat is not None and self.waits)
+        self.samples = not self.is_due and not is_described
 
     def forward(
         self, model: str, mode: str, inputs: Rows, parts: Sequence[LocalPart], number: int = 0
@@ -313,6 +326,9 @@ class StepChecks:
                     self._settle_posted(site, number, None)
                     return
         self._meet(f"the backward of forward {step} of {model}", (), (), model=number)
+        if not self.waits:
+            with self._lock:
+                self._send()
 
     def replicas(self, model: str, rows: Rows, axes: Sequence[int]) -> None:
         """In a forward: parameters of which ranks that differ along ``axes`` only have the same part.
@@ -336,7 +352,7 @@ class StepChecks:
         if self.is_on and not is_unchecked():
             if not self._is_ready:
                 self.start()
-            if self.waits:
+            if self._board is not None:
                 self._meet(what, rows, ())
             else:
                 self._compare(self._exchange(self._description(Site(what), rows, ())))
@@ -374,21 +390,32 @@ class StepChecks:
             channels, own = self._meetings.channels(), self.ranks.index(dist.get_rank())
             self._channels = [tuple(self.ranks[index] for index in peers[own]) for peers in channels]
             self._consensus = [
-                Round(ranks, f"steps {number} of {self.ranks}" if number else "steps")
+                Round(ranks, f"steps {number} of {self.ranks}" if number else "steps", patience=None)
                 for number, ranks in enumerate(self._channels)
             ]
             self._board = None
             if is_alone() or dist.get_backend() == "gloo":
                 self._board = Board.open(self.ranks, self._consensus[0].place, channels)
+            self._differences = Round(
+                self.ranks, "steps that differ", patience=None
+            )  # ranks hand in others meanwhile, or not
+            self._handed_in.clear()
+            self._untold, self._digest = [], 0
+            if self._board is None and self._mode != "steps" and self._heartbeat is None:
+                group = group_of_ranks(tuple(sorted(self.ranks)), "steps")
+                self._heartbeat = Heartbeat(group, "comparison of steps", num_first=0)
             self._settle()
 
     def _leave(self) -> None:
         """Ranks are in events that do not pair, and their numbers differ from now on. All of them learn it, those that come
         late too, because what was written where they met stays; so all meet elsewhere, from the next forward on."""
         self._is_ready = False
+        if self._heartbeat is not None:
+            self._heartbeat.begin_anew()
 
     def _settle(self) -> None:
-        self.waits = self._board is not None or self._mode == "steps"
+        is_first = self._heartbeat is not None and self._forwards <= FIRST
+        self.waits = self._board is not None or self._mode == "steps" or is_first
         is_on_board = self._board is not None and self._mode != "steps"
         self._native: Any = native_steps(self._board) if is_on_board else None
 
@@ -408,18 +435,24 @@ class StepChecks:
         describe: Callable[[], Rows] | None = None,
     ) -> list[Mapping[int, Any]] | None:
         self._numbers[channel] += 1
-        if not self.waits:
-            if not channel:
-                self._look_at_earlier()
-                if site.text.startswith("forward") and (self.is_due or self._noted):
-                    message = self._description(site, self._with_noted(inputs), parts)
-                    self._handed_in.append(self._consensus[0].hand_in(message, self._are_alike))
-            return None
         if not channel:  # of what all ranks are given
             inputs = self._with_noted(inputs)
+        if not self.waits:
+            self._meet_later(site, inputs, parts, channel, seen)
+            return None
         if self._board is not None and self._mode != "steps":
             return self._meet_on_board(self._board, site, inputs, parts, channel, seen, describe)
-        return self._compare(self._exchange(self._description(site, inputs, parts), channel), channel)
+        found = self._exchange(self._description(site, inputs, parts), channel)
+        shapes = self._compare(found, channel)
+        if parts and self.is_due:
+            texts = [str(each["parts"]) for each in found]
+            self._repeated.look([part.name for part in parts], part_keys(parts, self._coordinates), texts)
+        if self._heartbeat is not None and self._mode != "steps":
+            if shapes:
+                raise InputMismatchError(uneven_text(found, self.ranks), self.ranks)
+            if self._forwards > FIRST and site.text.startswith("forward"):
+                self.waits = False  # all ranks are here
+        return shapes
 
     def _with_noted(self, inputs: Rows) -> Rows:
         if not self._noted:
@@ -506,27 +539,80 @@ class StepChecks:
         return json.dumps(own).encode()
 
     def _exchange(self, message: bytes, channel: int = 0) -> list[dict[str, Any]]:
-        site = json.loads(message)["site"]
+        own = json.loads(message)
         consensus = self._consensus[channel]
         try:
-            messages = consensus.exchange(message, lambda: f"comparing {site}")
+            messages = consensus.exchange(message, lambda: f"comparing {own['site']}")
         except ConsensusError as error:
             self._leave()
-            raise StepMismatchError(f"{error}. {SAME_STEPS}", error.ranks) from None
+            place = f"rank {dist.get_rank()} is before {own['site']} ({own['where']})"
+            raise StepMismatchError(f"{place}: {error}. {SAME_STEPS}", error.ranks) from None
         return self._described(messages, channel)
+
+    # Events of ranks that do not wait for each other
+
+    def _meet_later(self, site: Site, inputs: Rows, parts: Sequence[LocalPart], channel: int, seen: object) -> None:
+        is_forward = site.text.startswith("forward")
+        if not channel:
+            if is_forward:
+                self._look_at_earlier()
+            event = {
+                "site": site.text,
+                "model": site.model,
+                "where": call_site(),
+                "inputs": inputs if seen is None else (*inputs, ("", f"values with digest {digest_of((seen,)):x}")),
+                "parts": [(part.name, part.shape, UNKNOWN, part.axes) for part in parts],
+            }
+            told = event["inputs"] if UNKNOWN not in (text for _, text in inputs) else ()
+            shapes = [(part.name, part.shape) for part in parts]
+            self._digest = digest_of((self._digest, *site, told, shapes))
+            self._untold.append(event)
+            if len(self._untold) >= _MOST_UNTOLD:
+                self._send()
+        if self.is_due and is_forward:
+            message = self._description(site, inputs, parts)
+            handed_in = self._consensus[channel].hand_in(message, lambda found: self._are_alike(found, channel))
+            self._handed_in.append((channel, handed_in))
+
+    def _send(self) -> None:
+        """The digest of what has not been told, when that of earlier events has been looked at. Nobody waits."""
+        if self._heartbeat is None or not self._untold or is_capturing():
+            return
+        told, digest = self._untold, self._digest.to_bytes(_DIGEST_BYTES, "little")
+        self._untold, self._digest = [], 0
+        message = bytearray(digest) + bytearray(255 - byte for byte in digest)  # maxima fit if all ranks send the same
+        with without_modes():
+            self._heartbeat.send(message, message_device(), lambda maximum: self._look_at(maximum, told))
+
+    def _look_at(self, maximum: Sequence[int], told: Sequence[Mapping[str, Any]]) -> None:
+        if all(a + b == 255 for a, b in zip(maximum[:_DIGEST_BYTES], maximum[_DIGEST_BYTES:], strict=True)):
+            return
+        message = json.dumps(told).encode()
+        every = [json.loads(text) for text in self._differences.exchange(message, lambda: "comparing the last step")]
+        nothing = {"site": "what comes later", "model": 0, "where": "", "inputs": [], "parts": []}
+        by_rank = dict(zip(self._differences.ranks, every))
+        for events in itertools.zip_longest(*(by_rank[rank] for rank in self.ranks), fillvalue=nothing):
+            self._refuse_differences(events)
 
     def _look_at_earlier(self) -> None:
         """At the descriptions of earlier forwards, if all ranks have handed theirs in. Nobody waits."""
-        while self._handed_in and (messages := self._handed_in[0].messages()) is not None:
-            self._handed_in.popleft()
+        while self._handed_in and (messages := self._handed_in[0][1].messages()) is not None:
+            channel, _ = self._handed_in.popleft()
             if messages:
-                found = self._described(messages)
-                if self._compare(found):
-                    raise InputMismatchError(uneven_text(found, self.ranks), self.ranks)
+                self._refuse_differences(self._described(messages, channel), channel)
 
-    def _are_alike(self, messages: list[bytes]) -> bool:
+    def _refuse_differences(self, found: Sequence[dict[str, Any]], channel: int = 0) -> None:
+        """All ranks call it together, or one after the other."""
         try:
-            return not self._compare(self._described(messages))
+            if self._compare(found, channel):
+                raise InputMismatchError(uneven_text(found, self.ranks), self.ranks)
+        except StepMismatchError:
+            self._leave()
+            raise
+
+    def _are_alike(self, messages: list[bytes], channel: int) -> bool:
+        try:
+            return not self._compare(self._described(messages, channel), channel)
         except (StepMismatchError, InputMismatchError):  # as all ranks raise
             return False
 
@@ -547,6 +633,8 @@ class StepChecks:
 
 
 _MAX_NOTED = 256
+_MOST_UNTOLD = 32
+_DIGEST_BYTES = 6
 
 
 def _limit() -> float:

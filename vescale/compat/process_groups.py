@@ -6,10 +6,20 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["default_store", "default_timeout", "exists", "first_alike", "is_alone", "make_group", "own_connection"]
+__all__ = [
+    "default_store",
+    "default_timeout",
+    "exists",
+    "first_alike",
+    "is_alone",
+    "make_group",
+    "message_device",
+    "own_connection",
+]
 
 
 def make_group(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
@@ -64,6 +74,13 @@ def _timeout_of(group: dist.ProcessGroup, backend: str) -> timedelta:
         if found is not None:
             return timedelta(seconds=found.total_seconds())
     return c10d._get_default_timeout(dist.Backend(backend))
+
+
+def message_device() -> torch.device:
+    """Where small messages to other ranks are made: in the host's memory, if the default group's backend takes it, else on
+    the current device."""
+    kinds = [device.type for device in c10d._get_default_group()._device_types]
+    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
 def default_store() -> dist.Store:

@@ -371,7 +371,7 @@ def note_draw(spec: DTensorSpec, what: str, generator: torch.Generator | None) -
 def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
     """Have ranks compare when a backward that reduces gradients reaches the outputs of a forward."""
     checks = runtime.checks
-    if not (checks.is_on and checks.waits and torch.is_grad_enabled()):
+    if not (checks.is_on and torch.is_grad_enabled()):
         return
     graph: ScriptGraph | None = None
     if checks.is_due:

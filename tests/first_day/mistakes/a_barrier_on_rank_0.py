@@ -1,7 +1,7 @@
 """Only rank 0 waits at a barrier.
 
 error: StepMismatchError | hang
-says: rank 1 is before forward 1 | ranks [0] have not arrived
+says: rank 1 is before forward 1 | ranks [0] have not arrived|ranks [0] did not arrive
 """
 
 import torch.distributed as dist
