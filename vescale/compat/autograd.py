@@ -14,6 +14,7 @@ from torch.autograd import Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint as checkpointing
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from vescale import csrc
 from vescale.compat.ledger import note
@@ -170,8 +171,10 @@ def is_captured() -> bool:
 
 
 def has_dispatch_modes() -> bool:
-    """Whether a TorchDispatchMode sees this thread's ops."""
-    return bool(torch._C._len_torch_dispatch_stack() > 0)
+    """Whether a TorchDispatchMode sees this thread's ops, other than the one that stands in for the C++ dispatcher."""
+    return torch._C._len_torch_dispatch_stack() > 0 and not all(
+        getattr(mode, "stands_in_for_dispatcher", False) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def has_function_modes() -> bool:

@@ -25,6 +25,7 @@ import ctypes
 import functools
 import math
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -668,7 +669,7 @@ Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 class _Ops(TorchDispatchMode):
     """Asks ``answer`` for the ops of one function or backward."""
 
-    leaves_meta_alone = True
+    leaves_meta_alone = stands_in_for_dispatcher = True
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()
@@ -708,8 +709,9 @@ def install_mixed_calls(changes: Changes, answer: Answer, check_sizes: Callable[
                 try:
                     return function(*args, **kwargs)
                 except RuntimeError as error:
-                    # Composites in C++ make tensors, too. They have only computed before: those that write begin with it.
-                    if _REFUSAL not in str(error) or getattr(function, "__name__", "_").endswith("_"):
+                    # Composites in C++ make tensors, too. They have only computed before: those that write begin with it,
+                    # and an assignment ends with it.
+                    if _REFUSAL not in str(error) or re.search(r"[^_]_$", getattr(function, "__name__", "x_")):
                         raise
             try:
                 with _Ops(answer):

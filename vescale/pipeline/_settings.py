@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of
+from vescale.compat import own_part, versions
 from vescale.pipeline._cut import Cut
 
 _NUMBERS = (bool, int, float, str, type(None))
@@ -26,7 +25,7 @@ class Settings:
         self._all = [(path, module, twin) for (path, module), twin in pairs]
         self._around = [one for one in self._all if not f"{one[0]}.".startswith(inside)]
         self._ignored: set[tuple[str, str]] = set()
-        self._copied: dict[tuple[str, str], tuple[int, int]] = {}
+        self._copied: dict[tuple[str, str], tuple[int, tuple[int, ...]]] = {}
 
     def numbers(self) -> dict[tuple[str, str], Any]:
         return {
@@ -66,14 +65,9 @@ class Settings:
     @torch.no_grad()
     def _copy(self, modules: list[tuple[str, nn.Module, nn.Module]]) -> None:
         for key, buffer, twin in _buffers(modules):
-            state = id(buffer), buffer._version
-            if (
-                self._copied.get(key) != state
-                and buffer.shape == twin.shape
-                and not buffer.is_meta
-                and not twin.is_meta
-            ):
-                twin.copy_(buffer)
+            state, own = (id(buffer), versions(buffer)), own_part(buffer)
+            if self._copied.get(key) != state and own.shape == twin.shape and not own.is_meta and not twin.is_meta:
+                twin.copy_(own)
             self._copied[key] = state
 
 
@@ -84,4 +78,4 @@ def _buffers(
         for name, buffer in module._buffers.items():
             copy = twin._buffers.get(name)
             if buffer is not None and copy is not None:
-                yield (path, name), local_of(buffer) if isinstance(buffer, DTensor) else buffer, copy
+                yield (path, name), buffer, copy

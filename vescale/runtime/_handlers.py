@@ -239,7 +239,7 @@ def _refuse_parts(name: str, tensors: list[torch.Tensor]) -> None:
             if isinstance(x, DTensor) or not isinstance(output, DTensor):
                 continue
             part, whole = local_of(output).shape, output.shape
-            cut = [d for d in range(min(x.ndim, len(whole))) if x.shape[d] == part[d] != whole[d]]
+            cut = [d for d in range(min(x.ndim, len(whole), len(part))) if x.shape[d] == part[d] != whole[d]]
             if not cut:
                 continue
             placements = tuple(p if shard_dim(p) in cut else Replicate() for p in output.placements)

@@ -526,7 +526,7 @@ class Recorder(TorchFunctionMode):
         """Call a torch function, and note what it does. Returns its result, and the tensors in it."""
         with no_torch_function():
             edges = edges_of(tensors, call.inputs)
-            versions = list(map(_versions, tensors))
+            before_call = list(map(versions, tensors))
         self._taken_over = ""
         before, own = random_state(), [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
         own_before = [generator.get_state() for generator in own]
@@ -548,7 +548,7 @@ class Recorder(TorchFunctionMode):
                 r.value is None and r.requires_grad for r in call.inputs
             ):
                 call.changed = observer.changed  # it is the same on every rank, as are its uses
-            written = [x for x, version in zip(tensors, versions) if _versions(x) != version]
+            written = [x for x, version in zip(tensors, before_call) if versions(x) != version]
             call.writes = bool(written)
             if not written:
                 call.local_run = run_on_locals(func, args, kwargs, result, is_random)
@@ -705,8 +705,3 @@ def _held_in(value: Any) -> Iterator[Any]:
 
 def _collectives(ledger: Ledger) -> list[str]:
     return [f"{record.op} over {record.axes or f'{record.num_ranks} ranks'}" for record in ledger.records]
-
-
-def _versions(x: torch.Tensor) -> list[int]:
-    """Which writes have reached it; what runs in place of a function may write to the local tensor alone."""
-    return [y._version for y in ([x, local_of(x)] if isinstance(x, DTensor) else [x]) if not y.is_inference()]
