@@ -145,9 +145,9 @@ class _Place:
             from vescale.pipeline import current_run  # `vescale lint` does not wait for it
 
             path = getattr(current_run(), "inside", None)
-        found = Instant(self.step, phase, path, self.stage, self.microbatch)
+        instant = Instant(self.step, phase, path, self.stage, self.microbatch)
         callers = [] if activation is None else [str(frame.path) for frame in activation.frames]
-        return found if path is None else found._replace(module=self._counted(found, path, callers))
+        return instant if path is None else instant._replace(module=self._counted(instant, path, callers))
 
     def _counted(self, instant: Instant, path: str, callers: list[str]) -> str:
         is_backward = instant.phase in ("backward", "weights")
