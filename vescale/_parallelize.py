@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from vescale.checks import RegisteredParameters, adopt_optimizers, check_optimizers, listed_optimizers
+from vescale.comm import release_at_end
 from vescale.errors import ArgumentTypeError, ParallelizeError, kind_of
 from vescale.ir import Unit, lower, refuse_part_of_replicas
 from vescale.plans import MeshAxes, Plan
@@ -104,6 +105,7 @@ def parallelize(
         preflight(model, known, plan=plan, problem=problem)
         raise
     preflight(model, known, plan=plan, program=program)
+    release_at_end()  # PyTorch's own collectives of DTensors, too
 
     before = ModuleTables(model)
     try:

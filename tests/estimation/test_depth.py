@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -60,10 +61,10 @@ class _Deep(nn.Module):
         return x.square().mean()
 
 
-def estimates(model: nn.Module, stage: int) -> tuple[Estimate, ...]:
+def estimates(model: nn.Module, stage: int, shape: tuple[int, ...] = (4, 32)) -> tuple[Estimate, ...]:
     """With the first and the last block, and with all of them."""
     plan = zero_plan(Plan({"dp": 2}).shard("<in:x>", {"dp": Shard(0)}), ("dp",), stage, zero_units(model))
-    given = {"batch": {"x": (4, 32)}, "optimizer": "sgd", "steps": 2}
+    given = {"batch": {"x": shape}, "optimizer": "sgd", "steps": 2}
     return tuple(estimate(model, plan, **given, reduce_depth=each) for each in (True, False))
 
 
@@ -81,6 +82,38 @@ def test_a_first_block_that_is_used_as_no_other() -> None:
     reduced, whole = estimates(_Deep(calls_inside=True), 3)
     assert reduced.time.collective_bytes == whole.time.collective_bytes
     assert most(reduced, 0) == most(whole, 0)
+
+
+class _WorkBetween(_Deep):
+    """What the forward does before each block, and between two of them, is drawn."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.shared, self.head = nn.Linear(32, 32), nn.Linear(32, 1)
+        self.kinds = draw.sample(["shared", "wide", "product", "skip"], 2)
+        self.is_before = draw.random() < 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.first(x)
+        for block in self.blocks:
+            x = x + first.sin() if self.is_before else x
+            x = block(x)
+            x = x + self.shared(x) if "shared" in self.kinds else x
+            x = torch.cat([x] * 8, -1).sigmoid().exp().unflatten(-1, (-1, 8)).sum(-1) if "wide" in self.kinds else x
+            x = x @ x.mT @ x if "product" in self.kinds else x
+            x = x + first if "skip" in self.kinds else x
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+def test_what_a_forward_does_between_blocks(seed: int) -> None:
+    """It counts as often as there are blocks."""
+    draw = random.Random(seed)
+    reduced, whole = estimates(_WorkBetween(draw), draw.choice([1, 3]), shape=(8, 16, 32))
+    assert most(reduced, 0) == most(whole, 0)
+    assert reduced.peak_bytes == whole.peak_bytes
+    assert reduced.time.collective_bytes == whole.time.collective_bytes
+    assert reduced.time.seconds == pytest.approx(whole.time.seconds, rel=0.01)
 
 
 @pytest.mark.slow

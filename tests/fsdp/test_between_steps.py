@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import types
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,41 @@ def penalty(options: dict[str, Any]) -> None:
             (gradient.square().sum() + (y if step else 0)).backward()
         for (name, own), expected in zip(gradients_of(model).items(), plain.parameters(), strict=True):
             torch.testing.assert_close(own, expected.grad, msg=lambda m, name=name: f"{name}: {m}")
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def backwards_before_that_of_a_gradient(options: dict[str, Any]) -> None:
+    """Plain ones, drawn, between a gradient that has a graph and the backward that differentiates it."""
+    draw = random.Random(repr(options))
+    for _ in range(6):
+        kinds = draw.sample(["the same loss", "another forward", "a part", "evaluation"], draw.randint(1, 3))
+        torch.manual_seed(0)
+        plain: Any = nn.Module()
+        plain.blocks = nn.ModuleList(Block(7) for _ in range(3))
+        plain.forward = types.MethodType(lambda self, x: [x := block(x) for block in self.blocks][-1], plain)
+        model = copy.deepcopy(plain)
+        by_block(model, fully_shard, mesh_of(), **options)
+        x = data((4, 7), 0, 7).requires_grad_()
+        for one in (plain, model):
+            y = torch.tanh(one(x)).square().sum()
+            (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+            for kind in kinds:
+                if kind == "the same loss":
+                    y.backward(retain_graph=True)
+                elif kind == "evaluation":
+                    with torch.no_grad():
+                        one(x.detach())
+                else:
+                    (
+                        one(x.detach()) if kind == "another forward" else one.blocks[1](x.detach())
+                    ).square().sum().backward()
+            gradient.square().sum().backward()
+        for (name, own), expected in zip(gradients_of(model).items(), plain.parameters(), strict=True):
+            torch.testing.assert_close(
+                own, expected.grad, msg=lambda m, name=name, kinds=kinds: f"{kinds}: {name}: {m}"
+            )
+        del gradient, y
+        model(x.detach()).sum().backward()
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -289,6 +325,8 @@ CASES: list[tuple[Any, ...]] = [
     (penalty, {}),
     (penalty, {"reshard_after_forward": False}),
     (penalty, {"reshard_after_forward": 2}),
+    (backwards_before_that_of_a_gradient, {}),
+    (backwards_before_that_of_a_gradient, {"reshard_after_forward": 2}),
     (hidden_outputs,),
     *((written_after, forward, write, {}) for forward in (evaluate, evaluate_with_graph) for write in WRITES),
     *((written_after, forward, stepped, {"reshard_after_forward": 2}) for forward in (evaluate, evaluate_with_graph)),

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
-import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -396,36 +393,6 @@ def hooks() -> None:
     assert {name for _, names, _ in seen for name in names} == {name for name, _ in model.named_parameters()}
 
 
-def last_collective() -> None:
-    """The last collective of a step is held by the reducer, so that at the end of the program no thread of gloo is the last
-    to hold its tensors; not longer than until the next forward, as far as its memory goes."""
-    model, mesh = local_model(3), meshes((4,))
-    reducer = GradientReducer(model, mesh, bucket_bytes=600)
-    sent: list[Any] = []
-
-    def compressed(bucket: Any) -> Any:
-        half = bucket.buffer.float()
-        sent.append(weakref.ref(half))
-        return bucket.all_reduce(half)
-
-    reducer.register_comm_hook(compressed)
-    for step in range(3):
-        sent.clear()
-        model(data(step, 0, 3, 7)).square().sum().backward()
-        gc.collect()
-        assert len(sent) > 1 and sent[-1]() is not None
-        assert _soon(lambda: all(ref() is None for ref in sent[:-1]))
-    model(data(3, 0, 3, 7))
-    assert _soon(lambda: sent[-1]() is None)
-
-
-def _soon(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
 def exceptions() -> None:
     """A backward that ends by an exception leaves nothing behind."""
     model, mesh, world, rank = local_model(), meshes((4,)), dist.get_world_size(), dist.get_rank()
@@ -484,7 +451,6 @@ def hook_of_the_user() -> None:
         dtypes,
         tiny_gradients,
         hooks,
-        last_collective,
         exceptions,
         repeatable,
         hook_of_the_user,

@@ -267,6 +267,10 @@ def _native(
         ctypes.c_int64(limit),
         order,
     )
+    if result == -2:
+        raise ValueError(
+            "numbers of elements, blocks, counts, shard and limit must not be negative, and fit in 63 bits"
+        )
     if result < 0:
         raise MemoryError(
             f"not enough memory for a planner table of {num_states(counts)} entries. Pass a smaller number as effort."

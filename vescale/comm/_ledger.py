@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale.comm._kept_results import KEEPERS, note_communication
+from vescale.comm._last_collectives import release_at_end
 from vescale.comm._observation import AS_PART, METERS, OBSERVERS, Part, axes_of
 
 
@@ -111,6 +112,7 @@ def record(
 ) -> contextlib.AbstractContextManager[None]:
     """Enter a collective in the open ledgers of this rank. To observers, collectives that start inside of the returned
     context are this one. Costs nothing if no ledger is open and there is no observer."""
+    release_at_end()
     if not (any(LISTENERS) or METERS):
         return AS_PART
     if KEEPERS:

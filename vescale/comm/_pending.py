@@ -40,15 +40,6 @@ class Pending:
         self._works, self._finish = (), None
         return self.out
 
-    def works(self) -> list[Any]:
-        """The works that :meth:`wait` waits for and releases. A longer reference keeps the collective's tensors alive.
-
-        The last release needs the interpreter's lock (torch 2.13 counts references of Python tensors in C++). If a thread
-        of gloo is the last one, while the interpreter is ending, the process aborts.
-        """
-        nested = [work.works() if isinstance(work, Pending) else [work] for work in self._works]
-        return [work for works in nested for work in works]
-
     def is_completed(self) -> bool:
         """Whether ``wait()`` is known to return at once; never True for messages: do not poll."""
         return all(work is None or work.is_completed() for work in self._works)

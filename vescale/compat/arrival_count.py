@@ -48,11 +48,11 @@ class ArrivalCount:
         self._left, self._missing = list(expected), 0
         self._library = _library()
         self._count: Any = None
-        self.address_of_placed = 0
-        """Of a byte for each slot, which is not 0 where the gradient is placed; 0: none can be."""
+        self.placed_bytes: Any = None
+        """A byte for each slot, which is not 0 where the gradient is placed; None: none can be."""
         if self._library is not None:
             self._count = self._library.new_count(len(expected), (ctypes.c_int32 * len(expected))(*expected))
-            self.address_of_placed = self._library.placed_of(self._count)
+            self.placed_bytes = (ctypes.c_uint8 * len(expected)).from_address(self._library.placed_of(self._count))
             weakref.finalize(self, self._library.free_count, self._count)
 
     def __reduce__(self) -> Any:
@@ -93,10 +93,7 @@ class ArrivalCount:
 
     def placed(self) -> list[int]:
         """The slots whose gradients are placed."""
-        if not self.address_of_placed:
-            return []
-        flags = ctypes.string_at(self.address_of_placed, len(self._expected))
-        return [index for index, is_placed in enumerate(flags) if is_placed]
+        return [index for index, is_placed in enumerate(self.placed_bytes or ()) if is_placed]
 
     def forget_placed(self) -> None:
         """They have been taken, or returned."""

@@ -132,12 +132,12 @@ class ParameterRow(TensorRow):
         )
 
     def take_local_grads(
-        self, targets: TensorRow, placed: int = 0, indices: list[int] | None = None, *, zeroes_signs: bool = False
+        self, targets: TensorRow, placed: Any = None, indices: list[int] | None = None, *, zeroes_signs: bool = False
     ) -> bool:
         """:meth:`take_grads` in C++, where gradients are DTensors; returns False where there is none.
 
         Args:
-            placed: :attr:`ArrivalCount.address_of_placed`: those that are placed are in their targets already.
+            placed: :attr:`ArrivalCount.placed_bytes`: those that are placed are in their targets already.
             indices: the slot of each parameter.
             zeroes_signs: replace -0.0 by 0.0 in the first element of each target, whose dtype is in ``ZEROED``.
         """

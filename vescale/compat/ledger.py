@@ -35,6 +35,7 @@ _OWN = "a mark of vescale's own, which nothing else reads"
 # By module and kind: "class", "code", "instance" (an attribute of an object that others made), "process", "torch".
 _ROWS: dict[str, tuple[str, str, str]] = {
     "agreement._heartbeat:process": ("atexit", "a difference of the last step is printed", _END),
+    "comm._last_collectives:process": ("atexit", "threads of gloo release tensors before the interpreter ends", _END),
     "checkpoint._saving:process": ("os.register_at_fork", "a forked process leaves the lock to its parent", _END),
     "checkpoint._hf_load:instance": (
         "_weight_conversions of a transformers model; _is_hf_initialized of tensors",

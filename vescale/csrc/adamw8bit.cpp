@@ -177,6 +177,7 @@ bool is_sound(const Item& item) {
 // Items must not overlap. The result is `count`, or which item is not sound: nothing has been written then.
 extern "C" __attribute__((visibility("default"))) int64_t adamw8bit_step(
     const Item* items, int64_t count, const Map* maps, int32_t num_threads, int32_t width) {
+  if (count > 0 && (items == nullptr || maps == nullptr)) return 0;
   for (int64_t i = 0; i < count; ++i) {
     if (!is_sound(items[i])) return i;
   }

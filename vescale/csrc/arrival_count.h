@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 
+#include "tensor_memory.h"
 #include "zero_signs.h"
 
 #include <algorithm>
@@ -44,9 +45,11 @@ class ArrivalCount {
         missing_.store(missing);
     }
 
+    bool has(std::size_t index) const { return index < left_.size(); }
+
     // One that arrives more often than expected does not stand for another.
     void add(std::size_t index) {
-        if (left_[index].load() > 0) {
+        if (has(index) && left_[index].load() > 0) {
             left_[index].fetch_sub(1);
             missing_.fetch_sub(1);
         }
@@ -89,7 +92,7 @@ class ArrivalCount {
         const at::Tensor target(
             c10::intrusive_ptr<at::TensorImpl>::unsafe_reclaim_from_nonowning(static_cast<at::TensorImpl*>(targets_[index])));
         const bool is_alike = gradient.key_set() == target.key_set() && gradient.dtype() == target.dtype() &&
-            gradient.sizes() == target.sizes() && gradient.is_contiguous() && target.is_cpu() && has_zero_signs(target.scalar_type());
+            gradient.sizes() == target.sizes() && gradient.is_contiguous() && has_memory(gradient) && has_memory(target) && target.is_cpu() && has_zero_signs(target.scalar_type());
         if (!is_alike || gradient.is_alias_of(target) || !add_early(index)) {
             return false;
         }

@@ -38,7 +38,7 @@ class BoundaryEntry {
         if (PyTuple_CheckExact(value) || PyList_CheckExact(value)) {
             return pass_items(value, converted);
         }
-        if (Py_TYPE(value) != dtensor_class().type) {
+        if (Py_TYPE(value) != dtensor_class().type || !has_local(value)) {
             return {};
         }
         const auto way = way_of(value);
@@ -80,7 +80,7 @@ class BoundaryEntry {
 
     // An output; null: Python places it.
     py::object convert(PyObject* value) {
-        if (Py_TYPE(value) != dtensor_class().type) {
+        if (Py_TYPE(value) != dtensor_class().type || !has_local(value)) {
             return {};
         }
         const auto way = way_of(value);
@@ -114,6 +114,7 @@ class BoundaryEntry {
     }
 
     py::object pass_items(PyObject* value, const py::object& converted) {
+        const Nested nested;
         const bool is_tuple = PyTuple_CheckExact(value);
         const auto before = owned(PySequence_Tuple(value));
         const auto after = owned(PyTuple_New(PyTuple_GET_SIZE(before.ptr())));
@@ -187,7 +188,7 @@ class BoundaryEntries {
   public:
     explicit BoundaryEntries(const py::tuple& given) {
         for (const auto& entry : given) {
-            entries_.emplace_back(py::reinterpret_borrow<py::tuple>(entry));
+            entries_.emplace_back(entry.cast<py::tuple>());
         }
     }
 

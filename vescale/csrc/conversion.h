@@ -142,7 +142,7 @@ inline at::Tensor through_stages(at::Tensor gradient, const py::object& stages, 
     if (at::GradMode::is_enabled()) {  // derivatives of gradients have nodes of their own
         return to_tensor(our.differentiate(to_object(gradient), stages, gradient_of(requester)));
     }
-    for (const auto& stage : py::reinterpret_borrow<py::tuple>(stages)) {
+    for (const auto& stage : py::tuple(stages)) {
         PyObject* dtensor = dtensor_class().type == nullptr ? nullptr : dtensor_of(gradient);
         const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
         if (spec != nullptr) {
@@ -352,6 +352,9 @@ inline py::object convert_values(const at::Tensor& tensor, py::handle target) {
 
 inline void set_conversions(py::object plan, py::object move, py::object differentiate, py::tuple listeners) {
     auto& our = conversions();
+    for (const auto list : listeners) {
+        TORCH_CHECK_TYPE(PyList_Check(list.ptr()), "expected lists");
+    }
     our.moves.clear();
     our.plan = std::move(plan);
     our.move = std::move(move);

@@ -230,7 +230,8 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("thread_settings", &vescale::thread_settings);
     module.attr("boundary_functions") =
         py::capsule(const_cast<vescale::BoundaryFunctions*>(vescale::own_boundary_functions()), vescale::kBoundaryFunctions);
-    py::class_<vescale::LocalConversion>(module, "LocalConversion")
+    using vescale::made_by_calls;
+    made_by_calls(py::class_<vescale::LocalConversion>(module, "LocalConversion"))
         .def(py::init<
              py::object, const py::object&, const py::tuple&, const py::tuple&, const py::object&, py::object, py::object,
              py::object, const py::object&, py::object>())
@@ -257,6 +258,6 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("reset_counts", &vescale::reset_counts);
     module.def("take_other", &vescale::take_other);
     module.def("held_by", &vescale::held_by);
-    py::class_<vescale::WeakNode>(module, "WeakNode").def(py::init<const at::Tensor&>()).def("__call__", &vescale::WeakNode::get);
+    made_by_calls(py::class_<vescale::WeakNode>(module, "WeakNode")).def(py::init<const at::Tensor&>()).def("__call__", vescale::method(&vescale::WeakNode::get));
     module.def("num_entries", &vescale::num_entries);
 }

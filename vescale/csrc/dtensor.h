@@ -27,20 +27,27 @@ inline DTensorClass& dtensor_class() {
     return *made;
 }
 
-inline Py_ssize_t offset_of(py::handle member) {
+inline Py_ssize_t offset_of(py::handle member, py::handle type) {
     TORCH_CHECK_TYPE(Py_TYPE(member.ptr()) == &PyMemberDescr_Type, "expected the descriptor of a slot");
-    return reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
+    const auto* descriptor = reinterpret_cast<PyMemberDescrObject*>(member.ptr());
+    TORCH_CHECK_TYPE(
+        descriptor->d_common.d_type == reinterpret_cast<PyTypeObject*>(type.ptr()) && descriptor->d_member->type == T_OBJECT_EX,
+        "expected a slot of the class");
+    return descriptor->d_member->offset;
 }
 
 inline void set_dtensor_class(py::handle type, py::handle spec, py::handle local) {
     auto& known = dtensor_class();
-    known.spec_slot = offset_of(spec);
-    known.local_slot = offset_of(local);
+    TORCH_CHECK_TYPE(
+        PyType_Check(type.ptr()) && PyObject_IsSubclass(type.ptr(), THPVariableClass) == 1, "expected a class of tensors");
+    known.spec_slot = offset_of(spec, type);
+    known.local_slot = offset_of(local, type);
     known.type = reinterpret_cast<PyTypeObject*>(type.ptr());
 }
 
 // `live_copies`: the set, or None.
 inline void observe_writes(py::object live_copies) {
+    TORCH_CHECK_TYPE(live_copies.is_none() || PyAnySet_Check(live_copies.ptr()), "expected a set");
     dtensor_class().live_copies = live_copies.is_none() ? py::object() : std::move(live_copies);
 }
 
@@ -53,6 +60,12 @@ inline PyObject*& slot(PyObject* object, Py_ssize_t offset) {
     return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
 }
 
+// Whether a DTensor has a local tensor.
+inline bool has_local(PyObject* dtensor) {
+    PyObject* local = slot(dtensor, dtensor_class().local_slot);
+    return local != nullptr && THPVariable_Check(local);
+}
+
 // The Python object of an exact DTensor, or null.
 inline PyObject* dtensor_of(const at::Tensor& tensor) {
     const auto& known = dtensor_class();
@@ -62,7 +75,7 @@ inline PyObject* dtensor_of(const at::Tensor& tensor) {
     }
     PyObject* object = impl->pyobj_slot()->load_pyobj();
     const bool is_exact = object != nullptr && Py_TYPE(object) == known.type;
-    return is_exact && slot(object, known.local_slot) != nullptr ? object : nullptr;
+    return is_exact && has_local(object) ? object : nullptr;
 }
 
 inline const at::Tensor& local_of(PyObject* dtensor) {
@@ -95,7 +108,7 @@ class DTensorImpl final : public c10::TensorImpl {
             Gil gil;
             PyObject* object = pyobj_slot()->load_pyobj();
             const auto& known = dtensor_class();
-            if (object != nullptr && Py_TYPE(object) == known.type && slot(object, known.local_slot) != nullptr) {
+            if (object != nullptr && Py_TYPE(object) == known.type && has_local(object)) {
                 const at::Tensor& local = local_of(object);
                 at::Tensor copy(local.unsafeGetTensorImpl()->shallow_copy_and_detach(
                     torch::autograd::impl::version_counter(local), /*allow_tensor_metadata_change=*/false));

@@ -28,7 +28,7 @@ struct Operands {
     void add(PyObject* object) {
         if (Py_TYPE(object) == dtensor_class().type) {
             has_dtensor = true;
-            const Spec* spec = slot(object, dtensor_class().local_slot) == nullptr ? nullptr : spec_of(object);
+            const Spec* spec = !has_local(object) ? nullptr : spec_of(object);
             is_unknown |= spec == nullptr;
             is_partial |= spec != nullptr && spec->is_partial;
             is_replicate &= spec != nullptr && spec->is_replicate;
@@ -94,6 +94,7 @@ class CallKey {
             words.append({kText, static_cast<std::uint64_t>(length)});
             words.append(text, text + length);
         } else if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
+            const Nested nested;
             words.append({kItems, static_cast<std::uint64_t>(PySequence_Fast_GET_SIZE(object))});
             for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
                 if (!add(PySequence_Fast_GET_ITEM(object, i))) {
@@ -101,7 +102,7 @@ class CallKey {
                 }
             }
         } else if (Py_TYPE(object) == dtensor_class().type) {
-            const Spec* spec = slot(object, dtensor_class().local_slot) == nullptr ? nullptr : spec_of(object);
+            const Spec* spec = !has_local(object) ? nullptr : spec_of(object);
             words.append({kDTensor, reinterpret_cast<std::uint64_t>(spec)});
             return spec != nullptr;
         } else {
@@ -234,6 +235,7 @@ inline PyObject* call_filter(PyObject* object, PyObject* const* given, std::size
     static PyObject* nothing = PyTuple_New(0);
     PyObject* args = num_arguments > 2 ? given[2] : nothing;
     PyObject* kwargs = num_arguments > 3 && given[3] != Py_None ? given[3] : nullptr;
+    TORCH_CHECK_TYPE(PyTuple_Check(args) && (kwargs == nullptr || PyDict_Check(kwargs)), "expected a tuple and a dictionary");
     if (dtensor_class().type != nullptr && !goes_to_python(given[0], args, kwargs, filter.table)) {
         return PyObject_Call(given[0], args, kwargs);
     }
@@ -276,7 +278,7 @@ inline PyTypeObject* filter_type() {
         {0, nullptr}};
     static PyType_Spec spec = {
         "vescale.csrc._dispatch.FunctionFilter", sizeof(FunctionFilter), 0,
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
     static auto* made = reinterpret_cast<PyTypeObject*>(owned(PyType_FromSpec(&spec)).release().ptr());
     return made;
 }

@@ -66,7 +66,8 @@ inline PyObject* call_method(PyObject* object, PyObject* const* args, std::size_
     const auto num_args = PyVectorcall_NARGS(num_given);
     const auto num_named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
     const auto call = [&] {
-        return passed.subscript != nullptr && num_args == 2 && num_named == 0 ? passed.subscript(args[0], args[1])
+        return passed.subscript != nullptr && num_args == 2 && num_named == 0 && THPVariable_Check(args[0])
+            ? passed.subscript(args[0], args[1])
                                                                               : PyObject_Vectorcall(passed.method, args, num_given, names);
     };
     HANDLE_TH_ERRORS
@@ -167,7 +168,7 @@ inline py::object pass_method(const py::object& tensor, const py::object& method
 }
 
 inline py::object pass_attribute(const py::object& attribute, const py::object& function) {
-    TORCH_CHECK_TYPE(Py_TYPE(attribute.ptr())->tp_descr_set != nullptr, "expected the descriptor of an attribute");
+    TORCH_CHECK_TYPE(Py_TYPE(attribute.ptr())->tp_descr_get != nullptr && Py_TYPE(attribute.ptr())->tp_descr_set != nullptr, "expected the descriptor of an attribute");
     auto* type = passed_attribute_type();
     auto made = owned(type->tp_alloc(type, 0));
     auto& passed = *reinterpret_cast<PassedAttribute*>(made.ptr());

@@ -5,10 +5,13 @@
 //
 // It needs torch's headers, so that the library is for one version of torch, which its file name contains.
 
+#include "tensor_memory.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/core/StorageImpl.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <string>
@@ -44,12 +47,17 @@ class Borrowed {
 // target is: not sparse, no subclass with its own dispatch, not conjugated, negated or zero without having memory.
 bool are_alike(const at::Tensor& source, const at::Tensor& target) {
     return source.defined() && source.key_set() == target.key_set() && source.dtype() == target.dtype() &&
-        source.sizes() == target.sizes() && source.is_contiguous() && target.is_contiguous() && target.is_cpu();
+        source.sizes() == target.sizes() && source.is_contiguous() && target.is_contiguous() && target.is_cpu() &&
+        vescale::has_memory(source) && vescale::has_memory(target);
 }
 
 // Whether writing to a target may change the source before it is read: other memory of the same block.
 bool may_be_overwritten(const at::Tensor& source, const at::Tensor& target) {
     return source.const_data_ptr() != target.const_data_ptr() && source.is_alias_of(target);
+}
+
+bool has_null(std::size_t num, void* const* addresses) {
+    return num != 0 && (addresses == nullptr || std::find(addresses, addresses + num, nullptr) != addresses + num);
 }
 
 // The gradients that are going to be copied are the inputs of this event in a profile.
@@ -69,6 +77,9 @@ void tell_profiler(at::RecordFunction& event, std::size_t num, void* const* para
 // Moves `grad` of each parameter to its target. Returns 0, and changes nothing, unless each is there, like its target, and in
 // its place already or in other memory than all of them, which are in one block.
 EXPORT int take_grads(std::size_t num, void* const* parameters, void* const* targets) {
+    if (has_null(num, parameters) || has_null(num, targets)) {
+        return 0;
+    }
     for (std::size_t i = 0; i < num; ++i) {
         const at::Tensor& grad = Borrowed(parameters[i])->grad();
         Borrowed target(targets[i]);
@@ -94,6 +105,9 @@ EXPORT int take_grads(std::size_t num, void* const* parameters, void* const* tar
 
 // Makes each gradient its parameter's. Returns 0, and changes nothing, if one has a gradient.
 EXPORT int give_grads(std::size_t num, void* const* parameters, void* const* gradients) {
+    if (has_null(num, parameters) || has_null(num, gradients)) {
+        return 0;
+    }
     for (std::size_t i = 0; i < num; ++i) {
         if (Borrowed(parameters[i])->grad().defined()) {
             return 0;
@@ -108,6 +122,9 @@ EXPORT int give_grads(std::size_t num, void* const* parameters, void* const* gra
 // Reads and writes of the storage raise a RuntimeError of `message` from now on; nullptr: they work again. Returns 0, and
 // changes nothing, where torch cannot take an error back.
 EXPORT int set_access_error(c10::StorageImpl* storage, const char* message) {
+    if (storage == nullptr) {
+        return 0;
+    }
     return [message](auto& found) {
         if constexpr (requires { found.clear_data_ptr_access_error_msg_(); }) {
             if (message) {

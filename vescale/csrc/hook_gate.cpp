@@ -92,18 +92,24 @@ EXPORT void* new_gate() {
 
 // The tensors behind the gate keep it: open for ever.
 EXPORT void free_gate(void* gate) {
+    if (gate == nullptr) {
+        return;
+    }
     std::unique_ptr<SharedGate> owned(static_cast<SharedGate*>(gate));
     (*owned)->state.store(OPEN);
 }
 
 // 64 bits, for the owner to write. In no order with other memory.
 EXPORT void* state_of(void* gate) {
-    return &(*static_cast<SharedGate*>(gate))->state;
+    return gate == nullptr ? nullptr : &(*static_cast<SharedGate*>(gate))->state;
 }
 
 // Puts the Python hooks of a tensor, those in `dict`, behind a gate. Returns 0, and changes nothing, unless they are all of
 // the tensor's hooks.
 EXPORT int guard(void* gate, void* tensor, PyObject* dict) {
+    if (gate == nullptr || tensor == nullptr || dict == nullptr) {
+        return 0;
+    }
     auto& hooks = hooks_of(tensor);
     if (hooks.size() != 1 || dynamic_cast<GatedHooks*>(hooks[0].get()) != nullptr) {
         return 0;
@@ -120,6 +126,9 @@ EXPORT int lets_pass(void* hook) {
 
 // The reverse of `guard`.
 EXPORT void unguard(void* tensor) {
+    if (tensor == nullptr) {
+        return;
+    }
     for (auto& hook : hooks_of(tensor)) {
         if (auto* gated = dynamic_cast<GatedHooks*>(hook.get())) {
             auto bare = std::move(gated->hooks);
@@ -131,53 +140,71 @@ EXPORT void unguard(void* tensor) {
 // Counts of gradients that arrive; see arrival_count.h.
 
 EXPORT void* new_count(std::size_t num, const std::int32_t* expected) {
-    return new vescale::SharedCount(std::make_shared<vescale::ArrivalCount>(num, expected));
+    return expected == nullptr && num != 0
+        ? nullptr
+        : new vescale::SharedCount(std::make_shared<vescale::ArrivalCount>(num, expected));
 }
 
 // The tensors whose gradients it counts keep it.
 EXPORT void free_count(void* count) {
+    if (count == nullptr) {
+        return;
+    }
     std::unique_ptr<vescale::SharedCount> owned(static_cast<vescale::SharedCount*>(count));
     (*owned)->stop();
 }
 
 EXPORT void reset_count(void* count, std::int32_t missing) {
-    (*static_cast<vescale::SharedCount*>(count))->reset(missing);
+    if (count != nullptr) {
+        (*static_cast<vescale::SharedCount*>(count))->reset(missing);
+    }
 }
 
 EXPORT void start_counting(void* count, void* const* targets, void* const* specs) {
-    (*static_cast<vescale::SharedCount*>(count))->start(targets, specs);
+    if (count != nullptr) {
+        (*static_cast<vescale::SharedCount*>(count))->start(targets, specs);
+    }
 }
 
 EXPORT void stop_counting(void* count) {
-    (*static_cast<vescale::SharedCount*>(count))->stop();
+    if (count != nullptr) {
+        (*static_cast<vescale::SharedCount*>(count))->stop();
+    }
 }
 
 // A byte for each slot.
 EXPORT void* placed_of(void* count) {
-    return (*static_cast<vescale::SharedCount*>(count))->placed().data();
+    return count == nullptr ? nullptr : (*static_cast<vescale::SharedCount*>(count))->placed().data();
 }
 
 EXPORT void forget_placed(void* count) {
-    (*static_cast<vescale::SharedCount*>(count))->forget_placed();
+    if (count != nullptr) {
+        (*static_cast<vescale::SharedCount*>(count))->forget_placed();
+    }
 }
 
 EXPORT void add_arrival(void* count, std::size_t index) {
-    (*static_cast<vescale::SharedCount*>(count))->add(index);
+    if (count != nullptr) {
+        (*static_cast<vescale::SharedCount*>(count))->add(index);
+    }
 }
 
 EXPORT std::int32_t num_missing(void* count) {
-    return (*static_cast<vescale::SharedCount*>(count))->missing();
+    return count == nullptr ? 0 : (*static_cast<vescale::SharedCount*>(count))->missing();
 }
 
 // Counts the gradients of a tensor, whose Python hooks for accumulated gradients are in `dict`, as slot `index`, and as no
 // other from now on.
 EXPORT void count_gradients(void* count, std::size_t index, void* tensor, PyObject* dict) {
+    if (tensor == nullptr) {
+        return;
+    }
     auto& hooks = torch::autograd::impl::post_acc_grad_hooks(held(tensor));
     if (auto* counting = dynamic_cast<vescale::CountingHooks*>(hooks.get())) {
         auto bare = std::move(counting->hooks);
         hooks = std::move(bare);
     }
-    if (hooks != nullptr && count != nullptr) {
+    if (hooks != nullptr && count != nullptr && (*static_cast<vescale::SharedCount*>(count))->has(index)) {
         const auto& shared = *static_cast<vescale::SharedCount*>(count);
         hooks = std::make_unique<vescale::CountingHooks>(std::move(hooks), dict, shared, index);
     }

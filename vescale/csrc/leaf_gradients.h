@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dtensor.h"
+#include "tensor_memory.h"
 #include "torch_versions.h"
 #include "zero_signs.h"
 
@@ -11,8 +12,11 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <dlfcn.h>
+
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 namespace vescale {
 
@@ -31,11 +35,22 @@ inline HookGate& hook_gate() {
     return known;
 }
 
+// An address, or 0, of the function of this name.
+template <class Function>
+Function function_at(std::uintptr_t address, const char* name) {
+    auto* found = reinterpret_cast<void*>(address);
+    Dl_info info;
+    TORCH_CHECK_VALUE(
+        address == 0 || (dladdr(found, &info) != 0 && info.dli_saddr == found && info.dli_sname == std::string(name)),
+        "not the address of ", name);
+    return reinterpret_cast<Function>(found);
+}
+
 // Addresses of the functions, or 0.
 inline void set_hook_gate(std::uintptr_t lets_pass, std::uintptr_t is_only_count, std::uintptr_t place) {
     hook_gate() = {
-        reinterpret_cast<AboutHook>(lets_pass), reinterpret_cast<AboutHook>(is_only_count),
-        reinterpret_cast<PlaceGradient>(place)};
+        function_at<AboutHook>(lets_pass, "lets_pass"), function_at<AboutHook>(is_only_count, "is_only_count"),
+        function_at<PlaceGradient>(place, "place_gradient")};
 }
 
 // A gradient that no other gradient shares its memory with, with the strides of `parameter` if there is one. A DTensor hides
@@ -121,8 +136,9 @@ inline void give_to_leaves(torch::autograd::Node& node, torch::autograd::variabl
     }
 }
 
+// The caller has compared the lengths of the lists.
 inline const at::Tensor& tensor_at(const py::list& list, Py_ssize_t i) {
-    return THPVariable_Unpack(PyList_GET_ITEM(list.ptr(), i));
+    return tensor_of(PyList_GET_ITEM(list.ptr(), i));
 }
 
 // What can be copied to `target` of a gradient, which has this spec or, with None, is plain; null: nothing.
@@ -141,36 +157,58 @@ inline const at::Tensor* takeable(const at::Tensor& gradient, PyObject* spec, co
         local = &local_of(dtensor);
     }
     const bool is_alike = local->key_set() == target.key_set() && local->dtype() == target.dtype() &&
-        local->sizes() == target.sizes() && local->is_contiguous() && target.is_contiguous() && target.is_cpu();
+        local->sizes() == target.sizes() && local->is_contiguous() && target.is_contiguous() && target.is_cpu() &&
+        has_memory(*local) && has_memory(target);
     const bool may_be_overwritten =
         is_alike && local->const_data_ptr() != target.const_data_ptr() && local->is_alias_of(target);
     return is_alike && !may_be_overwritten ? local : nullptr;
 }
 
+// What an object lets others read; nothing of None.
+class Bytes {
+  public:
+    explicit Bytes(const py::object& holder) {
+        if (!holder.is_none() && PyObject_GetBuffer(holder.ptr(), &view_, PyBUF_SIMPLE) != 0) {
+            throw python_error();
+        }
+    }
+    ~Bytes() { PyBuffer_Release(&view_); }
+    Bytes(const Bytes&) = delete;
+    Bytes& operator=(const Bytes&) = delete;
+
+    std::uint8_t at(std::size_t index) const {
+        TORCH_CHECK_VALUE(index < static_cast<std::size_t>(view_.len), "no slot ", index);
+        return static_cast<const std::uint8_t*>(view_.buf)[index];
+    }
+
+  private:
+    Py_buffer view_{};
+};
+
 // Copies `grad` of each parameter, the local tensor of a DTensor with its spec, to its target, and leaves none. Returns False,
 // and changes nothing, unless each is there, like its target, and in its place already or in other memory than all of them,
 // which are in one block.
 //
-// `placed`: the address of a byte for each slot of a bucket, or 0. Where that of a parameter's slot, which is in `indices`, is
-// not 0, the gradient is in its target, and there is none in `grad`. `zeroes_signs`: see `zero_sign`; targets are not empty.
+// `placed`: the bytes of the slots of a bucket, or None. Where that of a parameter's slot, which is in `indices`, is not 0, the gradient is in its target, and there is none in `grad`. `zeroes_signs`: see `zero_sign`; targets are not empty.
 inline bool take_local_grads(
-    const py::list& parameters, const py::list& specs, const py::list& targets, std::uintptr_t placed, const py::list& indices,
+    const py::list& parameters, const py::list& specs, const py::list& targets, const py::object& placed, const py::list& indices,
     bool zeroes_signs) {
     const auto count = PyList_GET_SIZE(parameters.ptr());
     TORCH_CHECK_VALUE(
         PyList_GET_SIZE(specs.ptr()) == count && PyList_GET_SIZE(targets.ptr()) == count &&
-            (placed == 0 || PyList_GET_SIZE(indices.ptr()) == count),
+            (placed.is_none() || PyList_GET_SIZE(indices.ptr()) == count),
         "lists of different lengths");
     if (dtensor_class().type == nullptr) {
         return false;
     }
+    const Bytes bytes(placed);
     std::vector<const at::Tensor*> locals;
     std::vector<c10::IValue> copied;
     for (Py_ssize_t i = 0; i < count; ++i) {
         const auto& target = tensor_at(targets, i);
         const at::Tensor& gradient = tensor_at(parameters, i).grad();
         const bool is_there =
-            placed != 0 && reinterpret_cast<const std::uint8_t*>(placed)[PyLong_AsSize_t(PyList_GET_ITEM(indices.ptr(), i))] != 0;
+            !placed.is_none() && bytes.at(py::handle(PyList_GET_ITEM(indices.ptr(), i)).cast<std::size_t>()) != 0;
         locals.push_back(is_there ? nullptr : takeable(gradient, PyList_GET_ITEM(specs.ptr(), i), target));
         if (is_there ? gradient.defined() : locals.back() == nullptr) {
             return false;
@@ -240,14 +278,17 @@ inline int gradients_of(const py::list& parameters, const py::list& specs) {
 
 // Whether each DTensor has its local tensor and spec, and nothing but these lists holds it, or its local tensor.
 inline bool are_dtensors_unheld(const py::list& dtensors, const py::list& locals, const py::list& specs) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dtensors.ptr()); ++i) {
+    const auto count = PyList_GET_SIZE(dtensors.ptr());
+    TORCH_CHECK_VALUE(
+        PyList_GET_SIZE(locals.ptr()) == count && PyList_GET_SIZE(specs.ptr()) == count, "lists of different lengths");
+    for (Py_ssize_t i = 0; i < count; ++i) {
         PyObject* dtensor = PyList_GET_ITEM(dtensors.ptr(), i);
         PyObject* local = PyList_GET_ITEM(locals.ptr(), i);
         const at::Tensor& tensor = tensor_at(dtensors, i);
         const bool is_as_made = dtensor_of(tensor) == dtensor && slot(dtensor, dtensor_class().local_slot) == local &&
             slot(dtensor, dtensor_class().spec_slot) == PyList_GET_ITEM(specs.ptr(), i) && !tensor.requires_grad();
         if (!is_as_made || Py_REFCNT(dtensor) != 1 || tensor.use_count() != 1 || Py_REFCNT(local) != 2 ||
-            THPVariable_Unpack(local).use_count() != 1) {
+            tensor_of(local).use_count() != 1) {
             return false;
         }
     }

@@ -29,7 +29,7 @@ class ConvertLocalBackward final : public PythonNode {
         if (spec == nullptr) {
             return {through_dtensors(global_gradient(local, held(4), held(5)), held(2))};
         }
-        const auto stages = py::reinterpret_borrow<py::tuple>(held(2));
+        const py::tuple stages(held(2));
         for (const auto i : c10::irange(stages.size())) {
             const auto move = move_between(spec, PyTuple_GET_ITEM(stages.ptr(), i));
             at::Tensor next = moved(local, *move);
@@ -78,6 +78,9 @@ class LocalConversion {
         factors_ = sizes_of(factors);
         for (const auto& size : sizes) {
             sizes_.push_back(size.cast<std::pair<std::int64_t, std::int64_t>>());
+        }
+        for (const auto i : c10::irange(factors_.size())) {
+            TORCH_CHECK_VALUE(factors_[i] != 0 || i < sizes_.size(), "no sizes of dim ", i);
         }
     }
 

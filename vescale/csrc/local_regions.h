@@ -281,7 +281,7 @@ inline py::object leave_local(
         if (!PyLong_CheckExact(number)) {
             return py::none();
         }
-        sizes.push_back(PyLong_AsLongLong(number));
+        sizes.push_back(py::handle(number).cast<std::int64_t>());
     }
     const Running running;
     const py::object own = kept(placements);

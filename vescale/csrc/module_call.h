@@ -47,6 +47,7 @@ struct ModuleCall {
 
     bool has_own_hooks_only() const {
         const auto& names = python();
+        require(names.hooks_of_all);
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names.hooks_of_all.ptr()); ++i) {
             if (!holds(PyTuple_GET_ITEM(names.hooks_of_all.ptr(), i), nullptr)) {
                 return false;
@@ -79,6 +80,10 @@ struct ModuleCall {
         if (entered != nullptr) {
             const auto placed = owned(entered);
             if (!placed.is_none()) {
+                TORCH_CHECK_TYPE(
+                    PyTuple_Check(placed.ptr()) && PyTuple_GET_SIZE(placed.ptr()) == 2 && PyTuple_Check(PyTuple_GET_ITEM(placed.ptr(), 0)) &&
+                        PyDict_Check(PyTuple_GET_ITEM(placed.ptr(), 1)),
+                    "expected a tuple and a dictionary");
                 args = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(placed.ptr(), 0));
                 kwargs = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(placed.ptr(), 1));
             }
@@ -159,7 +164,7 @@ struct ModuleCall {
     static py::object type() { return vectorcall_type<ModuleCall>("vescale.csrc._module_hooks.ModuleCall"); }
 };
 
-inline void set_call_functions(py::object hooks_of_all, py::object run_hooks, py::object fail, py::object call) {
+inline void set_call_functions(py::tuple hooks_of_all, py::object run_hooks, py::object fail, py::object call) {
     ModuleCall::python().hooks_of_all = std::move(hooks_of_all);
     ModuleCall::python().run_hooks = std::move(run_hooks);
     ModuleCall::python().fail = std::move(fail);

@@ -1,7 +1,7 @@
 // Entries of dictionaries, which modules keep their attributes in: compared with what they were, and shown for a while.
 //
-// The lists are Python's, so that its garbage collector sees what they hold. Those of one call have one length, which the
-// caller vouches for; a comparison may run Python, so that what is compared is held meanwhile.
+// The lists are Python's, so that its garbage collector sees what they hold. Those of one call have one length; a comparison may
+// run Python, so that what is compared is held meanwhile.
 
 #pragma once
 
@@ -14,6 +14,7 @@ inline Py_ssize_t length_of(const py::list& list) {
 }
 
 inline PyObject* at(const py::list& list, Py_ssize_t index) {
+    TORCH_CHECK_VALUE(index < length_of(list), "lists of different lengths");
     return PyList_GET_ITEM(list.ptr(), index);
 }
 
@@ -26,7 +27,7 @@ inline PyObject* dict_at(const py::list& dicts, Py_ssize_t index) {
 // The first dictionary whose number of entries is another one; -1: there is none.
 inline Py_ssize_t first_resized(const py::list& dicts, const py::list& sizes) {
     for (Py_ssize_t i = 0; i < length_of(dicts); ++i) {
-        if (PyDict_Size(dict_at(dicts, i)) != PyLong_AsSsize_t(at(sizes, i))) {
+        if (PyDict_Size(dict_at(dicts, i)) != py::handle(at(sizes, i)).cast<Py_ssize_t>()) {
             return i;
         }
     }
@@ -71,8 +72,7 @@ inline void delete_entries(const py::list& dicts, const py::list& keys) {
 inline Py_ssize_t first_other_flag(const py::list& tensors, const py::list& requires_grad) {
     for (Py_ssize_t i = 0; i < length_of(tensors); ++i) {
         PyObject* tensor = at(tensors, i);
-        TORCH_CHECK_TYPE(THPVariable_Check(tensor), "expected a tensor");
-        if (THPVariable_Unpack(tensor).requires_grad() != (at(requires_grad, i) == Py_True)) {
+        if (tensor_of(tensor).requires_grad() != (at(requires_grad, i) == Py_True)) {
             return i;
         }
     }
@@ -93,7 +93,7 @@ inline bool have_locals(const py::list& dtensors, const py::list& locals, const 
             return false;
         }
         const auto address = reinterpret_cast<std::uintptr_t>(local_of(dtensor).data_ptr());
-        if (address != PyLong_AsUnsignedLongLong(at(addresses, i))) {
+        if (address != py::handle(at(addresses, i)).cast<std::uintptr_t>()) {
             return false;
         }
     }

@@ -56,6 +56,19 @@ py::object attribute(py::handle object, const py::object& name) {
     return owned(PyObject_GetAttr(object.ptr(), name.ptr()));
 }
 
+// A list among the attributes.
+py::list list_of(py::handle object, const py::object& name) {
+    auto found = attribute(object, name);
+    TORCH_CHECK_TYPE(PyList_Check(found.ptr()), "expected a list");
+    return py::reinterpret_steal<py::list>(found.release());
+}
+
+// What has the number of items, or more.
+const py::object& checked_tuple(const py::object& given, Py_ssize_t num_items) {
+    TORCH_CHECK_TYPE(PyTuple_Check(given.ptr()) && PyTuple_GET_SIZE(given.ptr()) >= num_items, "expected a tuple of ", num_items);
+    return given;
+}
+
 // The module of a frame, which Python may have made.
 py::object part(py::handle frame, PyObject* Frame::*member, const py::object& name) {
     if (Py_TYPE(frame.ptr()) != Frame::type) {
@@ -82,7 +95,7 @@ struct Hook {
 
     // The innermost activation if it is of this model, else null.
     py::object activation() const {
-        const auto stack = attribute(callbacks().thread, names().stack);
+        const auto stack = list_of(callbacks().thread, names().stack);
         const auto length = PyList_GET_SIZE(stack.ptr());
         if (length == 0) {
             return {};
@@ -93,7 +106,7 @@ struct Hook {
 
     // The innermost frame of the thread, of whatever model; null where there is none, or somebody records what is placed.
     static py::object calling_frame() {
-        const auto stack = attribute(callbacks().thread, names().stack);
+        const auto stack = list_of(callbacks().thread, names().stack);
         const auto length = PyList_GET_SIZE(stack.ptr());
         if (length == 0) {
             return {};
@@ -102,13 +115,14 @@ struct Hook {
         if (!attribute(last, names().recorder).is_none()) {
             return {};
         }
-        const auto frames = attribute(last, names().frames);
+        const auto frames = list_of(last, names().frames);
         const auto depth = PyList_GET_SIZE(frames.ptr());
         return depth == 0 ? py::object() : py::reinterpret_borrow<py::object>(PyList_GET_ITEM(frames.ptr(), depth - 1));
     }
 
     // Before the forward: the arguments in a tuple, or None if they stay.
     py::object enter(PyObject* module, PyObject* args, PyObject* kwargs) const {
+        TORCH_CHECK_TYPE(PyTuple_Check(args) && PyDict_Check(kwargs), "expected a tuple and a dictionary");
         auto& python = callbacks();
         const auto compiler = owned(PyObject_CallOneArg(python.set_compiler.ptr(), Py_None));
         py::object placed = py::none(), held = py::none();
@@ -118,7 +132,7 @@ struct Hook {
                 placed = known->place_inputs(args, kwargs, attribute(caller, names().converted));
             }
             if (placed.is_none()) {
-                const auto answer = owned(PyObject_CallFunctionObjArgs(place, args, kwargs, nullptr));
+                const auto answer = checked_tuple(owned(PyObject_CallFunctionObjArgs(place, args, kwargs, nullptr)), 3);
                 held = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(answer.ptr(), 2));
                 placed = owned(PyTuple_GetSlice(answer.ptr(), 0, 2));
             }
@@ -133,7 +147,7 @@ struct Hook {
         if (!held.is_none()) {
             reinterpret_cast<Frame*>(frame.ptr())->placed = held.inc_ref().ptr();
         }
-        if (PyList_Append(attribute(active, names().frames).ptr(), frame.ptr()) != 0) {
+        if (PyList_Append(list_of(active, names().frames).ptr(), frame.ptr()) != 0) {
             throw python_error();
         }
         mark(where);
@@ -175,7 +189,7 @@ struct Hook {
         if (!active) {
             return;
         }
-        const auto frames = attribute(active, names().frames);
+        const auto frames = list_of(active, names().frames);
         const auto last = PyList_GET_SIZE(frames.ptr()) - 1;
         if (last < 0) {
             return;
@@ -196,7 +210,7 @@ struct Hook {
         if (!active) {
             return;
         }
-        const auto frames = attribute(active, names().frames);
+        const auto frames = list_of(active, names().frames);
         const auto frame_at = [&](Py_ssize_t i) { return py::reinterpret_borrow<py::object>(PyList_GET_ITEM(frames.ptr(), i)); };
         auto index = PyList_GET_SIZE(frames.ptr()) - 1;
         while (index >= 0 && part(frame_at(index), &Frame::module, names().module).ptr() != module) {
@@ -230,7 +244,7 @@ struct Hook {
             return;
         }
         if (Py_TYPE(output) == dtensor_class().type) {
-            if (slot(output, dtensor_class().local_slot) == nullptr) {
+            if (!has_local(output)) {
                 return;
             }
             const at::Tensor& local = local_of(output);
@@ -240,6 +254,7 @@ struct Hook {
             const auto address = owned(PyLong_FromVoidPtr(const_cast<void*>(local.const_data_ptr())));
             add(parent, owned(PyTuple_Pack(2, path, address.ptr())));
         } else if (PyTuple_CheckExact(output) || PyList_CheckExact(output)) {
+            const Nested nested;
             for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(output); ++i) {
                 remember(parent, PySequence_Fast_GET_ITEM(output, i));
             }
@@ -251,7 +266,7 @@ struct Hook {
     }
 
     static void add(const py::object& parent, const py::object& result) {
-        if (PyList_Append(attribute(parent, names().results).ptr(), result.ptr()) != 0) {
+        if (PyList_Append(list_of(parent, names().results).ptr(), result.ptr()) != 0) {
             throw python_error();
         }
     }
@@ -294,6 +309,9 @@ PyObject* new_hook(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     std::unique_ptr<BoundaryEntries> known;
     if (entries != Py_None && boundary_functions() != nullptr) {
         known = std::make_unique<BoundaryEntries>(py::reinterpret_borrow<py::object>(entries).cast<py::tuple>());
+    }
+    for (const auto* function : {&callbacks().thread, &callbacks().set_compiler}) {
+        require(*function);
     }
     auto timeline = owned(PyObject_GetAttrString(runtime, "timeline"));
     py::cast<Timeline&>(timeline);  // or an error
@@ -400,12 +418,12 @@ void set_callbacks(
 PYBIND11_MODULE(_module_hooks, module) {
     using vescale::Timeline;
     vescale::Frame::ready();
-    py::class_<Timeline>(module, "Timeline")
+    vescale::made_by_calls(py::class_<Timeline>(module, "Timeline"))
         .def(py::init<std::size_t>())
         .def("mark", [](Timeline& timeline, const py::object& where) { timeline.mark(where.ptr()); })
-        .def("of_current_node", &Timeline::of_current_node)
-        .def("of_node", &Timeline::of_node)
-        .def("__len__", &Timeline::length);
+        .def("of_current_node", vescale::method(&Timeline::of_current_node))
+        .def("of_node", vescale::method(&Timeline::of_node))
+        .def("__len__", vescale::method(&Timeline::length));
     module.attr("Enter") = vescale::hook_type<vescale::call_enter>("vescale.csrc._module_hooks.Enter");
     module.attr("Leave") = vescale::hook_type<vescale::call_leave>("vescale.csrc._module_hooks.Leave");
     module.attr("ModuleCall") = vescale::ModuleCall::type();

@@ -24,7 +24,7 @@ using Sizes = c10::SmallVector<std::int64_t, 5>;
 
 inline Sizes sizes_of(py::handle numbers) {
     Sizes sizes;
-    for (const auto& number : py::reinterpret_borrow<py::tuple>(numbers)) {
+    for (const auto& number : numbers.cast<py::tuple>()) {
         sizes.push_back(number.cast<std::int64_t>());
     }
     return sizes;

@@ -16,6 +16,7 @@ static unsigned long long blocks_made = 0;
 #include "philox.h"
 
 extern "C" __attribute__((visibility("default"))) void philox_fill(void* out, const void* parameter, const Plan* plan) {
+  if (!out || !plan) return;
   // The last unit first, so that no element is right only because a later unit mends it: on a device there is no order.
   for (u64 index = plan->count; index-- > 0;) {
     if (plan->kind.narrow)
@@ -35,8 +36,15 @@ extern "C" __attribute__((visibility("default"))) u64 philox_blocks_made() {
 }
 
 // 16 bits for each element of `count` runs (first element, number of elements), at their indices: vescale/rng/_stream_spans.py.
-extern "C" __attribute__((visibility("default"))) void philox_indexed_bits(
-    u64 seed, u64 subsequence, i64 count, const i64* runs, unsigned short* out) {
+// Returns 0, and writes nothing, where the runs have another number of elements than `numel`.
+extern "C" __attribute__((visibility("default"))) int philox_indexed_bits(
+    u64 seed, u64 subsequence, i64 count, const i64* runs, i64 numel, unsigned short* out) {
+  if (count < 0 || (count > 0 && !runs) || (numel > 0 && !out)) return 0;
+  for (i64 run = 0; run < count; ++run) {
+    if (runs[2 * run] < 0 || runs[2 * run + 1] < 0 || runs[2 * run + 1] > numel) return 0;
+    numel -= runs[2 * run + 1];
+  }
+  if (numel != 0) return 0;
   for (i64 run = 0; run < count; ++run) {
     const u64 stop = (u64)(runs[2 * run] + runs[2 * run + 1]);
     for (u64 element = (u64)runs[2 * run]; element < stop;) {
@@ -45,4 +53,5 @@ extern "C" __attribute__((visibility("default"))) void philox_indexed_bits(
         *out++ = (unsigned short)(words.w[lane / 2] >> (lane % 2 * 16));
     }
   }
+  return 1;
 }

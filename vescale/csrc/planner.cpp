@@ -119,17 +119,23 @@ int32_t fill(const std::vector<Kind>& kinds, int64_t size, int64_t shard, int64_
 }  // namespace
 
 // 1 and order[sum(counts)] (kinds in buffer order) when all tensors fit within `limit`, 0 when they do not, -1 when there
-// is no memory for the table of prod(counts + 1) entries. Tensors are no more than `limit` elements in all.
+// is no memory for the table of prod(counts + 1) entries, -2 where numbers are not sound. Tensors are no more than `limit`
+// elements in all.
 extern "C" __attribute__((visibility("default"))) int32_t planner_best_order(
     int32_t num_kinds, const int64_t* numels, const int64_t* blocks, const int64_t* counts, int64_t shard, int64_t limit,
     int32_t* order) {
+  constexpr int32_t kUnsound = -2;
   std::vector<Kind> kinds;
   int64_t size = 1, slack = limit;
+  if (shard < 1 || limit < 0 || num_kinds < 1 || !numels || !blocks || !counts || !order) return kUnsound;
   for (int32_t i = 0; i < num_kinds; ++i) {
+    int64_t numel;
+    if (numels[i] < 0 || blocks[i] < 1 || counts[i] < 0 || __builtin_mul_overflow(numels[i], counts[i], &numel) || numel > slack)
+      return kUnsound;
     const int64_t rest = shard % blocks[i];
     kinds.push_back({numels[i], blocks[i], counts[i], size, rest == 0, shard - rest, Divisor(blocks[i])});
-    size *= counts[i] + 1;
-    slack -= numels[i] * counts[i];
+    if (__builtin_mul_overflow(size, counts[i] + 1, &size)) return kUnsound;
+    slack -= numel;
   }
   if (slack < std::numeric_limits<uint32_t>::max()) return fill<uint32_t>(kinds, size, shard, slack, order);
   return fill<uint64_t>(kinds, size, shard, slack, order);

@@ -40,12 +40,12 @@ inline py::object to_object(const at::Tensor& tensor) {
 }
 
 inline at::Tensor to_tensor(const py::object& object) {
-    return object.is_none() ? at::Tensor() : THPVariable_Unpack(object.ptr());
+    return object.is_none() ? at::Tensor() : tensor_of(object);
 }
 
 // "<requester>: gradient"
 inline py::object gradient_of(const py::object& requester) {
-    return owned(PyUnicode_FromFormat("%U: gradient", requester.ptr()));
+    return owned(PyUnicode_FromFormat("%S: gradient", requester.ptr()));
 }
 
 }  // namespace vescale

@@ -82,13 +82,16 @@ inline const Spec* add_spec(PyObject* interned) {
     auto spec = std::make_unique<Spec>();
     spec->object = py::reinterpret_borrow<py::object>(interned);
     const auto meta = owned(PyObject_GetAttrString(interned, "tensor_meta"));
-    const auto shape = owned(PyObject_GetAttrString(meta.ptr(), "shape"));
-    const auto stride = owned(PyObject_GetAttrString(meta.ptr(), "stride"));
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape.ptr()); ++i) {
-        spec->sizes.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), i)));
-        spec->strides.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(stride.ptr(), i)));
+    const py::tuple shape(owned(PyObject_GetAttrString(meta.ptr(), "shape")));
+    const py::tuple stride(owned(PyObject_GetAttrString(meta.ptr(), "stride")));
+    for (const auto size : shape) {
+        spec->sizes.push_back(size.cast<std::int64_t>());
     }
-    const auto placements = owned(PyObject_GetAttrString(interned, "placements"));
+    for (const auto distance : stride) {
+        spec->strides.push_back(distance.cast<std::int64_t>());
+    }
+    TORCH_CHECK_VALUE(spec->sizes.size() == spec->strides.size(), "a spec with other strides than sizes");
+    const py::tuple placements(owned(PyObject_GetAttrString(interned, "placements")));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(placements.ptr()); ++i) {
         PyObject* placement = PyTuple_GET_ITEM(placements.ptr(), i);
         spec->is_partial |= owned(PyObject_CallMethod(placement, "is_partial", nullptr)).ptr() == Py_True;

@@ -161,12 +161,13 @@ PYBIND11_MODULE(_step_marks, module) {
     module.def("digest_of", &vescale::digest_of);
     module.def("call_site", &vescale::call_site);
     module.def("before_backward", &vescale::before_backward);
-    py::class_<BoardRow>(module, "BoardRow")
+    using vescale::made_by_calls;
+    made_by_calls(py::class_<BoardRow>(module, "BoardRow"))
         .def(py::init<const py::buffer&, std::size_t, std::vector<std::vector<std::size_t>>, std::size_t, std::size_t,
                       std::size_t>())
-        .def("post", &BoardRow::post);
-    py::class_<vescale::Steps>(module, "Steps")
+        .def("post", vescale::method(&BoardRow::post));
+    made_by_calls(py::class_<vescale::Steps>(module, "Steps"))
         .def(py::init<py::object, py::dict, py::object>())
-        .def("forward", &vescale::Steps::forward)
-        .def("backward", &vescale::Steps::backward);
+        .def("forward", vescale::method(&vescale::Steps::forward))
+        .def("backward", vescale::method(&vescale::Steps::backward));
 }

@@ -16,6 +16,7 @@
 
 
 #include <algorithm>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -32,7 +33,7 @@ using Numbers = c10::SmallVector<std::int64_t, 16>;
 enum class Kind : int { kValue = 0, kPlain, kInt, kFloat, kSame, kEqual, kSequence, kDict, kSlice, kView };
 
 struct Expected {
-    Kind kind;
+    Kind kind = Kind::kValue;
     std::int64_t number = 0;  // of a value; dims of a plain tensor
     std::int64_t base = 0;  // of a view: which value it is the whole of
     py::object object;  // the object itself, or a weak reference to it; the type of a sequence; names of a dictionary; the dtype of a plain tensor
@@ -40,9 +41,12 @@ struct Expected {
     std::vector<Expected> items;
 
     static Expected of(const py::handle& given) {
-        const auto parts = py::reinterpret_borrow<py::tuple>(given);
+        const Nested nested;
+        const auto parts = given.cast<py::tuple>();
         Expected made;
-        made.kind = static_cast<Kind>(parts[0].cast<int>());
+        const int kind = parts[0].cast<int>();
+        TORCH_CHECK_VALUE(kind >= 0 && kind <= static_cast<int>(Kind::kView), "no kind of an argument: ", kind);
+        made.kind = static_cast<Kind>(kind);
         switch (made.kind) {
             case Kind::kValue:
                 made.number = parts[1].cast<std::int64_t>();
@@ -67,12 +71,27 @@ struct Expected {
             case Kind::kDict:
             case Kind::kSlice:
                 made.object = parts[1];
-                for (const auto item : py::reinterpret_borrow<py::tuple>(parts[2])) {
+                for (const auto item : parts[2].cast<py::tuple>()) {
                     made.items.push_back(of(item));
                 }
+                made.check_items();
                 break;
         }
         return made;
+    }
+
+  private:
+    void check_items() const {
+        const auto is_sequence = [](PyObject* type) {
+            return PyType_Check(type) &&
+                PyType_FastSubclass(reinterpret_cast<PyTypeObject*>(type), Py_TPFLAGS_TUPLE_SUBCLASS | Py_TPFLAGS_LIST_SUBCLASS);
+        };
+        TORCH_CHECK_VALUE(
+            kind == Kind::kSlice          ? items.size() == 3
+                : kind == Kind::kSequence ? is_sequence(object.ptr())
+                                          : PyTuple_Check(object.ptr()) &&
+                        PyTuple_GET_SIZE(object.ptr()) == static_cast<Py_ssize_t>(items.size()),
+            "no description of an argument");
     }
 };
 
@@ -127,10 +146,12 @@ void see_tensors(PyObject* object, const See& see) {
     if (THPVariable_Check(object)) {
         see(object);
     } else if (PyTuple_Check(object) || PyList_CheckExact(object)) {
+        const Nested nested;
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
             see_tensors(PySequence_Fast_GET_ITEM(object, i), see);
         }
     } else if (PyDict_CheckExact(object)) {
+        const Nested nested;
         Py_ssize_t position = 0;
         PyObject* value = nullptr;
         while (PyDict_Next(object, &position, nullptr, &value)) {
@@ -139,8 +160,11 @@ void see_tensors(PyObject* object, const See& see) {
     } else if (
         object != Py_None && !PyBool_Check(object) && !PyLong_CheckExact(object) && !PyFloat_CheckExact(object) &&
         !PyUnicode_CheckExact(object) && !PySlice_Check(object)) {
-        const auto found = owned(PySequence_List(owned(PyObject_CallOneArg(tensors_in().ptr(), object)).ptr()));
-        see_tensors(found.ptr(), see);
+        require(tensors_in());
+        for (const auto found : owned(PySequence_List(owned(PyObject_CallOneArg(tensors_in().ptr(), object)).ptr()))) {
+            tensor_of(found);
+            see(found.ptr());
+        }
     }
 }
 
@@ -148,11 +172,17 @@ void set_tensors_in(py::object function) {
     tensors_in() = std::move(function);
 }
 
+constexpr std::int64_t kMaxValues = std::int64_t{1} << 24;
+
 class Tape {
   public:
     void add(const py::object& function, const py::tuple& args, const py::dict& kwargs, const py::tuple& settings, int action,
              int reader, const py::tuple& factors, py::object callable, int check, py::object accept,
              const py::object& numbers, const py::tuple& results, const py::tuple& writes) {
+        TORCH_CHECK_VALUE(
+            action >= 0 && action <= static_cast<int>(Action::kPython) && reader >= 0 &&
+                reader <= static_cast<int>(Reader::kCount) && check >= 0 && check <= static_cast<int>(Check::kSizes),
+            "no action, reader or check");
         Entry made;
         made.function = function;
         for (const auto item : args) {
@@ -160,6 +190,7 @@ class Tape {
         }
         for (const auto& [name, item] : kwargs) {
             made.kwargs.emplace_back(py::reinterpret_borrow<py::object>(name), Expected::of(item));
+            TORCH_CHECK_TYPE(PyUnicode_Check(name.ptr()), "expected names of arguments");
         }
         made.settings = {settings[0].cast<bool>(), settings[1].cast<bool>(), settings[2].cast<bool>(), settings[3].cast<bool>()};
         made.action = static_cast<Action>(action);
@@ -172,7 +203,7 @@ class Tape {
         made.accept = std::move(accept);
         if (!numbers.is_none()) {
             Numbers known;
-            for (const auto number : py::reinterpret_borrow<py::tuple>(numbers)) {
+            for (const auto number : numbers.cast<py::tuple>()) {
                 known.push_back(number.cast<std::int64_t>());
             }
             made.accepted.push_back(std::move(known));
@@ -190,8 +221,16 @@ class Tape {
         entries.at(position).may_be_missing = true;
     }
 
-    std::vector<Entry> entries;
-    std::size_t num_values = 0;
+    std::size_t num_values() const { return num_values_; }
+    void set_num_values(std::int64_t number) {
+        TORCH_CHECK_VALUE(number >= 0 && number <= kMaxValues, "no number of values: ", number);
+        num_values_ = static_cast<std::size_t>(number);
+    }
+
+    std::deque<Entry> entries;  // which stay where they are while one of them runs
+
+  private:
+    std::size_t num_values_ = 0;
 };
 
 constexpr std::size_t kMaxAccepted = 64;
@@ -210,11 +249,12 @@ class Run {
         if (slots_.use_count() > 1) {  // parts of the last forward may run again
             slots_ = std::make_shared<Slots>();
         }
-        slots_->assign(tape_->num_values, nothing());
+        slots_->assign(tape_->num_values(), nothing());
     }
 
     // The forward again, from a position on: a part that is computed again in backward. It has the values of the forward.
     std::shared_ptr<Run> again(std::size_t position) const {
+        TORCH_CHECK_VALUE(position <= tape_->entries.size(), "no position on the tape: ", position);
         auto made = std::make_shared<Run>(tape_, left_);
         made->slots_ = std::make_shared<Slots>(*slots_);
         made->position_ = position;
@@ -232,7 +272,8 @@ class Run {
     bool has_left() const { return has_left_; }
 
     void bind(std::int64_t number, PyObject* tensor) {
-        const auto& held = THPVariable_Unpack(tensor);
+        const auto& held = tensor_of(tensor);
+        TORCH_CHECK_VALUE(number >= 0 && number < kMaxValues, "no number of a value: ", number);
         if (static_cast<std::size_t>(number) >= slots_->size()) {
             slots_->resize(static_cast<std::size_t>(number) + 1, nothing());
         }
@@ -243,24 +284,26 @@ class Run {
     }
 
     void bind_all(const py::list& numbers, const py::list& tensors) {
+        TORCH_CHECK_VALUE(numbers.size() == tensors.size(), "lists of different lengths");
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(numbers.ptr()); ++i) {
-            bind(PyLong_AsLongLong(PyList_GET_ITEM(numbers.ptr(), i)), PyList_GET_ITEM(tensors.ptr(), i));
+            bind(py::handle(PyList_GET_ITEM(numbers.ptr(), i)).cast<std::int64_t>(), PyList_GET_ITEM(tensors.ptr(), i));
         }
     }
 
     // Whether the value with a number is this tensor.
     bool is_value(std::int64_t number, PyObject* tensor) const {
-        return (*slots_)[static_cast<std::size_t>(number)]._unsafe_get_target() ==
-            THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+        const auto* slot = slot_of(number);
+        return slot != nullptr && slot->_unsafe_get_target() == tensor_of(tensor).unsafeGetTensorImpl();
     }
 
     // Whether it is another tensor with the same memory, in the same form: units of a plan give their modules views.
     bool is_whole_of(std::int64_t number, PyObject* tensor) const {
-        const auto known = (*slots_)[static_cast<std::size_t>(number)].lock();
+        const auto* slot = slot_of(number);
+        const auto known = slot == nullptr ? nothing().lock() : slot->lock();
         if (!known) {
             return false;
         }
-        const auto& held = THPVariable_Unpack(tensor);
+        const auto& held = tensor_of(tensor);
         const at::Tensor base(known);
         return !held.key_set().has(c10::DispatchKey::Python) && held.has_storage() && base.has_storage() &&
             held.data_ptr() == base.data_ptr() && held.sizes() == base.sizes() && held.strides() == base.strides() &&
@@ -269,7 +312,7 @@ class Run {
 
     // The number that a tensor has got last; -1: it is none of the values.
     std::int64_t number_of(PyObject* tensor) const {
-        const auto* found = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+        const auto* found = tensor_of(tensor).unsafeGetTensorImpl();
         for (auto i = static_cast<std::int64_t>(slots_->size()) - 1; i >= 0; --i) {
             if ((*slots_)[static_cast<std::size_t>(i)]._unsafe_get_target() == found) {
                 return i;
@@ -281,7 +324,7 @@ class Run {
     // All numbers of a tensor: a conversion that moves nothing returns what it got.
     py::list numbers_of(PyObject* tensor) const {
         py::list found;
-        const auto* wanted = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+        const auto* wanted = tensor_of(tensor).unsafeGetTensorImpl();
         for (std::size_t i = 0; i < slots_->size(); ++i) {
             if ((*slots_)[i]._unsafe_get_target() == wanted) {
                 found.append(i);
@@ -341,7 +384,7 @@ class Run {
             return "the output has another number of tensors than in the recorded step";
         }
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(numbers.ptr()); ++i) {
-            const auto number = PyLong_AsLongLong(PyList_GET_ITEM(numbers.ptr(), i));
+            const auto number = py::handle(PyList_GET_ITEM(numbers.ptr(), i)).cast<std::int64_t>();
             PyObject* tensor = PyList_GET_ITEM(tensors.ptr(), i);
             if (number < 0 ? number_of(tensor) >= 0 : !is_value(number, tensor) && !is_whole_of(number, tensor)) {
                 return "the output has other tensors than in the recorded step";
@@ -448,7 +491,7 @@ class Run {
         Py_ssize_t at = 0;
         PyObject *name = nullptr, *value = nullptr;
         for (const auto& [known, expected] : entry.kwargs) {  // in order, by which tensors are counted
-            if (!PyDict_Next(kwargs, &at, &name, &value) ||
+            if (!PyDict_Next(kwargs, &at, &name, &value) || !PyUnicode_Check(name) ||
                 (name != known.ptr() && PyUnicode_Compare(name, known.ptr()) != 0)) {
                 return "it gets arguments with other names";
             }
@@ -615,7 +658,8 @@ class Run {
     }
 
     static py::object read_sizes(const Entry& entry, PyObject* args, PyObject* kwargs) {
-        const auto& tensor = THPVariable_Unpack(PyTuple_GET_ITEM(args, 0));
+        const auto& tensor = tensor_of(first_of(args));
+        TORCH_CHECK_VALUE(tensor.dim() == static_cast<std::int64_t>(entry.factors.size()), "a tensor of other dims than the entry's");
         Numbers sizes;
         std::int64_t count = 1;
         for (const auto i : c10::irange(tensor.dim())) {
@@ -648,6 +692,7 @@ class Run {
 
     // The arguments with local sizes; null: they have none.
     static py::object local_sizes(const Entry& entry, PyObject* args) {
+        PyObject* tensor = first_of(args);
         PyObject* given = args;
         Py_ssize_t first = 1;
         if (PyTuple_GET_SIZE(args) == 2 && !PyLong_Check(PyTuple_GET_ITEM(args, 1))) {
@@ -674,7 +719,12 @@ class Run {
             }
             PyTuple_SET_ITEM(sizes.ptr(), i, PyLong_FromLongLong(is_cut ? size / factor : size));
         }
-        return owned(PyTuple_Pack(2, PyTuple_GET_ITEM(args, 0), sizes.ptr()));
+        return owned(PyTuple_Pack(2, tensor, sizes.ptr()));
+    }
+
+    static PyObject* first_of(PyObject* args) {
+        TORCH_CHECK_VALUE(PyTuple_GET_SIZE(args) > 0, "a call without a tensor");
+        return PyTuple_GET_ITEM(args, 0);
     }
 
     void note(const Entry& entry, PyObject* args, PyObject* kwargs, PyObject* result) {
@@ -710,6 +760,12 @@ class Run {
         }
     }
 
+    // Null: there is no value with this number.
+    const WeakTensor* slot_of(std::int64_t number) const {
+        const bool is_known = number >= 0 && static_cast<std::size_t>(number) < slots_->size();
+        return is_known ? &(*slots_)[static_cast<std::size_t>(number)] : nullptr;
+    }
+
     std::shared_ptr<Tape> tape_;
     py::object left_;
     using Slots = std::vector<WeakTensor>;
@@ -739,6 +795,7 @@ PyObject* call_cursor(PyObject* object, PyObject* const* given, std::size_t num_
     static PyObject* nothing = PyTuple_New(0);
     PyObject* args = num_arguments > 2 ? given[2] : nothing;
     PyObject* kwargs = num_arguments > 3 && given[3] != Py_None ? given[3] : nullptr;
+    TORCH_CHECK_TYPE(PyTuple_Check(args) && (kwargs == nullptr || PyDict_Check(kwargs)), "expected a tuple and a dictionary");
     const auto run = reinterpret_cast<Cursor*>(object)->run;
     return run->call(given[0], args, kwargs);
     END_HANDLE_TH_ERRORS
@@ -767,7 +824,8 @@ PyTypeObject* cursor_type() {
         {Py_tp_getset, properties},
         {0, nullptr}};
     static PyType_Spec spec = {
-        "vescale.csrc._tape.Cursor", sizeof(Cursor), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+        "vescale.csrc._tape.Cursor", sizeof(Cursor), 0,
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
     static auto* made = reinterpret_cast<PyTypeObject*>(owned(PyType_FromSpec(&spec)).release().ptr());
     return made;
 }
@@ -807,26 +865,27 @@ py::tuple settings() {
 PYBIND11_MODULE(_tape, module) {
     using vescale::Run;
     using vescale::Tape;
-    py::class_<Tape, std::shared_ptr<Tape>>(module, "Tape")
+    using vescale::made_by_calls;
+    made_by_calls(py::class_<Tape, std::shared_ptr<Tape>>(module, "Tape"))
         .def(py::init<>())
-        .def("add", torch::wrap_pybind_function(&Tape::add))
-        .def("let_be_missing", &Tape::let_be_missing)
-        .def_readwrite("num_values", &Tape::num_values)
+        .def("add", vescale::method(&Tape::add))
+        .def("let_be_missing", vescale::method(&Tape::let_be_missing))
+        .def_property("num_values", vescale::method(&Tape::num_values), vescale::method(&Tape::set_num_values))
         .def("__len__", [](const Tape& tape) { return tape.entries.size(); });
-    py::class_<Run, std::shared_ptr<Run>>(module, "Run")
-        .def(py::init<std::shared_ptr<Tape>, py::object>())
-        .def("begin", &Run::begin)
-        .def("again", &Run::again)
-        .def("kept", &Run::kept)
+    made_by_calls(py::class_<Run, std::shared_ptr<Run>>(module, "Run"))
+        .def(py::init<std::shared_ptr<Tape>, py::object>(), py::arg("tape").none(false), py::arg("left"))
+        .def("begin", vescale::method(&Run::begin))
+        .def("again", vescale::method(&Run::again))
+        .def("kept", vescale::method(&Run::kept))
         .def("bind", torch::wrap_pybind_function(&vescale::bind))
-        .def("bind_all", torch::wrap_pybind_function(&Run::bind_all))
+        .def("bind_all", vescale::method(&Run::bind_all))
         .def("numbers_of", torch::wrap_pybind_function(&vescale::numbers_of))
         .def("step", torch::wrap_pybind_function(&vescale::step))
-        .def("end", torch::wrap_pybind_function(&Run::end))
-        .def("held", torch::wrap_pybind_function(&Run::held))
-        .def_property_readonly("position", &Run::position)
-        .def_property_readonly("has_left", &Run::has_left);
-    module.def("make_cursor", &vescale::make_cursor);
+        .def("end", vescale::method(&Run::end))
+        .def("held", vescale::method(&Run::held))
+        .def_property_readonly("position", vescale::method(&Run::position))
+        .def_property_readonly("has_left", vescale::method(&Run::has_left));
+    module.def("make_cursor", &vescale::make_cursor, py::arg("mode"), py::arg("run").none(false));
     module.def("settings", &vescale::settings);
     module.def("set_tensors_in", &vescale::set_tensors_in);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "interpreter.h"
+#include "tensor_memory.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -105,7 +106,7 @@ class ValueDigest {
         for (const auto size : x.sizes()) {
             word(static_cast<std::uint64_t>(size));
         }
-        if (x.is_cpu() && x.numel() != 0 && x.has_storage() && x.is_contiguous() && !x.is_conj() && !x.is_neg()) {
+        if (x.is_cpu() && x.numel() != 0 && has_memory(x) && x.is_contiguous() && !x.is_conj() && !x.is_neg()) {
             const auto width = static_cast<std::size_t>(x.element_size());
             const auto* first = static_cast<const char*>(x.const_data_ptr());
             const auto stride = std::max<std::int64_t>(x.numel() / kSamples, 1);

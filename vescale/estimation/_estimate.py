@@ -346,6 +346,7 @@ def estimate(
                 loss or loss_of,
                 num_steps=num_steps,
                 routing=routing_of(program, load, own),
+                repeats=repeats,
                 headers=into if entry is not None else None,
                 attention=attention_of_gpu() if table.is_gpu else None,
                 has_host=table.is_gpu,

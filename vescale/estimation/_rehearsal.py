@@ -6,8 +6,8 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ from vescale.compat.simulated_ranks import fake_world
 from vescale.estimation._bucket_gradients import BucketGradient, bucket_gradients, gradients_beside_units
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._op_costs import OpCosts
+from vescale.estimation._requesters import is_of_parameters, names_block
 from vescale.estimation._stages import follow_stages
 from vescale.estimation._tensors_in import tensors_in
 from vescale.estimation._unfilled import Routing, UnfilledTensors
 from vescale.fsdp import state_of, values_are_of_no_interest
-from vescale.ir import Local
+from vescale.ir import Local, Repeats
 from vescale.plans import CheckpointEntry, MeshAxes, Plan
 from vescale.rng import counting_draws
 from vescale.runtime import Runtime, TokenExchange, current_activation, locate, observe_offloaded
@@ -111,16 +112,23 @@ class Rehearsal:
 
 @dataclass
 class _Place:
-    """Where the run is. ``calls``: as of a rehearsal."""
+    """Where the run is. ``calls``: as of a rehearsal.
 
+    What runs between the first two modules of a run of equal ones counts as the first one's, as often as modules are left
+    out: a forward does it between all of them.
+    """
+
+    repeats: Sequence[Repeats] = ()
     step: int = -1
     phase: str = "start"
     stage: int | None = None
     microbatch: int | None = None
     calls: set[tuple[str, str]] = field(default_factory=set)
+    _last: dict[tuple[Any, str, str], tuple[bool, str | None]] = field(default_factory=dict)
+    """By forward, phase and run of modules: whether the first one ran last, or the one after it; and the caller's path."""
 
     def __call__(self) -> Instant:
-        phase, path = self.phase, None
+        phase, path, activation = self.phase, None, None
         if phase in ("backward", "weights"):
             activation = current_activation()
             if activation is not None:
@@ -137,7 +145,41 @@ class _Place:
             from vescale.pipeline import current_run  # `vescale lint` does not wait for it
 
             path = getattr(current_run(), "inside", None)
-        return Instant(self.step, phase, path, self.stage, self.microbatch)
+        instant = Instant(self.step, phase, path, self.stage, self.microbatch)
+        callers = [] if activation is None else [str(frame.path) for frame in activation.frames]
+        return instant if path is None else instant._replace(module=self._counted(instant, path, callers))
+
+    def _counted(self, instant: Instant, path: str, callers: list[str]) -> str:
+        is_backward = instant.phase in ("backward", "weights")
+        for run in self.repeats:
+            key = (instant.run, "backward" if is_backward else instant.phase, run.stand_in)
+            is_next = f"{path}.".startswith(f"{run.path}.{run.names[-1]}.".lstrip("."))
+            if run.holds(path) or is_next:
+                depth = len([caller for caller in callers if caller.startswith(f"{run.path}.".lstrip("."))])
+                self._last[key] = is_next, None if is_backward or depth == len(callers) else callers[-depth - 1]
+                return path
+            is_after, caller = self._last.get(key, (not is_backward, None))
+            if is_after is is_backward and (caller is None or caller in callers):
+                return run.stand_in
+        return path
+
+
+class _Located(list[CommRecord]):
+    """Records, whose requesters tell for which module they count."""
+
+    def __init__(self, place: _Place) -> None:
+        super().__init__()
+        self._place = place
+
+    def append(self, record: CommRecord) -> None:
+        module, requester = self._place().module, record.requester
+        run = next((run for run in self._place.repeats if module == run.stand_in), None)
+        if run is not None and not is_of_parameters(requester):
+            is_named = any(
+                names_block(requester, replace(run, names=(name,))) for name in (run.names[0], run.names[-1])
+            )
+            record = record if is_named else replace(record, requester=f"{module}: {requester}")
+        super().append(record)
 
 
 def _path(activation: Any) -> str:
@@ -156,16 +198,18 @@ def rehearse(
     *,
     num_steps: int = 3,
     routing: Routing | None = None,
+    repeats: Sequence[Repeats] = (),
     headers: dict[int, Any] | None = None,
     attention: contextlib.AbstractContextManager[Any] | None = None,
     has_host: bool = False,
 ) -> Rehearsal:
     """Run ``num_steps`` training steps of ``rank``. ``model`` is on the meta device, and is used up.
 
-    ``headers``: of a pipeline, of what enters each stage; empty: they are learned. ``attention``: of another device.
-    ``has_host``: what is offloaded is in another memory than the device's.
+    ``repeats``: runs of modules of which the model has the first and the last. ``headers``: of a pipeline, of what enters
+    each stage; empty: they are learned. ``attention``: of another device. ``has_host``: what is offloaded is in another
+    memory than the device's.
     """
-    place = _Place()
+    place = _Place(repeats)
     log = MemoryLog(place)
     found = Rehearsal(log, num_steps, has_host=has_host, calls=place.calls)
 
@@ -235,6 +279,7 @@ def rehearse(
             for step in range(num_steps):
                 place.step = step
                 with record_comms() as ledger:
+                    ledger.records = _Located(place)
                     _step(model, inputs, optimizer, loss, place, found)
                 found.collectives = ledger.records
             place.phase = "start"

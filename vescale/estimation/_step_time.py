@@ -14,6 +14,7 @@ from vescale.estimation._bucket_gradients import bucket_shares
 from vescale.estimation._devices import Device
 from vescale.estimation._op_costs import RANDOM_FILLS, OpCost, OpCosts
 from vescale.estimation._rehearsal import Rehearsal
+from vescale.estimation._requesters import is_of_parameters, names_block
 from vescale.gradients import FLAGS_REQUESTER
 from vescale.ir import Repeats
 from vescale.plans import MeshAxes
@@ -296,18 +297,6 @@ def _num_of_units(records: Sequence[CommRecord], repeats: Sequence[Repeats]) -> 
     """How many gathers and reductions of units there are."""
     own = (r for r in records if is_of_parameters(r.requester) and not r.requester.startswith("bucket"))
     return sum(next((one.count for one in repeats if names_block(r.requester, one)), 1) for r in own)
-
-
-def names_block(requester: str, repeats: Repeats) -> bool:
-    """Whether a collective's requester is the block that stands for others, or inside of it."""
-    return (
-        repeats.stand_in in requester and f"{repeats.stand_in}." in f"{requester.replace(' ', '.').replace(':', '.')}."
-    )
-
-
-def is_of_parameters(requester: str) -> bool:
-    """Whether a collective moves parameters or their gradients, which compute hides."""
-    return requester.startswith("bucket") or ("<" not in requester and ": " not in requester)
 
 
 def _stride(names: str, axes: MeshAxes) -> int:

@@ -58,10 +58,12 @@ class Calls:
     def __init__(self) -> None:
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
-    def watch_inputs(self, args: Any, kwargs: Any, when_ended: Callable[[], None]) -> tuple[Any, Any, Call | None]:
+    def watch_inputs(
+        self, args: Any, kwargs: Any, when_ended: Callable[[], None], sees_graph: Callable[[torch.Tensor], None]
+    ) -> tuple[Any, Any, Call | None]:
         """The inputs of a call as views of themselves, so that what other modules do with the same tensors does not count;
         a view may be written to like the tensor itself. ``when_ended`` runs in each backward that reaches some of them, when
-        their gradients are there; not once the call is gone."""
+        their gradients are there; not once the call is gone. ``sees_graph`` gets each gradient that has a graph."""
         watched: list[torch.Tensor] = []
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +79,9 @@ class Calls:
         self._calls.add(call)
         known = weakref.ref(call)
 
-        def arrive(_: torch.Tensor | None) -> None:
+        def arrive(gradient: torch.Tensor | None) -> None:
+            if gradient is not None and gradient.requires_grad:
+                sees_graph(gradient)
             own = known()
             if own is not None and own.arrive():
                 when_ended()

@@ -244,7 +244,7 @@ class ModuleState(FSDP2State):
             if (
                 self.groups and torch.is_grad_enabled() and self._running_part is None
             ):  # the rest needs the parameters, too
-                args, kwargs, self._call = self._calls.watch_inputs(args, kwargs, self._after_backward)
+                args, kwargs, self._call = self._calls.watch_inputs(args, kwargs, self._after_backward, self._see_graph)
             for other in self.forward_prefetch:
                 for group in other.groups:
                     group.unshard()
@@ -372,6 +372,10 @@ class ModuleState(FSDP2State):
         is_last = not self._calls.are_awaited
         for group in reversed(self.groups):
             group.after_backward(is_last=is_last)
+
+    def _see_graph(self, gradient: torch.Tensor) -> None:
+        for group in self.groups:
+            group.see_graph(gradient)
 
     def break_off_backward(self) -> None:
         """An exception has ended a backward. What it has left is abandoned by the next forward; until then, too, the

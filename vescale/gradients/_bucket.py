@@ -86,7 +86,7 @@ class HookMuting:
     @property
     def may_place(self) -> bool:
         """Whether hooks may copy gradients of collected slots to the bucket."""
-        return self.parameters.has_dtensors and bool(self.arrivals.address_of_placed)
+        return self.parameters.has_dtensors and self.arrivals.placed_bytes is not None
 
     def start(self, row: TensorRow) -> None:
         """Let hooks count gradients, and copy those of collected slots to ``row``."""
@@ -154,8 +154,6 @@ class Bucket:
     is_launched: bool
     is_unused: torch.Tensor
     """After the end, if slots are absent: for each of these, whether no rank has contributed to it."""
-    waited: list[Any]
-    """The works that were waited for last, until the bucket is closed."""
     _is_open: bool
     _has_all: bool  # contributions
     _has_marks: bool  # no contribution begins with -0.0
@@ -323,7 +321,7 @@ class Bucket:
         self._open()
         places, parameters = self._memory.places(muting.indices), muting.parameters
         if self._may_place and parameters.has_dtensors:
-            placed, zeroes = self.arrivals.address_of_placed, self._early_scale == 1
+            placed, zeroes = self.arrivals.placed_bytes, self._early_scale == 1
             if parameters.take_local_grads(places, placed, muting.indices, zeroes_signs=zeroes):
                 self.arrivals.forget_placed()
                 self._has_marks = zeroes and len(muting.indices) == len(self.slots)
@@ -398,7 +396,6 @@ class Bucket:
     def finish(self) -> None:
         """Wait for the last collective; the results are available afterwards."""
         self._running.advance()
-        self.waited = self._running.works()
         result = self._running.finish()
         own = None
         if self.reduction.scatter is not None:
@@ -456,7 +453,7 @@ class Bucket:
         self.is_launched = self._is_open = False
         self._has_all = self._has_marks = self._is_irregular = False
         self._last = self._only = self._result = None
-        self._given, self.waited = {}, []
+        self._given = {}
 
     @property
     def _own(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,11 +92,6 @@ class BufferReduction:
         pending, self._pending, self._following = self._pending, None, ()
         if pending is not None:
             pending.wait()
-
-    def works(self) -> list[Any]:
-        """Of the collective in flight; see :meth:`Pending.works`."""
-        assert self._pending is not None
-        return self._pending.works()
 
     def finish(self) -> torch.Tensor:
         self.advance()

@@ -48,7 +48,6 @@ class Schedule:
     """Versions of the gradients that existed when the backward began; see :data:`Versions`."""
     undelivered: set[BucketSlot[Bucket]] = field(default_factory=set)
     """Slots to which no rank has contributed in the last step."""
-    _works: list[Any] = field(default_factory=list)
 
     def extend(
         self,
@@ -89,12 +88,6 @@ class Schedule:
             bucket.advance()
         for bucket in launched:
             bucket.finish()
-            self._works = bucket.waited
-
-    def release_works(self) -> None:
-        """Drop the works of the last step. Until then they are kept, so that no thread of gloo releases them while the
-        program exits; see :meth:`Pending.works`."""
-        self._works = []
 
     def count_arrivals(self, *, in_hooks: bool, may_place: bool = False) -> None:
         """Set whether hooks may count gradients without calling Python; ``may_place``: and copy them to their buckets, as no
@@ -570,7 +563,6 @@ class GradientReducer:
         return may_have
 
     def _check_changes(self) -> None:
-        self._schedule.release_works()
         self._parameters.check_changes()
 
     def _take(self, reduced: ReducedParameter, parameter: nn.Parameter) -> None:

@@ -286,6 +286,10 @@ def indexed_bits(seed: int, stream: int, draw: int, runs: Iterable[tuple[int, in
     every mesh, with and without the C++ helper. No communication.
     """
     spans = np.array(list(runs), dtype=np.int64).reshape(-1, 2)
+    if (spans < 0).any():
+        raise ValueError(
+            f"runs={spans.tolist()} have negative numbers; expected (index of the first element, number of elements)"
+        )
     out = torch.empty(int(spans[:, 1].sum()), dtype=torch.uint16)
     subsequence = (stream & 0x7FFFFFFF) << 32 | draw & 0xFFFFFFFF
     seed &= 0xFFFFFFFFFFFFFFFF
@@ -296,6 +300,7 @@ def indexed_bits(seed: int, stream: int, draw: int, runs: Iterable[tuple[int, in
             ctypes.c_uint64(subsequence),
             ctypes.c_int64(len(spans)),
             ctypes.c_void_p(spans.ctypes.data),
+            ctypes.c_int64(out.numel()),
             ctypes.c_void_p(out.data_ptr()),
         )
         return out
