@@ -220,14 +220,8 @@ def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry, count: int =
             "rows, or change microbatches=",
             entry.source,
         )
-    part = size // m
-
-    def of(index: int, count: int) -> dict[str, Any]:
-        cut = [v[index * part : (index + count) * part] if n == size else v for v, n in zip(leaves, rows)]
-        found: dict[str, Any] = tree_unflatten(cut, tree)
-        return found
-
-    return [of(index, count) for index in range(0, m, count)]
+    cut = [v.split(size // m * count) if n == size else [v] * m for v, n in zip(leaves, rows)]
+    return [tree_unflatten(list(part), tree) for part in zip(*cut)]
 
 
 def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[int, ...], int | None]:

@@ -654,15 +654,13 @@ class Runner:
         is_last = stage == self.cut.num_stages - 1
         run.loss_mode = functools.partial(self._loss.around_forward, stage)
         results = self._follow(run, known, microbatch, received if is_last else None)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(drawing_rows(rows))
-            stack.enter_context(requested_by(f"stage {stage}, micro-batch {microbatch}"))
+        with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
             with running(run):
                 out = self.model(**self._inputs[microbatch])
             if is_last and not run.ends_early:
-                if callable(self.entry.loss) and run.whole_values is not None:
-                    stack.enter_context(run.whole_values)
-                total = self._share(out, batch)
+                takes = run.whole_values if callable(self.entry.loss) else None
+                with takes or contextlib.nullcontext():
+                    total = self._share(out, batch)
         if known.whole.draws and stage not in known.drawn and not run.ends_early:
             known.drawn.add(stage)
             self._check_draws(stage, known)

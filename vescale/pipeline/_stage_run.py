@@ -74,7 +74,6 @@ class StageRun:
         self.depth = 0
         self.loss_mode: Callable[[], Any] | None = None
         self.at_begin: Callable[[], None] | None = None
-        self.at_end: Callable[[Any], Any] = lambda out: out
         self.around_call: Callable[..., Any] | None = None
         self.saw_result: Callable[[int, Any], None] | None = None
         self.saw_hooked: Callable[[int, tuple[str, int], int, Any], None] | None = None
@@ -334,11 +333,10 @@ def end_forward(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
                 f"this {type(model).__name__} runs in stages, so that no rank can run its whole forward; call "
                 ".step(**batch) or .evaluate(**batch) instead"
             )
-        try:
-            with run.around_forward():
-                out = forward(*args, **kwargs)
-            return run.at_end(out)
-        except StageEnd:
-            return tuple(run.made or ())
+        with run.around_forward():
+            try:
+                return forward(*args, **kwargs)
+            except StageEnd:
+                return tuple(run.made or ())
 
     return run_stage
