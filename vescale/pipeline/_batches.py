@@ -36,12 +36,15 @@ class Signature:
         self.headers = headers()
         self.dims = _batch_dims(whole, part, entry)
         self.loss = _loss(whole, part, entry)
+        buffers = set(whole.row_ops.written_buffers.values()) - self.loss.alike
+        self.of_rows = [*whole.of_rows, *(f"the forward writes to the buffer {name!r}" for name in sorted(buffers))]
         self.of_all: Signature | None = None  # of the loss of all rows
         if entry.microbatches > 1 and self.loss.rows is not None:
             self.of_all = Signature(whole, whole, headers, replace(entry, microbatches=1))
         self.trial: Any = None  # a RowTrial, until the first step has been compared with it
         self.settings: dict[tuple[str, str], Any] = {}  # of the model, with which the forward was traced
-        self.whole, self.part = whole.without_values(), part.without_values()
+        self.whole = whole.without_values()
+        self.part = replace(part.without_values(), boundaries=_reached(part, entry))
         self._ignores_values, self._count = False, entry.microbatches
         self._origins: dict[int, tuple[Mapping[Origin, int], Mapping[Origin, int]]] = {}
         self.drawn: set[int] = set()  # the stages whose random numbers have been compared with those of the trace
@@ -270,6 +273,7 @@ class _Loss:
         whole: why it is computed once of all rows, on the last stage; empty if it is not.
         rows: of what the last stage computes it of, as of :meth:`RowFlow.rows_for_loss`.
         needs_modules: those of the last stage write to what they get: the loss cannot be computed without them.
+        alike: the buffers to which each micro-batch writes what the batch does: it finds them as they were before the step.
     """
 
     weight: float = 1.0
@@ -278,6 +282,7 @@ class _Loss:
     whole: str = ""
     rows: Mapping[int, Sequence[Rows | None]] | None = None
     needs_modules: bool = False
+    alike: frozenset[str] = frozenset()
 
     def why_slow(self) -> str:
         return (
@@ -303,7 +308,11 @@ def _loss(whole: Trace, part: Trace, entry: PipelineEntry) -> _Loss:
     why = _why_no_sum(state, whole, part, entry)
     if not why and state is not None:
         needs |= state.needs
-    buffer = "" if each_by_itself else whole.row_ops.buffer_that_counts(_loss_in(whole, entry))
+    alike: frozenset[str] = frozenset()
+    if not each_by_itself:
+        alike, of_buffers = flow.buffers_written_alike()
+        needs |= of_buffers
+    buffer = "" if each_by_itself else whole.row_ops.buffer_that_counts(_loss_in(whole, entry), alike)
     if buffer:
         raise rows_error(
             f"the forward writes to the buffer {buffer!r}, and computes its loss with it: on one device once for the batch",
@@ -317,10 +326,31 @@ def _loss(whole: Trace, part: Trace, entry: PipelineEntry) -> _Loss:
     substitutes = [flow.substitutes[n] for n in needs]
     if not why:
         weight, of_labels = (state.weight, state.of_labels) if state is not None else (1.0, False)
-        return _Loss(weight, of_labels, substitutes, "", rows, last in whole.row_ops.writing)
+        return _Loss(weight, of_labels, substitutes, "", rows, last in whole.row_ops.writing, alike)
     if rows is None or whole.boundaries.keys() != part.boundaries.keys() or len(whole.calls) != len(part.calls):
         raise rows_error(f"{why_not or why}", entry)
-    return _Loss(1.0, False, substitutes, why, rows)
+    return _Loss(1.0, False, substitutes, why, rows, alike=alike)
+
+
+def _reached(trace: Trace, entry: PipelineEntry) -> dict[int, Boundary]:
+    """The boundaries, with what is detached behind them: its gradient is none, not zero."""
+    loss = None if trace.is_cut_short else _loss_in(trace, entry)
+    pending = [loss.grad_fn] if isinstance(loss, torch.Tensor) else []
+    if not pending or pending[0] is None:
+        return trace.boundaries
+    nodes = set()
+    while pending:
+        node = pending.pop()
+        if node not in nodes:
+            nodes.add(node)
+            pending += [before for before, _ in node.next_functions if before is not None]
+    found = {}
+    for stage, boundary in trace.boundaries.items():
+        tensors = enumerate(trace.row_ops.entering[stage])
+        detached = frozenset(n for n, x in tensors if x.grad_fn is not None and x.grad_fn not in nodes)
+        requires_grad = tuple(grad and n not in detached for n, grad in enumerate(boundary.requires_grad))
+        found[stage] = replace(boundary, requires_grad=requires_grad, detached=detached)
+    return found
 
 
 def rows_error(why: str, entry: PipelineEntry) -> PipelineRowsError:

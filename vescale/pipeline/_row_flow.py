@@ -327,6 +327,7 @@ class RowOps:
     entering: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)  # by stage
     writing: set[int] = field(default_factory=set)  # stages whose modules write in place to what they get
     written_buffers: dict[int, str] = field(default_factory=dict)  # by id: the name
+    buffer_writes: list[tuple[str, int | None, Any]] = field(default_factory=list)  # the number of the op, and the op
     reads: set[int] = field(default_factory=set)  # ids of tensors that Python has read
 
     def note(
@@ -350,9 +351,12 @@ class RowOps:
             a.func is b.func and numbers(a) == numbers(b) for a, b in zip(self.ops, other.ops)
         )
 
-    def buffer_that_counts(self, results: Any) -> str:
-        """The name of a buffer that the forward writes to, and that its results depend on, or what Python reads."""
+    def buffer_that_counts(self, results: Any, alike: Container[str]) -> str:
+        """The name of a buffer that the forward writes to, not ``alike`` in each micro-batch, and that its results depend on,
+        or what Python reads."""
         for buffer, name in self.written_buffers.items():
+            if name in alike:
+                continue
             made: set[int] = set()
             for op in self.ops:
                 if any(id(v) == buffer or id(v) in made for v in tree_leaves((op.args, op.kwargs))):
@@ -406,6 +410,9 @@ class RowFlow:
                     self._roots[id(op.outs[0])] = self._root(op.args[0] if op.args else op.kwargs["self"])
         for big, small in zip(whole.batch, part.batch):
             self._set(big, small, RowState("rows") if big.shape != small.shape else FIXED)
+        self._fixed: dict[int, frozenset[int]] = {}  # by id of ops whose results are the same in each micro-batch: needs
+        for buffer in whole.written_buffers:
+            self._states[buffer], self._small[buffer] = FIXED, {buffer}
         self._returned: dict[int, tuple[Any, Any, torch.Tensor, torch.Tensor]] = {}  # by gated modules
         for call, of_part in zip(whole.calls, part.calls):
             for big, small in zip(call[3], of_part[3]):
@@ -419,6 +426,17 @@ class RowFlow:
 
     def of(self, big: torch.Tensor, small: torch.Tensor) -> RowState:
         return self._operand(big, small).state
+
+    def buffers_written_alike(self) -> tuple[frozenset[str], frozenset[int]]:
+        """The buffers to which the forward of each micro-batch writes what that of the batch does, and what they need."""
+        ops, needs, others = self._whole.ops, frozenset[int](), set()
+        for name, n, func in self._whole.buffer_writes:
+            op = ops[n] if n is not None and n < len(ops) else None
+            if op is not None and op.func is func and id(op) in self._fixed:
+                needs |= self._fixed[id(op)]
+            else:
+                others.add(name)
+        return frozenset(self._whole.written_buffers.values()) - others, needs
 
     def of_calls(self) -> tuple[frozenset[int], str]:
         """What gated modules need of the whole batch; and why one gets or returns something that is not of single rows."""
@@ -537,6 +555,8 @@ class RowFlow:
                 operands = [self._operand(a, b, takes=True) for a, b in zip(*tensors)]
             call = RowCall(one.name, _named(one), _named(other), list(zip(one.outs, other.outs)), operands, self._count)
             states = self._results(one, call)
+        if all(state.kind == "fixed" for state in states):
+            self._fixed[id(one)] = frozenset().union(*(state.needs for state in states))
         for big, small, state in zip(one.outs, other.outs, states):
             if state.kind == "mixed" and one.depends and not (big.is_floating_point() or big.dtype is torch.bool):
                 state = UNKNOWN.needing(state.needs)  # indices: rows may come back to their places

@@ -58,7 +58,7 @@ class RowTrial:
         """None of a forward that is not compared: behind one that has written to buffers, the state is another."""
         if known is self.together:
             return TOGETHER
-        return microbatch if microbatch < (1 if self.together.whole.of_rows else 2) else None
+        return microbatch if microbatch < (1 if self.together.of_rows else 2) else None
 
     def returned(self, run: int, number: int, result: Any) -> None:
         self._note(run, 2 * number, tree_leaves(result))

@@ -312,7 +312,7 @@ class StagedProgram:
         found = {s: {"sends": 0, "receives": 0, "gathers": 0, "reductions": 0} for s in range(self.cut.num_stages)}
         for stage, messages in self.schedule.messages().items():
             for number, into, out in ((stage, "receives", "sends"), (stage + 1, "sends", "receives")):
-                boundary = known.boundaries.get(number)
+                boundary = signature.part.boundaries.get(number)
                 if boundary is not None:
                     found[stage][into] += runs * messages[f"forward_{into}"] * boundary.num_tensors
                     found[stage][out] += messages[f"backward_{out}"] * sum(boundary.requires_grad)
