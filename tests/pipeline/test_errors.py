@@ -311,7 +311,9 @@ class Halving(Net):
 
 
 def test_an_op_that_cannot_run_without_values() -> None:
-    with pytest.raises(PlanError, match=r"calls an op that cannot run without values .*halved.*torch.library.register_fake"):
+    with pytest.raises(
+        PlanError, match=r"calls an op that cannot run without values .*halved.*torch.library.register_fake"
+    ):
         StagedProgram.of(pipeline({"pp": 2}), Halving())
     torch.library.register_fake("vescale_tests::halved", torch.empty_like)
     StagedProgram.of(pipeline({"pp": 2}), Halving())

@@ -156,9 +156,7 @@ def counts_case(
         ({"pp": 2, "dp": 2}, "ZBV", True),
     ],
 )
-def test_counts_have_both_forwards(
-    ranks: RankPools, axes: dict[str, int], schedule: str, reshard: bool | None
-) -> None:
+def test_counts_have_both_forwards(ranks: RankPools, axes: dict[str, int], schedule: str, reshard: bool | None) -> None:
     for predicted, counted, rank in ranks.run(counts_case, axes, schedule, reshard, world_size=2 * axes.get("dp", 1)):
         own = [n for n in predicted if (min(n, 3 - n) if schedule == "ZBV" else n) == rank]
         for what in ("sends", "receives", "gathers"):

@@ -20,7 +20,7 @@ from vescale.pipeline._cut import Cut
 from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss_path import output_at, try_loss
 from vescale.pipeline._row_flow import EDITS, RowFlow, Rows, Substitute
-from vescale.pipeline._row_states import RowState
+from vescale.pipeline._row_states import RowState, cut_dim
 from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import MEAN, NOTHING, Boundary, Origin, Trace
 from vescale.plans import PipelineEntry, PlanError
@@ -241,16 +241,14 @@ def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[i
         )
     found: dict[tuple[int, ...], int | None] = {}
     for big, small in zip(whole.draws, part.draws):
-        different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
-        fits = len(big.shape) == len(small.shape) and len(different) <= 1
-        if not fits or any(big.shape[d] != m * small.shape[d] for d in different):
+        dim = cut_dim(big.shape, small.shape, m)
+        if dim is None and big.shape != small.shape:
             raise PipelineBatchError(
                 f"pipeline: {small.op.name} draws for a tensor of shape {big.shape} of the batch, and {small.shape} "
                 f"of a micro-batch, which is not one of {m} parts of it along a dim, so that its random numbers "
                 "cannot match one device; draw for a tensor that has the batch in one dim",
                 entry.source,
             )
-        dim = different[0] if different else None
         if found.setdefault(small.shape, dim) != dim:
             raise PipelineBatchError(
                 f"pipeline: tensors of shape {small.shape} are drawn of which some depend on the batch and others do "

@@ -340,7 +340,9 @@ class Runner:
         for name, buffer in self.model.named_buffers() if known.loss.alike else ():
             if name in known.loss.alike:
                 local = local_of(buffer) if isinstance(buffer, DTensor) else buffer
-                stages = stages_of_unit(name.rpartition(".")[0], self.cut, frozenset(self.schedule.stages_of(self.rank)))
+                stages = stages_of_unit(
+                    name.rpartition(".")[0], self.cut, frozenset(self.schedule.stages_of(self.rank))
+                )
                 self._alike.append((local, self._before.setdefault(name, local.clone()), stages))
         self._whole_values = [(s.origin, s.value(batch), s.dim) for s in known.loss.substitutes]
         known.headers.begin_step()

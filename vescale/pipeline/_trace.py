@@ -565,11 +565,12 @@ class _Recorder(TorchDispatchMode):
                 self._refuse_state_of_several_stages()
                 self.row_ops.written_buffers[buffer] = name
                 is_everywhere = self.inside is not None or self.stage == 0  # on all ranks that have the buffer
-                if not is_everywhere and self._buffer_reads[buffer] < self.stage:
+                first = self._buffer_reads[buffer]
+                if not is_everywhere and first < self.stage:
                     raise PipelineTraceError(
-                        f"pipeline: the forward reads the buffer {name!r} in stage {self._buffer_reads[buffer]} and writes to "
-                        f"it around the modules of stage {self.stage}, which the ranks of the former do not run; write to "
-                        "it before the first of the stages' modules is called, or pass its value in the batch",
+                        f"pipeline: the forward reads the buffer {name!r} in stage {first} and writes to it around the "
+                        f"modules of stage {self.stage}, which the ranks of the former do not run; write to it before the "
+                        "first of the stages' modules is called, or pass its value in the batch",
                         self.source,
                     )
                 self.row_ops.buffer_writes.append((name, len(self.row_ops.ops) if is_everywhere else None, func))
