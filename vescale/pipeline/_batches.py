@@ -333,10 +333,10 @@ def _loss(whole: Trace, part: Trace, entry: PipelineEntry) -> _Loss:
 def _reached(trace: Trace, entry: PipelineEntry) -> dict[int, Boundary]:
     """The boundaries, with what is detached behind them: its gradient is none, not zero."""
     loss = None if trace.is_cut_short else _loss_in(trace, entry)
-    pending = [loss.grad_fn] if isinstance(loss, torch.Tensor) else []
+    pending: list[Any] = [loss.grad_fn] if isinstance(loss, torch.Tensor) else []
     if not pending or pending[0] is None:
         return trace.boundaries
-    nodes = set()
+    nodes: set[Any] = set()
     while pending:
         node = pending.pop()
         if node not in nodes:

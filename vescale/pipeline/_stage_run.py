@@ -226,7 +226,7 @@ class StageRun:
             if n not in self.found:
                 raise self._not_made(self.stage + 1, boundary, n)
         others, _ = self._replace(tuple(self.found[n] for n in later), {})
-        made = [self._as_dtensor(leaf) for leaf in (*(leaves[n] for n in boundary.leaves), *others)]
+        made: list[Any] = [self._as_dtensor(leaf) for leaf in (*(leaves[n] for n in boundary.leaves), *others)]
         return [one.detach() if n in boundary.detached else one for n, one in enumerate(made)]
 
     def _not_made(self, stage: int, boundary: Boundary, number: int) -> PipelineTraceError:
