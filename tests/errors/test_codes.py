@@ -55,6 +55,7 @@ INTERNAL = {
     "KeyNeverComes",
     "NotAnIndexMapError",
     "StageEnd",
+    "UnknownResultError",
     "UnknownValueError",
     "UnrecordedError",
     "_Stopped",

@@ -289,6 +289,42 @@ def test_forwards_that_read_what_depends_on_parameters() -> None:
         StagedProgram.of(pipeline(), Logging())
 
 
+class Distilled(Net):
+    """Its inputs are guessed as token ids, for which the loss of a teacher's logits has no kernel."""
+
+    def forward(self, ids: torch.Tensor, teacher_logits: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, torch.ones(1).to(x.dtype))
+        return {"loss": F.kl_div(self.head(self.norm(x)).log_softmax(-1), teacher_logits.softmax(-1), reduction="sum")}
+
+
+torch.library.define("vescale_tests::halved", "(Tensor x) -> Tensor")
+torch.library.impl("vescale_tests::halved", "cpu", lambda x: x / 2)
+
+
+class Halving(Net):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            torch.ops.vescale_tests.halved(self.embed(ids))
+        return super().forward(ids, labels)
+
+
+def test_an_op_that_cannot_run_without_values() -> None:
+    with pytest.raises(
+        PlanError, match=r"calls an op that cannot run without values .*halved.*torch.library.register_fake"
+    ):
+        StagedProgram.of(pipeline({"pp": 2}), Halving())
+    torch.library.register_fake("vescale_tests::halved", torch.empty_like)
+    StagedProgram.of(pipeline({"pp": 2}), Halving())
+
+
+def test_a_guess_of_another_dtype_is_no_shape_of_values() -> None:
+    staged = StagedProgram.of(pipeline({"pp": 2}, split_before=["blocks.2"], microbatches=4), Distilled())
+    ids = torch.randint(1, 32, (8, 6))
+    assert staged.traced({"ids": ids, "teacher_logits": torch.randn(8, 6, 32)}).boundaries[1].shapes == ((2, 6, 16),)
+
+
 def token_out_of_range() -> None:
     """Caught by the script, which goes on; the next stage waits for a message of this one."""
     plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, mesh="pp", loss="out.loss")

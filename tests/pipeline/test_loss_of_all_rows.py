@@ -120,14 +120,16 @@ class Chain(nn.Module):
         return (x.mean(1) * (w / w.sum())).sum()
 
 
-def counts_case(axes: dict[str, int], schedule: str) -> tuple[dict[int, dict[str, int]], Counter[str], int]:
+def counts_case(
+    axes: dict[str, int], schedule: str, reshard: bool | None
+) -> tuple[dict[int, dict[str, int]], Counter[str], int]:
     def plan(mesh: Any) -> Plan:
         found = Plan(mesh)
         if "dp" in axes:
             found.shard(r"blocks.*", RaggedShard(), mesh="dp", phase=INIT).shard(
                 r"blocks.*", Replicate(), mesh="dp", phase=RUN
             )
-            found.unit(r"blocks\.\d+")
+            found.unit(r"blocks\.\d+", reshard_after_forward=reshard)
         splits = [f"blocks.{n}" for n in ((1, 2, 3) if schedule == "ZBV" else (2,))]
         return found.pipeline(split_before=splits, schedule=schedule, microbatches=4, mesh="pp", loss="out.loss")
 
@@ -145,10 +147,17 @@ def counts_case(axes: dict[str, int], schedule: str) -> tuple[dict[int, dict[str
 
 
 @pytest.mark.parametrize(
-    ("axes", "schedule"), [({"pp": 2}, "1F1B"), ({"pp": 2, "dp": 2}, "ZBV"), ({"pp": 2, "dp": 2}, "1F1B")]
+    ("axes", "schedule", "reshard"),
+    [
+        ({"pp": 2}, "1F1B", None),
+        ({"pp": 2, "dp": 2}, "ZBV", None),
+        ({"pp": 2, "dp": 2}, "1F1B", None),
+        ({"pp": 2, "dp": 2}, "1F1B", True),
+        ({"pp": 2, "dp": 2}, "ZBV", True),
+    ],
 )
-def test_counts_have_both_forwards(ranks: RankPools, axes: dict[str, int], schedule: str) -> None:
-    for predicted, counted, rank in ranks.run(counts_case, axes, schedule, world_size=2 * axes.get("dp", 1)):
+def test_counts_have_both_forwards(ranks: RankPools, axes: dict[str, int], schedule: str, reshard: bool | None) -> None:
+    for predicted, counted, rank in ranks.run(counts_case, axes, schedule, reshard, world_size=2 * axes.get("dp", 1)):
         own = [n for n in predicted if (min(n, 3 - n) if schedule == "ZBV" else n) == rank]
         for what in ("sends", "receives", "gathers"):
             assert counted[what] == sum(predicted[stage][what] for stage in own), (what, counted, predicted)

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.pipeline.steps import Block, mesh_of, same_steps, token_batch
+from tests.pipeline.steps import Block, Net, mesh_of, same_steps, token_batch
 from tests.pipeline.test_composition import FOUR
 from tests.pipeline.test_steps import NAMES, assert_exact
 from tests.ranks import RankPools
 from tests.simulate import simulate
+from tests.whole import whole
 from vescale import parallelize
 from vescale.comm import record_comms
 from vescale.pipeline import StagedProgram
@@ -269,3 +270,48 @@ def test_a_module_of_two_stages() -> None:
     assert staged.cut.owners == {"first.weight": {0, 1}, "second.weight": {0}, "second.bias": {0}}
     boundary = staged.traced({"ids": torch.arange(4).view(2, 2)}).boundaries[1]
     assert boundary.leaves == () and boundary.num_tensors == 1 and boundary.call == 2
+
+
+class Detaching(Net):
+    """What block ``at`` gets is detached: earlier parameters get no gradient, or that of an exit before it alone."""
+
+    def __init__(self, at: int, has_exit: bool) -> None:
+        super().__init__(dropout=0.0, tied=False)
+        self.at, self.has_exit, self.exit = at, has_exit, nn.Linear(16, 1)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x, mask, early = self.embed(ids), torch.ones(1).double(), 0.0
+        for n, block in enumerate(self.blocks):
+            if n == self.at:
+                early = x.mean() if self.has_exit else 0.0
+                x = x.detach()
+            x = block(x, mask)
+        return {"loss": F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten()) + early}
+
+
+def detached_case(at: int, has_exit: bool, schedule: str) -> list[str]:
+    """The parameters whose gradient is none here, or on one device, alone; or another one."""
+    torch.manual_seed(0)
+    one: Any = Detaching(at, has_exit).double()
+    splits = [f"blocks.{n}" for n in ((2,) if schedule == "1F1B" else (1, 2, 3))]
+    plan = Plan(mesh_of(pp=2)).pipeline(split_before=splits, schedule=schedule, microbatches=4)
+    model: Any = parallelize(copy.deepcopy(one), plan)
+    batch = token_batch(0, names=("ids", "labels"))
+    one(**batch)["loss"].backward()
+    model.step(**batch)
+    found = []
+    for name, parameter in model.named_parameters():
+        wanted = one.get_parameter(name).grad
+        if (parameter.grad is None) != (wanted is None) or (
+            wanted is not None and not torch.allclose(whole(parameter.grad), wanted, 1e-10, 1e-12)
+        ):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBV"])
+@pytest.mark.parametrize(("at", "has_exit"), [(1, False), (2, False), (3, False), (2, True)])
+def test_what_is_detached_between_stages_has_no_gradient(
+    ranks: RankPools, at: int, has_exit: bool, schedule: str
+) -> None:
+    assert ranks.run(detached_case, at, has_exit, schedule, world_size=2) == [[], []]

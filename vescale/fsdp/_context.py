@@ -89,8 +89,10 @@ class CommContext:
         self.reduce_stream = SideStream(device, "reduce")
         self.replica_stream = SideStream(device, "reduce over replicas", urgent=False)
         self.max_gradient_buffers = 1
-        self.prefetches: list[Callable[[], None]] = []
-        """One for each group, in the order in which they have run forward: start to gather it for backward."""
+        self.prefetches: list[Callable[[], None] | None] = []
+        """One for each group, in the order in which they have run forward: start to gather it for backward. None where an
+        outermost forward begins: what ran before that may have a backward of its own, behind which it would be gathered
+        again."""
         self._left: list[tuple[Allocation, Any]] = []
         self._host_reads: list[Any] = []
         self._reducing: list[tuple[Lender, list[ShardedReduction]]] = []

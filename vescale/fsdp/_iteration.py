@@ -102,6 +102,7 @@ class Iteration(Generic[MemberT]):
     def enter_forward(self, root: MemberT) -> None:
         """The forward of ``root`` is the outermost one from now on."""
         self.forward_root = root  # first: what comes after may be interrupted
+        self.comm.prefetches.append(None)
         self._move(Move.BEGIN_FORWARD)
 
     def leave_forward(self, *, with_gradients: bool) -> None:

@@ -163,9 +163,11 @@ def hooks_of_programs(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], 
     return [hook for hook in (parameter._backward_hooks or {}).values() if not _is_own(hook)]
 
 
+_OWN = __name__.partition(".")[0] + "."
+
+
 def _is_own(hook: Any) -> bool:
-    own = __name__.partition(".")[0] + "."
-    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(own)
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OWN)
 
 
 class StepHooks:
@@ -180,11 +182,13 @@ class StepHooks:
         self.parameters: list[torch.Tensor] = []
         self._found: list[tuple[Any, dict[int, Any]]] = []  # tables of hooks, and the programs' in them
         for parameter in parameters:
-            after = parameter._post_accumulate_grad_hooks
-            tables: list[Any] = [
-                parameter._backward_hooks,
-                after.of_programs if isinstance(after, HooksOfPrograms) else after,
-            ]
+            before: Any = parameter._backward_hooks
+            after: Any = parameter._post_accumulate_grad_hooks
+            if isinstance(after, HooksOfPrograms):
+                after = after.of_programs
+            if not before and not after:
+                continue
+            tables = before, after
             found = [{key: hook for key, hook in (table or {}).items() if not _is_own(hook)} for table in tables]
             if any(found):
                 self.parameters.append(parameter)

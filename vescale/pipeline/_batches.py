@@ -20,7 +20,7 @@ from vescale.pipeline._cut import Cut
 from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._loss_path import output_at, try_loss
 from vescale.pipeline._row_flow import EDITS, RowFlow, Rows, Substitute
-from vescale.pipeline._row_states import RowState
+from vescale.pipeline._row_states import RowState, cut_dim
 from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import MEAN, NOTHING, Boundary, Origin, Trace
 from vescale.plans import PipelineEntry, PlanError
@@ -36,12 +36,15 @@ class Signature:
         self.headers = headers()
         self.dims = _batch_dims(whole, part, entry)
         self.loss = _loss(whole, part, entry)
+        buffers = set(whole.row_ops.written_buffers.values()) - self.loss.alike
+        self.of_rows = [*whole.of_rows, *(f"the forward writes to the buffer {name!r}" for name in sorted(buffers))]
         self.of_all: Signature | None = None  # of the loss of all rows
         if entry.microbatches > 1 and self.loss.rows is not None:
             self.of_all = Signature(whole, whole, headers, replace(entry, microbatches=1))
         self.trial: Any = None  # a RowTrial, until the first step has been compared with it
         self.settings: dict[tuple[str, str], Any] = {}  # of the model, with which the forward was traced
-        self.whole, self.part = whole.without_values(), part.without_values()
+        self.whole = whole.without_values()
+        self.part = replace(part.without_values(), boundaries=_reached(part, entry))
         self._ignores_values, self._count = False, entry.microbatches
         self._origins: dict[int, tuple[Mapping[Origin, int], Mapping[Origin, int]]] = {}
         self.drawn: set[int] = set()  # the stages whose random numbers have been compared with those of the trace
@@ -220,14 +223,8 @@ def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry, count: int =
             "rows, or change microbatches=",
             entry.source,
         )
-    part = size // m
-
-    def of(index: int, count: int) -> dict[str, Any]:
-        cut = [v[index * part : (index + count) * part] if n == size else v for v, n in zip(leaves, rows)]
-        found: dict[str, Any] = tree_unflatten(cut, tree)
-        return found
-
-    return [of(index, count) for index in range(0, m, count)]
+    cut = [v.split(size // m * count) if n == size else [v] * m for v, n in zip(leaves, rows)]
+    return [tree_unflatten(list(part), tree) for part in zip(*cut)]
 
 
 def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[int, ...], int | None]:
@@ -244,16 +241,14 @@ def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[i
         )
     found: dict[tuple[int, ...], int | None] = {}
     for big, small in zip(whole.draws, part.draws):
-        different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
-        fits = len(big.shape) == len(small.shape) and len(different) <= 1
-        if not fits or any(big.shape[d] != m * small.shape[d] for d in different):
+        dim = cut_dim(big.shape, small.shape, m)
+        if dim is None and big.shape != small.shape:
             raise PipelineBatchError(
                 f"pipeline: {small.op.name} draws for a tensor of shape {big.shape} of the batch, and {small.shape} "
                 f"of a micro-batch, which is not one of {m} parts of it along a dim, so that its random numbers "
                 "cannot match one device; draw for a tensor that has the batch in one dim",
                 entry.source,
             )
-        dim = different[0] if different else None
         if found.setdefault(small.shape, dim) != dim:
             raise PipelineBatchError(
                 f"pipeline: tensors of shape {small.shape} are drawn of which some depend on the batch and others do "
@@ -276,6 +271,7 @@ class _Loss:
         whole: why it is computed once of all rows, on the last stage; empty if it is not.
         rows: of what the last stage computes it of, as of :meth:`RowFlow.rows_for_loss`.
         needs_modules: those of the last stage write to what they get: the loss cannot be computed without them.
+        alike: the buffers to which each micro-batch writes what the batch does: it finds them as they were before the step.
     """
 
     weight: float = 1.0
@@ -284,6 +280,7 @@ class _Loss:
     whole: str = ""
     rows: Mapping[int, Sequence[Rows | None]] | None = None
     needs_modules: bool = False
+    alike: frozenset[str] = frozenset()
 
     def why_slow(self) -> str:
         return (
@@ -309,7 +306,11 @@ def _loss(whole: Trace, part: Trace, entry: PipelineEntry) -> _Loss:
     why = _why_no_sum(state, whole, part, entry)
     if not why and state is not None:
         needs |= state.needs
-    buffer = "" if each_by_itself else whole.row_ops.buffer_that_counts(_loss_in(whole, entry))
+    alike: frozenset[str] = frozenset()
+    if not each_by_itself:
+        alike, of_buffers = flow.buffers_written_alike()
+        needs |= of_buffers
+    buffer = "" if each_by_itself else whole.row_ops.buffer_that_counts(_loss_in(whole, entry), alike)
     if buffer:
         raise rows_error(
             f"the forward writes to the buffer {buffer!r}, and computes its loss with it: on one device once for the batch",
@@ -323,10 +324,31 @@ def _loss(whole: Trace, part: Trace, entry: PipelineEntry) -> _Loss:
     substitutes = [flow.substitutes[n] for n in needs]
     if not why:
         weight, of_labels = (state.weight, state.of_labels) if state is not None else (1.0, False)
-        return _Loss(weight, of_labels, substitutes, "", rows, last in whole.row_ops.writing)
+        return _Loss(weight, of_labels, substitutes, "", rows, last in whole.row_ops.writing, alike)
     if rows is None or whole.boundaries.keys() != part.boundaries.keys() or len(whole.calls) != len(part.calls):
         raise rows_error(f"{why_not or why}", entry)
-    return _Loss(1.0, False, substitutes, why, rows)
+    return _Loss(1.0, False, substitutes, why, rows, alike=alike)
+
+
+def _reached(trace: Trace, entry: PipelineEntry) -> dict[int, Boundary]:
+    """The boundaries, with what is detached behind them: its gradient is none, not zero."""
+    loss = None if trace.is_cut_short else _loss_in(trace, entry)
+    pending: list[Any] = [loss.grad_fn] if isinstance(loss, torch.Tensor) else []
+    if not pending or pending[0] is None:
+        return trace.boundaries
+    nodes: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node not in nodes:
+            nodes.add(node)
+            pending += [before for before, _ in node.next_functions if before is not None]
+    found = {}
+    for stage, boundary in trace.boundaries.items():
+        tensors = enumerate(trace.row_ops.entering[stage])
+        detached = frozenset(n for n, x in tensors if x.grad_fn is not None and x.grad_fn not in nodes)
+        requires_grad = tuple(grad and n not in detached for n, grad in enumerate(boundary.requires_grad))
+        found[stage] = replace(boundary, requires_grad=requires_grad, detached=detached)
+    return found
 
 
 def rows_error(why: str, entry: PipelineEntry) -> PipelineRowsError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,18 +24,18 @@ class BatchLoss:
     """
 
     def __init__(self, entry: PipelineEntry, known: Signature, batch: Mapping[str, Any]) -> None:
-        self.entry = entry
-        self.counts: dict[int, list[float]] = defaultdict(list)  # by stage
-        self.weight, parts = known.loss.weight, 1 if known.loss.of_labels else entry.microbatches
-        if callable(entry.loss) or entry.microbatches == 1 or known.loss.whole:
-            return
+        self.entry, self._batch = entry, batch
+        self.weight, self._parts = known.loss.weight, 1 if known.loss.of_labels else entry.microbatches
         terms = [term for term in known.whole.losses if term.reduction == MEAN]
-        for term in terms if all(term.is_known for term in terms) else ():
-            self.counts[term.stage].append(term.count(batch) / parts)
+        has_shares = not (callable(entry.loss) or entry.microbatches == 1 or known.loss.whole)
+        self._terms = terms if has_shares and all(term.is_known for term in terms) else []
+        self._counts: dict[int, list[float]] = {}  # by stage
 
     def around_forward(self, stage: int) -> _Shares | None:
         """A mode for a stage's forward of one micro-batch; None: it computes nothing of the loss."""
-        counts = self.counts.get(stage, ())
+        if stage not in self._counts:
+            self._counts[stage] = [t.count(self._batch) / self._parts for t in self._terms if t.stage == stage]
+        counts = self._counts[stage]
         return _Shares(counts, is_active=not stage) if counts else None
 
     def share(self, out: Any, batch: Mapping[str, Any]) -> torch.Tensor:

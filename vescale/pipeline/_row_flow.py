@@ -19,7 +19,7 @@ import torch
 
 from vescale.compat.tensor_subclasses import tree_leaves
 from vescale.ops import is_elementwise
-from vescale.pipeline._row_states import FIXED, UNKNOWN, Operand, RowCall, RowState
+from vescale.pipeline._row_states import FIXED, UNKNOWN, Operand, RowCall, RowState, cut_dim
 
 # For each op, how its result depends on rows of the batch: :func:`rule_of`. A rule gets a call whose operands are
 # ``fixed``, ``rows`` or ``count``, one of them at least with rows. It returns the state of the result, or a list of
@@ -102,25 +102,6 @@ def _along(name: str) -> Rule:
     return rule
 
 
-def _permute(call: RowCall) -> RowState:
-    x = call.operands[0]
-    order = list(range(x.big.ndim))
-    if call.name == "permute":
-        order = [d % x.big.ndim for d in call.big["dims"]]
-    elif x.big.ndim > 1:
-        a, b = (call.big["dim0"], call.big["dim1"]) if call.name.startswith("transpose") else (0, 1)
-        order[a], order[b] = order[b], order[a]
-    return call.rows(order.index(x.dim), x.outer)
-
-
-def _select(call: RowCall) -> RowState:
-    x = call.operands[0]
-    dim = call.big["dim"] % x.big.ndim
-    if dim == x.dim:
-        return call.mixed("takes one row")
-    return call.rows(x.dim - (dim < x.dim), x.outer)
-
-
 def _slice(call: RowCall) -> RowState:
     x = call.operands[0]
     dim = call.big.get("dim", 0) % x.big.ndim
@@ -182,28 +163,6 @@ def _repeat(call: RowCall) -> RowState:
     return call.rows(place, x.outer * repeats[place])
 
 
-def _matmul(call: RowCall) -> RowState | None:
-    """``[.., m, k] @ [.., k, n]``, with a term to be added first or none."""
-    *terms, a, b = call.operands
-    ndim = call.outs[0][0].ndim
-    places = {(o.dim + ndim - o.big.ndim, o.outer) for o in terms if o.is_cut}
-    batched = ndim - 2 if call.name in ("bmm", "baddbmm") else 0
-    summed = [
-        o for o, dim in ((a, a.big.ndim - 1), (b, b.big.ndim - 2 if b.big.ndim > 1 else 0)) if o.is_cut and o.dim == dim
-    ]
-    if summed:
-        both = a.is_cut and b.is_cut and len(summed) == 2 and a.outer == b.outer
-        return call.sum() if both and not places else call.mixed("runs along the rows")
-    if a.is_cut:
-        places.add((a.dim, a.outer))
-    if b.is_cut:
-        places.add((b.dim if b.dim < batched else ndim - 1, b.outer))
-    if len(places) != 1:
-        return call.mixed("compares each row with each")
-    ((dim, outer),) = places
-    return call.rows(dim, outer)
-
-
 def _index(call: RowCall) -> RowState | None:
     """Rows of one operand at indices; ``x[torch.arange(len(x)), last]`` takes of each row its own."""
     x, indices = call.operands[0], call.big["indices"]
@@ -232,16 +191,6 @@ def _index(call: RowCall) -> RowState | None:
     return call.rows(first + dim, outer)
 
 
-def _loss(call: RowCall) -> list[RowState]:
-    x = call.operands[0]
-    if reduction := call.big.get("reduction", 1):
-        return [call.sum(is_mean=reduction == 1) for _ in call.outs]
-    if call.name.startswith("nll"):
-        dim = x.dim if x.dim == 0 else x.dim - 1
-        return [call.rows(dim, x.outer) if n == 0 else UNKNOWN for n in range(len(call.outs))]
-    return [_pointwise(call)]
-
-
 _POINTWISE = frozenset(
     _names(
         "expand to _to_copy copy fill masked_fill native_dropout dropout bernoulli uniform normal exponential random "
@@ -250,7 +199,6 @@ _POINTWISE = frozenset(
 )
 _SUMS = frozenset(_names("sum mean nansum dot vdot mm bmm"))
 _COPIES = frozenset(_names("_to_copy to expand"))
-_LOSSES = "nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy"
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         _names(
@@ -268,12 +216,8 @@ _RULES: dict[str, Rule] = {
         _along("dim"),
     ),
     **dict.fromkeys(_names("flip roll"), _along("dims")),
-    **dict.fromkeys(_names("permute transpose t"), _permute),
     **dict.fromkeys(_names("split split_with_sizes unbind unsafe_split chunk"), _split),
     **dict.fromkeys(_names("cat stack"), _cat),
-    **dict.fromkeys(_names("mm bmm addmm baddbmm matmul mv dot addmv"), _matmul),
-    **dict.fromkeys(_names(_LOSSES), _loss),
-    "select": _select,
     "slice": _slice,
     "repeat": _repeat,
     "index": _index,
@@ -327,6 +271,7 @@ class RowOps:
     entering: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)  # by stage
     writing: set[int] = field(default_factory=set)  # stages whose modules write in place to what they get
     written_buffers: dict[int, str] = field(default_factory=dict)  # by id: the name
+    buffer_writes: list[tuple[str, int | None, Any]] = field(default_factory=list)  # the number of the op, and the op
     reads: set[int] = field(default_factory=set)  # ids of tensors that Python has read
 
     def note(
@@ -350,9 +295,12 @@ class RowOps:
             a.func is b.func and numbers(a) == numbers(b) for a, b in zip(self.ops, other.ops)
         )
 
-    def buffer_that_counts(self, results: Any) -> str:
-        """The name of a buffer that the forward writes to, and that its results depend on, or what Python reads."""
+    def buffer_that_counts(self, results: Any, alike: Container[str]) -> str:
+        """The name of a buffer, none of ``alike``, that the forward writes to, and that its results depend on, or what
+        Python reads."""
         for buffer, name in self.written_buffers.items():
+            if name in alike:
+                continue
             made: set[int] = set()
             for op in self.ops:
                 if any(id(v) == buffer or id(v) in made for v in tree_leaves((op.args, op.kwargs))):
@@ -406,6 +354,11 @@ class RowFlow:
                     self._roots[id(op.outs[0])] = self._root(op.args[0] if op.args else op.kwargs["self"])
         for big, small in zip(whole.batch, part.batch):
             self._set(big, small, RowState("rows") if big.shape != small.shape else FIXED)
+        self._fixed: dict[
+            int, frozenset[int]
+        ] = {}  # by id of ops whose results are the same in each micro-batch: needs
+        for buffer in whole.written_buffers:
+            self._states[buffer], self._small[buffer] = FIXED, {buffer}
         self._returned: dict[int, tuple[Any, Any, torch.Tensor, torch.Tensor]] = {}  # by gated modules
         for call, of_part in zip(whole.calls, part.calls):
             for big, small in zip(call[3], of_part[3]):
@@ -419,6 +372,17 @@ class RowFlow:
 
     def of(self, big: torch.Tensor, small: torch.Tensor) -> RowState:
         return self._operand(big, small).state
+
+    def buffers_written_alike(self) -> tuple[frozenset[str], frozenset[int]]:
+        """The buffers to which the forward of each micro-batch writes what that of the batch does, and what they need."""
+        ops, needs, others = self._whole.ops, frozenset[int](), set()
+        for name, n, func in self._whole.buffer_writes:
+            op = ops[n] if n is not None and n < len(ops) else None
+            if op is not None and op.func is func and id(op) in self._fixed:
+                needs |= self._fixed[id(op)]
+            else:
+                others.add(name)
+        return frozenset(self._whole.written_buffers.values()) - others, needs
 
     def of_calls(self) -> tuple[frozenset[int], str]:
         """What gated modules need of the whole batch; and why one gets or returns something that is not of single rows."""
@@ -461,11 +425,8 @@ class RowFlow:
         return found
 
     def _dim_by_shape(self, big: Any, small: Any) -> int | None:
-        if not isinstance(big, torch.Tensor) or not isinstance(small, torch.Tensor) or big.ndim != small.ndim:
-            return None
-        different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
-        is_cut = len(different) == 1 and big.shape[different[0]] == self._count * small.shape[different[0]]
-        return different[0] if is_cut else None
+        are_tensors = isinstance(big, torch.Tensor) and isinstance(small, torch.Tensor)
+        return cut_dim(big.shape, small.shape, self._count) if are_tensors else None
 
     def _root(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._roots.get(id(tensor), tensor)
@@ -516,11 +477,8 @@ class RowFlow:
     def _substituted(self, big: torch.Tensor, small: torch.Tensor) -> RowState | None:
         """The state of a tensor that is taken from the whole batch; None: it cannot be."""
         origin, value = self._part.origins.get(id(small)), self._replay(big)
-        different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
-        if origin is None or value is None or big.ndim != small.ndim or len(different) > 1:
-            return None
-        dim = different[0] if different else None
-        if dim is not None and big.shape[dim] != self._count * small.shape[dim]:
+        dim = self._dim_by_shape(big, small)
+        if origin is None or value is None or (dim is None and big.shape != small.shape):
             return None
         self.substitutes[id(big)] = Substitute(origin, value, dim)
         before = torch.Size(big.shape[:dim]).numel() if dim is not None else 1
@@ -537,6 +495,8 @@ class RowFlow:
                 operands = [self._operand(a, b, takes=True) for a, b in zip(*tensors)]
             call = RowCall(one.name, _named(one), _named(other), list(zip(one.outs, other.outs)), operands, self._count)
             states = self._results(one, call)
+        if all(state.kind == "fixed" for state in states):
+            self._fixed[id(one)] = frozenset().union(*(state.needs for state in states))
         for big, small, state in zip(one.outs, other.outs, states):
             if state.kind == "mixed" and one.depends and not (big.is_floating_point() or big.dtype is torch.bool):
                 state = UNKNOWN.needing(state.needs)  # indices: rows may come back to their places
@@ -583,31 +543,29 @@ class RowFlow:
         if "mixed" in kinds:
             worst = next(operand.state for operand in call.operands if operand.kind == "mixed")
             return [worst.needing(call.needs) for _ in call.outs]
-        if "unknown" in kinds:
-            if op.depends and (found := self._sum_of_unknown(call)) is not None:
-                return [found for _ in call.outs]
-            pythons = any(operand.state.is_pythons for operand in call.operands)
-            return [RowState("unknown", is_pythons=pythons, needs=call.needs) for _ in call.outs]
-        if "sum" in kinds:
+        is_known = "unknown" not in kinds
+        if "sum" in kinds and is_known:
             return [self._of_sums(op, call, shapes_differ).needing(call.needs) for _ in call.outs]
-        if not call.cut:
+        if not call.cut and is_known:
             if op.name in ("expand", "repeat"):  # each row is the same
                 return [self._made_by_sizes(op, call, 0).needing(call.needs)]
             fixed = self._mixed(op, "has the number of rows among its arguments")
             fixed = fixed if shapes_differ or call.numbers_differ else FIXED
             return [fixed.needing(call.needs) for _ in call.outs]
-        rule = rule_of(op.func)
+        rule = rule_of(op.func) if is_known else None
         by_rule: RowState | list[RowState] | None = rule(call) if rule is not None else None
         if "batch_norm" in op.name and not op.depends:
             by_rule = call.mixed("computes statistics over rows")
         if by_rule is None and op.depends:
             by_rule = self._sum_of_unknown(call)
-        states = [UNKNOWN] * len(call.outs) if by_rule is None else by_rule if isinstance(by_rule, list) else [by_rule]
+        unknown = RowState("unknown", is_pythons=any(operand.state.is_pythons for operand in call.operands))
+        given = by_rule if isinstance(by_rule, list) else [] if by_rule is None else [by_rule]
+        states = [*given, *[unknown] * (len(call.outs) - len(given))]
+        pairs = call.mixed("compares each row with each")
         states = [
-            RowState("mixed", why="compares each row with each") if s is UNKNOWN and _differ_twice(out) else s
-            for s, out in zip(states, call.outs)
+            pairs if s.kind == "unknown" and sum(a != b for a, b in zip(big.shape, small.shape)) > 1 else s
+            for s, (big, small) in zip(states, call.outs)
         ]
-        states = [*states, *[UNKNOWN] * (len(call.outs) - len(states))]
         if not op.depends:  # a sum of the batch's own values is not the sum that a micro-batch has
             states = [self._mixed(op, "is a sum over rows") if s.kind == "sum" else s for s in states]
         return [
@@ -619,17 +577,13 @@ class RowFlow:
 
     def _made_by_sizes(self, op: _Op, call: RowCall, n: int) -> RowState:
         big, small = call.outs[n]
-        different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
-        if not different:
+        if big.shape == small.shape:
             return self._mixed(op, "has the number of rows among its arguments") if call.numbers_differ else FIXED
-        if (
-            len(different) > 1
-            or big.ndim != small.ndim
-            or big.shape[different[0]] != self._count * small.shape[different[0]]
-        ):
+        dim = self._dim_by_shape(big, small)
+        if dim is None:
             return UNKNOWN
         if op.name in FACTORIES or op.name in ("expand", "repeat"):
-            return call.rows(different[0], out=n)
+            return call.rows(dim, out=n)
         return call.rows(0, kind="count") if op.name == "arange" and not call.big.get("start") else UNKNOWN
 
     def _sum_of_unknown(self, call: RowCall) -> RowState | None:
@@ -708,11 +662,6 @@ def _aligned(whole: Sequence[_Op], part: Sequence[_Op]) -> Iterator[tuple[_Op, _
                 break
         else:
             return
-
-
-def _differ_twice(out: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    big, small = out
-    return big.ndim == small.ndim and sum(a != b for a, b in zip(big.shape, small.shape)) > 1
 
 
 def _named(op: _Op) -> dict[str, Any]:

@@ -10,6 +10,13 @@ from typing import Any
 import torch
 
 
+def cut_dim(big: Sequence[int], small: Sequence[int], count: float) -> int | None:
+    """The only dim in which two shapes differ, if the larger one has ``count`` of the smaller one there."""
+    different = [d for d, (a, b) in enumerate(zip(big, small)) if a != b]
+    is_cut = len(big) == len(small) and len(different) == 1 and big[different[0]] == count * small[different[0]]
+    return different[0] if is_cut else None
+
+
 @dataclass(frozen=True)
 class RowState:
     """How the tensor of a batch is made of those of its micro-batches.
@@ -72,13 +79,12 @@ class Operand:
         """With ``unknown`` for rows that are in no dim."""
         if state.kind not in ("rows", "count"):
             return cls(big, small, state)
-        different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
-        if big.ndim == small.ndim and len(different) == 1:
-            dim = different[0]
+        dim = cut_dim(big.shape, small.shape, count)
+        if dim is not None:
             outer, rest = divmod(state.before, math.prod(big.shape[:dim]))
-            if not rest and outer and big.shape[dim] == count * small.shape[dim] and small.shape[dim] % outer == 0:
+            if not rest and outer and small.shape[dim] % outer == 0:
                 return cls(big, small, state, dim, outer)
-        if big.numel() == count * small.numel() and big.ndim == small.ndim and different:
+        if big.numel() == count * small.numel() and big.ndim == small.ndim and big.shape != small.shape:
             return cls(big, small, RowState("mixed", why="mixes rows of several micro-batches", needs=state.needs))
         return cls(big, small, UNKNOWN.needing(state.needs))
 

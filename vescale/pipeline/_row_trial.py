@@ -22,6 +22,7 @@ from vescale.compat import local_of, no_torch_function
 from vescale.compat.tensor_subclasses import tree_leaves
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._hooked_calls import TensorLike
+from vescale.pipeline._row_states import cut_dim
 from vescale.pipeline._traced import NOTHING, TracedCall
 from vescale.placements import CustomPlacement, shard_dim
 
@@ -45,7 +46,7 @@ class RowTrial:
         for stage, part in apart.part.boundaries.items():
             whole = together.part.boundaries.get(stage, NOTHING)
             if len(whole.shapes) == len(part.shapes) and part.call == whole.call:
-                self._dims[2 * part.call - 1] = [_row_dim(a, b) for a, b in zip(whole.shapes, part.shapes)]
+                self._dims[2 * part.call - 1] = [cut_dim(a, b, 2) for a, b in zip(whole.shapes, part.shapes)]
         dtypes = {v.dtype for call in apart.part.calls for v in call.leaves if isinstance(v, TensorLike)}
         dtypes |= {p.dtype for p in model.parameters()}
         if torch.is_autocast_enabled(next((p.device.type for p in model.parameters()), "cpu")):
@@ -58,7 +59,7 @@ class RowTrial:
         """None of a forward that is not compared: behind one that has written to buffers, the state is another."""
         if known is self.together:
             return TOGETHER
-        return microbatch if microbatch < (1 if self.together.whole.of_rows else 2) else None
+        return microbatch if microbatch < (1 if self.together.of_rows else 2) else None
 
     def returned(self, run: int, number: int, result: Any) -> None:
         self._note(run, 2 * number, tree_leaves(result))
@@ -152,17 +153,11 @@ def _dims_of_calls(whole: Sequence[TracedCall], part: Sequence[TracedCall]) -> I
         return
     for big, small in zip(whole, part):
         yield [
-            _row_dim(a.shape, b.shape)
+            cut_dim(a.shape, b.shape, 2)
             if isinstance(a, TensorLike) and isinstance(b, TensorLike) and b.dtype.is_floating_point
             else None
             for a, b in zip(big.leaves, small.leaves)
         ]
-
-
-def _row_dim(big: Sequence[int], small: Sequence[int]) -> int | None:
-    different = [d for d, (a, b) in enumerate(zip(big, small)) if a != b]
-    is_cut = len(big) == len(small) and len(different) == 1 and big[different[0]] == 2 * small[different[0]]
-    return different[0] if is_cut else None
 
 
 def _projected(leaf: torch.Tensor, dim: int) -> _Projected:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.checks import describe, start_checks_among
 from vescale.comm import record, record_comms, requested_by
-from vescale.compat import no_torch_function
+from vescale.compat import local_of, no_torch_function
 from vescale.compat.random_ops import without_native_fills
 from vescale.compat.tensor_subclasses import tree_leaves
 from vescale.errors import PipelineCallError, PipelineTraceError, PipelineWarning
@@ -124,6 +124,8 @@ class Runner:
         self._loss: BatchLoss | None = None
         self._whole_values: list[tuple[Origin, torch.Tensor, int | None]] = []
         self._losses: list[tuple[Any, Any]] = []  # of micro-batches, with their counts
+        self._before: dict[str, torch.Tensor] = {}  # buffers as they were before the step, by name
+        self._alike: list[tuple[torch.Tensor, torch.Tensor, frozenset[int]]] = []  # buffers, before the step, of stages
         self.states: dict[int, torch.Tensor] = {}
 
     def _share_out(self) -> None:
@@ -324,6 +326,7 @@ class Runner:
                 draw.skip(generator)
         finally:
             self._batch, self._batches, self._inputs, self.states, self._seeds = {}, [], [], {}, None
+            self._alike, self._before = [], {}
 
     def _use(self, known: Signature, batch: Mapping[str, Any], parts: list[dict[str, Any]]) -> None:
         """Run forwards of these micro-batches from now on."""
@@ -333,6 +336,14 @@ class Runner:
         self.answers = known.answers(whole, self._inputs)
         self._loss = BatchLoss(self.entry, known, batch)
         self._losses, self.states = [], {}
+        self._alike = []
+        for name, buffer in self.model.named_buffers() if known.loss.alike else ():
+            if name in known.loss.alike:
+                local = local_of(buffer) if isinstance(buffer, DTensor) else buffer
+                stages = stages_of_unit(
+                    name.rpartition(".")[0], self.cut, frozenset(self.schedule.stages_of(self.rank))
+                )
+                self._alike.append((local, self._before.setdefault(name, local.clone()), stages))
         self._whole_values = [(s.origin, s.value(batch), s.dim) for s in known.loss.substitutes]
         known.headers.begin_step()
         if known.whole.draws:
@@ -384,8 +395,8 @@ class Runner:
                 self._settings.ignore(other.settings, numbers)
                 other.settings = known.settings = self._settings.numbers()
                 return other
-        if self.entry.microbatches > 1 and known.whole.of_rows:
-            warn_of_rows(known.whole.of_rows, self.entry)
+        if self.entry.microbatches > 1 and known.of_rows:
+            warn_of_rows(known.of_rows, self.entry)
         if self.tries_rows and self.entry.microbatches > 1 and self.entry.rows == "batch":
             self._try_rows(known, batch, parts, pair[0])
         if known.loss.whole and dist.get_rank() == 0:
@@ -413,6 +424,7 @@ class Runner:
             "_whole_values",
             "_losses",
             "states",
+            "_alike",
         )
         before = {name: getattr(self, name, None) for name in names}
         self.entry, self.is_tried = replace(self.entry, microbatches=count), True
@@ -648,21 +660,23 @@ class Runner:
         run = StageRun(self, known, stage, received, self._values_of(microbatch))
         generator = default_generator(self.device)
         generator.set_state(self._start_state)
+        with torch.no_grad():
+            for buffer, before, stages in self._alike:
+                if stage in stages:
+                    buffer.copy_(before)
         batch = self._batches[microbatch]
         rows = MicrobatchRows(self.entry.microbatches, microbatch, known.dims)
         self._begin(stage, microbatch, "F")
         is_last = stage == self.cut.num_stages - 1
         run.loss_mode = functools.partial(self._loss.around_forward, stage)
         results = self._follow(run, known, microbatch, received if is_last else None)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(drawing_rows(rows))
-            stack.enter_context(requested_by(f"stage {stage}, micro-batch {microbatch}"))
+        with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
             with running(run):
                 out = self.model(**self._inputs[microbatch])
             if is_last and not run.ends_early:
-                if callable(self.entry.loss) and run.whole_values is not None:
-                    stack.enter_context(run.whole_values)
-                total = self._share(out, batch)
+                takes = run.whole_values if callable(self.entry.loss) else None
+                with takes or contextlib.nullcontext():
+                    total = self._share(out, batch)
         if known.whole.draws and stage not in known.drawn and not run.ends_early:
             known.drawn.add(stage)
             self._check_draws(stage, known)

@@ -74,7 +74,6 @@ class StageRun:
         self.depth = 0
         self.loss_mode: Callable[[], Any] | None = None
         self.at_begin: Callable[[], None] | None = None
-        self.at_end: Callable[[Any], Any] = lambda out: out
         self.around_call: Callable[..., Any] | None = None
         self.saw_result: Callable[[int, Any], None] | None = None
         self.saw_hooked: Callable[[int, tuple[str, int], int, Any], None] | None = None
@@ -227,7 +226,8 @@ class StageRun:
             if n not in self.found:
                 raise self._not_made(self.stage + 1, boundary, n)
         others, _ = self._replace(tuple(self.found[n] for n in later), {})
-        return [self._as_dtensor(leaf) for leaf in (*(leaves[n] for n in boundary.leaves), *others)]
+        made: list[Any] = [self._as_dtensor(leaf) for leaf in (*(leaves[n] for n in boundary.leaves), *others)]
+        return [one.detach() if n in boundary.detached else one for n, one in enumerate(made)]
 
     def _not_made(self, stage: int, boundary: Boundary, number: int) -> PipelineTraceError:
         origin = boundary.origins[number][0]
@@ -334,11 +334,10 @@ def end_forward(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
                 f"this {type(model).__name__} runs in stages, so that no rank can run its whole forward; call "
                 ".step(**batch) or .evaluate(**batch) instead"
             )
-        try:
-            with run.around_forward():
-                out = forward(*args, **kwargs)
-            return run.at_end(out)
-        except StageEnd:
-            return tuple(run.made or ())
+        with run.around_forward():
+            try:
+                return forward(*args, **kwargs)
+            except StageEnd:
+                return tuple(run.made or ())
 
     return run_stage

@@ -38,7 +38,6 @@ from vescale.pipeline._batches import Signature, inputs_of, microbatches_of, tra
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
 from vescale.pipeline._headers import HeaderExchange
-from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._loss_path import check_loss
 from vescale.pipeline._schedule import Action, Schedule, make_schedule, releases
 from vescale.pipeline._trace import trace
@@ -93,7 +92,7 @@ def check_with_guesses(
             except PipelineLossError as problem:
                 return problem if _has_labels(model, batch) else None
             with contextlib.suppress(PipelineBatchError):  # of the sizes that were guessed
-                BatchLoss(entry, Signature(whole, part, lambda: HeaderExchange(""), entry), batch)
+                Signature(whole, part, lambda: HeaderExchange(""), entry)
             return None
     return None
 
@@ -313,7 +312,7 @@ class StagedProgram:
         found = {s: {"sends": 0, "receives": 0, "gathers": 0, "reductions": 0} for s in range(self.cut.num_stages)}
         for stage, messages in self.schedule.messages().items():
             for number, into, out in ((stage, "receives", "sends"), (stage + 1, "sends", "receives")):
-                boundary = known.boundaries.get(number)
+                boundary = signature.part.boundaries.get(number)
                 if boundary is not None:
                     found[stage][into] += runs * messages[f"forward_{into}"] * boundary.num_tensors
                     found[stage][out] += messages[f"backward_{out}"] * sum(boundary.requires_grad)

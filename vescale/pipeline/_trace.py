@@ -30,7 +30,7 @@ from vescale.pipeline._parameter_reads import SHAPE_ONLY
 from vescale.pipeline._recipes import Recipes
 from vescale.pipeline._row_flow import RowOps
 from vescale.pipeline._traced import Boundary, LossTerm, Origin, OuterResults, Trace, TracedCall
-from vescale.pipeline._unknown_values import refuse_reading, why_unknown
+from vescale.pipeline._unknown_values import UnknownResultError, UnknownValueError, refuse_reading, why_unknown
 from vescale.rng import Draw
 
 # ``Carried``: during a trace, the tensors that each stage receives from earlier ones.
@@ -240,9 +240,7 @@ def trace(
             output, total = None, None
             with contextlib.suppress(StageEnd):
                 output = skeleton(**batch)
-        except NotImplementedError as error:
-            if recorder.refuses_arguments:  # as PyTorch says of some dtypes
-                raise
+        except (UnknownValueError, UnknownResultError) as error:
             where = f"of {recorder.failed_inside!r}" if recorder.failed_inside else "around the stages' modules"
             raise PipelineTraceError(f"pipeline: the forward {where} {why_unknown(error)}", entry_source) from error
         if loss is not None and output is not None:
@@ -316,7 +314,6 @@ class _Recorder(TorchDispatchMode):
         self.skeleton, self.cut, self.source = skeleton, cut, source
         self.owners = {id(p): (n, cut.owners[n]) for n, p in skeleton.named_parameters()}
         self.stage, self.inside, self.failed_inside = 0, None, ""
-        self.refuses_arguments = False  # an op has failed that needs no values
         self.arguments: frozenset[int] = frozenset()
         self.called: set[str] = set()  # in this stage
         self.carried = Carried(source)
@@ -347,6 +344,7 @@ class _Recorder(TorchDispatchMode):
             for name, b in skeleton.named_buffers()
             if not name.endswith(counters) and b.numel()
         }
+        self._buffer_reads = {buffer: len(cut.splits) for _, buffer in self._buffers.values()}  # the first stage
         self.losses: list[LossTerm] = []
         self.read_calls = ReadCalls(lambda: -1 if self.inside is None else len(self.calls), answers, self._note_read)
         self._reads: dict[
@@ -461,14 +459,10 @@ class _Recorder(TorchDispatchMode):
             self._check(func, tensors)
         self._note_draw(func, args, kwargs)
         before, writes = self.recipes.before(flat), _written(func, args, kwargs)
-        self._note_rows(func, args, depends, writes)
+        self._note_statistics(func, args, depends, writes)
         if torch.Tag.nondeterministic_seeded in func.tags:
             before = None  # to draw again would be to draw other numbers
-        try:
-            out, is_replayable = self._run(func, flat, tree, args, kwargs, tensors)
-        except NotImplementedError:
-            self.refuses_arguments = not sizes_depend_on_values(func)
-            raise
+        out, is_replayable = self._run(func, flat, tree, args, kwargs, tensors)
         self._note_loss(func, args, kwargs, depends)
         outs = [v for v in tree_flatten(out)[0] if isinstance(v, torch.Tensor)]
         self.keep.extend(outs)
@@ -515,7 +509,12 @@ class _Recorder(TorchDispatchMode):
             args, kwargs = tree_unflatten(moved, tree)
             if kwargs.get("device") is not None:
                 kwargs = {**kwargs, "device": torch.device("meta")}
-            return result_on_meta(func, args, kwargs), False
+            try:
+                return result_on_meta(func, args, kwargs), False
+            except NotImplementedError as error:
+                if not sizes_depend_on_values(func):  # some ops refuse a dtype with this class
+                    raise
+                raise UnknownResultError(func, str(error)) from error
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return func(*args, **kwargs), True
@@ -524,6 +523,8 @@ class _Recorder(TorchDispatchMode):
         if self.inside is None:
             self._read_outside.update(map(id, tensors))
         for tensor in tensors:
+            if id(tensor) in self._buffer_reads:
+                self._buffer_reads[id(tensor)] = min(self.stage, self._buffer_reads[id(tensor)])
             where = f"{func} in {self.inside or 'the forward around the modules of stages'}"
             self.carried.read(tensor, self.stage, where, is_argument=id(tensor) in self.arguments)
             owner = self.owners.get(id(tensor))
@@ -552,7 +553,7 @@ class _Recorder(TorchDispatchMode):
             )
         self.draws.append(draw)
 
-    def _note_rows(self, func: Any, args: Any, depends: bool, writes: Sequence[torch.Tensor]) -> None:
+    def _note_statistics(self, func: Any, args: Any, depends: bool, writes: Sequence[torch.Tensor]) -> None:
         """Batch normalization (that of instances is one of a single row), and buffers that are written to."""
         if "batch_norm" in func._schema.name and "backward" not in func._schema.name:
             if any(value is True for value in args):
@@ -565,8 +566,17 @@ class _Recorder(TorchDispatchMode):
             name, buffer = self._buffers.get(written.untyped_storage()._cdata, (None, 0))
             if name is not None:
                 self._refuse_state_of_several_stages()
-                self.of_rows[f"the forward writes to the buffer {name!r}"] = None
                 self.row_ops.written_buffers[buffer] = name
+                is_everywhere = self.inside is not None or self.stage == 0  # on all ranks that have the buffer
+                first = self._buffer_reads[buffer]
+                if not is_everywhere and first < self.stage:
+                    raise PipelineTraceError(
+                        f"pipeline: the forward reads the buffer {name!r} in stage {first} and writes to it around the "
+                        f"modules of stage {self.stage}, which the ranks of the former do not run; write to it before the "
+                        "first of the stages' modules is called, or pass its value in the batch",
+                        self.source,
+                    )
+                self.row_ops.buffer_writes.append((name, len(self.row_ops.ops) if is_everywhere else None, func))
 
     def _refuse_state_of_several_stages(self) -> None:
         """Buffers are written to: each of the module's stages has its own."""

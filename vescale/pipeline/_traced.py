@@ -89,7 +89,8 @@ class Boundary:
     The first of them are arguments of the call of the stage's first module: ``leaves`` are their positions among the leaves
     of its arguments, of which there are ``num_leaves``. Those behind are read later, by this stage or another one.
     ``origins``: where the forward gets each of them from; several, where functions or modules return what they were given.
-    ``call``: the number of the call, among those of gated modules, before which the stage begins.
+    ``call``: the number of the call, among those of gated modules, before which the stage begins. ``detached``: the numbers
+    of those that require gradients, and that no gradient of the loss reaches.
     """
 
     leaves: tuple[int, ...]
@@ -99,6 +100,7 @@ class Boundary:
     requires_grad: tuple[bool, ...]
     num_leaves: int
     call: int
+    detached: frozenset[int] = frozenset()
 
     @property
     def num_tensors(self) -> int:
