@@ -139,7 +139,7 @@ def tower_measured_and_predicted(dp: int, tp: int, training: bool) -> tuple[Tota
     plan.shard("narrow.weight", {"tp": Shard(0)})
     plan.shard("(up|widen).<in>", {"tp": Replicate()}).shard("(down|narrow).<out>", {"tp": Replicate()})
     prediction = predict(on_meta, plan, {"x": x.to("meta")})
-    statistics = Counter(c.path for c in prediction.collectives if c.target == "<statistics>")
+    statistics = Counter(c.path for c in prediction.collectives if c.target == "<batch_norm>")
     assert statistics == (dict.fromkeys(("first", "inner", "last"), 2) if training and dp > 1 else {})
     parallelize(model, plan, strict=True)
     return compared(prediction, lambda: model(x))

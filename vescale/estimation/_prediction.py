@@ -18,14 +18,12 @@ from vescale.compat.simulated_ranks import fake_world
 from vescale.estimation._bucket_gradients import bucket_gradients
 from vescale.estimation._depth import first_and_last_of, typical_runs
 from vescale.estimation._memory_log import Instant, MemoryLog
-from vescale.estimation._rank_states import uneven_axes
 from vescale.estimation._rehearsal import Rehearsal, apart, balanced_tokens, given
 from vescale.estimation._skeleton import loss_of, skeleton_of
 from vescale.estimation._tensors_in import tensors_in
 from vescale.estimation._unfilled import Routing, UnfilledTensors
 from vescale.fsdp import values_are_of_no_interest
 from vescale.ir import (
-    Attention,
     PartialGradient,
     PredictedBucket,
     Program,
@@ -107,8 +105,8 @@ def _of_bucket(bucket: PredictedBucket) -> Iterator[Collective]:
 def predict(model: nn.Module, plan: Plan, inputs: Mapping[str, Any]) -> Prediction:
     """The collectives of one forward and backward of ``model(**inputs)`` under ``plan``.
 
-    The engine's own code runs for the first rank (and for the last one, where ranks have unequal parts of inputs or pass
-    blocks around a ring) on tensors that are not filled. Tokens are routed to all experts alike. Of equal blocks that follow
+    The engine's own code runs for the first rank and for the last one, which may have smaller parts, or receive more in a
+    ring, on tensors that are not filled. Tokens are routed to all experts alike. Of equal blocks that follow
     each other, the first and the last run.
 
     Args:
@@ -121,10 +119,7 @@ def predict(model: nn.Module, plan: Plan, inputs: Mapping[str, Any]) -> Predicti
     if plan.pipeline_entry is not None:
         plan = plan.stage_plan()
     program = lower(plan, model)
-    ranks = [0]
-    in_ring = any(isinstance(i.op, Attention) and "ring" in i.op.methods for i in program)
-    if in_ring or uneven_axes(program, dict(inputs)):
-        ranks.append(math.prod(program.axes.sizes) - 1)
+    ranks = sorted({0, math.prod(program.axes.sizes) - 1})
     repeats = repeats_of(model)
     steps = _steps(model, plan, inputs, ranks, repeats)
     if repeats and any(step.stopped for step in steps):  # the forward, or the plan, names modules by number
