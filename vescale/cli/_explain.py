@@ -317,8 +317,8 @@ def _print_collectives(console: Console, prediction: Prediction | None, inputs: 
     if prediction.stopped is not None:
         console.print(f"the step stopped before its end, and what follows is missing: {prediction.stopped}")
     console.print(
-        "Seen in a step of the first and the last rank without numbers; tokens are routed to all experts alike. Gradients are listed one "
-        "by one, but reduced in buckets."
+        "Seen in a step of the first and the last rank without numbers; tokens are routed to all experts alike. "
+        "Gradients are listed one by one, but reduced in buckets."
     )
     if prediction.buckets:
         console.print()
