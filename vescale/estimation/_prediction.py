@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -52,7 +54,7 @@ class Collective:
             of the parameters of a unit together; ``<experts>`` of a region; else what asks for it inside of the module.
         axis: the mesh axes of its group, joined with ``,``.
         num_bytes: bytes that a rank sends or receives from others, as the communication ledger counts (where it is not the
-            same on the first and the last rank, those of the busier one).
+            same on all corners of the mesh, those of the busiest one).
     """
 
     path: str
@@ -105,12 +107,13 @@ def _of_bucket(bucket: PredictedBucket) -> Iterator[Collective]:
 def predict(model: nn.Module, plan: Plan, inputs: Mapping[str, Any]) -> Prediction:
     """The collectives of one forward and backward of ``model(**inputs)`` under ``plan``.
 
-    The engine's own code runs for the first rank and for the last one, which may have smaller parts, or receive more in a
-    ring, on tensors that are not filled. Tokens are routed to all experts alike. Of equal blocks that follow
-    each other, the first and the last run.
+    The engine's own code runs for the first rank and for the last one, and for the other corners of the mesh if these two
+    differ (in the sizes of parts, or in a ring), on tensors that are not filled. Tokens are routed to all experts alike. Of
+    equal blocks that follow each other, the first and the last run.
 
     Args:
-        model: as before ``parallelize``, on any device; it is left as it is. A pipeline's stages are seen together.
+        model: as before ``parallelize``, on any device; it is left as it is.
+        plan: what ``parallelize`` would get. A pipeline's stages are seen together.
         inputs: global ones, by name; values of floating-point tensors are not used. The gradients taken are those of
             ``output.loss``, or of the mean of each output.
 
@@ -132,8 +135,14 @@ def predict(model: nn.Module, plan: Plan, inputs: Mapping[str, Any]) -> Predicti
     units = {bucket.path: bucket for bucket in unit_buckets(program, model)}
     by_rank = [list(_collectives(step, units, repeats)) for step in steps]
     found = by_rank[0]
-    if len(by_rank) > 1 and [replace(c, num_bytes=0) for c in found] == [replace(c, num_bytes=0) for c in by_rank[1]]:
-        found = [max(each, key=lambda c: c.num_bytes) for each in zip(*by_rank)]
+    if any(other != found for other in by_rank[1:]):  # parts are not equal: some corner of the mesh has most
+        corners = itertools.product(*(sorted({0, size - 1}) for size in program.axes.sizes))
+        others = {int(np.ravel_multi_index(corner, program.axes.sizes)) for corner in corners} - set(ranks)
+        more = _steps(model, plan, inputs, sorted(others), repeats)
+        by_rank += [list(_collectives(step, units, repeats)) for step in more]
+        calls = [replace(c, num_bytes=0) for c in found]
+        alike = [own for own in by_rank if [replace(c, num_bytes=0) for c in own] == calls]
+        found = [max(each, key=lambda c: c.num_bytes) for each in zip(*alike)]
     gradients = tuple(_gradients(steps[0], program, model, repeats))
     buckets = predict_buckets(gradients, program.axes)
     return Prediction(program.axes, tuple(found), steps[0].stopped, gradients, buckets)
