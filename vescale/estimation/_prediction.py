@@ -95,6 +95,7 @@ class Prediction:
         return (*self.collectives, *(each for buckets in alone for bucket in buckets for each in _of_bucket(bucket)))
 
     def count(self, op: str, axis: str | None = None) -> int:
+        """The number of ``collectives`` of the kind ``op``, over ``axis`` (axes of a group joined with ``,``), or any."""
         return sum(c.op == op and axis in (None, c.axis) for c in self.collectives)
 
 
