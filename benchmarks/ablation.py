@@ -5,8 +5,7 @@ take turns; the process group is fake, so that only the host's work shows. Rows 
 
 * ``stock``: ``parallelize_module`` with PyTorch alone, DTensors inside the linear layers only;
 * ``python``: `parallelize` with everything in Python (``VESCALE_DISPATCH=stock``);
-* ``ops``: ops on DTensors run in C++, by interned specs; each size is decided anew;
-* ``sizes``: decisions hold for all sizes;
+* ``ops``: ops on DTensors run in C++, by interned specs;
 * ``composites``: `linear` and the norms are one op with one autograd node;
 * ``conversions``: placements change, and local regions begin and end, in C++;
 * ``hooks``: the function mode passes calls on, and modules run their hooks, in C++: all of `parallelize`;
@@ -40,7 +39,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.parallelize import NUM_RANKS, by_hand, llama, ours, stock
 
-ROWS = ("stock", "python", "ops", "sizes", "composites", "conversions", "hooks", "static")
+ROWS = ("stock", "python", "ops", "composites", "conversions", "hooks", "static")
 
 
 def leave_out(row: str) -> None:
@@ -52,8 +51,6 @@ def leave_out(row: str) -> None:
     def module(name: str) -> Any:
         return importlib.import_module(f"vescale.{name}")
 
-    if "sizes" in missing:
-        module("compat.native_dispatch").form_key = lambda *_: None
     if "conversions" in missing:
         dispatch = module("compat.native_dispatch")
         idle = dispatch.NativeConversions(*(dispatch._nothing,) * len(dispatch.NativeConversions._fields))
@@ -104,7 +101,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     else:
         leave_out(args.row)
         model = ours(llama(args), mesh, "static" if args.row == "static" else "eager")
-        if args.row in ("ops", "sizes"):
+        if args.row == "ops":
             importlib.import_module("vescale.csrc").load_module("dispatch").remove_composites()
     by_ours, plain = step_of(model, 16), step_of(hand, 16)
     found = {"first": seconds(by_ours)}

@@ -37,7 +37,7 @@ TOPICS: dict[str, tuple[str, list[str]]] = {
             "vescale.plan_zoo: names load about About path_of",
             "vescale.plans: ATTENTION_METHODS PIPELINE_SCHEDULES placement_text parse_placement MissingMeshError",
             "vescale.plans: HfImportWarning",
-            "vescale.ir: check coverage predict example_inputs Finding LoweringError",
+            "vescale.ir: check coverage example_inputs Finding LoweringError",
             "vescale.runtime: preflight MissingValuesWarning",
         ],
     ),
@@ -96,7 +96,7 @@ TOPICS: dict[str, tuple[str, list[str]]] = {
         [
             "vescale: estimate search",
             "vescale.estimation: Estimate Device Efficiency Comparison RankMemory StepTime calibrate device_names",
-            "vescale.estimation: zero_table page EstimateWarning",
+            "vescale.estimation: zero_table page EstimateWarning predict Prediction",
             "vescale.plan_search: Search Proposal Choice Figures Rejected",
             "vescale.simulation: simulate Simulation Finding RankRecord Collective",
         ],

@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import _meta_registrations, nn
-from torch.distributed.tensor import Shard
 
-from vescale.ir import FlowMode, lower, predict
-from vescale.plans import Plan
+from vescale.ir import FlowMode
 
 ENDS = torch.tensor([2, 5, 5, 10], dtype=torch.int32)
 
@@ -67,6 +65,6 @@ def test_walks_of_float32_experts_reach_the_output() -> None:
     before = _meta_registrations._meta_grouped_mm_common
     with torch.device("meta"):
         model, inputs = _Experts(), {"x": torch.randn(10, 16), "ends": ENDS.to("meta")}
-    program = lower(Plan({"dp": 2}).shard("<in:x>", Shard(0), mesh="dp"), model)
-    assert predict(program, model, inputs).stopped is None
+    with FlowMode(_Result()):
+        assert model(**inputs).shape == (10, 8)
     assert _meta_registrations._meta_grouped_mm_common is before

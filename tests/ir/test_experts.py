@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from vescale import lower, plan_zoo
-from vescale.ir import Local, Program, check, predict
+from vescale.estimation import predict
+from vescale.ir import Local, Program, check
 from vescale.placements import InterleavedShard
 from vescale.plans import Plan, PlanError
 
@@ -151,11 +152,10 @@ def test_plans_of_the_zoo_have_no_findings() -> None:
 
 
 def test_predicted_exchanges() -> None:
-    """The walk goes through experts on the meta device; how many bytes are sent depends on the router."""
+    """Some of the rows that tokens are routed to, with their numbers."""
     model = mixtral()
-    program = lower(plan_zoo.load("mixtral", {"dp": 1, "tp": 2}), model)
     ids = torch.empty(2, 8, dtype=torch.int64, device="meta")
-    found = predict(program, model, {"input_ids": ids})
+    found = predict(model, plan_zoo.load("mixtral", {"dp": 1, "tp": 2}), {"input_ids": ids})
     assert found.stopped is None
     exchanged = [c for c in found.collectives if c.target == "<experts>"]
     assert Counter((c.op, c.when) for c in exchanged) == {
@@ -163,7 +163,8 @@ def test_predicted_exchanges() -> None:
         ("all_to_all", "forward"): 4,
         ("all_to_all", "backward"): 4,
     }
-    assert {c.num_bytes for c in exchanged if c.op == "all_to_all"} == {None}
+    row = 32 * 4
+    assert all(row <= c.num_bytes < 2 * 8 * 2 * (row + 16) for c in exchanged if c.op == "all_to_all")
     assert "forward" not in vars(model.get_submodule("model.layers.0.mlp.experts"))
 
 

@@ -19,7 +19,7 @@ from tests.runtime.llama import batch, make_llama, make_mesh, tensor_parallel
 from tests.runtime.test_predictions import Totals, totals
 from vescale import parallelize
 from vescale.comm import Observer, Operation, observe, record_comms
-from vescale.ir import lower, predict
+from vescale.estimation import predict
 from vescale.ops import RingSchedule, meetings
 from vescale.placements import InterleavedShard, local_region
 from vescale.plans import Plan, Target
@@ -189,17 +189,15 @@ def measured_and_predicted(
     with torch.device("meta"):
         on_meta = make_llama(**options)
     plan = with_sequence(mesh, method, rows)
-    prediction = predict(lower(plan, on_meta), on_meta, {"input_ids": ids.to("meta"), "use_cache": False})
-    assert prediction.stopped is None and all(c.op is not None for c in prediction.collectives), prediction
+    prediction = predict(on_meta, plan, {"input_ids": ids.to("meta"), "use_cache": False})
+    assert prediction.stopped is None, prediction
     parallelize(model, plan, strict=True)
     with record_comms() as ledger:
         model(ids).logits.to_local().square().sum().backward()
     found = [
         ((r.op.removesuffix("_v"), r.axes, ".grad:" in r.requester), r.bytes) for r in ledger.records if r.num_ranks > 1
     ]
-    expected = [((c.op or "", c.axis, c.target.endswith(".grad")), c.num_bytes or 0) for c in prediction.unbucketed]
-    for bucket in prediction.buckets:
-        expected += [((op, axes, True), num_bytes) for op, axes, num_bytes in bucket.collectives]
+    expected = [((c.op, c.axis, c.target.endswith(".grad")), c.num_bytes) for c in prediction.made]
     return totals(found), totals(expected)
 
 

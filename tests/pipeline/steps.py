@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.whole import whole
 from vescale import optim, parallelize
+from vescale.estimation import predict
+from vescale.pipeline import StagedProgram
 from vescale.plans import Plan
 
 __all__ = ["Block", "Net", "make_gpt2", "mesh_of", "rel", "same_steps", "token_batch"]
@@ -156,3 +158,8 @@ def same_steps(
 def _taken(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     """Without what the loss alone needs."""
     return {name: batch[name] for name in inspect.signature(model.forward).parameters if name in batch}
+
+
+def counts_of(plan: Plan, model: nn.Module, batch: dict[str, Any]) -> dict[int, dict[str, int]]:
+    """What ``explain`` says of the stages of a plan."""
+    return StagedProgram.of(plan, model).counts(batch, predict(model, plan, batch).gradients)

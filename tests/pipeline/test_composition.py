@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.pipeline.steps import Net, mesh_of, rel, same_steps, token_batch
+from tests.pipeline.steps import Net, counts_of, mesh_of, rel, same_steps, token_batch
 from tests.pipeline.test_steps import NAMES, assert_exact, make_net
 from tests.ranks import RankPools
 from tests.runtime.llama import make_llama
@@ -23,9 +23,9 @@ from tests.simulate import simulate
 from tests.whole import whole
 from vescale import parallelize, plan_zoo
 from vescale.comm import CommRecord, record_comms
-from vescale.ir import lower, predict, predict_buckets
+from vescale.estimation import predict
 from vescale.pipeline import StagedProgram
-from vescale.plans import MeshAxes, Plan, PlanError
+from vescale.plans import Plan, PlanError
 from vescale.runtime import no_sync
 
 ZERO: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ def counted_case(case: str | None) -> tuple[dict[int, dict[str, int]], Counter[s
         return two_stages(mesh) if case is None else zero_plan(mesh, case)
 
     model, batch = make_net(), token_batch(0, names=NAMES)
-    predicted = StagedProgram.of(plan(MESH), model).counts(batch)
+    predicted = counts_of(plan(MESH), model, batch)
     model = parallelize(model, plan(mesh_of(**MESH)))
     model.step(**batch)
     with record_comms() as ledger:
@@ -381,7 +381,7 @@ def count_eight(model: nn.Module) -> tuple[dict[int, dict[str, int]], Counter[st
         return plan_zoo.load("llama", mesh).pipeline(split_before=["model.layers.1"], microbatches=2)
 
     batch = token_batch(0)
-    predicted = StagedProgram.of(plan({"pp": 2, "dp": 2, "tp": 2}), model).counts(batch)
+    predicted = counts_of(plan({"pp": 2, "dp": 2, "tp": 2}), model, batch)
     model = parallelize(copy.deepcopy(model), plan(mesh_of(pp=2, dp=2, tp=2)))
     model.step(**batch)
     with record_comms() as ledger:
@@ -409,9 +409,7 @@ def net_plan(mesh: Any) -> Plan:
 def count_few_rows(rows: int, model: nn.Module) -> tuple[Counter[str], Counter[str]]:
     """The buckets of a step, as predicted and as done: norms before layers that are cut over tp, rows that dp cuts."""
     model, batch = copy.deepcopy(model), token_batch(0, rows=rows, names=NAMES)
-    meta = {name: value.to("meta") for name, value in batch.items()}
-    predicted = predict(lower(net_plan({"dp": 2, "tp": 2}), model), copy.deepcopy(model).to("meta"), meta)
-    found = predict_buckets(predicted.gradients, MeshAxes.of({"dp": 2, "tp": 2}))
+    found = predict(model, net_plan({"dp": 2, "tp": 2}), batch).buckets
     model = parallelize(model, net_plan(mesh_of(dp=2, tp=2)))
     with record_comms() as ledger:
         model(**batch)["loss"].backward()

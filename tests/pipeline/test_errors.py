@@ -109,7 +109,7 @@ def test_entries(name: str) -> None:
     with pytest.raises(PlanError, match=message) as raised:
         plan = pipeline(**options)
         staged = StagedProgram.of(plan, model)
-        staged.counts(token_batch(0, names=NAMES))
+        staged.counts(token_batch(0, names=NAMES), ())
     assert raised.value.source is None or raised.value.source.line > 0
 
 
@@ -165,7 +165,7 @@ def test_batches(name: str) -> None:
     with pytest.raises(PlanError, match=message):
         staged = StagedProgram.of(pipeline(**options), cls())
         assert name in ("indivisible", "loss path", "loss of dims"), "inputs can be guessed: found without a batch"
-        staged.counts(token_batch(0, names=NAMES, **batch))
+        staged.counts(token_batch(0, names=NAMES, **batch), ())
 
 
 def test_check_finds_what_lower_raises() -> None:

@@ -13,13 +13,12 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.overrides import TorchFunctionMode
 
-from tests.pipeline.steps import Net, mesh_of, same_steps, token_batch
+from tests.pipeline.steps import Net, counts_of, mesh_of, same_steps, token_batch
 from tests.pipeline.test_steps import assert_exact
 from tests.ranks import RankPools
 from vescale import INIT, RUN, RaggedShard, parallelize
 from vescale.comm import record_comms
 from vescale.errors import PipelineWarning
-from vescale.pipeline import StagedProgram
 from vescale.pipeline._gates import current_run
 from vescale.pipeline._stage_run import StageRun
 from vescale.plans import Plan
@@ -135,7 +134,7 @@ def counts_case(
 
     torch.manual_seed(0)
     batch = token_batch(0, names=("ids", "labels"))
-    predicted = StagedProgram.of(plan(axes), Contrast().double()).counts(batch)
+    predicted = counts_of(plan(axes), Contrast().double(), batch)
     model: Any = parallelize(Contrast().double(), plan(mesh_of(**axes)))
     model.step(**batch)
     model.zero_grad()

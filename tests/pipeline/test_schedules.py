@@ -296,7 +296,7 @@ def test_page_stands_alone() -> None:
     assert "<script" not in page and "http" not in page and "src=" not in page and "<link" not in page
     assert page.count("<rect") == sum(map(len, staged.schedule.actions))
     assert "Net &amp; &lt;stages&gt;" in page and "0 &lt;b&gt;" in page
-    counts = staged.counts(token_batch(0, names=("ids", "labels")))
+    counts = staged.counts(token_batch(0, names=("ids", "labels")), ())
     assert [counts[stage]["sends"] for stage in range(4)] == [4, 4, 4, 4]
 
 

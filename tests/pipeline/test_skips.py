@@ -193,7 +193,7 @@ def counted(name: str, model: nn.Module) -> tuple[dict[int, dict[str, int]], Cou
         return Plan(mesh_of(pp=4)).pipeline(split_before=MODELS[name][1][4], schedule="1F1B", microbatches=4)
 
     batch = token_batch(0, names=NAMES)
-    predicted = StagedProgram.of(plan(), model).counts(batch)
+    predicted = StagedProgram.of(plan(), model).counts(batch, ())
     model = parallelize(copy.deepcopy(model), plan())
     model.step(**batch)
     with record_comms() as ledger:

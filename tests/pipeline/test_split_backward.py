@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.pipeline.steps import Net, mesh_of, same_steps, token_batch
+from tests.pipeline.steps import Net, counts_of, mesh_of, same_steps, token_batch
 from tests.pipeline.test_steps import NAMES, assert_exact, make_net
 from tests.ranks import RankPools
 from tests.runtime.llama import make_llama
@@ -202,7 +202,7 @@ def four_a_rank_case() -> tuple[dict[str, float], dict[int, dict[str, int]], Cou
     model.step(**batches[0])
     with record_comms() as ledger:
         model.step(**batches[0])
-    return found, StagedProgram.of(plan(sizes), make_deep()).counts(batches[0]), Counter(r.op for r in ledger.records)
+    return found, counts_of(plan(sizes), make_deep(), batches[0]), Counter(r.op for r in ledger.records)
 
 
 @pytest.mark.slow

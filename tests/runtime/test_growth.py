@@ -111,8 +111,7 @@ def test_steps(model: nn.Module, kind: str) -> None:
 
 @pytest.mark.helper("dispatch")  # without it, PyTorch's own cache keeps a decision for each size
 def test_sequence_lengths(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of sizes fill up and are emptied; what holds for all sizes stays. Without dropout, which remembers up to 1,024
-    sizes: more than are drawn here."""
+    """Tables fill up and are emptied. Without dropout, which remembers up to 1,024 sizes: more than are drawn here."""
     model.eval()
     monkeypatch.setattr(sharding_caches, "MAX_SPECS", 600)
 
@@ -120,12 +119,8 @@ def test_sequence_lengths(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> 
         # Each length once, in an order in which the memory of the activations does not grow.
         length = 268 - (index * 97) % 260
         model(torch.randint(32, (1, length))).sum().backward()
-        if index == 30:
-            known.append(len(sharding_caches.FORMS))
 
-    known: list[int] = []
     assert_flat(step, NUM_LENGTHS, 60, 1.005)
-    assert len(sharding_caches.FORMS) <= known[0] * 1.5
     assert len(sharding_caches.INTERNED_SPECS) <= 600
 
 

@@ -26,8 +26,9 @@ from tests.whole import whole, whole_tensors
 from vescale import Plan, deferred_init, no_sync, optim, parallelize
 from vescale.comm import join_axes, record_comms
 from vescale.compat import make_dtensor, make_spec
+from vescale.estimation import predict
 from vescale.fsdp import report
-from vescale.ir import lower, predict, unit_buckets
+from vescale.ir import lower, unit_buckets
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN
 from vescale.runtime import gradient_reducer
@@ -222,7 +223,7 @@ def explained(sizes: dict[str, int]) -> None:
     plan = stack_plan(sizes)
     with torch.device("meta"):
         twin, x = stack(), torch.empty(8, 4, 6, dtype=torch.float64)
-    prediction = predict(lower(plan, twin), twin, {"x": x})
+    prediction = predict(twin, plan, {"x": x})
     model = stack()
     parallelize(model, plan, strict=True)
     for number in range(2):

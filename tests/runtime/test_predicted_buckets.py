@@ -16,7 +16,7 @@ from tests.simulate import simulate
 from vescale import parallelize
 from vescale.comm import Ledger, fused_bytes, record_comms
 from vescale.compat import local_of
-from vescale.ir import Prediction, lower, predict
+from vescale.estimation import Prediction, predict
 from vescale.placements import from_local
 from vescale.plans import Plan
 from vescale.runtime import gradient_reducer
@@ -55,7 +55,7 @@ def make_plan(names: tuple[str, ...], sizes: tuple[int, ...], without_mesh: bool
 def predicted(plan: Plan) -> Prediction:
     with torch.device("meta"):
         on_meta, x = make_model(), torch.empty(8, 16, 16, dtype=torch.float64)
-    prediction = predict(lower(plan, on_meta), on_meta, {"input": x})
+    prediction = predict(on_meta, plan, {"input": x})
     assert prediction.stopped is None
     return prediction
 

@@ -18,7 +18,7 @@ from tests.ranks import RankPools
 from tests.runtime.llama import batch, make_llama, make_mesh, make_plan
 from vescale import parallelize, plan_zoo
 from vescale.comm import record_comms
-from vescale.ir import Prediction, lower, predict
+from vescale.estimation import Prediction, predict
 from vescale.plans import Plan
 
 # (op, axis, whether of a parameter's gradient) -> (calls, bytes)
@@ -29,18 +29,18 @@ def measured_and_predicted(
     plan_name: str, dp: int, tp: int, options: dict[str, Any], rows: int | None = None, length: int | None = None
 ) -> tuple[Totals, Totals]:
     model, mesh = make_llama(**options), make_mesh(dp=dp, tp=tp)
-    plan, (ids, labels) = make_plan(plan_name, mesh), (each[:rows, :length] for each in batch())
+    plan, ids = make_plan(plan_name, mesh), batch()[0][:rows, :length]
     with torch.device("meta"):
         on_meta = make_llama(**options)
-    inputs = {"input_ids": ids.to("meta"), "labels": labels.to("meta"), "use_cache": False}
-    prediction = predict(lower(plan, on_meta), on_meta, inputs)
+    inputs = {"input_ids": ids.to("meta"), "use_cache": False}
+    prediction = predict(on_meta, plan, inputs)
     parallelize(model, plan, strict=True)
     return compared(prediction, lambda: model(ids).logits, of_busiest=rows is not None or length is not None)
 
 
 def compared(prediction: Prediction, forward: Callable[[], Any], of_busiest: bool = False) -> tuple[Totals, Totals]:
     """``of_busiest``: of the ranks, in each collective."""
-    assert prediction.stopped is None and all(c.op is not None for c in prediction.collectives), prediction
+    assert prediction.stopped is None, prediction
     with record_comms() as ledger:
         # A loss that communicates nothing: each rank's part of a weighted sum.
         forward().to_local().square().sum().backward()
@@ -52,9 +52,7 @@ def compared(prediction: Prediction, forward: Callable[[], Any], of_busiest: boo
         dist.all_gather_object(on_ranks, found)
         found = [(every[0][0], max(size for _, size in every)) for every in zip(*on_ranks, strict=True)]
         assert all(len({key for key, _ in every}) == 1 for every in zip(*on_ranks, strict=True))
-    expected = [((c.op or "", c.axis, c.target.endswith(".grad")), c.num_bytes or 0) for c in prediction.unbucketed]
-    for bucket in prediction.buckets:
-        expected += [((op, axes, True), num_bytes) for op, axes, num_bytes in bucket.collectives]
+    expected = [((c.op, c.axis, c.target.endswith(".grad")), c.num_bytes) for c in prediction.made]
     return totals(found), totals(expected)
 
 
@@ -98,7 +96,7 @@ def zoo_measured_and_predicted(name: str, tp: int, options: dict[str, Any]) -> t
     for each in (model, on_meta):
         each.config.update(options)
     plan = plan_zoo.load(name, mesh)
-    prediction = predict(lower(plan, on_meta), on_meta, {"input_ids": inputs["input_ids"].to("meta")})
+    prediction = predict(on_meta, plan, {"input_ids": inputs["input_ids"].to("meta")})
     parallelize(model, plan)
     return compared(prediction, lambda: model(**inputs).logits)
 
@@ -140,8 +138,8 @@ def tower_measured_and_predicted(dp: int, tp: int, training: bool) -> tuple[Tota
     plan.shard("widen.weight", {"tp": Shard(1)}).shard("widen.bias", {"tp": Shard(0)})
     plan.shard("narrow.weight", {"tp": Shard(0)})
     plan.shard("(up|widen).<in>", {"tp": Replicate()}).shard("(down|narrow).<out>", {"tp": Replicate()})
-    prediction = predict(lower(plan, on_meta), on_meta, {"x": x.to("meta")})
-    statistics = Counter(c.path for c in prediction.collectives if c.target == "<statistics>")
+    prediction = predict(on_meta, plan, {"x": x.to("meta")})
+    statistics = Counter(c.path for c in prediction.collectives if c.target == "<batch_norm>")
     assert statistics == (dict.fromkeys(("first", "inner", "last"), 2) if training and dp > 1 else {})
     parallelize(model, plan, strict=True)
     return compared(prediction, lambda: model(x))

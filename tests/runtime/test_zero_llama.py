@@ -17,7 +17,7 @@ from tests.runtime.zero import llama_plan, mesh_of, same_steps
 from tests.whole import whole, whole_tensors
 from vescale import deferred_init, no_sync, optim, parallelize
 from vescale.comm import record_comms
-from vescale.ir import lower, predict
+from vescale.estimation import predict
 from vescale.plans import Plan
 from vescale.runtime import gradient_reducer
 
@@ -210,7 +210,7 @@ def predicted() -> dict[str, Any]:
         twin = make_llama(torch.float32)
     ids, labels = batch()
     inputs = {"input_ids": ids.to("meta"), "labels": labels.to("meta"), "use_cache": False}
-    prediction = predict(lower(plan, twin), twin, inputs)
+    prediction = predict(twin, plan, inputs)
     parallelize(model, plan, strict=True)
     for step in range(2):
         with record_comms() as ledger:

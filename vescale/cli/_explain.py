@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import nn
 
-    from vescale.ir import Collective, Prediction, Program, UnitBucket
+    from vescale.estimation import Collective, Prediction
+    from vescale.ir import Program, UnitBucket
     from vescale.plans import Plan
 
 _PHASES = {"forward": "fwd", "backward": "bwd"}
@@ -53,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0: explained; 1: the plan does not fit the model."""
     with working("loading torch"):
-        from vescale.ir import lower, predict
+        from vescale.estimation import predict
+        from vescale.ir import lower
         from vescale.pipeline import StagedProgram
         from vescale.plans import PlanError
 
@@ -67,9 +69,13 @@ def run(args: argparse.Namespace) -> int:
     inputs = inputs_of(model, args)
     if args.profile:
         return _print_profile(model, plan, inputs, args.json)
-    with working("tracing the forward"):
-        prediction = predict(program, model, inputs) if inputs else None
-    pipeline = pipeline_as_dict(staged, inputs) if args.html or args.json or args.only in (None, "pipeline") else None
+    with working("running a step without numbers"):
+        prediction = predict(model, plan, inputs) if inputs else None
+    pipeline = (
+        pipeline_as_dict(staged, inputs, prediction)
+        if args.html or args.json or args.only in (None, "pipeline")
+        else None
+    )
     if args.html:
         try:
             write_page(args.html, staged, pipeline)
@@ -302,20 +308,17 @@ def _print_collectives(console: Console, prediction: Prediction | None, inputs: 
     console.print(f"for {', '.join(shapes)}")
     table = new_table("tensor", "phase", "axis", "op", "calls", "bytes", right=("calls", "bytes"))
     for path, collective, count in _merged(prediction):
-        size = "unknown" if collective.num_bytes is None else bytes_text(collective.num_bytes * count)
-        op = collective.op or "unknown until run"
         name = f"{path}.{collective.target}" if path else collective.target
-        table.add_row(name, _PHASES[collective.when], collective.axis, op, str(count), size)
+        size = bytes_text(collective.num_bytes * count)
+        table.add_row(name, _PHASES[collective.when], collective.axis, collective.op, str(count), size)
     console.print(_totals_table(prediction))
     console.print()
     console.print(table)
     if prediction.stopped is not None:
-        console.print(
-            f"the prediction stopped before the model's output, and what follows is missing: {prediction.stopped}"
-        )
+        console.print(f"the step stopped before its end, and what follows is missing: {prediction.stopped}")
     console.print(
-        "Gradients are listed one by one, but reduced in buckets. Not predicted: what ops communicate themselves, "
-        "such as a loss over a sharded vocabulary, or attention over a sharded sequence."
+        "Seen in a step of the first and the last rank without numbers; tokens are routed to all experts alike. "
+        "Gradients are listed one by one, but reduced in buckets."
     )
     if prediction.buckets:
         console.print()
@@ -355,39 +358,25 @@ def _merged(prediction: Prediction) -> list[tuple[str, Collective, int]]:
 
     from vescale.ir import merge_repeats
 
-    rows = ((collective.path, replace(collective, path="")) for collective in prediction.collectives)
+    rows = ((collective.path, replace(collective, path="")) for collective in prediction.one_by_one)
     return [(path, collective, count) for path, collective, count in merge_repeats(rows)]
 
 
 def _totals(prediction: Prediction) -> list[dict[str, Any]]:
     """Calls as they are made: gradients in buckets."""
-    from vescale.ir import Collective
-
-    totals: dict[tuple[str, str, str | None], list[Collective]] = {}
-    reduced = [
-        Collective(bucket.names[0], ".grad", "backward", axes, op, num_bytes)
-        for bucket in prediction.buckets
-        for op, axes, num_bytes in bucket.collectives
-    ]
-    for collective in (*prediction.unbucketed, *reduced):
-        totals.setdefault((collective.axis, collective.when, collective.op), []).append(collective)
+    totals: dict[tuple[str, str, str], list[int]] = {}
+    for collective in prediction.made:
+        totals.setdefault((collective.axis, collective.when, collective.op), []).append(collective.num_bytes)
     return [
-        {
-            "axis": axis,
-            "when": when,
-            "op": op,
-            "calls": len(found),
-            "bytes": None if any(c.num_bytes is None for c in found) else sum(c.num_bytes or 0 for c in found),
-        }
-        for (axis, when, op), found in sorted(totals.items(), key=lambda item: [part or "" for part in item[0]])
+        {"axis": axis, "when": when, "op": op, "calls": len(found), "bytes": sum(found)}
+        for (axis, when, op), found in sorted(totals.items())
     ]
 
 
 def _totals_table(prediction: Prediction) -> Any:
     table = new_table("axis", "phase", "op", "calls", "bytes", right=("calls", "bytes"))
     for row in _totals(prediction):
-        size = "unknown" if row["bytes"] is None else bytes_text(row["bytes"])
-        table.add_row(row["axis"], _PHASES[row["when"]], row["op"] or "unknown until run", str(row["calls"]), size)
+        table.add_row(row["axis"], _PHASES[row["when"]], row["op"], str(row["calls"]), bytes_text(row["bytes"]))
     return table
 
 

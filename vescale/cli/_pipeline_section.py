@@ -11,6 +11,7 @@ from vescale.cli._console import bytes_text, new_table
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from vescale.estimation import Prediction
     from vescale.pipeline import StagedProgram
 
 _HEAD = (
@@ -46,7 +47,9 @@ def _batch(staged: StagedProgram, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def pipeline_as_dict(staged: StagedProgram | None, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+def pipeline_as_dict(
+    staged: StagedProgram | None, inputs: Mapping[str, Any], prediction: Prediction | None
+) -> dict[str, Any] | None:
     """None without a pipeline. Numbers that need the forward are None where it did not run; ``stopped`` says why."""
     if staged is None:
         return None
@@ -54,10 +57,10 @@ def pipeline_as_dict(staged: StagedProgram | None, inputs: Mapping[str, Any]) ->
 
     stopped, counts, known, batch = None, None, None, {}
     schedule, cut = staged.schedule, staged.cut
-    if inputs:
+    if inputs and prediction is not None:
         batch = _batch(staged, inputs)
         try:
-            known, counts = staged.traced(batch), staged.counts(batch)
+            known, counts = staged.traced(batch), staged.counts(batch, prediction.gradients)
         except Exception as error:  # a forward without parameters' values may raise anything: the section shows it
             stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     else:

@@ -12,7 +12,6 @@ from vescale.compat.arrival_count import *
 from vescale.compat.async_tensors import *
 from vescale.compat.autograd import *
 from vescale.compat.checkpoint_plans import CheckpointHooks
-from vescale.compat.closed_forms import Layout
 from vescale.compat.collective_kernels import group_description, on_completion
 from vescale.compat.containers import *
 from vescale.compat.dispatch import (

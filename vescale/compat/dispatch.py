@@ -23,7 +23,6 @@ from torch.distributed.tensor._ops import utils
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
-from vescale.compat.meta_shapes import result_rule
 from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
 from vescale.compat.op_info import OutputSharding, decompose, is_view, iterate_specs, with_aliasing
 from vescale.compat.patching import HOOKS, Changes
@@ -152,7 +151,7 @@ def has_local_shapes(op: Any, schema: Any, sharding: Any) -> bool:
         return True
     if sharding.use_val_from_redistribute_schema or op._schema.is_mutable or is_view(op):
         return True
-    if torch.Tag.pointwise in op.tags or result_rule(op, schema.kwargs_schema) is not None:
+    if torch.Tag.pointwise in op.tags:
         return True
     wanted = sharding.redistribute_schema if sharding.needs_redistribute else schema
     if wanted is None or wanted.op != op:
@@ -189,21 +188,21 @@ def _shapes(op: Any, schema: Any, shape_of: Callable[[DTensorSpec], Sequence[int
 
 
 def _first_shape(spec: DTensorSpec) -> tuple[int, ...]:
-    return _local_shape(spec, False)
+    return local_shape(spec, [0] * spec.mesh.ndim)
 
 
 def _last_shape(spec: DTensorSpec) -> tuple[int, ...]:
-    return _local_shape(spec, True)
+    return local_shape(spec, [size - 1 for size in spec.mesh.shape])
 
 
-def _local_shape(spec: DTensorSpec, is_last: bool) -> tuple[int, ...]:
-    """Of the first rank of every axis, or of the last one."""
+def local_shape(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[int, ...]:
+    """Of the rank with this coordinate, for PyTorch's placements in the order of the axes."""
     shape = list(spec.shape)
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Shard):
-            size, count = shape[placement.dim], spec.mesh.size(axis)
-            part = -(-size // count)
-            shape[placement.dim] = max(0, size - part * (count - 1)) if is_last else min(part, size)
+            size = shape[placement.dim]
+            part = -(-size // spec.mesh.size(axis))
+            shape[placement.dim] = max(0, min(part, size - part * coordinate[axis]))
     return tuple(shape)
 
 

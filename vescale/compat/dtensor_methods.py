@@ -35,9 +35,8 @@ class DTensorHooks:
     ``local_gradient(grad, spec, grad_placements)``, the DTensor that ``to_local``'s backward gives for the gradient of the
     local tensor of a DTensor with ``spec``, and ``run_op(op, args, kwargs, schema)``, which runs an op or gives the
     sharding decision that the dispatcher caches; ``keeps_operands(op, schema)`` gives the decision or None and runs nothing;
-    ``sizes_of(op)`` gives a function for :mod:`vescale.compat.closed_forms`, or None; ``has_user_rules(op)`` says whether
-    decisions depend on all arguments; ``normalize(placements, shape, mesh)``
-    gives placements with what follows from shape and mesh filled in.
+    ``has_user_rules(op)`` says whether decisions depend on all arguments; ``normalize(placements, shape, mesh)`` gives
+    placements with what follows from shape and mesh filled in.
     """
 
     has_custom: Callable[..., bool]
@@ -52,7 +51,6 @@ class DTensorHooks:
     run_op: Callable[..., Any]
     keeps_operands: Callable[..., Any]
     set_item: Callable[..., None]
-    sizes_of: Callable[[Any], Any]
     has_user_rules: Callable[[Any], bool]
     normalize: Callable[..., Any]
 

@@ -39,25 +39,19 @@ from torch.utils._pytree import tree_leaves
 
 from vescale import csrc
 from vescale.compat.autograd import current_backward
-from vescale.compat.closed_forms import (
-    Part,
-    Parts,
-    Result,
-    communicates_operands,
-    form_key,
-    intern,
-    known_form,
-    layout_of,
-    local_sizes,
-    remember_form,
+from vescale.compat.dispatch import (
+    handlers_of_dtensor,
+    is_into_empty,
+    keeps_operands,
+    local_shape,
+    specs_on_replicas,
 )
-from vescale.compat.dispatch import handlers_of_dtensor, is_into_empty, keeps_operands, specs_on_replicas
 from vescale.compat.dtensor import DTensorSpec, StridedShard, rank_in_mesh
 from vescale.compat.ledger import note
 from vescale.compat.model_hooks import model_hooks
 from vescale.compat.op_info import OutputSharding, is_view
 from vescale.compat.patching import HOOKS, Changes
-from vescale.compat.sharding_caches import forget_sizes
+from vescale.compat.sharding_caches import INTERNED_SPECS, forget_decisions, make_room
 
 # What the C++ dispatcher needs to know of a decision: the operands that change on the local tensors, and the results.
 
@@ -65,6 +59,13 @@ from vescale.compat.sharding_caches import forget_sizes
 _aten = torch.ops.aten
 _PLAIN = frozenset([Replicate, Shard, Partial])
 STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
+# The specs of a result's tensors, and the positions of the arguments that are returned in its place, or whose storage it
+# shares; -1 for none.
+Result = tuple[tuple[DTensorSpec | None, ...], int, int]
+# What ranks take of operands that are whole on an axis: ``(position, dim, number of parts, this rank's, chunks)`` for an
+# equal part along a dim, or of each of its chunks; with a dim of -1, one of equal summands.
+Part = tuple[int, int, int, int, int]
+Parts = tuple[Part, ...]
 
 
 def intern_spec(spec: DTensorSpec) -> DTensorSpec | None:
@@ -82,7 +83,12 @@ def intern_spec(spec: DTensorSpec) -> DTensorSpec | None:
             placements is None or type(placement) not in placements.custom_types
         ):
             return None
-    return intern(spec)
+    key = (id(spec.mesh), spec.placements, spec.use_strided_shard_as_shard_order, spec.shard_order, *meta)
+    known = INTERNED_SPECS.get(key)
+    if known is None:
+        make_room(INTERNED_SPECS)
+        known = INTERNED_SPECS.setdefault(key, spec)
+    return known
 
 
 def parts_of_arguments(op: Any, schema: Any, sharding: OutputSharding) -> Parts | None:
@@ -162,10 +168,13 @@ def local_arguments(op: Any, schema: Any, sharding: OutputSharding) -> list[tupl
 def _squeezes_alike(spec: DTensorSpec, dim: int, dims: Any) -> bool:
     """Whether ``squeeze(dim)`` of the local tensor removes ``dims``: PyTorch names them, because a part may have one index
     of a dim that has more."""
-    layout = layout_of(spec)
-    if not layout.is_plain or not spec.shape:
+    coordinate = spec.mesh.get_coordinate()
+    is_plain = all(type(p) in _PLAIN for p in spec.placements) and spec.shard_order == (
+        DTensorSpec.compute_default_shard_order(spec.placements)
+    )
+    if coordinate is None or not is_plain or not spec.shape:
         return False
-    return bool(dims) == (local_sizes(layout, spec.shape)[dim] == 1)
+    return bool(dims) == (local_shape(spec, coordinate)[dim] == 1)
 
 
 def results_of(
@@ -346,7 +355,7 @@ def install_native_dispatch(changes: Changes, _: Any) -> None:
     module.set_hook_gate(*addresses_about_hooks())
     slots = [DTensor.__dict__[name] for name in ("_spec", "_local_tensor")]
     module.install(
-        DTensor, *slots, intern_spec, _decide, _static_arguments, STOCK_PLACEMENTS, forget_sizes, _MAX_ENTRIES
+        DTensor, *slots, intern_spec, _decide, _static_arguments, STOCK_PLACEMENTS, forget_decisions, _MAX_ENTRIES
     )
     changes.on_undo(module.uninstall, functools.partial(registered_kernels, False))
 
@@ -611,33 +620,19 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
         return None
     if op in handlers_of_dtensor():
         return _decide_on_replicas(op, args, kwargs)
-    form = form_key(op, args, kwargs)
     try:
-        if form is not None:
-            if communicates_operands(form):
-                return None
-            if (known := known_form(form)) is not None:
-                return known
         schema, sharding = keeps_operands(op, args, kwargs)
     except Exception:  # not lost: PyTorch's path decides again, and raises it
         return None
     if sharding is None:
-        if form is not None:
-            remember_form(form, None)
         return None
     moves = sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema
     parts = parts_of_arguments(op, schema, sharding) if moves else ()
     replaced = local_arguments(op, schema, sharding) if sharding.needs_redistribute and not moves else []
-    if parts is None and form is not None:
-        remember_form(form, None)
     if parts is None or replaced is None:
         return None
     results = results_of(op, args, kwargs, sharding)
-    if results is None:
-        return None
-    if form is not None:
-        remember_form(form, results, dict(replaced), parts)
-    return results, tuple(replaced), parts
+    return None if results is None else (results, tuple(replaced), parts)
 
 
 def _decide_on_replicas(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

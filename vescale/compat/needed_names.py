@@ -84,11 +84,8 @@ torch.distributed.tensor: DTensor._local_tensor; DTensor._spec; DTensor.redistri
     DTensor.from_local(local_tensor, device_mesh, placements, run_check, shape, stride);
     DTensor._op_dispatcher._custom_op_handlers; DTensor._op_dispatcher._random_ops;
     DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached(op_schema);
-    DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs;
-    DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs;
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info;
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info_for_single_dim_strategy;
-    DTensor._op_dispatcher.sharding_propagator.op_to_shape_and_stride_idx;
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear;
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(op_schema);
     DTensor._op_dispatcher.unwrap_to_op_info(op_call, args, kwargs);

@@ -1,7 +1,6 @@
 """What is remembered of sharding decisions: PyTorch's caches, and the C++ dispatcher's tables with their specs.
 
-Decisions about calls of certain sizes are forgotten when there are too many of them. What holds for all sizes
-(:mod:`vescale.compat.closed_forms`) is kept until rules change.
+All are forgotten when there are too many of them, and when rules change.
 """
 
 from __future__ import annotations
@@ -19,22 +18,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from vescale import csrc
 from vescale.compat.meta_shapes import forget_metas
 
-# Equal specs of one mesh object, by layout and sizes: calls are compared by the address of the one that is kept. Other
-# meshes that are equal may belong to destroyed process groups.
+# Equal specs of one mesh object: calls are compared by the address of the one that is kept. Other meshes that are equal may
+# belong to destroyed process groups.
 INTERNED_SPECS: dict[tuple[Any, ...], DTensorSpec] = {}
-# Of each interned spec of plain placements, by address: the spec, which keeps the address taken, and its layout.
-LAYOUT_OF_SPEC: dict[int, tuple[DTensorSpec, Any]] = {}
 # The same for specs that vescale makes, by what they are made from.
 MADE_SPECS: dict[tuple[Any, ...], DTensorSpec] = {}
 # Results of ops on operands that are all Replicate, by op, specs, the meshes' identities and arguments.
 REPLICAS: dict[tuple[Any, ...], tuple[DTensorSpec, ...]] = {}
-# Decisions that hold for all sizes, by op and what decides (:mod:`vescale.compat.closed_forms`), and the layouts in them.
-FORMS: dict[tuple[Any, ...], Any] = {}
-LAYOUTS: dict[tuple[Any, ...], Any] = {}
 # More specs than this, and all sizes are forgotten: programs with ever new sizes do not grow.
-MAX_SPECS = 4096
-# The same for decisions that hold for all sizes: programs with ever new meshes or numbers.
-MAX_FORMS = 8192
+MAX_SPECS = 16384
 
 # Default groups that decisions were made under.
 _WORLDS: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -52,26 +44,23 @@ def begin_world() -> None:
         return
     with _LOCK:
         _WORLDS.add(world)
-        forget_sizes()
+        forget_decisions()
 
 
 def clear_sharding_caches() -> None:
-    """Decide every call anew. PyTorch's caches belong to the calling thread: those of other threads stay."""
-    forget_sizes()
+    """Decide every call anew, and find the shapes of results anew."""
+    forget_decisions()
     forget_metas()
-    FORMS.clear()
-    LAYOUTS.clear()
 
 
-def forget_sizes() -> None:
-    """Decide every call anew that is not known for all sizes."""
+def forget_decisions() -> None:
+    """Decide every call anew. PyTorch's caches belong to the calling thread: those of other threads stay."""
     _clear_DTensor_sharding_propagator_cache()
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
     redistribution._gen_transform_infos.cache_clear()
     redistribution.clear_redistribute_planner_cache()
     INTERNED_SPECS.clear()
-    LAYOUT_OF_SPEC.clear()
     MADE_SPECS.clear()
     REPLICAS.clear()
     dispatcher = csrc.dispatcher()
@@ -80,8 +69,6 @@ def forget_sizes() -> None:
 
 
 def make_room(table: dict[tuple[Any, ...], DTensorSpec]) -> None:
-    """Forget all sizes if the table of specs is full."""
+    """Forget all decisions if the table of specs is full."""
     if len(table) >= MAX_SPECS:
-        forget_sizes()
-    if max(len(FORMS), len(LAYOUTS)) >= MAX_FORMS:
-        clear_sharding_caches()
+        forget_decisions()

@@ -7,11 +7,11 @@ from vescale.estimation._depth import first_and_last_of
 from vescale.estimation._devices import HOST_KINDS, Curve, Device, Efficiency, device_names, device_of
 from vescale.estimation._estimate import Estimate, attention_of_gpu, estimate, routing_of
 from vescale.estimation._html import page
-from vescale.estimation._implicit import forward_reports
 from vescale.estimation._memory_log import Block, Instant, MemoryLog
 from vescale.estimation._memory_timeline import CATEGORIES, MemoryTimeline, timeline_of
 from vescale.estimation._op_costs import OpCosts
 from vescale.estimation._optimizers import OPTIMIZERS, make_optimizer
+from vescale.estimation._prediction import Collective, Prediction, forward_reports, predict
 from vescale.estimation._rank_states import RankMemory
 from vescale.estimation._rehearsal import Rehearsal, balanced_tokens, classify, rehearse, without_collections
 from vescale.estimation._requesters import is_of_parameters, names_block
@@ -43,11 +43,13 @@ __all__ = [
     "Efficiency",
     "Estimate",
     "EstimateWarning",
+    "Prediction",
     "RankMemory",
     "StepTime",
     "calibrate",
     "device_names",
     "estimate",
     "page",
+    "predict",
     "zero_table",
 ]

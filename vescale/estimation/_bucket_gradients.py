@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -32,6 +33,8 @@ class BucketGradient:
         is_scattered: whether each rank along an axis gets a piece of the bucket.
         bucket: the requester of its collectives.
         least: elements of a slot for a part without any: the mark of unused parameters.
+        dtype: of the bucket.
+        over: the axes over which it is reduced; ``scattered_over``: the one along which each rank may get a piece.
     """
 
     name: str
@@ -43,6 +46,9 @@ class BucketGradient:
     numel: int
     bucket: str
     least: int = 1
+    dtype: torch.dtype = torch.float32
+    over: tuple[str, ...] = ()
+    scattered_over: str | None = None
 
     @property
     def module(self) -> str:
@@ -67,6 +73,9 @@ def bucket_gradients(model: nn.Module) -> list[BucketGradient]:
             mesh, staged = slot.owner.destination.mesh, slot.contribution.staged
             if mesh is None or staged is None:
                 continue
+            reduction = bucket.reduction
+            over = [name for stage in reduction.stages for name in stage.axes.names]
+            names = reduction.stages[0].axes.mesh.mesh_dim_names or ()
             found.append(
                 BucketGradient(
                     slot.name,
@@ -77,6 +86,9 @@ def bucket_gradients(model: nn.Module) -> list[BucketGradient]:
                     bucket.reduction.scatter is not None,
                     max(slot.numel, 1),
                     bucket.requester,
+                    dtype=reduction.reduce_dtype,
+                    over=tuple(over),
+                    scattered_over=None if reduction.scatter is None else names[reduction.scatter],
                 )
             )
     return found

@@ -2,6 +2,7 @@
 
 from vescale.ir._expert_sharding import stand_in_for_experts
 from vescale.ir._findings import Finding, LoweringError, Repeats, merge_repeats, name_list, repeats_of
+from vescale.ir._followed_forward import FlowMode
 from vescale.ir._forward_state import ForwardState, KnownState, state_unchanged
 from vescale.ir._lower import check, lower
 from vescale.ir._model_copy import copy_model, dtype_of_input, example_inputs, hf_inputs, random_inputs, skeleton_of
@@ -22,9 +23,15 @@ from vescale.ir._operations import (
 )
 from vescale.ir._packed_weights import Packing, packed_dims
 from vescale.ir._placement_checks import UnevenCut, refuse_part_of_replicas, uneven_cuts, uneven_inputs
-from vescale.ir._placement_flow import Collective, FlowMode
-from vescale.ir._predict import PredictedBucket, Prediction, predict, predict_buckets
 from vescale.ir._program import Change, Hook, Instruction, Program, ProgramDiff
-from vescale.ir._units import UnitBucket, join_placements, ragged_positions, unit_buckets
+from vescale.ir._units import (
+    PartialGradient,
+    PredictedBucket,
+    UnitBucket,
+    join_placements,
+    predict_buckets,
+    ragged_positions,
+    unit_buckets,
+)
 
-__all__ = ["Finding", "LoweringError", "Program", "check", "coverage", "example_inputs", "lower", "new_plan", "predict"]
+__all__ = ["Finding", "LoweringError", "Program", "check", "coverage", "example_inputs", "lower", "new_plan"]

@@ -15,11 +15,11 @@ from torch import nn
 from vescale.compat import TorchDispatchMode
 from vescale.compat.meta_shapes import result_on_meta
 from vescale.ir._findings import Findings
+from vescale.ir._followed_forward import FlowMode
 from vescale.ir._forward_state import state_unchanged
 from vescale.ir._model_copy import skeleton_of
 from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._operations import Checkpoint
-from vescale.ir._placement_flow import FlowMode
 from vescale.ir._resolve import Matcher, Resolution
 from vescale.plans import CheckpointEntry, Path, Plan, did_you_mean, split_selector
 

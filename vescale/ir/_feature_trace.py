@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from vescale.ir._expert_sharding import ExpertCalls, modules_of_experts
+from vescale.ir._expert_sharding import modules_of_experts, standing_in_for_experts
+from vescale.ir._followed_forward import FlowMode, indexed_dims, is_elementwise, source_dims, tensors_of
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._operations import Local
-from vescale.ir._placement_flow import FlowMode, indexed_dims, is_elementwise, source_dims, tensors_of
 
 # ``FeatureGroup``: weights whose features meet in elementwise code, so that a cut of one of them is a cut of all.
 
@@ -268,14 +267,10 @@ class FeatureTrace:
             for path, module in self.index.modules.items():
                 stack.enter_context(module.register_forward_pre_hook(lambda *_, path=path: self._running.append(path)))
                 stack.enter_context(module.register_forward_hook(lambda *_: self._running.pop() and None))
-            calls = ExpertCalls()
             for path in modules_of_experts(self.index):
                 self.experts[path] = module = self.index.modules[path]
-                stack.enter_context(calls.replaced(module, path, Local("experts", None, (), ()), self))
+                stack.enter_context(standing_in_for_experts(module))
             yield
-
-    def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[None, ...]:
-        return ()
 
     # Every torch function
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import nn
@@ -193,32 +191,3 @@ def _forward_inputs(forward: Callable[..., object]) -> ForwardInputs:
         any(p.kind is kinds.VAR_POSITIONAL for p in parameters),
         any(p.kind is kinds.VAR_KEYWORD for p in parameters),
     )
-
-
-# ``Running``: what is known of the modules that run at the moment, in a walk on the meta device.
-
-_T = TypeVar("_T")
-
-
-class Running(Generic[_T]):
-    """A stack with one value for each watched module whose forward runs; ``outside`` is the value outside of all."""
-
-    def __init__(self, outside: _T) -> None:
-        self._notes = [outside]
-
-    @property
-    def innermost(self) -> _T:
-        return self._notes[-1]
-
-    @contextlib.contextmanager
-    def watched(self, module: nn.Module, note: Callable[[_T], _T]) -> Iterator[None]:
-        """While open, the module puts up ``note(innermost)``."""
-
-        def leave(*_: object) -> None:  # what a hook returns would be the module's output
-            self._notes.pop()
-
-        with (
-            module.register_forward_pre_hook(lambda *_: self._notes.append(note(self.innermost))),
-            module.register_forward_hook(leave),
-        ):
-            yield

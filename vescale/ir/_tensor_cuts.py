@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale.ir._feature_trace import FeatureGroup, FeatureTrace, Product
-from vescale.ir._placement_flow import Flow, FlowMode, is_elementwise, rule_for, tensors_of
+from vescale.ir._followed_forward import FlowMode, is_elementwise, keeps_tokens, tensors_of
 from vescale.placements import InterleavedShard
 from vescale.plans import wildcard
 
@@ -323,9 +323,6 @@ def _layer_of(path: str, layers: list[str]) -> bool:
     return any(path.startswith(f"{layer}.") for layer in layers)
 
 
-_TOKENS = Shard(1)  # of (batch, tokens, features)
-
-
 class _TokenTrace:
     def __init__(self, trace: FeatureTrace, cuts: list[Cut], layers: dict[str, str]) -> None:
         self.index, self.layers = trace.index, layers
@@ -404,14 +401,11 @@ class _TokenTrace:
         outputs = list(tensors_of(result))
         if not any(t in self._tokens for t in operands) or not outputs or not self._running:
             return
-        flow = Flow(
-            [_TOKENS if t in self._tokens else Replicate() for t in operands], operands, outputs[0], args, kwargs, 1
-        )
         for t in operands if is_elementwise(name) else ():
-            at = _TOKENS.dim - outputs[0].ndim + t.ndim
+            at = 1 - outputs[0].ndim + t.ndim
             if t not in self._tokens and at >= 0 and t.shape[at] != 1 and t.requires_grad:
                 self._mixed(f"{name.strip('_')} with a tensor of all tokens")
-        if outputs[0].ndim == 3 and rule_for(name, flow) == _TOKENS:
+        if keeps_tokens(name, operands, [t in self._tokens for t in operands], outputs[0], args, kwargs):
             self._tokens[outputs[0]] = True
         else:
             self._mixed(name.strip("_"))

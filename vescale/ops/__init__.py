@@ -80,7 +80,6 @@ from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.attention import ROWS, AttentionWork, attend_to_prefixes, sequence_axes
 from vescale.ops.elementwise import derivative_of_sum, is_elementwise, is_foreach, is_listed
 from vescale.ops.losses import cross_entropy_of_rows, has_whole_rows, without_dim
-from vescale.ops.norms import normalizes_locally
 
 __all__ = [
     "Decision",

@@ -44,7 +44,6 @@ from vescale.ops._conversion import write_back
 from vescale.ops._decide import cached, cached_sharding, decide, output_specs, runs_by_key
 from vescale.ops._registry import has_user_rules
 from vescale.ops._regrouped_dims import is_cut_unevenly
-from vescale.ops._sizes import sizes_of
 from vescale.ops._view_copies import remember_copy
 from vescale.ops.interleaved import interleaved_rule, treats_indices_alike
 from vescale.ops.views import VIEWS, holds_the_same, view_rule
@@ -447,5 +446,5 @@ def install() -> None:
 
     Raises UnsupportedTorchError when this torch lacks something that the hooks build on; nothing is changed then.
     """
-    install_part("placements", dtensor_hooks(run_op, keeps_operands, set_item, sizes_of, has_user_rules))
+    install_part("placements", dtensor_hooks(run_op, keeps_operands, set_item, has_user_rules))
     begin_world()

@@ -65,8 +65,6 @@ class OpEntry:
             DTensors' specs and of arguments that are no tensors. C++ remembers its answers. None: ``when`` says it.
         is_local: ``(*args, **kwargs) -> bool``; whether ``function`` is the torch function of the local tensors, in forward
             and backward, for such operands. None: it is not.
-        sizes: ``(args, kwargs, layout_of) -> key | None``; what of the sizes and other arguments PyTorch's rule for the op
-            reads, see :mod:`vescale.ops._sizes`. Calls with equal keys are decided once.
         backward: how the gradient is computed: ``"autograd"`` (the graph of the ops that run in place of the op) or
             ``"custom"`` (an autograd function with communication of its own).
     """
@@ -80,7 +78,6 @@ class OpEntry:
     when: When = When.ALWAYS
     changes: Callable[..., bool] | None = None
     is_local: Callable[..., bool] | None = None
-    sizes: Callable[..., Any] | None = None
     backward: str = "autograd"
 
 

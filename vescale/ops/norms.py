@@ -65,7 +65,7 @@ def _normalization(context: OpContext, func: Any, args: tuple[Any, ...], kwargs:
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     first = x.ndim - (1 if isinstance(shape, int) else len(shape))
     cuts = [shard_dim(placement) for placement in x.placements]
-    if not normalizes_locally(x.shape, first, cuts, context.mesh.shape):
+    if not _normalizes_locally(x.shape, first, cuts, context.mesh.shape):
         return func(*args, **kwargs)
     if func is torch.layer_norm:
         args, kwargs = args[:5], {name: value for name, value in kwargs.items() if name != "cudnn_enable"}
@@ -77,7 +77,7 @@ def _normalization(context: OpContext, func: Any, args: tuple[Any, ...], kwargs:
     return _of_rows(func, x, first, weight, bias, eps)
 
 
-def normalizes_locally(shape: Sequence[int], first: int, cuts: Sequence[int | None], num_ranks: Sequence[int]) -> bool:
+def _normalizes_locally(shape: Sequence[int], first: int, cuts: Sequence[int | None], num_ranks: Sequence[int]) -> bool:
     """Whether a norm over the dims of ``shape`` from ``first`` on runs on local tensors, and not by DTensor's rule. The
     gradient of its result is then brought to the placements of the input, and summed before it is used.
 

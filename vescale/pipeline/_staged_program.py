@@ -20,13 +20,13 @@ from vescale.ir import (
     Finding,
     Instruction,
     Local,
+    PartialGradient,
     Precision,
     Program,
     Unit,
     UnitBucket,
     check,
     lower,
-    predict,
     predict_buckets,
     random_inputs,
     skeleton_of,
@@ -291,7 +291,7 @@ class StagedProgram:
         """Of the first micro-batch."""
         return inputs_of(self.skeleton, microbatches_of(batch, self.entry)[0], self.entry)
 
-    def counts(self, batch: Mapping[str, Any]) -> dict[int, dict[str, int]]:
+    def counts(self, batch: Mapping[str, Any], gradients: Sequence[PartialGradient]) -> dict[int, dict[str, int]]:
         """What one ``.step(**batch)`` communicates, for each stage, on each of its ranks.
 
         ``sends`` and ``receives``: messages of one tensor to and from stages on other ranks. ``gathers``: all-gathers of
@@ -301,7 +301,11 @@ class StagedProgram:
 
         Where the loss needs all rows, forwards count twice, if that is seen in a trace; the first step tries rows beside.
 
-        ``batch`` has tensors with values. Raises PlanError for one that the stages do not fit.
+        Args:
+            batch: tensors with values.
+            gradients: of the whole model, that are reduced in buckets (``vescale.estimation.predict``).
+
+        Raises PlanError for a batch that the stages do not fit.
         """
         with torch.enable_grad():
             parts = microbatches_of(batch, self.entry)
@@ -316,9 +320,6 @@ class StagedProgram:
                 if boundary is not None:
                     found[stage][into] += runs * messages[f"forward_{into}"] * boundary.num_tensors
                     found[stage][out] += messages[f"backward_{out}"] * sum(boundary.requires_grad)
-        part = self._inputs(batch)
-        meta = {name: v.to("meta") if isinstance(v, torch.Tensor) else v for name, v in part.items()}
-        gradients = predict(self.program, self.skeleton, meta).gradients
         for rank, actions in enumerate(self.schedule.actions):
             stages = self.schedule.stages_of(rank)
             forwards = [Action(stage, "F", mb) for mb in range(self.entry.microbatches) for stage in stages]
@@ -366,7 +367,9 @@ class StagedProgram:
                         op in ("reduce_scatter", "all_reduce") for _, op, _, _ in bucket.collectives
                     )
 
-    def _count_reductions(self, rank: int, gradients: Any, found: dict[int, dict[str, int]]) -> None:
+    def _count_reductions(
+        self, rank: int, gradients: Sequence[PartialGradient], found: dict[int, dict[str, int]]
+    ) -> None:
         own = frozenset(self.schedule.stages_of(rank))
         mine = [gradient for gradient in gradients if self.cut.owners[gradient.name.removesuffix(".grad")] & own]
         for bucket in predict_buckets(mine, self.program.axes):

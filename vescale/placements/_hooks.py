@@ -16,13 +16,12 @@ def dtensor_hooks(
     run_op: Callable[..., Any],
     keeps_operands: Callable[..., Any],
     set_item: Callable[..., None],
-    sizes_of: Callable[[Any], Any],
     has_user_rules: Callable[[Any], bool],
 ) -> DTensorHooks:
     """What runs instead of stock DTensor where one of our placements is involved; changes nothing by itself.
 
     ``run_op``, ``keeps_operands`` and ``set_item`` run ops on DTensors, tell which of them run on the local tensors as they
-    are, and assign to items; ``sizes_of`` tells what of the sizes decides, and ``has_user_rules`` whether anything may; see
+    are, and assign to items; ``has_user_rules`` tells whether any argument may decide; see
     :class:`vescale.compat.DTensorHooks`.
     """
     # Imported with the first placement instead of with the package: torch.distributed.checkpoint is slow to import.
@@ -41,7 +40,6 @@ def dtensor_hooks(
         run_op=run_op,
         keeps_operands=keeps_operands,
         set_item=set_item,
-        sizes_of=sizes_of,
         has_user_rules=has_user_rules,
         normalize=normalize_placements,
     )
