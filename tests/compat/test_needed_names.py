@@ -30,7 +30,7 @@ from vescale.errors import UnsupportedTorchError, UntestedTorchWarning
 OF_OTHERS = {
     "Python": {
         *("_asdict", "_codecs", "_current_frames", "_exit", "_fields", "_getframe", "_getval", "_replace"),
-        *("_select_frame", "_T", "_P"),
+        *("_select_frame", "_P"),
     },
     "NumPy": {"_bit_generator"},
     "transformers, diffusers and PEFT": {

@@ -217,7 +217,7 @@ class _Step:
                 batch = {name: _given(mode, value) for name, value in inputs.items()}
                 with record_comms() as ledger:
                     ledger.records = self  # type: ignore[assignment]
-                    found = [x for x in losses(model(**batch), batch) if x.requires_grad]
+                    found = losses(model(**batch), batch)
                     self._when = "backward"
                     if found:
                         torch.autograd.backward(found)
@@ -249,7 +249,7 @@ def _steps(
 def _losses(output: Any, batch: Mapping[str, Any]) -> list[torch.Tensor]:
     own = getattr(output, "loss", None)
     outputs = [own] if isinstance(own, torch.Tensor) else [x for x in tensors_in(output) if x.is_floating_point()]
-    return [x.float().mean() for x in outputs]
+    return [x.float().mean() for x in outputs if x.requires_grad]
 
 
 def _given(mode: UnfilledTensors, value: Any) -> Any:
