@@ -148,7 +148,7 @@ class FileLike:
 def round_of(index: int, num_ranks: int, seconds: float = 120) -> Round:
     found = object.__new__(Round)  # without a process group
     found.ranks, found.index, found.timeout = tuple(range(num_ranks)), index, timedelta(seconds=seconds)
-    found.patience = timedelta(seconds=3)
+    found.warns = True
     found.place = "vescale counted"
     return found
 

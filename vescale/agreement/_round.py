@@ -61,20 +61,16 @@ class Round:
         ranks: global ranks, the same on each of them, including this one.
         name: of the rounds, unique to its caller.
         timeout: of a round; None: ``VESCALE_TIMEOUT`` seconds if that is set, else the timeout of the default group.
-        patience: after so long a warning names the ranks that have not come; None: there is no warning.
+        warns: whether after 3 seconds a warning names the ranks that have not come.
 
     Attributes:
         place: a prefix of keys in the store that nobody else uses, the same on every rank.
     """
 
     def __init__(
-        self,
-        ranks: Sequence[int],
-        name: str,
-        timeout: timedelta | None = None,
-        patience: timedelta | None = _PATIENCE,
+        self, ranks: Sequence[int], name: str, timeout: timedelta | None = None, *, warns: bool = True
     ) -> None:
-        self.ranks, self.patience = tuple(sorted(ranks)), patience
+        self.ranks, self.warns = tuple(sorted(ranks)), warns
         self.index = self.ranks.index(dist.get_rank())
         self.timeout = timeout or wait_limit() or default_timeout()
         own = f"{name} {hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]}"
@@ -209,7 +205,7 @@ class _Meeting:
     def __init__(self, round_: Round, store: dist.Store, number: int, about: Callable[[], str]) -> None:
         self._ranks, self._index, self._limit = round_.ranks, round_.index, round_.timeout
         self._store, self._about, self._late_text = store, about, round_.late_text
-        self._patience = round_.patience
+        self._warns = round_.warns
         self._place = f"{round_.place} round {number}"
         self._roll, self._count, self._verdict = (f"{self._place} {key}" for key in ("roll", "count", "verdict"))
         is_main = threading.current_thread() is threading.main_thread()
@@ -412,9 +408,9 @@ class _Meeting:
                     self._store.set(_notice(self._ranks[self._index]), json.dumps(notice))
                 if is_first:
                     late, here = self._late(are_working_late=False)
-                    if late and not self._are_crossed(late, here) and self._patience and not has_warned:
+                    if late and not self._are_crossed(late, here) and self._warns and not has_warned:
                         has_warned = True
-                        text = self._late_text(self._about(), late, self._patience.seconds)
+                        text = self._late_text(self._about(), late, _PATIENCE.seconds)
                         warnings.warn(text, LateRanksWarning, stacklevel=2)
                 else:
                     length = min(1.5 * length, _LONGEST_SLICE)

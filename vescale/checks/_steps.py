@@ -390,14 +390,14 @@ class StepChecks:
             channels, own = self._meetings.channels(), self.ranks.index(dist.get_rank())
             self._channels = [tuple(self.ranks[index] for index in peers[own]) for peers in channels]
             self._consensus = [
-                Round(ranks, f"steps {number} of {self.ranks}" if number else "steps", patience=None)
+                Round(ranks, f"steps {number} of {self.ranks}" if number else "steps", warns=False)
                 for number, ranks in enumerate(self._channels)
             ]
             self._board = None
             if is_alone() or dist.get_backend() == "gloo":
                 self._board = Board.open(self.ranks, self._consensus[0].place, channels)
             self._differences = Round(
-                self.ranks, "steps that differ", patience=None
+                self.ranks, "steps that differ", warns=False
             )  # ranks hand in others meanwhile, or not
             self._handed_in.clear()
             self._untold, self._digest = [], 0
