@@ -43,13 +43,15 @@ torch: Tensor._backward_hooks; Tensor._base; Tensor._cdata; Tensor._is_zerotenso
 torch._C: Argument.alias_info; Argument.default_value; Argument.has_default_value; Argument.is_out; Argument.kwarg_only;
     Argument.name;
     Argument.type; DisableTorchFunction; DisableTorchFunctionSubclass; DispatchKey.ADInplaceOrView;
-    DispatchKey.CPU; DispatchKey.CompositeImplicitAutograd; FunctionSchema._is_view_op; FunctionSchema.arguments;
+    DispatchKey.CPU; DispatchKey.CompositeExplicitAutograd;
+    DispatchKey.CompositeExplicitAutogradNonFunctional; DispatchKey.CompositeImplicitAutograd; DispatchKey.Meta;
+    FunctionSchema._is_view_op; FunctionSchema.arguments;
     FunctionSchema.is_mutable; FunctionSchema.name; FunctionSchema.overload_name; FunctionSchema.returns; TensorBase;
     _AliasInfo.before_set; _AliasInfo.is_write; _EnableTorchFunction; _FunctionBase._sequence_nr;
     _SetExcludeDispatchKeyGuard; _VariableFunctions._pack_padded_sequence; _VariableFunctions._pad_packed_sequence;
     _clear_DTensor_sharding_propagator_cache; _current_autograd_node; _current_graph_task_id;
     _disabled_torch_function_impl; _dispatch_dump; _dispatch_get_all_op_names;
-    _dispatch_has_computed_kernel_for_dispatch_key; _dispatch_has_kernel_for_dispatch_key;
+    _dispatch_has_kernel_for_dispatch_key;
     _dynamo.eval_frame.set_eval_frame; _functorch.get_unwrapped; _functorch.is_functorch_wrapped_tensor;
     _functorch.peek_interpreter_stack; _len_torch_dispatch_stack; _len_torch_function_stack; _storage_Use_Count;
     _jit_get_all_schemas; _will_engine_execute_node

@@ -6,11 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import (
-    DispatchKey,
-    _dispatch_has_computed_kernel_for_dispatch_key,
-    _dispatch_has_kernel_for_dispatch_key,
-)
+from torch._C import DispatchKey, _dispatch_has_kernel_for_dispatch_key
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
@@ -135,7 +131,16 @@ def sizes_depend_on_values(op: Any) -> bool:
     """Whether the sizes of an op's results are known only with the values of its arguments: it says so, or PyTorch cannot
     run it without values."""
     depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(op.tags)
-    return bool(depends) or not _dispatch_has_computed_kernel_for_dispatch_key(op.name(), "Meta")
+    return bool(depends) or not any(_dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in _WITHOUT_VALUES)
+
+
+# Of kernels that run on the meta device.
+_WITHOUT_VALUES = (
+    DispatchKey.Meta,
+    DispatchKey.CompositeExplicitAutograd,
+    DispatchKey.CompositeExplicitAutogradNonFunctional,
+    DispatchKey.CompositeImplicitAutograd,
+)
 
 
 def decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

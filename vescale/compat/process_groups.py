@@ -77,10 +77,12 @@ def _timeout_of(group: dist.ProcessGroup, backend: str) -> timedelta:
 
 
 def message_device() -> torch.device:
-    """Where small messages to other ranks are made: in the host's memory, if the default group's backend takes it, else on
-    the current device."""
-    kinds = [device.type for device in c10d._get_default_group()._device_types]
-    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
+    """Where small messages to other ranks are made: in the host's memory, unless the default group's backend takes that of
+    accelerators only; then on the current device."""
+    kinds = {device.type for device in c10d._get_default_group()._device_types}
+    if not kinds or "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(min(kinds), torch.accelerator.current_device_index())
 
 
 def default_store() -> dist.Store:

@@ -60,10 +60,10 @@ inline PyObject*& slot(PyObject* object, Py_ssize_t offset) {
     return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
 }
 
-// Whether a DTensor has a local tensor.
+// Whether a DTensor has a local tensor. Nodes ask without the interpreter's lock, which `isinstance` would need.
 inline bool has_local(PyObject* dtensor) {
     PyObject* local = slot(dtensor, dtensor_class().local_slot);
-    return local != nullptr && THPVariable_Check(local);
+    return local != nullptr && PyType_IsSubtype(Py_TYPE(local), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
 }
 
 // The Python object of an exact DTensor, or null.

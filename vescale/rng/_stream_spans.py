@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from vescale import csrc
+from vescale.errors import ArgumentError
 from vescale.placements import Region
 from vescale.rng._philox import PhiloxState, philox
 
@@ -287,7 +288,7 @@ def indexed_bits(seed: int, stream: int, draw: int, runs: Iterable[tuple[int, in
     """
     spans = np.array(list(runs), dtype=np.int64).reshape(-1, 2)
     if (spans < 0).any():
-        raise ValueError(
+        raise ArgumentError(
             f"runs={spans.tolist()} have negative numbers; expected (index of the first element, number of elements)"
         )
     out = torch.empty(int(spans[:, 1].sum()), dtype=torch.uint16)
