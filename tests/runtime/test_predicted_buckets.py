@@ -101,13 +101,12 @@ def test_on_8_ranks(ranks: RankPools) -> None:
     ranks.run(predicted_and_done, ("dp", "tp"), (4, 2), world_size=8, timeout=120)
 
 
-def as_they_come(sizes: tuple[int, ...]) -> None:
+def as_they_come(sizes: tuple[int, ...], prediction: Prediction) -> None:
     """On three axes, where DTensor's own rules take minutes for a step: gradients put together as this model's come, of
     norms pending over all axes, of what tensor parallelism shards over those of the data."""
     names = ("dp", "cp", "tp")
     plan, model = make_plan(names, sizes), copy.deepcopy(_MODEL)
     parallelize(model, plan)
-    prediction = _PREDICTED[sizes]
     for _ in range(2):
         model.zero_grad()
         losses, expected = [], {}
@@ -129,18 +128,17 @@ def fused_size(axes: tuple[str, ...], names: tuple[str, ...], sizes: tuple[int, 
     return math.prod(size for name, size in zip(names, sizes) if name in axes)
 
 
-# Once for all simulated ranks, whose threads would have to take turns.
-_PREDICTED = {
-    sizes: predicted(make_plan(("dp", "cp", "tp"), sizes, without_mesh=True)) for sizes in ((2,) * 3, (4,) * 3)
-}
+def once(sizes: tuple[int, ...]) -> Prediction:
+    """For all ranks: simulated ones would have to take turns."""
+    return predicted(make_plan(("dp", "cp", "tp"), sizes, without_mesh=True))
 
 
 _MODEL = make_model()  # simulated ranks share one generator, and would draw from it at the same time
 
 
 def test_three_axes_on_8_ranks(ranks: RankPools) -> None:
-    ranks.run(as_they_come, (2, 2, 2), world_size=8, timeout=120)
+    ranks.run(as_they_come, (2, 2, 2), once((2, 2, 2)), world_size=8, timeout=120)
 
 
 def test_three_axes_on_64_simulated_ranks() -> None:
-    simulate(as_they_come, 64, (4, 4, 4), timeout=300)
+    simulate(as_they_come, 64, (4, 4, 4), once((4, 4, 4)), timeout=300)
