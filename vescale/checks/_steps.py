@@ -401,7 +401,9 @@ class StepChecks:
             )  # ranks hand in others meanwhile, or not
             self._handed_in.clear()
             self._untold, self._digest = [], 0
-            if self._board is None and self._mode != "steps" and self._heartbeat is None:
+            if self._board is not None or self._mode == "steps":
+                self._heartbeat = None
+            elif self._heartbeat is None:
                 group = group_of_ranks(tuple(sorted(self.ranks)), "steps")
                 self._heartbeat = Heartbeat(group, "comparison of steps", num_first=0)
             self._settle()
