@@ -14,7 +14,6 @@ from vescale.comm import _last_collectives
 _SET_NAME = 15  # of prctl
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not tell what threads do")
 def test_a_thread_of_gloo_has_let_go_of_all_tensors() -> None:
     """It needs the lock once for each, and gets it again and again, also where nobody else asks the main thread for it."""
     released, ready, over = [], threading.Event(), threading.Event()

@@ -22,7 +22,9 @@ _LIBRARIES = ("adamw8bit", "grads", "hook_gate", "mt19937", "philox", "planner")
 @pytest.fixture(autouse=True)
 def helpers() -> None:
     if csrc.dispatcher() is None:
-        pytest.skip("the helpers are not built, or switched off")
+        pytest.skip(
+            "calls entries of the C++ helpers, which VESCALE_NO_NATIVE=1 switches off; test_build.py misses unbuilt ones"
+        )
 
 
 def check(seed: int, calls: int, folder: Path) -> None:

@@ -118,15 +118,20 @@ def failed_method() -> None:
     net_loss(model, 0, dist.get_rank()).backward()
 
 
-def penalty(options: dict[str, Any]) -> None:
-    """A gradient penalty: the backward is differentiated, for which parameters stay gathered by themselves."""
+def three_blocks(options: dict[str, Any]) -> tuple[Any, Any, torch.Tensor]:
+    """Plain ones, the same in groups, and an input whose gradient is differentiated."""
     torch.manual_seed(0)
     plain: Any = nn.Module()
     plain.blocks = nn.ModuleList(Block(7) for _ in range(3))
     plain.forward = types.MethodType(lambda self, x: [x := block(x) for block in self.blocks][-1], plain)
     model = copy.deepcopy(plain)
     by_block(model, fully_shard, mesh_of(), **options)
-    x = data((4, 7), 0, 7).requires_grad_()
+    return plain, model, data((4, 7), 0, 7).requires_grad_()
+
+
+def penalty(options: dict[str, Any]) -> None:
+    """A gradient penalty: the backward is differentiated, for which parameters stay gathered by themselves."""
+    plain, model, x = three_blocks(options)
     for step in range(2):
         for one in (plain, model):
             one.zero_grad()
@@ -143,13 +148,7 @@ def backwards_before_that_of_a_gradient(options: dict[str, Any]) -> None:
     draw = random.Random(repr(options))
     for _ in range(6):
         kinds = draw.sample(["the same loss", "another forward", "a part", "evaluation"], draw.randint(1, 3))
-        torch.manual_seed(0)
-        plain: Any = nn.Module()
-        plain.blocks = nn.ModuleList(Block(7) for _ in range(3))
-        plain.forward = types.MethodType(lambda self, x: [x := block(x) for block in self.blocks][-1], plain)
-        model = copy.deepcopy(plain)
-        by_block(model, fully_shard, mesh_of(), **options)
-        x = data((4, 7), 0, 7).requires_grad_()
+        plain, model, x = three_blocks(options)
         for one in (plain, model):
             y = torch.tanh(one(x)).square().sum()
             (gradient,) = torch.autograd.grad(y, x, create_graph=True)

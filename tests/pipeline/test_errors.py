@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import library, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.pipeline.steps import Net, mesh_of, token_batch
@@ -299,8 +299,8 @@ class Distilled(Net):
         return {"loss": F.kl_div(self.head(self.norm(x)).log_softmax(-1), teacher_logits.softmax(-1), reduction="sum")}
 
 
-torch.library.define("vescale_tests::halved", "(Tensor x) -> Tensor")
-torch.library.impl("vescale_tests::halved", "cpu", lambda x: x / 2)
+library.define("vescale_tests::halved", "(Tensor x) -> Tensor")
+library.impl("vescale_tests::halved", "cpu", lambda x: x / 2)
 
 
 class Halving(Net):
@@ -311,11 +311,9 @@ class Halving(Net):
 
 
 def test_an_op_that_cannot_run_without_values() -> None:
-    with pytest.raises(
-        PlanError, match=r"calls an op that cannot run without values .*halved.*torch.library.register_fake"
-    ):
+    with pytest.raises(PlanError, match=r"calls an op that cannot run without values .*halved.*register_fake"):
         StagedProgram.of(pipeline({"pp": 2}), Halving())
-    torch.library.register_fake("vescale_tests::halved", torch.empty_like)
+    library.register_fake("vescale_tests::halved", torch.empty_like)
     StagedProgram.of(pipeline({"pp": 2}), Halving())
 
 

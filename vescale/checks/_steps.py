@@ -396,9 +396,8 @@ class StepChecks:
             self._board = None
             if is_alone() or dist.get_backend() == "gloo":
                 self._board = Board.open(self.ranks, self._consensus[0].place, channels)
-            self._differences = Round(
-                self.ranks, "steps that differ", warns=False
-            )  # ranks hand in others meanwhile, or not
+            # Not one of those above: ranks may have handed in other descriptions by then, or none.
+            self._differences = Round(self.ranks, "steps that differ", warns=False)
             self._handed_in.clear()
             self._untold, self._digest = [], 0
             if self._board is not None or self._mode == "steps":
@@ -472,7 +471,7 @@ class StepChecks:
         seen: object,
         describe: Callable[[], Rows] | None,
     ) -> list[Mapping[int, Any]] | None:
-        where = "" if site.text.startswith("the backward") else call_site()
+        where = _where(site)
         first = digest_of((*site, inputs, seen))
         second = digest_of([(part.name, part.shape) for part in parts]) if parts else 0
         third = digest_of([(part.name, part.text) for part in parts]) if parts else 0
@@ -561,7 +560,7 @@ class StepChecks:
             event = {
                 "site": site.text,
                 "model": site.model,
-                "where": call_site(),
+                "where": _where(site),
                 "inputs": inputs if seen is None else (*inputs, ("", f"values with digest {digest_of((seen,)):x}")),
                 "parts": [(part.name, part.shape, UNKNOWN, part.axes) for part in parts],
             }
@@ -587,6 +586,7 @@ class StepChecks:
             self._heartbeat.send(message, message_device(), lambda maximum: self._look_at(maximum, told))
 
     def _look_at(self, maximum: Sequence[int], told: Sequence[Mapping[str, Any]]) -> None:
+        """At what the ranks have sent together, ``told`` on this one."""
         if all(a + b == 255 for a, b in zip(maximum[:_DIGEST_BYTES], maximum[_DIGEST_BYTES:], strict=True)):
             return
         message = json.dumps(told).encode()
@@ -637,6 +637,11 @@ class StepChecks:
 _MAX_NOTED = 256
 _MOST_UNTOLD = 32
 _DIGEST_BYTES = 6
+
+
+def _where(site: Site) -> str:
+    """The line of the program; of a backward, autograd's call is none."""
+    return "" if site.text.startswith("the backward") else call_site()
 
 
 def _limit() -> float:

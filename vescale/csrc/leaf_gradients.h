@@ -189,7 +189,8 @@ class Bytes {
 // and changes nothing, unless each is there, like its target, and in its place already or in other memory than all of them,
 // which are in one block.
 //
-// `placed`: the bytes of the slots of a bucket, or None. Where that of a parameter's slot, which is in `indices`, is not 0, the gradient is in its target, and there is none in `grad`. `zeroes_signs`: see `zero_sign`; targets are not empty.
+// `placed`: the bytes of the slots of a bucket, or None. Where that of a parameter's slot, which is in `indices`, is not 0, the
+// gradient is in its target, and there is none in `grad`. `zeroes_signs`: see `zero_sign`; targets are not empty.
 inline bool take_local_grads(
     const py::list& parameters, const py::list& specs, const py::list& targets, const py::object& placed, const py::list& indices,
     bool zeroes_signs) {

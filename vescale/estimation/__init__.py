@@ -13,8 +13,15 @@ from vescale.estimation._op_costs import OpCosts
 from vescale.estimation._optimizers import OPTIMIZERS, make_optimizer
 from vescale.estimation._prediction import Collective, Prediction, forward_reports, predict
 from vescale.estimation._rank_states import RankMemory
-from vescale.estimation._rehearsal import Rehearsal, balanced_tokens, classify, rehearse, without_collections
-from vescale.estimation._requesters import is_of_parameters, names_block
+from vescale.estimation._rehearsal import (
+    Rehearsal,
+    balanced_tokens,
+    classify,
+    is_of_parameters,
+    names_block,
+    rehearse,
+    without_collections,
+)
 from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of
 from vescale.estimation._stages import step_of_stages
 from vescale.estimation._step_time import (

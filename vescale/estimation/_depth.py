@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from vescale.estimation._rehearsal import Rehearsal
-from vescale.estimation._requesters import is_of_parameters
+from vescale.estimation._rehearsal import Rehearsal, is_of_parameters
 from vescale.estimation._skeleton import skeleton_of
 from vescale.ir import Repeats
 

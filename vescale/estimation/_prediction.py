@@ -94,10 +94,6 @@ class Prediction:
         alone = (predict_buckets([gradient], self.axes) for gradient in self.gradients)
         return (*self.collectives, *(each for buckets in alone for bucket in buckets for each in _of_bucket(bucket)))
 
-    def count(self, op: str, axis: str | None = None) -> int:
-        """The number of ``collectives`` of the kind ``op``, over ``axis`` (axes of a group joined with ``,``), or any."""
-        return sum(c.op == op and axis in (None, c.axis) for c in self.collectives)
-
 
 def _of_bucket(bucket: PredictedBucket) -> Iterator[Collective]:
     path, _, attribute = bucket.names[0].removesuffix(".grad").rpartition(".")
@@ -171,10 +167,10 @@ def forward_reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], los
 
     try:
         return _Step().run(copied, plan, 0, inputs, losses).reports
-    except Exception:
+    except Exception:  # not lost: the forward may name modules by number, and raises again with all of them
         if not repeats:
             raise
-        return _Step().run(skeleton_of(model), plan, 0, inputs, losses).reports  # modules are named by number
+        return _Step().run(skeleton_of(model), plan, 0, inputs, losses).reports
 
 
 class _Step:
@@ -240,7 +236,7 @@ def _steps(
         found.append(step)
         try:
             step.run(first_and_last_of(model, repeats), plan, rank, inputs, _losses)
-        except Exception as error:  # whatever a model does without numbers
+        except Exception as error:  # not lost: whatever a model does without numbers is told as what stopped the step
             text = str(error).splitlines()[0] if str(error) else "no message"
             step.stopped = f"{type(error).__name__}: {text}"
     return found
@@ -303,9 +299,7 @@ def _gradients(
         if one is None:
             continue
         numel = one.numel
-        if any(
-            isinstance(placement, RaggedShard) for placement in one.placements
-        ):  # the ranks' pieces differ: their mean
+        if any(isinstance(placement, RaggedShard) for placement in one.placements):  # pieces differ: their mean
             numels = one.numels(program.axes)
             numel = int(numels.sum()) // numels.size
         yield PartialGradient(f"{name}.grad", one.over, numel * one.dtype.itemsize, one.dtype, one.scattered_over)

@@ -23,7 +23,6 @@ from vescale.compat.simulated_ranks import fake_world
 from vescale.estimation._bucket_gradients import BucketGradient, bucket_gradients, gradients_beside_units
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._op_costs import OpCosts
-from vescale.estimation._requesters import is_of_parameters, names_block
 from vescale.estimation._stages import follow_stages
 from vescale.estimation._tensors_in import tensors_in
 from vescale.estimation._unfilled import Routing, UnfilledTensors
@@ -162,6 +161,17 @@ class _Place:
             if is_after is is_backward and (caller is None or caller in callers):
                 return run.stand_in
         return path
+
+
+def names_block(requester: str, repeats: Repeats) -> bool:
+    """Whether a collective's requester is the block that stands for others, or inside of it."""
+    named = f"{requester.replace(' ', '.').replace(':', '.')}."
+    return repeats.stand_in in requester and f"{repeats.stand_in}." in named
+
+
+def is_of_parameters(requester: str) -> bool:
+    """Whether a collective moves parameters or their gradients, which compute hides."""
+    return requester.startswith("bucket") or ("<" not in requester and ": " not in requester)
 
 
 class _Located(list[CommRecord]):

@@ -27,11 +27,7 @@ def source_dims(name: str, x: torch.Tensor, args: Sequence[Any], kwargs: Mapping
     probe = torch.empty_strided(x.shape, _STRIDES[: x.ndim], dtype=x.dtype, device="meta")
     try:
         found = function(probe, *args, **kwargs) if callable(function) else function.__get__(probe)
-    except (
-        RuntimeError,
-        TypeError,
-        IndexError,
-    ):  # not lost: a view of these strides is none, as for sizes that are joined
+    except (RuntimeError, TypeError, IndexError):  # not lost: no view of these strides, as where sizes are joined
         return {}
     first = next(tensors_of(found), None)
     if first is None or first._base is not probe:

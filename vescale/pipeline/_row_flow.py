@@ -354,9 +354,8 @@ class RowFlow:
                     self._roots[id(op.outs[0])] = self._root(op.args[0] if op.args else op.kwargs["self"])
         for big, small in zip(whole.batch, part.batch):
             self._set(big, small, RowState("rows") if big.shape != small.shape else FIXED)
-        self._fixed: dict[
-            int, frozenset[int]
-        ] = {}  # by id of ops whose results are the same in each micro-batch: needs
+        # What ops need whose results are the same in each micro-batch, by their ids.
+        self._fixed: dict[int, frozenset[int]] = {}
         for buffer in whole.written_buffers:
             self._states[buffer], self._small[buffer] = FIXED, {buffer}
         self._returned: dict[int, tuple[Any, Any, torch.Tensor, torch.Tensor]] = {}  # by gated modules

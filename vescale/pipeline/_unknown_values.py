@@ -46,7 +46,8 @@ def why_unknown(error: UnknownValueError | UnknownResultError) -> str:
     if not error.has_unknown_shape:
         return (
             f"calls an op that cannot run without values ({error}), so that it is not known before the step what stages "
-            "send; register what it returns (torch.library.register_fake), or use another op"
+            "send; register a kernel that computes what it returns without values (PyTorch's register_fake), or use "
+            "another op"
         )
     return (
         "has shapes that depend on the values of parameters, so that it is not known before the step what stages "
