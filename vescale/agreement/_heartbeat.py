@@ -67,7 +67,7 @@ class Heartbeat:
     ``num_first``: how many messages are compared at once."""
 
     def __init__(self, group: dist.ProcessGroup, requester: str, num_first: int = FIRST_MESSAGES) -> None:
-        self._group, self._requester, self._num_first = group, requester, num_first
+        self.group, self._requester, self._num_first = group, requester, num_first
         self._sent: Beat | None = None
         self._num_sent = 0
 
@@ -81,7 +81,7 @@ class Heartbeat:
         raises on all ranks if it shows that they differ. Communication: one all-reduce of the message."""
         self.settle()
         own = torch.frombuffer(message, dtype=torch.uint8).to(device)
-        beat = Beat(all_reduce_(own, "max", self._group, requester=self._requester), check)
+        beat = Beat(all_reduce_(own, "max", self.group, requester=self._requester), check)
         self._sent = beat
         _UNSETTLED[self] = None
         _watch_end()
