@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import CALL_OVERRIDE, HOOKS_OF_MODULES, tensors_in
-from vescale.fsdp import state_of
+from vescale.fsdp import ModuleState, state_of
 from vescale.runtime import CheckpointedForward, ExpertRegion, LocalRegion
 
 _OURS = frozenset(("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES))
@@ -66,7 +66,7 @@ def problems_of_modules(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Why modules cannot be static whatever their forward does, by path."""
     problems = {}
     for path, module in modules.items():
-        if path and any(len(module.__dict__[name]) > _num_ours(name, module) for name in HOOKS_OF_MODULES):
+        if path and not all(map(_is_ours, _hooks_of(module))):
             problems[path] = "it has hooks, which get DTensors"
         owner = checkpoint_of(module)
         if owner is not None and owner.saves_by_policy:
@@ -103,12 +103,15 @@ def own_forward(module: nn.Module, path: str) -> Any:
     return forward if forward is not None else types.MethodType(type(module).forward, module)
 
 
-def _num_ours(kind: str, module: nn.Module) -> int:
-    """The runtime's, and a unit's."""
-    if "forward" not in kind:
-        return 0
-    num_of_unit = 0 if state_of(module) is None else 1 if "pre" in kind else 2
-    return 1 + num_of_unit
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    for name in HOOKS_OF_MODULES:
+        yield from module.__dict__[name].values()
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether it is the runtime's, or a unit's: those of parts of the root's do nothing inside of its forward."""
+    owner = getattr(hook, "__self__", hook)
+    return isinstance(owner, ModuleState) or type(owner).__module__.startswith("vescale.csrc.")
 
 
 def _state(module: int, held: _Held, managed: Collection[tuple[int, str]], holds: dict[int, bool]) -> dict[str, Any]:
