@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, native_static
 from vescale.runtime import Placing
-from vescale.static._gradients import shown_local
+from vescale.static._gradients import Shown, shown_local, with_attributes
 from vescale.static._tensor_type import TensorType
 
 
@@ -35,6 +35,7 @@ class ShownEntries:
         self._entries: list[range] = []
         # As of the last forward with gradients, whose linked tensors are among the values.
         self._locals: list[torch.Tensor] = []
+        self._linked: list[Shown] = []
         self._addresses: list[int] = []
 
     def add(self, held: dict[str, Any], name: str, value: Any) -> None:
@@ -63,9 +64,9 @@ class ShownEntries:
         self._grads.append(grad)
         self._entries.append(range(first, len(self._dicts)))
 
-    def tensors(self) -> Iterator[tuple[DTensor, int]]:
-        """Parameters and buffers, and the number of an entry that shows each, in :attr:`last`."""
-        yield from ((x, entries[0]) for x, entries in zip(self._tensors, self._entries, strict=True))
+    def tensors(self) -> Iterator[tuple[DTensor, range]]:
+        """Parameters and buffers, and the numbers of the entries that show each, in :attr:`last`."""
+        yield from zip(self._tensors, self._entries, strict=True)
 
     @property
     def last(self) -> list[Any]:
@@ -81,7 +82,7 @@ class ShownEntries:
             values = values.copy()
             for x, entries in zip(self._tensors, self._entries):
                 for entry in entries:
-                    values[entry] = local_of(x)
+                    values[entry] = with_attributes(x)
         self._last = values
         self.show_again()
 
@@ -106,10 +107,11 @@ class ShownEntries:
         """Local tensors, of which some are others than in the last forward."""
         self._locals = [local_of(x) for x in self._tensors]
         self._addresses = [local.data_ptr() for local in self._locals]
-        for x, grad, entries in zip(self._tensors, self._grads, self._entries):
-            shown = shown_local(x, grad, self._names[entries[0]])
+        names = [self._names[entries[0]] for entries in self._entries]
+        self._linked = list(map(shown_local, self._tensors, self._grads, names))
+        for shown, entries in zip(self._linked, self._entries, strict=True):
             for entry in entries:
-                self._values[entry] = shown
+                self._values[entry] = shown.tensor
 
 
 # Entries of the plan at the boundaries of modules, carried out on local tensors.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import operator
-import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import CALL_OVERRIDE, HOOKS_OF_MODULES, tensors_in
-from vescale.fsdp import ModuleState, state_of
+from vescale.fsdp import ModuleState
 from vescale.runtime import CheckpointedForward, ExpertRegion, LocalRegion
 
 _OURS = frozenset(("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES))
@@ -96,11 +95,16 @@ def checkpoint_of(module: nn.Module) -> CheckpointedForward | None:
     return owner if isinstance(owner, CheckpointedForward) else None
 
 
-def own_forward(module: nn.Module, path: str) -> Any:
-    """The forward inside of what entries of the plan have put around it."""
+def own_forward(module: nn.Module, path: str) -> Callable[..., Any]:
+    """The forward inside of what entries of the plan have put around it: what it is when it is called, because classes and
+    objects may get others."""
     checkpoint = checkpoint_of(module)
-    forward = checkpoint.inner if checkpoint is not None else module.__dict__.get("forward") if path else None
-    return forward if forward is not None else types.MethodType(type(module).forward, module)
+    if checkpoint is not None:
+        inner: Callable[..., Any] = checkpoint.inner
+        return inner
+    if path:
+        return lambda *args, **kwargs: module.forward(*args, **kwargs)
+    return lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:
