@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.ranks import RankPools
-from tests.static.models import Mlp, both, compare, mesh_of, same, tp_plan
+from tests.static.models import Mlp, both, compare, mesh_of, same
 from vescale import Plan, parallelize, plan_zoo
 from vescale.errors import StaticStepError
 from vescale.static import report
@@ -101,20 +101,6 @@ def test_a_tensor_that_is_about_to_be_released_is_not_kept(ranks: RankPools) -> 
         assert "eager:" not in found, found
 
 
-def other_sizes() -> str:
-    """The arguments of ``view`` and slices are others in each step."""
-    models = both(lambda: Net().double())
-    for step in range(6):
-        x = torch.randn(2 + step % 2, 3 + step, 8, generator=torch.Generator().manual_seed(step)).double()
-        compare(models, x)
-    return str(report(models[1]))
-
-
-def test_other_sizes_stay_on_the_tape(ranks: RankPools) -> None:
-    found = ranks.run(other_sizes, world_size=2)[0]
-    assert found.startswith("5 static steps, 1 recordings") and "eager:" not in found
-
-
 class Sliced(nn.Module):
     """A slice with the same numbers in each step, of a dim that is cut."""
 
@@ -144,32 +130,6 @@ def test_equal_numbers_mean_other_things_where_sizes_differ(ranks: RankPools) ->
     """Half of the first four rows is on each rank; of eight, all four are on the first one."""
     found = ranks.run(slices, world_size=2)[0]
     assert "__getitem__ gets different arguments" in found, found
-
-
-class Raises(Net):
-    def forward(self, x: torch.Tensor) -> Any:
-        if x[0, 0, 0].item() > 100:
-            raise OSError("the disk is full")
-        return self.mlp(x)
-
-
-def exceptions(first: int) -> str:
-    models = both(lambda: Raises().double(), tp_plan)
-    for step in range(first + 4):
-        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(step)).double()
-        if step == first:
-            for model in models:
-                with pytest.raises(OSError, match="the disk is full"):
-                    model(x + 1000)
-        else:
-            compare(models, x)
-    return str(report(models[1]))
-
-
-@pytest.mark.parametrize("first", [2, 4])
-def test_exceptions_of_the_model_are_raised_and_it_stays_static(ranks: RankPools, first: int) -> None:
-    found = ranks.run(exceptions, first, world_size=2)[0]
-    assert "eager:" not in found and not found.startswith("0 static"), found
 
 
 def freed_model() -> bool:
@@ -211,27 +171,6 @@ def garbage() -> str:
 def test_what_only_a_cycle_of_garbage_holds_is_not_kept(ranks: RankPools) -> None:
     for found in ranks.run(garbage, world_size=2):
         assert found.startswith("4 static steps, 1 recordings") and "eager:" not in found, found
-
-
-class Alternates(Net):
-    """Two ways, which take turns, as two losses do."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return torch.tanh(self.mlp(x)) if x[0, 0, 0].item() > 0 else self.mlp(x)
-
-
-def alternating() -> str:
-    models = both(lambda: Alternates().double())
-    for step in range(8):
-        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(step)).double()
-        x[0, 0, 0] = (-1) ** step
-        compare(models, x)
-    return str(report(models[1]))
-
-
-def test_two_ways_have_two_tapes(ranks: RankPools) -> None:
-    for found in ranks.run(alternating, world_size=2):
-        assert found.startswith("6 static steps, 2 recordings"), found
 
 
 def later_loss() -> str:
