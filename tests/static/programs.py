@@ -257,7 +257,7 @@ def _counted(dim: int = 0) -> int:
     LOCAL.steps = getattr(LOCAL, "steps", 0) + 1
     TABLE["steps"] = TABLE.get("steps", 0) + 1
     _counted.steps = getattr(_counted, "steps", 0) + 1  # type: ignore[attr-defined]
-    return VARIABLE.get() + LOCAL.steps + TABLE["steps"] + _counted.steps  # type: ignore[attr-defined,no-any-return]
+    return VARIABLE.get() + LOCAL.steps + TABLE["steps"] + _counted.steps  # type: ignore[attr-defined]
 
 
 def _drawn(n: Any) -> Any:

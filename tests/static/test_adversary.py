@@ -30,8 +30,7 @@ pytestmark = pytest.mark.helper("dispatch")
 
 _STEPS = 6
 _PART = 24  # programs of a test
-# Draws of ranks, and what DTensors are other numbers for, differ from one device.
-_NOT_OF_ONE_DEVICE: set[str] = set()
+_NOT_OF_ONE_DEVICE = {"autocast"}  # sums of bfloat16, of parts
 _STATIC = re.compile(rf"{_STEPS - 1} static steps, 1 recordings")
 
 

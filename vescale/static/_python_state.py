@@ -26,9 +26,11 @@ class PythonState:
 
     def saved(self) -> list[Callable[[], None]]:
         """What brings back the state of now."""
+        made: list[Callable[[], None]] = []
+        made += [functools.partial(kind.put, item, kind.read(item)) for kind, item in self._objects]
         with torch.no_grad(), no_torch_function():
-            kept = [functools.partial(_copy, x, own_part(x).clone()) for x in self._tensors]
-        return [functools.partial(kind.put, item, kind.read(item)) for kind, item in self._objects] + kept
+            made += [functools.partial(_copy, x, own_part(x).clone()) for x in self._tensors]
+        return made
 
 
 class WatchedState:
