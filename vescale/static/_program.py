@@ -32,7 +32,7 @@ from vescale.runtime import Frame, Placing, Runtime, current_activation, resumed
 from vescale.static._analysis import OF_TENSOR_ITSELF, Action, Eager, ReadSizes, RecordedTape, TakeSizes, name_of
 from vescale.static._checks import check_of, needs_sizes
 from vescale.static._early_inputs import Entered
-from vescale.static._gradients import is_whole, refuse_second_derivatives, without_gradient
+from vescale.static._gradients import is_whole
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_functions import LocalFunction, local_function
 from vescale.static._observed_ops import SIZE_READERS, LocalRun, random_state, set_random_state
@@ -46,7 +46,7 @@ from vescale.static._record import (
     line_of_model,
     still_kept,
 )
-from vescale.static._shown_entries import PlacedTensor, ShownEntries
+from vescale.static._shown_entries import PlacedTensor, ShownEntries, handed_out
 from vescale.static._state import checkpoint_of, is_inside, own_forward
 from vescale.static._step_records import Boundary
 from vescale.static._tensor_type import TensorType, UnrecordedError, map_in_order, types_of
@@ -149,31 +149,6 @@ def refused(reason: str) -> Callable[..., Any]:
         raise UnrecordedError(reason)
 
     return call
-
-
-# Outputs of a model in static mode, as DTensors.
-
-
-def handed_out(result: Any, outputs: Sequence[TensorType], hidden: Sequence[TensorType]) -> Any:
-    """What a forward has returned, with DTensors of these types; ``hidden``: of tensors in its objects."""
-    if type(result) is torch.Tensor and len(outputs) == 1 and not hidden:
-        return _hand_out(outputs[0], result)
-    slots = hidden_slots(result)
-    if len(slots) != len(hidden):
-        raise UnrecordedError("objects in the output hold different tensors than recorded")
-    for slot, kind in zip(slots, hidden, strict=True):
-        slot.set(_hand_out(kind, slot.get()))
-    return map_in_order(result, [functools.partial(_hand_out, kind) for kind in outputs])
-
-
-def _hand_out(kind: TensorType, local: torch.Tensor) -> torch.Tensor:
-    """An output as a DTensor."""
-    x = kind.to_global(local, "output")
-    if kind.grad is None and x.requires_grad and isinstance(x, DTensor):
-        x = without_gradient(x, "an output")
-    if x.grad_fn is not None and x is not local:
-        x.grad_fn.register_prehook(refuse_second_derivatives)
-    return x
 
 
 # The cursor
