@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ class Wrapped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mlp = Mlp()
-        self.flag = False
         self.seen: Any = None
 
 
@@ -62,136 +60,6 @@ def one_row() -> Any:
     return report(models[1])
 
 
-class BranchOnSize(Wrapped):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[1] > 6:
-            x = x * x.shape[1]
-        return self.mlp(x)
-
-
-def branches_on_sizes() -> Any:
-    models = both(BranchOnSize)
-    for length in (4, 5, 8, 4):
-        compare(models, batch(length=length))
-    return report(models[1])
-
-
-class BranchOnData(Wrapped):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.mlp(x)
-        if h.sum() > 0:
-            return h
-        return h * 3 - self.mlp.down(self.mlp.up(x))
-
-
-def branches_on_data() -> Any:
-    models = both(BranchOnData)
-    for sign in (1, 1, -100, 1):
-        compare(models, batch() * 0.1 + sign)
-    return report(models[1])
-
-
-class SumOverSize(Wrapped):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.mlp.up(x)
-        mean = h.sum(-1) / h.shape[-1]
-        return self.mlp(x) * mean.unsqueeze(-1) / len(h)
-
-
-def traced(function: Any) -> Any:
-    """A decorator, as libraries share them among all their functions."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
-@traced
-def rows_of(x: torch.Tensor) -> int:
-    return x.shape[0]
-
-
-@traced
-def mean_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.matmul(x, weight) / rows_of(x)
-
-
-class DecoratedMlp(Mlp):
-    @traced
-    @traced
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)
-
-
-class Decorated(Wrapped):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = DecoratedMlp()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
-
-    @traced
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.mlp(x)
-        for function in (torch.relu, traced(torch.tanh), traced(traced(torch.sigmoid))):
-            h = function(h)
-        for change in (self.doubled, self.shifted):
-            h = change(h)
-        return h * mean_of(h, self.scale).unsqueeze(-1)
-
-    @traced
-    def doubled(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if rows_of(x) else x
-
-    @staticmethod
-    def shifted(x: torch.Tensor) -> torch.Tensor:
-        return x + x.shape[1]
-
-
-def functions_of_one_decorator() -> Any:
-    models = both(Decorated)
-    for step in range(4):
-        compare(models, batch(rows=2 + step, length=4 + step % 3, seed=step))
-    return report(models[1])
-
-
-class Log:
-    """Says each sentence once."""
-
-    def __init__(self) -> None:
-        self.sentences: list[str] = []
-
-    @functools.cache  # noqa: B019
-    def once(self, sentence: str) -> None:
-        self.sentences.append(sentence)
-
-
-LOG = Log()
-
-
-class Logs(Wrapped):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        LOG.once("slow")  # runs Python code in the recorded step only
-        return self.mlp(x)
-
-
-def cached_methods() -> Any:
-    models = both(Logs)
-    LOG.once.cache_clear()
-    compare((models[1], models[0]), batch())  # the recorded step comes first
-    for step in range(3):
-        compare(models, batch(seed=step))
-    return report(models[1])
-
-
-def sizes_as_numbers() -> Any:
-    models = both(SumOverSize)
-    for step in range(3):
-        compare(models, batch(length=4 + step, seed=step))
-    return report(models[1])
-
-
 class Dropout(Wrapped):
     def __init__(self) -> None:
         super().__init__()
@@ -205,41 +73,6 @@ def random_numbers() -> Any:
     models = both(Dropout)
     for step in range(4):
         compare(models, batch(seed=step), seed=step)
-    return report(models[1])
-
-
-class SumOverDim(Wrapped):
-    dim: int
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dim = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp.up(x).relu().sum(self.dim).mean() + self.mlp(x).mean()
-
-
-def numbers_of_modules() -> Any:
-    models = both(SumOverDim)
-    for dim in (0, 0, 2, 2, 2, 1, 0):
-        for model in models:
-            model.dim = dim
-        compare(models, batch())
-    return report(models[1])
-
-
-class DropoutBeforeBranch(Dropout):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.drop(x)
-        if x.shape[1] > 6:
-            x = x * 2
-        return self.drop(self.mlp(x))
-
-
-def random_numbers_of_a_repeated_forward() -> Any:
-    models = both(DropoutBeforeBranch)
-    for step, length in enumerate((4, 4, 8, 5)):
-        compare(models, batch(length=length), seed=step)
     return report(models[1])
 
 
@@ -260,92 +93,6 @@ def two_kinds_of_gradients() -> Any:
     models = both(TwoKindsOfUses)
     for step in range(3):
         compare(models, batch(seed=step))
-    return report(models[1])
-
-
-class WritesAttribute(Wrapped):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = self.mlp.up(x)
-        return self.mlp(x)
-
-
-def attributes() -> Any:
-    models = both(WritesAttribute)
-    for step in range(3):
-        compare(models, batch(seed=step))
-        eager, static = (model.seen for model in models)
-        assert type(eager) is type(static) and torch.equal(eager._local_tensor, static._local_tensor)
-    return report(models[1])
-
-
-def hooks_of_users() -> Any:
-    models = both(Twice)
-    compare(models, batch())
-    compare(models, batch())
-    shapes: list[Any] = []
-    for model in models:
-        model.mlp.register_forward_hook(lambda module, args, out: shapes.append((type(out), out.shape)))
-    compare(models, batch())
-    compare(models, batch())
-    assert len(set(shapes)) == 1 and len(shapes) == 8
-    return report(models[1])
-
-
-def settings_of_modules() -> Any:
-    """Training and evaluation, attributes, frozen and replaced parameters."""
-    models = both(Dropout)
-    compare(models, batch())
-    compare(models, batch())
-    for change in (
-        lambda m: m.eval(),
-        lambda m: m.train(),
-        lambda m: setattr(m.drop, "p", 0.9),
-        lambda m: m.mlp.up.weight.requires_grad_(False),
-        lambda m: setattr(m.mlp, "norm", nn.Identity()),
-    ):
-        for model in models:
-            change(model)
-        for step in range(3):
-            compare(models, batch(seed=step), seed=step)
-    with torch.no_grad():
-        for step in range(3):
-            compare(models, batch(seed=step), backward=False)
-    return report(models[1])
-
-
-class Raises(Wrapped):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.mlp(x)
-        if self.flag:
-            raise ValueError("of the model")
-        return h
-
-
-def exceptions() -> Any:
-    models = both(Raises)
-    compare(models, batch())
-    compare(models, batch())
-    for model in models:
-        model.flag = True
-        with pytest.raises(ValueError, match="of the model"):
-            model(batch())
-        model.flag = False
-    for _ in range(3):
-        compare(models, batch())
-    return report(models[1])
-
-
-def accumulation() -> Any:
-    """Several forwards before a backward, and several backwards before a step."""
-    models = both(Twice)
-    for step in range(3):
-        for model in models:
-            model.zero_grad()
-            losses = [model(batch(seed=seed)).square().mean() for seed in range(3)]
-            (losses[0] + losses[1] * 2).backward()
-            losses[2].backward()
-        for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert torch.equal(p.grad._local_tensor, q.grad._local_tensor), step
     return report(models[1])
 
 
@@ -433,26 +180,14 @@ def other_divisions() -> Any:
 STATIC = (
     other_sizes,
     one_row,
-    functions_of_one_decorator,
-    cached_methods,
     random_numbers,
-    accumulation,
     forwards_of_several_recordings,
-    sizes_as_numbers,
     copies,
     named_parameters_are_dtensors,
-    exceptions,
 )
 FALLBACKS = {
     other_divisions: "not divisible by 2",
-    branches_on_sizes: "test_forward.py",
-    branches_on_data: "test_forward.py",
-    numbers_of_modules: "in place of",
-    random_numbers_of_a_repeated_forward: "test_forward.py",
     two_kinds_of_gradients: "sends a gradient",
-    attributes: "writes a tensor to its attribute seen",
-    hooks_of_users: "hooks",
-    settings_of_modules: "requires_grad of parameters has changed",
     outputs_without_recorded_gradients: "",
 }
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.static.models import mesh_of, tp_plan
-from tests.static.test_forward import Decorated, Twice, Wrapped
+from tests.static.test_forward import Twice, Wrapped
 from tests.static.test_forward import batch as batch_of
 from vescale import Plan, parallelize
 from vescale.errors import StaticRecordError
@@ -112,7 +112,6 @@ def unit_plan(mesh: DeviceMesh) -> Plan:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[DeviceMesh], Plan]]] = {
     "twice": (Twice, tp_plan),
-    "decorated": (Decorated, tp_plan),
     "attention": (Attention, attention_plan),
     "dropout": (Dropped, tp_plan),
     "checkpointed": (Twice, lambda mesh: tp_plan(mesh).checkpoint("mlp", "full")),

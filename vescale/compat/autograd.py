@@ -121,9 +121,10 @@ def num_storage_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def has_saved_tensors_hooks() -> bool:
-    """Whether hooks get what ops of this thread save for their backward."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def has_saved_tensors_hooks(*, of_checkpoints: bool = True) -> bool:
+    """Whether hooks get what ops of this thread save for their backward; ``of_checkpoints``: also those of checkpoints."""
+    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found is not None and (of_checkpoints or not found[0].__module__.startswith(("torch.utils.", "vescale.")))
 
 
 DATA_VIEWS = "_vescale_data_views"

@@ -6,9 +6,11 @@
 #include "interpreter.h"
 #include "no_torch_function.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -36,7 +38,7 @@ struct Expected {
     Kind kind = Kind::kValue;
     std::int64_t number = 0;  // of a value; dims of a plain tensor
     std::int64_t base = 0;  // of a view: which value it is the whole of
-    py::object object;  // the object itself, or a weak reference to it; the type of a sequence; names of a dictionary; the dtype of a plain tensor
+    py::object object;  // the object itself, or a weak reference to it; the type of a sequence; names of a dictionary; of a whole number, its type
     bool requires_grad = false;
     std::vector<Expected> items;
 
@@ -60,9 +62,9 @@ struct Expected {
                 made.number = parts[2].cast<std::int64_t>();
                 made.requires_grad = parts[3].cast<bool>();
                 break;
-            case Kind::kInt:
             case Kind::kFloat:
                 break;
+            case Kind::kInt:
             case Kind::kSame:
             case Kind::kEqual:
                 made.object = parts[1];
@@ -103,13 +105,24 @@ enum class Check : int { kNothing = 0, kNumbers, kSizes };
 
 struct Settings {
     bool gradients, inference, autocast_cpu, autocast_gpu;
+    std::int64_t dispatch_modes, saved_tensors_hooks;  // how many are on
 
     static Settings now() {
         return {c10::GradMode::is_enabled(), c10::InferenceMode::is_enabled(), at::autocast::is_autocast_enabled(at::kCPU),
-                at::autocast::is_autocast_enabled(at::kCUDA)};
+                at::autocast::is_autocast_enabled(at::kCUDA), c10::impl::TorchDispatchModeTLS::stack_len(),
+                static_cast<std::int64_t>(at::SavedTensorDefaultHooks::get_tls_state().stack.size())};
     }
     bool operator==(const Settings&) const = default;
 };
+
+// What of a tensor decides how it broadcasts: which of its sizes are 1.
+std::int64_t ones_of(const at::Tensor& tensor) {
+    std::int64_t found = 1;
+    for (const auto size : tensor.sizes()) {
+        found = (found << 1) | (size == 1 ? 1 : 0);
+    }
+    return found;
+}
 
 struct Entry {
     py::object function;
@@ -192,7 +205,8 @@ class Tape {
             made.kwargs.emplace_back(py::reinterpret_borrow<py::object>(name), Expected::of(item));
             TORCH_CHECK_TYPE(PyUnicode_Check(name.ptr()), "expected names of arguments");
         }
-        made.settings = {settings[0].cast<bool>(), settings[1].cast<bool>(), settings[2].cast<bool>(), settings[3].cast<bool>()};
+        made.settings = {settings[0].cast<bool>(), settings[1].cast<bool>(), settings[2].cast<bool>(), settings[3].cast<bool>(),
+                         settings[4].cast<std::int64_t>(), settings[5].cast<std::int64_t>()};
         made.action = static_cast<Action>(action);
         made.reader = static_cast<Reader>(reader);
         for (const auto factor : factors) {
@@ -242,14 +256,22 @@ class Run {
     // result is the call's, and the next call may be the recorded one, with `may_observe`.
     Run(std::shared_ptr<Tape> tape, py::object left) : tape_(std::move(tape)), left_(std::move(left)) {}
 
-    void begin() {
+    // `plain`: what the model holds that no call makes.
+    void begin(const py::list& plain) {
         position_ = 0;
         num_inside_ = 0;
         has_left_ = false;
         if (slots_.use_count() > 1) {  // parts of the last forward may run again
             slots_ = std::make_shared<Slots>();
         }
-        slots_->assign(tape_->num_values(), nothing());
+        slots_->values.assign(tape_->num_values(), nothing());
+        slots_->counts.assign(tape_->num_values(), 1);
+        slots_->counted.clear();
+        slots_->views.clear();
+        slots_->plain.clear();
+        for (const auto tensor : plain) {
+            slots_->plain.push_back(WeakTensor(tensor_of(tensor).getIntrusivePtr()));
+        }
     }
 
     // The forward again, from a position on: a part that is computed again in backward. It has the values of the forward.
@@ -274,10 +296,11 @@ class Run {
     void bind(std::int64_t number, PyObject* tensor) {
         const auto& held = tensor_of(tensor);
         TORCH_CHECK_VALUE(number >= 0 && number < kMaxValues, "no number of a value: ", number);
-        if (static_cast<std::size_t>(number) >= slots_->size()) {
-            slots_->resize(static_cast<std::size_t>(number) + 1, nothing());
+        if (static_cast<std::size_t>(number) >= slots_->values.size()) {
+            slots_->values.resize(static_cast<std::size_t>(number) + 1, nothing());
+            slots_->counts.resize(static_cast<std::size_t>(number) + 1, 1);
         }
-        auto& slot = (*slots_)[static_cast<std::size_t>(number)];
+        auto& slot = slots_->values[static_cast<std::size_t>(number)];
         if (slot._unsafe_get_target() != held.unsafeGetTensorImpl()) {
             slot = WeakTensor(held.getIntrusivePtr());
         }
@@ -296,7 +319,14 @@ class Run {
         return slot != nullptr && slot->_unsafe_get_target() == tensor_of(tensor).unsafeGetTensorImpl();
     }
 
-    // Whether it is another tensor with the same memory, in the same form: units of a plan give their modules views.
+    // A unit of the plan has made tensors around a module.
+    void note_views(const py::list& tensors) {
+        for (const auto tensor : tensors) {
+            slots_->views.push_back(WeakTensor(tensor_of(tensor).getIntrusivePtr()));
+        }
+    }
+
+    // Whether it is a view that a unit has made, with the memory and the form of a value.
     bool is_whole_of(std::int64_t number, PyObject* tensor) const {
         const auto* slot = slot_of(number);
         const auto known = slot == nullptr ? nothing().lock() : slot->lock();
@@ -305,7 +335,7 @@ class Run {
         }
         const auto& held = tensor_of(tensor);
         const at::Tensor base(known);
-        return !held.key_set().has(c10::DispatchKey::Python) && held.has_storage() && base.has_storage() &&
+        return is_among(slots_->views, held) && !held.key_set().has(c10::DispatchKey::Python) && held.has_storage() && base.has_storage() &&
             held.data_ptr() == base.data_ptr() && held.sizes() == base.sizes() && held.strides() == base.strides() &&
             held.scalar_type() == base.scalar_type() && held.requires_grad() == base.requires_grad();
     }
@@ -313,8 +343,8 @@ class Run {
     // The number that a tensor has got last; -1: it is none of the values.
     std::int64_t number_of(PyObject* tensor) const {
         const auto* found = tensor_of(tensor).unsafeGetTensorImpl();
-        for (auto i = static_cast<std::int64_t>(slots_->size()) - 1; i >= 0; --i) {
-            if ((*slots_)[static_cast<std::size_t>(i)]._unsafe_get_target() == found) {
+        for (auto i = static_cast<std::int64_t>(slots_->values.size()) - 1; i >= 0; --i) {
+            if (slots_->values[static_cast<std::size_t>(i)]._unsafe_get_target() == found) {
                 return i;
             }
         }
@@ -325,8 +355,8 @@ class Run {
     py::list numbers_of(PyObject* tensor) const {
         py::list found;
         const auto* wanted = tensor_of(tensor).unsafeGetTensorImpl();
-        for (std::size_t i = 0; i < slots_->size(); ++i) {
-            if ((*slots_)[i]._unsafe_get_target() == wanted) {
+        for (std::size_t i = 0; i < slots_->values.size(); ++i) {
+            if (slots_->values[i]._unsafe_get_target() == wanted) {
                 found.append(i);
             }
         }
@@ -393,17 +423,27 @@ class Run {
         return "";
     }
 
-    // Values that Python objects outside of autograd's graph hold.
+    // The forward begins: so many Python objects hold these values besides modules, which show them in as many places.
+    void note_counts(const py::list& numbers, const py::list& places) {
+        TORCH_CHECK_VALUE(numbers.size() == places.size(), "lists of different lengths");
+        for (std::size_t i = 0; i < numbers.size(); ++i) {
+            const auto number = numbers[i].cast<std::int64_t>();
+            const auto* slot = slot_of(number);
+            const auto tensor = slot == nullptr ? nothing().lock() : slot->lock();
+            if (tensor) {
+                slots_->counts[static_cast<std::size_t>(number)] = count_of(tensor).second - places[i].cast<std::int64_t>();
+                slots_->counted.push_back(static_cast<std::size_t>(number));
+            }
+        }
+    }
+
+    // Values that more Python objects hold than when the forward began, which autograd's graph is not.
     py::list held() const {
         py::list found;
-        for (std::size_t i = 0; i < slots_->size(); ++i) {
-            const auto tensor = (*slots_)[i].lock();
-            if (!tensor) {
-                continue;
-            }
-            PyObject* object = tensor->pyobj_slot()->load_pyobj();
-            // The tensor is held here as well, so that its object counts one reference from C++.
-            if (object != nullptr && Py_REFCNT(object) > 1) {
+        for (std::size_t i = 0; i < slots_->values.size(); ++i) {
+            const auto tensor = slots_->values[i].lock();
+            const auto [object, count] = count_of(tensor);
+            if (count > slots_->counts[i] && count > expected_count(tensor.get())) {
                 found.append(py::make_tuple(i, py::reinterpret_borrow<py::object>(object)));
             }
         }
@@ -505,54 +545,41 @@ class Run {
     const char* differs(const Expected& expected, PyObject* value, Check check) {
         switch (expected.kind) {
             case Kind::kValue:
-                if (!THPVariable_Check(value)) {
-                    return "it gets something else than a tensor";
-                }
-                if (!is_value(expected.number, value)) {
-                    return "it gets another tensor";
-                }
-                if (check == Check::kSizes) {
-                    const auto& tensor = THPVariable_Unpack(value);
-                    for (const auto size : tensor.sizes()) {
-                        numbers_.push_back(size);
-                    }
-                }
-                return nullptr;
             case Kind::kView:
                 if (!THPVariable_Check(value)) {
                     return "it gets something else than a tensor";
                 }
                 if (!is_value(expected.number, value)) {
-                    if (!is_whole_of(expected.base, value)) {
+                    if (expected.kind == Kind::kValue || !is_whole_of(expected.base, value)) {
                         return "it gets another tensor";
                     }
                     bind(expected.number, value);
                 }
-                if (check == Check::kSizes) {
-                    const auto& tensor = THPVariable_Unpack(value);
-                    for (const auto size : tensor.sizes()) {
-                        numbers_.push_back(size);
-                    }
-                }
+                note_sizes(THPVariable_Unpack(value), check);
                 return nullptr;
             case Kind::kPlain: {
                 if (!THPVariable_Check(value)) {
                     return "it gets something else than a tensor";
                 }
                 const auto& tensor = THPVariable_Unpack(value);
-                if (tensor.key_set().has(c10::DispatchKey::Python) || tensor.dim() != expected.number ||
+                // No call has made it: other threads may have, of local tensors. Memory of others, as numpy's, is filled before.
+                const bool is_known = is_referent(expected.object.ptr(), value) || is_among(slots_->plain, tensor) ||
+                    (tensor.has_storage() && !tensor.storage().resizable());
+                if (!is_known || tensor.key_set().has(c10::DispatchKey::Python) || tensor.dim() != expected.number ||
                     tensor.requires_grad() != expected.requires_grad || number_of(value) >= 0) {
                     return "it gets another tensor";
                 }
-                const auto dtype = owned(PyObject_GetAttrString(value, "dtype"));
-                return dtype.is(expected.object) ? nullptr : "it gets a tensor of another dtype";
+                note_sizes(tensor, check);
+                return nullptr;
             }
             case Kind::kInt: {
-                if (!PyLong_CheckExact(value)) {
+                if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != expected.object.ptr()) {
                     return "it gets something else than a whole number";
                 }
+                const auto number = PyLong_CheckExact(value) ? py::reinterpret_borrow<py::object>(value)
+                                                             : owned(PyNumber_Index(value));
                 int overflow = 0;
-                numbers_.push_back(PyLong_AsLongLongAndOverflow(value, &overflow));
+                numbers_.push_back(PyLong_AsLongLongAndOverflow(number.ptr(), &overflow));
                 return overflow == 0 ? nullptr : "it gets a number that is too large";
             }
             case Kind::kFloat: {
@@ -625,6 +652,16 @@ class Run {
         return "it gets something unknown";
     }
 
+    void note_sizes(const at::Tensor& tensor, Check check) {
+        if (check == Check::kSizes) {
+            for (const auto size : tensor.sizes()) {
+                numbers_.push_back(size);
+            }
+        } else if (check == Check::kNumbers) {
+            numbers_.push_back(ones_of(tensor));
+        }
+    }
+
     bool is_accepted(const Entry& entry) const {
         for (std::size_t i = 0; i < entry.accepted.size(); ++i) {
             if (entry.accepted[i] == numbers_) {
@@ -695,7 +732,7 @@ class Run {
         PyObject* tensor = first_of(args);
         PyObject* given = args;
         Py_ssize_t first = 1;
-        if (PyTuple_GET_SIZE(args) == 2 && !PyLong_Check(PyTuple_GET_ITEM(args, 1))) {
+        if (PyTuple_GET_SIZE(args) == 2 && !PyIndex_Check(PyTuple_GET_ITEM(args, 1))) {
             given = PyTuple_GET_ITEM(args, 1);
             first = 0;
         }
@@ -762,13 +799,39 @@ class Run {
 
     // Null: there is no value with this number.
     const WeakTensor* slot_of(std::int64_t number) const {
-        const bool is_known = number >= 0 && static_cast<std::size_t>(number) < slots_->size();
-        return is_known ? &(*slots_)[static_cast<std::size_t>(number)] : nullptr;
+        const bool is_known = number >= 0 && static_cast<std::size_t>(number) < slots_->values.size();
+        return is_known ? &slots_->values[static_cast<std::size_t>(number)] : nullptr;
+    }
+
+    // Of a value that is another one as well, which was counted.
+    std::int64_t expected_count(const c10::TensorImpl* tensor) const {
+        std::int64_t found = 1;
+        for (const auto i : slots_->counted) {
+            found = slots_->values[i]._unsafe_get_target() == tensor ? std::max(found, slots_->counts[i]) : found;
+        }
+        return found;
+    }
+
+    // The Python object of a tensor, and its references. The tensor is held here as well, so that one of them is from C++.
+    static std::pair<PyObject*, std::int64_t> count_of(const c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>& tensor) {
+        PyObject* object = tensor ? tensor->pyobj_slot()->load_pyobj() : nullptr;
+        return {object, object == nullptr ? 1 : static_cast<std::int64_t>(Py_REFCNT(object))};
     }
 
     std::shared_ptr<Tape> tape_;
     py::object left_;
-    using Slots = std::vector<WeakTensor>;
+    struct Slots {
+        std::vector<WeakTensor> values;
+        std::vector<std::int64_t> counts;  // of Python objects that may hold each
+        std::vector<std::size_t> counted;  // those of which that is known
+        std::vector<WeakTensor> views;  // that units have made
+        std::vector<WeakTensor> plain;  // that were there when the forward began
+    };
+    static bool is_among(const std::vector<WeakTensor>& known, const at::Tensor& tensor) {
+        const auto* own = tensor.unsafeGetTensorImpl();
+        return std::any_of(known.begin(), known.end(), [own](const WeakTensor& one) { return one._unsafe_get_target() == own; });
+    }
+
     static WeakTensor nothing() {
         return WeakTensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>());
     }
@@ -856,7 +919,8 @@ py::list numbers_of(const Run& run, const py::object& tensor) {
 // What entries compare beside functions and arguments.
 py::tuple settings() {
     const auto now = Settings::now();
-    return py::make_tuple(now.gradients, now.inference, now.autocast_cpu, now.autocast_gpu);
+    return py::make_tuple(
+        now.gradients, now.inference, now.autocast_cpu, now.autocast_gpu, now.dispatch_modes, now.saved_tensors_hooks);
 }
 
 }  // namespace
@@ -882,6 +946,8 @@ PYBIND11_MODULE(_tape, module) {
         .def("numbers_of", torch::wrap_pybind_function(&vescale::numbers_of))
         .def("step", torch::wrap_pybind_function(&vescale::step))
         .def("end", vescale::method(&Run::end))
+        .def("note_counts", vescale::method(&Run::note_counts))
+        .def("note_views", vescale::method(&Run::note_views))
         .def("held", vescale::method(&Run::held))
         .def_property_readonly("position", vescale::method(&Run::position))
         .def_property_readonly("has_left", vescale::method(&Run::has_left));

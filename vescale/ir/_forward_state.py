@@ -22,6 +22,7 @@ a call has written to them before. (The first call, and the first in other modes
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import enum
 import functools
@@ -47,6 +48,7 @@ from vescale.errors import RecomputationError
 # Contents of the objects that a program keeps state in: attributes, items, states of generators; read, and put back.
 
 _SMALL = 1 << 16  # bytes of an array that is looked at
+_UNSET = object()  # what a context variable has that nobody has set
 OF_MODULES = frozenset((*vars(nn.Module()), "forward", CALL_OVERRIDE)) - {"training"}
 """Attributes where modules keep parameters, children and hooks, and what runs in place of their forward."""
 
@@ -142,6 +144,15 @@ def _put_array(item: Any, content: Any) -> None:
     item[...] = content
 
 
+def _variable(item: contextvars.ContextVar[Any]) -> list[Any]:
+    return [item.get(_UNSET)]
+
+
+def _put_variable(item: contextvars.ContextVar[Any], content: list[Any]) -> None:
+    if content[0] is not _UNSET:
+        item.set(content[0])
+
+
 def _cell(item: types.CellType) -> list[Any]:
     return [item.cell_contents]
 
@@ -190,6 +201,7 @@ _KINDS: dict[type, Kind] = {
     list: Kind(list, _put_list),
     deque: Kind(deque, _put_deque),
     set: Kind(set, _put_set, has_values=False),
+    contextvars.ContextVar: Kind(_variable, _put_variable),
     np.ndarray: Kind(np.array, _put_array, has_values=False),
     torch.Generator: Kind(_torch_state, _put_torch_state, draws=True, has_values=False),
     random.Random: Kind(random.Random.getstate, random.Random.setstate, draws=True, has_values=False),
@@ -307,6 +319,13 @@ class _Place:
     kind: Kind
     content: Any
     has_tensors: bool = False
+
+    def value(self, key: Any) -> Any:
+        """What it holds now; None where that is nothing."""
+        content = self.kind.read(self.item)
+        if isinstance(content, dict):
+            return content.get(key)
+        return content[key] if key < len(content) else None
 
     def still_leads_to(self, content: Any) -> bool:
         """Whether nothing else that may have state is found from the object than before."""
@@ -440,6 +459,7 @@ class _Places:
         values += self._hold_named(names, scope, named_items)
         if _is_installed(function.__module__):
             return
+        self._hold(function, name, ATTRIBUTES)
         for value in list(values):
             if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
                 values += self._hold_named(names, vars(value), named_items)
@@ -488,6 +508,43 @@ def state_unchanged(module: nn.Module) -> Iterator[None]:
         for place, content in held:
             if not is_same(content, place.kind.read(place.item)):
                 place.kind.put(place.item, content)
+
+
+class WatchedForward:
+    """What a forward changes in Python: state that is found when it begins, and in functions that :meth:`enter` names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.named_modules())
+        self._places = _Places.of_module(parts)
+        self._buffers = {id(part._buffers) for _, part in parts}
+        self._held: list[tuple[_Place, Any]] = []
+        self._read()
+
+    def _read(self) -> None:
+        new = self._places.found[len(self._held) :]
+        self._held += [(place, place.kind.read(place.item)) for place in new]
+
+    def enter(self, code: types.CodeType, scope: dict[str, Any]) -> None:
+        """A function of the model runs, with these globals."""
+        if not _is_of_library(scope.get("__name__")):
+            self._places._hold_named(names_in(code), scope, named_items)
+            self._places._walk()
+            self._read()
+
+    def values(self) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
+        """What was held, with names, and functions that tell what is held there by now."""
+        for place, content in self._held:
+            if place.kind.has_values and id(place.item) not in self._buffers:
+                for key, value in _items(content):
+                    yield f"{place.name}{key}", value, functools.partial(place.value, key)
+
+    def changed(self) -> list[tuple[Kind, Any]]:
+        """The objects whose contents are others by now, with how these are read and put."""
+        return [
+            (place.kind, place.item)
+            for place, before in self._held
+            if id(place.item) not in self._buffers and not is_same(before, place.kind.read(place.item))
+        ]
 
 
 def _num_hooks(parts: list[tuple[str, nn.Module]]) -> int:

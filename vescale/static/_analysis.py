@@ -64,10 +64,11 @@ Action = ReadSizes | TakeSizes | Eager
 
 _Tensor: Any = torch.Tensor
 # What they do is seen in the backward of this tensor alone.
-_OF_TENSOR_ITSELF = frozenset((
+OF_TENSOR_ITSELF = frozenset((
     _Tensor.backward, _Tensor.detach_, _Tensor.register_hook, _Tensor.register_post_accumulate_grad_hook,
     _Tensor.retain_grad, _Tensor.requires_grad_, _Tensor.data.__set__, _Tensor.grad.__get__, _Tensor.grad.__set__,
-    _Tensor.requires_grad.__set__,
+    _Tensor.requires_grad.__set__, _Tensor.grad_fn.__get__, _Tensor.is_leaf.__get__,
+    torch.autograd.grad, torch.autograd.backward,
 ))  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def name_of(function: Any) -> str:
 
 def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
     """What happens at the site of a call; None: nothing but the function on the local tensors."""
-    if call.function in _OF_TENSOR_ITSELF and any(record.placements is not None for record in call.inputs):
+    if call.function in OF_TENSOR_ITSELF and any(record.placements is not None for record in call.inputs):
         return Problem(f"{name_of(call.function)} belongs to the tensor itself, of which there would be two")
     reason = _why_not_plain(call, mesh)
     if not reason:

@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import (
     CALL_OVERRIDE,
     GLOBAL_HOOKS,
+    bytes_of,
     compiled_call,
+    has_dispatch_modes,
     has_saved_tensors_hooks,
     hides_tensors,
     in_transform,
@@ -52,7 +54,7 @@ from vescale.static._observed_ops import (
 )
 from vescale.static._program import TapeProgram
 from vescale.static._python_state import WatchedState
-from vescale.static._record import Recorder
+from vescale.static._record import Recorder, memory_of
 from vescale.static._state import ModuleStates, problems_of_modules, regions_of
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
@@ -68,34 +70,45 @@ _Key = tuple[str, str | int]
 
 
 class WrittenTensors:
-    """Buffers and parameters of a model, and its inputs, before a static forward.
+    """Buffers and parameters of a model, and its inputs, before a forward.
 
     Args:
         given: args and kwargs.
-        writes: which ones the program has written to before; None: it is not known, and all are looked at.
+        writes: which ones the recorded forward wrote to; None: it begins, and all are looked at.
         has_units: whether parameters are gathered around the forward, which writes to them.
+        keeps_all: whether what is large is kept as well.
     """
 
-    def __init__(self, model: nn.Module, given: Any, writes: Collection[_Key] | None, has_units: bool) -> None:
+    def __init__(
+        self, model: nn.Module, given: Any, writes: Collection[_Key] | None, has_units: bool, keeps_all: bool
+    ) -> None:
         self._held: list[tuple[_Key, torch.Tensor, tuple[int, ...], torch.Tensor | None]] = []
         if writes is not None and not writes:
             return
         found = list(_all(model, given, has_units) if writes is None else _those(model, given, writes))
-        keeps = writes is None or sum(x.numel() for _, x in found) <= _MAX_KEPT
+        keeps = keeps_all or sum(x.numel() for _, x in found) <= _MAX_KEPT
         with torch.no_grad(), no_torch_function():
             for key, x in found:
-                is_kept = keeps and key[0] != "parameter" and not x.requires_grad and not x.is_inference()
+                is_kept = (
+                    keeps and not (writes is None and key[0] == "parameter") and not x.is_inference() and not x.is_meta
+                )
                 self._held.append((key, x, versions(x), own_part(x).clone() if is_kept else None))
 
-    def written(self) -> frozenset[_Key]:
-        """Those that have been written to."""
-        return frozenset(key for key, x, before, _ in self._held if versions(x) != before)
+    def written(self, memory: Collection[int]) -> frozenset[_Key]:
+        """Those that have been written to: not every op counts its writes (those of batch norm, and of ``x.data``).
+        ``memory``: the addresses that calls have written to."""
+        with no_torch_function():
+            return frozenset(
+                key
+                for key, x, before, kept in self._held
+                if versions(x) != before
+                or memory_of(x) in memory
+                or (kept is not None and not torch.equal(bytes_of(own_part(x)), bytes_of(kept)))
+            )
 
     def undo(self, problem: BaseException) -> None:
         """They hold again what they held. Raises StaticStepError where that is not known."""
-        for (kind, name), x, before, kept in self._held:
-            if versions(x) == before:
-                continue
+        for (kind, name), x, _, kept in self._held:
             if kept is None:
                 raise StaticStepError(
                     f"the static forward has written to {kind} {name!r} of shape {tuple(x.shape)} before it failed "
@@ -338,7 +351,7 @@ class StaticForward:
         found = self._early.find(args, kwargs, model.training)
         if found is None or current_activation() is not None or num_function_modes() or in_transform():
             return None
-        if has_saved_tensors_hooks():
+        if has_saved_tensors_hooks() or has_dispatch_modes():
             return None
         program = self.tapes[found[0]].first()
         is_known = program is found[1]()
@@ -346,7 +359,7 @@ class StaticForward:
             return None  # there is a new tape, or these inputs have not been given to this one
         if not native_static().is_installed():
             return None
-        if self._pauses.is_on(found[0]) or any(kind == "input" for kind, _ in program.writes or ()):
+        if self._pauses.is_on(found[0]) or any(kind == "input" for kind, _ in program.writes):
             return None  # what is written to is the DTensor that an entry makes
         # What the user calls before the forward gets DTensors.
         if len(model.__dict__["_forward_pre_hooks"]) > 1 or any(GLOBAL_HOOKS) or program.guards.broken():
@@ -404,9 +417,9 @@ class StaticForward:
             if program.needs_mode and not had_mode:  # a function of local tensors cannot do it this time
                 tries.insert(0, program)
                 continue
-            reason, has_left = reason or left, True
             if not program.is_static:  # it has failed
-                break
+                return self._eager(model, program.eager_modules[""], args, kwargs)
+            reason, has_left = reason or left, True
         if has_left:
             tapes.misses += 1
             self._pauses.note(key, True)
@@ -425,7 +438,8 @@ class StaticForward:
         host_state = host_random_state() if self._draws_on_host else None
         mark, python_state = program.units.mark(), program.changed.saved()
         given = (args, kwargs) if entered is None else (entered.args, entered.kwargs)
-        written = WrittenTensors(model, given, program.writes, bool(program.units.parameters))
+        has_units = bool(program.units.parameters)
+        written = WrittenTensors(model, given, program.writes, has_units, keeps_all=not program.is_proven)
         activation.static = program
         try:
             result = program.run(args, kwargs, entered)
@@ -448,8 +462,6 @@ class StaticForward:
             return _LEFT, str(problem)
         finally:
             activation.static = None
-        if program.writes is None:
-            program.writes = written.written()
         program.is_proven = True
         return result, ""
 
@@ -483,6 +495,8 @@ class StaticForward:
             return f"an input is {kind_of(hidden)}, which may hold tensors"
         if num_function_modes() > (activation.contexts is not None):
             return "a TorchFunctionMode is on, which gets the DTensors (torch.set_default_device, torch.device)"
+        if has_dispatch_modes():
+            return "a TorchDispatchMode is on, which gets the DTensors"
         if has_saved_tensors_hooks():
             return "hooks for saved tensors are on (torch.autograd.graph.saved_tensors_hooks, save_on_cpu)"
         if in_transform():
@@ -551,7 +565,7 @@ class StaticForward:
         self._waiting[key] = 0
         units = ModelUnits(model)
         modules = dict(model.named_modules())
-        states, watched = ModuleStates(modules, units.parameters), WatchedState(modules.items())
+        states, watched = ModuleStates(modules, units.parameters), WatchedState(model)
         names = functools.partial(units.names_in, model)
         recorder = Recorder(activation.frames, names, units.is_elsewhere, watched.add_frame)
         self._recorders[key] = recorder
@@ -566,6 +580,7 @@ class StaticForward:
         recorder.problems, recorder.regions = problems_of_modules(modules), regions_of(modules)
         host_state, replaced, held_by_modules = host_random_state(), set[tuple[int, str]](), list[torch.Tensor]()
         memory = _memory_of(model) if not units.parameters else []
+        written = WrittenTensors(model, (args, kwargs), None, bool(units.parameters), keeps_all=True)
         try:
             result = recorder.run(functools.partial(type(model).forward, model), args, kwargs)
             for path, name in states.changes():
@@ -596,7 +611,8 @@ class StaticForward:
                 if compiled is not None:
                     held[CALL_OVERRIDE] = compiled
             recorder.guards = Guards(model.named_modules(), units.parameters, frozenset(replaced))
-            recorder.changed = watched.changed()
+            recorder.changed, recorder.plain = watched.changed(), watched.plain(recorder.used_plain)
+            recorder.writes = written.written(recorder.written_memory)
 
     def _finish(self, model: nn.Module, key: str) -> None:
         """Make a tape of the recorded step, if its backward has been seen."""
@@ -605,7 +621,7 @@ class StaticForward:
             return
         del self._recorders[key]
         taped = recorded_tape(recorder, self.runtime.mesh)
-        program = TapeProgram(self.runtime, model, taped, recorder.guards, recorder.changed)
+        program = TapeProgram(self.runtime, model, taped, recorder)
         self.tapes.setdefault(key, Tapes()).add(program)
         if not program.is_static:
             self.fallbacks[program.eager_modules[""]] += 0  # steps have other reasons, or follow

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -189,31 +190,47 @@ def _all(recorder: Recorder) -> Iterator[TensorRecord]:
 # Local tensors of parameters and buffers, also of those that got no gradient in the recorded step.
 
 
-# By the parameter and its ``grad``, as long as somebody shows them.
-_SHOWN: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+@dataclass(eq=False)
+class Shown:
+    """What modules show in place of a parameter or buffer: the local tensor, in autograd."""
+
+    of: DTensor
+    local: torch.Tensor
+    tensor: torch.Tensor
 
 
-def shown_local(x: DTensor, grad: tuple[Placement, ...] | None, name: str) -> torch.Tensor:
+# By the parameter and its ``grad``, as long as somebody holds them.
+_SHOWN: weakref.WeakValueDictionary[Any, Shown] = weakref.WeakValueDictionary()
+
+
+def shown_local(x: DTensor, grad: tuple[Placement, ...] | None, name: str) -> Shown:
     """The local tensor of a parameter or buffer; ``grad``: placements of its local gradients, None if there are none.
 
     All forwards show the same one, so that gradients of several forwards are added in the order of eager mode.
     """
-    local = local_of(x)
+    local = with_attributes(x)
     if not x.requires_grad:
-        return local
-    known: Any = _SHOWN.get((id(x), grad))
-    if known is not None and known.data_ptr() == local.data_ptr():
-        of, of_local = known._vescale_source
-        if of is x and of_local is local:
-            return cast(torch.Tensor, known)
-    made: Any = (
+        return Shown(x, local, local)
+    known = _SHOWN.get((id(x), grad))
+    if known is not None and known.of is x and known.local is local and known.tensor.data_ptr() == local.data_ptr():
+        return known
+    tensor = (
         without_gradient(local.detach().requires_grad_(), f"the parameter {name}")
         if grad is None
         else enter_local(x, grad)
     )
-    made._vescale_source = x, local
-    _SHOWN[id(x), grad] = made
-    return cast(torch.Tensor, made)
+    tensor.__dict__ = x.__dict__
+    made = _SHOWN[id(x), grad] = Shown(x, local, tensor)
+    return made
+
+
+def with_attributes(x: DTensor) -> torch.Tensor:
+    """The local tensor of a parameter or buffer, with its attributes: ``isinstance(weight, nn.Parameter)``, and what
+    programs keep at weights."""
+    local = local_of(x)
+    if local.__dict__ is not x.__dict__:
+        local.__dict__ = x.__dict__
+    return local
 
 
 def without_gradient(x: torch.Tensor, what: str) -> torch.Tensor:

@@ -37,6 +37,8 @@ class Guards:
         for path, module in modules:
             held = module.__dict__
             self._hooks += [held[name] for name in HOOKS_OF_MODULES]
+            if "forward" in held:  # an entry of the plan, around it
+                self._add(held, "forward", held["forward"])
             for kind in _CONTAINERS:
                 self._containers.append(held[kind])
                 self._paths.append(path)
@@ -71,5 +73,5 @@ class Guards:
         if native.first_other_flag(self._tensors, self._requires_grad) >= 0:
             return "requires_grad of parameters has changed"
         if self.have_replaced():
-            return "parameters, buffers or parts of modules were replaced"
+            return "parameters, buffers, parts or forwards of modules were replaced"
         return ""

@@ -29,24 +29,24 @@ from vescale.errors import StaticStepError
 from vescale.fsdp import ManagedParameter, state_of
 from vescale.ir import Redistribute
 from vescale.runtime import Frame, Placing, Runtime, current_activation, resumed
-from vescale.static._analysis import Action, Eager, ReadSizes, RecordedTape, TakeSizes, name_of
+from vescale.static._analysis import OF_TENSOR_ITSELF, Action, Eager, ReadSizes, RecordedTape, TakeSizes, name_of
 from vescale.static._checks import check_of, needs_sizes
 from vescale.static._early_inputs import Entered
-from vescale.static._gradients import is_whole, refuse_second_derivatives, without_gradient
-from vescale.static._guards import Guards
+from vescale.static._gradients import is_whole
 from vescale.static._hidden_tensors import hidden_slots
 from vescale.static._local_functions import LocalFunction, local_function
 from vescale.static._observed_ops import SIZE_READERS, LocalRun, random_state, set_random_state
-from vescale.static._python_state import PythonState
 from vescale.static._record import (
     BoundaryEvent,
     CallEvent,
+    Recorder,
     captured_tensors,
+    has_attributes,
     kept_tensors,
     line_of_model,
     still_kept,
 )
-from vescale.static._shown_entries import PlacedTensor, ShownEntries
+from vescale.static._shown_entries import PlacedTensor, ShownEntries, handed_out
 from vescale.static._state import checkpoint_of, is_inside, own_forward
 from vescale.static._step_records import Boundary
 from vescale.static._tensor_type import TensorType, UnrecordedError, map_in_order, types_of
@@ -151,31 +151,6 @@ def refused(reason: str) -> Callable[..., Any]:
     return call
 
 
-# Outputs of a model in static mode, as DTensors.
-
-
-def handed_out(result: Any, outputs: Sequence[TensorType], hidden: Sequence[TensorType]) -> Any:
-    """What a forward has returned, with DTensors of these types; ``hidden``: of tensors in its objects."""
-    if type(result) is torch.Tensor and len(outputs) == 1 and not hidden:
-        return _hand_out(outputs[0], result)
-    slots = hidden_slots(result)
-    if len(slots) != len(hidden):
-        raise UnrecordedError("objects in the output hold different tensors than recorded")
-    for slot, kind in zip(slots, hidden, strict=True):
-        slot.set(_hand_out(kind, slot.get()))
-    return map_in_order(result, [functools.partial(_hand_out, kind) for kind in outputs])
-
-
-def _hand_out(kind: TensorType, local: torch.Tensor) -> torch.Tensor:
-    """An output as a DTensor."""
-    x = kind.to_global(local, "output")
-    if kind.grad is None and x.requires_grad and isinstance(x, DTensor):
-        x = without_gradient(x, "an output")
-    if x.grad_fn is not None and x is not local:
-        x.grad_fn.register_prehook(refuse_second_derivatives)
-    return x
-
-
 # The cursor
 
 
@@ -213,7 +188,8 @@ def _left(
 
 
 _MOST_OBSERVED = 32  # calls of a forward
-_CHANGING = {"__set__", "__delete__", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"}
+_CHANGING = {"__set__", "__delete__", "__setitem__", "backward", "batch_norm", "instance_norm"}
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 
 
 class _Boundary:
@@ -258,13 +234,11 @@ class TapeProgram:
         needs_mode: whether something runs on DTensors, in the model's function mode.
         steps: how many forwards ran.
         is_proven: whether a static step has come to its end; is_again: whether a part of one is computed again in backward.
-        writes: what a forward writes to (:meth:`WrittenTensors.written`); None: it is not known.
+        writes: what the recorded forward wrote to (:meth:`WrittenTensors.written`).
     """
 
-    def __init__(
-        self, runtime: Runtime, model: nn.Module, taped: RecordedTape, guards: Guards, changed: PythonState
-    ) -> None:
-        self.runtime, self.guards, self.changed = runtime, guards, changed
+    def __init__(self, runtime: Runtime, model: nn.Module, taped: RecordedTape, recorder: Recorder) -> None:
+        self.runtime, self.guards, self.changed = runtime, recorder.guards, recorder.changed
         self._model, self._weak = weakref.ref(model), weakref.ref(self)
         self.units = ModelUnits(model)
         self.modules = dict(model.named_modules())
@@ -272,7 +246,7 @@ class TapeProgram:
         self.draws, self.grads = taped.draws, taped.grads
         self.needs_mode = self._used_mode = False
         self.is_proven = self.is_again = False
-        self.writes: frozenset[Any] | None = None
+        self.writes, self._plain = recorder.writes, recorder.plain
         self.steps = 0
         self.shared: dict[Any, Any] = {}
         self.sites: list[SiteOfTape] = []
@@ -295,8 +269,8 @@ class TapeProgram:
         self.run_of_step: Any = native_tape().Run(self._tape, functools.partial(_left, self._weak))
         self._cursor = _Cursor(self.run_of_step)
         self._input_numbers, self._output_numbers = list(taped.input_numbers), list(taped.output_numbers)
-        # Of values that may outlive the forward: plain ones are the same on every rank.
-        self._expected = {*taped.input_numbers, *taped.output_numbers, *taped.names.values(), *taped.plain}
+        # Of values that may outlive the forward: plain ones are the same on every rank, and units keep their parameters.
+        self._expected = {*taped.names.values(), *taped.plain}
         self._captured: set[int] = set()  # ids of tensors that functions hold which run again in backward
         self._static_paths = tuple(path for path, problem in taped.problems.items() if not problem)
         if not taped.problems[""]:
@@ -337,7 +311,7 @@ class TapeProgram:
                 args, kwargs = map_in_order((args, kwargs), [t.to_local for t in self.inputs])
             else:
                 args, kwargs = entered.local_args, entered.local_kwargs
-            run.begin()
+            run.begin([x for x in (read() for read in self._plain) if isinstance(x, torch.Tensor)])
             self._captured.clear()
             self._observed.clear()
             self.difference, self._num_observed = "", 0
@@ -348,6 +322,8 @@ class TapeProgram:
                 if len(given) != len(self._input_numbers):
                     raise UnrecordedError("the inputs have another number of tensors")
                 run.bind_all(self._input_numbers, given)
+                del given
+                run.note_counts(*self._held_around)
                 with with_torch_function(), self._cursor:
                     result = self._root(*args, **kwargs)
             finally:
@@ -357,13 +333,17 @@ class TapeProgram:
             except ValueError as problem:
                 raise UnrecordedError(f"of an output, {problem}") from problem
             reason = run.end(returned, self._output_numbers)
-            if reason or any(x() is not None for x in self._observed):
-                raise UnrecordedError(self.difference or reason)
-            del returned, given
+            # The model may have caught that it had left.
+            has_more = any(map(has_attributes, returned))
+            if reason or run.has_left or has_more or any(x() is not None for x in self._observed):
+                raise UnrecordedError(self.difference or reason or "a tensor of the output has attributes")
+            del returned
+            found = handed_out(result, self._handed_out, self.hidden)
+            del result
             self._refuse_kept()
             self.steps += 1
             self.needs_mode = self._used_mode
-            return handed_out(result, self._handed_out, self.hidden)
+            return found
 
     @property
     def has_failed(self) -> bool:
@@ -381,7 +361,9 @@ class TapeProgram:
         name = getattr(function, "__name__", "")
         self._num_observed += 1
         is_torch = not isinstance(function, weakref.ref)
-        if not is_torch or name in _CHANGING or "out" in kwargs or self._num_observed > _MOST_OBSERVED:
+        is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or kwargs.get("inplace")
+        is_changing = is_in_place or name in _CHANGING or function in OF_TENSOR_ITSELF or "out" in kwargs
+        if not is_torch or is_changing or self._num_observed > _MOST_OBSERVED:
             raise UnrecordedError(self.difference)
         given = list(tensors_in((args, kwargs)))
         if not given:  # it sets gradient mode, say
@@ -478,7 +460,7 @@ class TapeProgram:
         self.shared.clear()
 
     def _hide_entries(self) -> None:
-        if self.writes is None or self.writes:
+        if self.writes:
             self._shown.keep_written()
         self._shown.hide()
         for parameter in self._parameters:
@@ -524,7 +506,7 @@ class TapeProgram:
         )
 
     def _kept(self) -> list[tuple[int, torch.Tensor]]:
-        """A tensor that was written to is several values, of which the last may be an output."""
+        """A tensor that was written to is several values. The result has DTensors by now."""
         found = kept_tensors(self.run_of_step, lambda *_: False)
         known = self._captured.union(id(x) for number, x in found if number in self._expected)
         return [(number, x) for number, x in found if id(x) not in known]
@@ -536,13 +518,18 @@ class TapeProgram:
         names = self.units.names_in(model)
         self._bound_numbers: list[int] = []
         self._bound_entries: list[int] = []
-        for x, entry in self._shown.tensors():
+        places: list[int] = []
+        for x, entries in self._shown.tensors():
             number = numbers.get(names.get(id(x), ""))
             if number is not None:
                 self._bound_numbers.append(number)
-                self._bound_entries.append(entry)
+                self._bound_entries.append(entries[0])
+                places.append(len(entries))
         at_rest = [(names.get(id(p.sharded), ""), p) for p in dict.fromkeys(self.units.parameters.values())]
         self._at_rest = [(numbers[name], p) for name, p in at_rest if name in numbers]
+        inputs = list(dict.fromkeys(number for number in self._input_numbers if number not in self._expected))
+        self._expected -= set(self._bound_numbers)
+        self._held_around = [*self._bound_numbers, *inputs], [*places, *(0 for _ in inputs)]
         for parameters in (self._parameters, *(unit.parameters for unit in self._units_made)):
             for parameter in parameters:
                 number = numbers.get(parameter.parameter_name)
@@ -599,7 +586,11 @@ class TapeProgram:
                 self._root = forward
                 self._parameters += shown  # the hooks of its unit are around all of this
                 continue
-            unit = None if state is None else UnitForward(state, module, shown, self._running_units)
+            unit = None
+            if state is not None:
+                unit = UnitForward(
+                    state, module, shown, self._running_units, functools.partial(_note_views, self._weak)
+                )
             if unit is not None:
                 self._units_made.append(unit)
             self._shown.add(module.__dict__, CALL_OVERRIDE, self._placed(path, forward, unit))
@@ -729,7 +720,8 @@ class TapeProgram:
         whole = all(is_whole(p, mesh) for p in [*(r.placements for r in records), *grads])
         check, accept = _NOTHING, None
         of_sizes = needs_sizes(call.function, found.has_whole_numbers)
-        if (found.numbers or of_sizes) and not whole:
+        may_differ = len(found.numbers) > found.num_tensors or found.num_tensors > 1
+        if (may_differ or of_sizes) and not whole:
             check = _SIZES if of_sizes else _NUMBERS
             expected = LocalRun.TAKES_SIZES if isinstance(action, TakeSizes) else LocalRun.SAME
             key = call.function, inputs, outputs, expected
@@ -768,6 +760,12 @@ def _bind(program: weakref.ref[TapeProgram], number: int, x: torch.Tensor) -> No
     found = program()
     assert found is not None
     found.run_of_step.bind(number, x)
+
+
+def _note_views(program: weakref.ref[TapeProgram], tensors: list[torch.Tensor]) -> None:
+    found = program()
+    assert found is not None
+    found.run_of_step.note_views(tensors)
 
 
 def _gathered(parameter: ManagedParameter) -> DTensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -24,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 from vescale.comm import Ledger, record_comms
 from vescale.compat import (
     call_module,
+    has_dispatch_modes,
+    has_saved_tensors_hooks,
     hides_tensors,
     local_of,
     native_tape,
@@ -57,8 +60,9 @@ class Arguments:
 
     Attributes:
         args, kwargs: what each has to be.
-        numbers: the whole numbers and fractions among them; ``sizes``: the same, with the sizes of the local tensors.
-        has_whole_numbers: whether there is one.
+        numbers: the whole numbers and fractions among them, and which sizes of tensors are 1; ``sizes``: the same, with all
+            sizes of the local tensors.
+        has_whole_numbers: whether there is one; num_tensors: how many there are.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Arguments:
         self.numbers: list[int] = []
         self.sizes: list[int] = []
         self.has_whole_numbers = False
+        self.num_tensors = 0
         self.args = tuple(map(self._expected, args))
         self.kwargs = {name: self._expected(value) for name, value in kwargs.items()}
         del self._number_of, self._views
@@ -88,15 +93,18 @@ class Arguments:
         kind = type(value)
         if isinstance(value, torch.Tensor):
             number = self._number_of(value)
+            own = own_part(value)
+            self.sizes += own.shape
+            self.num_tensors += 1
+            self.numbers.append(functools.reduce(lambda ones, size: 2 * ones + (size == 1), own.shape, 1))
             if number is None:
-                return _PLAIN, value.dtype, value.ndim, value.requires_grad
-            self.sizes += own_part(value).shape
+                return _PLAIN, weakref.ref(value), value.ndim, value.requires_grad
             base = self._views.get(number)
             return (_VALUE, number) if base is None else (_VIEW, number, base)
-        if kind is int:
+        if kind is int or isinstance(value, numpy.integer):
             self.has_whole_numbers = True
-            self._note(value)
-            return (_INT,)
+            self._note(int(value))
+            return _INT, kind
         if isinstance(value, float):
             self._note(0 if value == 0.0 else 1 if value == 1.0 else 2)
             return (_FLOAT,)
@@ -257,8 +265,10 @@ class Recorder(TorchFunctionMode):
         problems: what rules a static forward out, by the path of the module.
         regions: paths of the modules that run on local tensors by the plan.
         recomputes: whether there are checkpoints, whose recomputations run the ops of recorded functions.
-        guards: what the step depended on; ``changed``: what it has changed in Python; ``written_names``: of buffers that
-            modules have replaced. All are set by whoever records.
+        written_memory: where calls have written to; ``used_plain``: the ``id`` of tensors that no call has made.
+        guards: what the step depended on; ``changed``: what it has changed in Python; ``writes``: which tensors;
+            ``plain``: where plain ones were before; ``written_names``: of buffers that modules have replaced. All are set by
+            whoever records.
     """
 
     def __init__(
@@ -283,6 +293,10 @@ class Recorder(TorchFunctionMode):
         self.regions: frozenset[str] = frozenset()
         self.guards: Any = None
         self.changed: Any = None
+        self.writes: frozenset[Any] = frozenset()
+        self.written_memory: set[int] = set()
+        self.used_plain: set[int] = set()
+        self.plain: list[Callable[[], Any]] = []
         self.written_names: set[str] = set()
         self.named: dict[str, Value] = {}
         self._read_names = names
@@ -328,6 +342,8 @@ class Recorder(TorchFunctionMode):
                 self.problems[""] = f"of an output, {problem}"
                 return result
             self.hidden = [self._record(x) for x in inside]
+            if any(map(has_attributes, (*returned, *inside))):
+                self.problems[""] = "a tensor of its output has attributes"
             numbers = list(map(self.number_of, (*returned, *inside)))
             self.output_numbers = [-1 if number is None else self._views.get(number, number) for number in numbers]
             self._refuse_unseen(returned, None)
@@ -392,7 +408,10 @@ class Recorder(TorchFunctionMode):
         """Of a tensor that is an input, a parameter, or the result of a call."""
         if not isinstance(x, DTensor):
             known = self._plain.get(id(x))
-            return known[1] if known is not None and known[0]() is x else None
+            if known is not None and known[0]() is x:
+                return known[1]
+            self.used_plain.add(id(x))
+            return None
         is_made = getattr(x, "_vescale_value", None) is not None or bool(self.name_of(x))
         value = self._value(x)
         number = self.numbers.get(value)
@@ -504,6 +523,10 @@ class Recorder(TorchFunctionMode):
             del frame
             call.reads_other_unit = any(map(self._is_of_other_unit, call.inputs))
         self.calls.append(call)
+        if has_dispatch_modes():
+            self.problems.setdefault(module, "it calls torch functions under a TorchDispatchMode, which gets DTensors")
+        if has_saved_tensors_hooks(of_checkpoints=False):
+            self.problems.setdefault(module, "its hooks for saved tensors get DTensors")
         try:
             result, made = self._run(call, tensors, func, args, kwargs)
         except BaseException:
@@ -550,6 +573,7 @@ class Recorder(TorchFunctionMode):
                 call.changed = observer.changed  # it is the same on every rank, as are its uses
             written = [x for x, version in zip(tensors, before_call) if versions(x) != version]
             call.writes = bool(written)
+            self.written_memory.update(filter(None, map(memory_of, written)))
             if not written:
                 call.local_run = run_on_locals(func, args, kwargs, result, is_random)
             elif not is_random and not call.changed:
@@ -655,6 +679,17 @@ class Recorder(TorchFunctionMode):
             elif event.path in paths:
                 yield event
                 place = event.end
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """The address of a tensor's memory; 0: it has none."""
+    own = own_part(x)
+    return own.untyped_storage().data_ptr() if own.layout is torch.strided and not own.is_meta else 0
+
+
+def has_attributes(x: torch.Tensor) -> bool:
+    """Whether a program has given a tensor attributes."""
+    return any(not name.startswith("_") for name in x.__dict__)
 
 
 def captured_tensors(function: Any) -> Iterator[torch.Tensor]:

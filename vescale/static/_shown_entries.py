@@ -1,9 +1,10 @@
-"""``ShownEntries``: what modules show in a static forward in place of their attributes, parameters and buffers."""
+"""``ShownEntries``: what modules show in a static forward in place of their attributes, parameters and buffers; what entries
+of the plan place there, and the outputs."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,8 +14,15 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, native_static
 from vescale.runtime import Placing
-from vescale.static._gradients import shown_local
-from vescale.static._tensor_type import TensorType
+from vescale.static._gradients import (
+    Shown,
+    refuse_second_derivatives,
+    shown_local,
+    with_attributes,
+    without_gradient,
+)
+from vescale.static._hidden_tensors import hidden_slots
+from vescale.static._tensor_type import TensorType, UnrecordedError, map_in_order
 
 
 class ShownEntries:
@@ -35,6 +43,7 @@ class ShownEntries:
         self._entries: list[range] = []
         # As of the last forward with gradients, whose linked tensors are among the values.
         self._locals: list[torch.Tensor] = []
+        self._linked: list[Shown] = []
         self._addresses: list[int] = []
 
     def add(self, held: dict[str, Any], name: str, value: Any) -> None:
@@ -63,9 +72,9 @@ class ShownEntries:
         self._grads.append(grad)
         self._entries.append(range(first, len(self._dicts)))
 
-    def tensors(self) -> Iterator[tuple[DTensor, int]]:
-        """Parameters and buffers, and the number of an entry that shows each, in :attr:`last`."""
-        yield from ((x, entries[0]) for x, entries in zip(self._tensors, self._entries, strict=True))
+    def tensors(self) -> Iterator[tuple[DTensor, range]]:
+        """Parameters and buffers, and the numbers of the entries that show each, in :attr:`last`."""
+        yield from zip(self._tensors, self._entries, strict=True)
 
     @property
     def last(self) -> list[Any]:
@@ -81,7 +90,7 @@ class ShownEntries:
             values = values.copy()
             for x, entries in zip(self._tensors, self._entries):
                 for entry in entries:
-                    values[entry] = local_of(x)
+                    values[entry] = with_attributes(x)
         self._last = values
         self.show_again()
 
@@ -106,10 +115,11 @@ class ShownEntries:
         """Local tensors, of which some are others than in the last forward."""
         self._locals = [local_of(x) for x in self._tensors]
         self._addresses = [local.data_ptr() for local in self._locals]
-        for x, grad, entries in zip(self._tensors, self._grads, self._entries):
-            shown = shown_local(x, grad, self._names[entries[0]])
+        names = [self._names[entries[0]] for entries in self._entries]
+        self._linked = list(map(shown_local, self._tensors, self._grads, names))
+        for shown, entries in zip(self._linked, self._entries, strict=True):
             for entry in entries:
-                self._values[entry] = shown
+                self._values[entry] = shown.tensor
 
 
 # Entries of the plan at the boundaries of modules, carried out on local tensors.
@@ -164,3 +174,28 @@ class PlacedTensor:
 
 def _in_python(_: torch.Tensor) -> None:
     """In place of a conversion in C++."""
+
+
+# Outputs of a model in static mode, as DTensors.
+
+
+def handed_out(result: Any, outputs: Sequence[TensorType], hidden: Sequence[TensorType]) -> Any:
+    """What a forward has returned, with DTensors of these types; ``hidden``: of tensors in its objects."""
+    if type(result) is torch.Tensor and len(outputs) == 1 and not hidden:
+        return _hand_out(outputs[0], result)
+    slots = hidden_slots(result)
+    if len(slots) != len(hidden):
+        raise UnrecordedError("objects in the output hold different tensors than recorded")
+    for slot, kind in zip(slots, hidden, strict=True):
+        slot.set(_hand_out(kind, slot.get()))
+    return map_in_order(result, [functools.partial(_hand_out, kind) for kind in outputs])
+
+
+def _hand_out(kind: TensorType, local: torch.Tensor) -> torch.Tensor:
+    """An output as a DTensor."""
+    x = kind.to_global(local, "output")
+    if kind.grad is None and x.requires_grad and isinstance(x, DTensor):
+        x = without_gradient(x, "an output")
+    if x.grad_fn is not None and x is not local:
+        x.grad_fn.register_prehook(refuse_second_derivatives)
+    return x

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import operator
-import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import CALL_OVERRIDE, HOOKS_OF_MODULES, tensors_in
-from vescale.fsdp import state_of
+from vescale.fsdp import ModuleState
 from vescale.runtime import CheckpointedForward, ExpertRegion, LocalRegion
 
 _OURS = frozenset(("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES))
@@ -66,7 +65,7 @@ def problems_of_modules(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Why modules cannot be static whatever their forward does, by path."""
     problems = {}
     for path, module in modules.items():
-        if path and any(len(module.__dict__[name]) > _num_ours(name, module) for name in HOOKS_OF_MODULES):
+        if path and not all(map(_is_ours, _hooks_of(module))):
             problems[path] = "it has hooks, which get DTensors"
         owner = checkpoint_of(module)
         if owner is not None and owner.saves_by_policy:
@@ -96,19 +95,27 @@ def checkpoint_of(module: nn.Module) -> CheckpointedForward | None:
     return owner if isinstance(owner, CheckpointedForward) else None
 
 
-def own_forward(module: nn.Module, path: str) -> Any:
-    """The forward inside of what entries of the plan have put around it."""
+def own_forward(module: nn.Module, path: str) -> Callable[..., Any]:
+    """The forward inside of what entries of the plan have put around it: what it is when it is called, because classes and
+    objects may get others."""
     checkpoint = checkpoint_of(module)
-    forward = checkpoint.inner if checkpoint is not None else module.__dict__.get("forward") if path else None
-    return forward if forward is not None else types.MethodType(type(module).forward, module)
+    if checkpoint is not None:
+        inner: Callable[..., Any] = checkpoint.inner
+        return inner
+    if path:
+        return lambda *args, **kwargs: module.forward(*args, **kwargs)
+    return lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
 
 
-def _num_ours(kind: str, module: nn.Module) -> int:
-    """The runtime's, and a unit's."""
-    if "forward" not in kind:
-        return 0
-    num_of_unit = 0 if state_of(module) is None else 1 if "pre" in kind else 2
-    return 1 + num_of_unit
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    for name in HOOKS_OF_MODULES:
+        yield from module.__dict__[name].values()
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether it is the runtime's, or a unit's: those of parts of the root's do nothing inside of its forward."""
+    owner = getattr(hook, "__self__", hook)
+    return isinstance(owner, ModuleState) or type(owner).__module__.startswith("vescale.csrc.")
 
 
 def _state(module: int, held: _Held, managed: Collection[tuple[int, str]], holds: dict[int, bool]) -> dict[str, Any]:

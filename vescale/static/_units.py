@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import local_of, no_torch_function, with_torch_function
+from vescale.compat import no_torch_function, tensors_in, with_torch_function
 from vescale.fsdp import ManagedParameter, ModuleState, state_of
-from vescale.static._gradients import shown_local
+from vescale.static._gradients import Shown, shown_local, with_attributes
 
 # ``LocalParameter``: a parameter of a unit, shown as its local tensor while the unit runs in a static forward.
 
@@ -47,7 +47,7 @@ class LocalParameter:
         """Called with the local tensor before modules show it."""
         self._current, self._places, self._grad, self._requires_grad = current, places, grad, requires_grad
         self._source: torch.Tensor | None = None
-        self._shown: torch.Tensor | None = None
+        self._shown: Shown | None = None
         self._last: torch.Tensor | None = None
 
     def show(self) -> None:
@@ -56,11 +56,11 @@ class LocalParameter:
         if module["_parameters"].get(own_name) is not x:
             self.hide()
             return
-        local = local_of(x)
+        local = with_attributes(x)
         if self._requires_grad and torch.is_grad_enabled():
-            if self._source is not local or self._shown is None or self._shown.data_ptr() != local.data_ptr():
+            if self._source is not local or self._shown is None or self._shown.tensor.data_ptr() != local.data_ptr():
                 self._source, self._shown = local, shown_local(x, self._grad, self._places[0][1])
-            local = self._shown
+            local = self._shown.tensor
         self._last = local
         if self.on_show is not None:
             self.on_show(local)
@@ -140,13 +140,19 @@ class UnitForward:
     Args:
         parameters: of the unit.
         running: to which this is added while it runs.
+        on_views: called with what the hooks give in place of tensors.
     """
 
     def __init__(
-        self, state: ModuleState, module: nn.Module, parameters: Iterable[LocalParameter], running: list[UnitForward]
+        self,
+        state: ModuleState,
+        module: nn.Module,
+        parameters: Iterable[LocalParameter],
+        running: list[UnitForward],
+        on_views: Callable[[list[torch.Tensor]], None],
     ) -> None:
         self._state, self._module, self.parameters = state, module, list(parameters)
-        self._running, self._is_shown = running, False
+        self._running, self._is_shown, self._on_views = running, False, on_views
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The unit's hooks run aside of the cursor."""
@@ -157,6 +163,7 @@ class UnitForward:
         state, module = self._state, self._module
         try:
             args, kwargs = state.before_forward(module, args, kwargs)
+            self._on_views(list(tensors_in((args, kwargs))))
             with self.shown():
                 self._running.append(self)
                 try:
@@ -165,6 +172,7 @@ class UnitForward:
                 finally:
                     self._running.pop()
             result = state.after_forward(module, args, result)
+            self._on_views(list(tensors_in(result)))
             if self._is_shown:  # the module has called itself, and its parameters may be sharded again
                 self.show()
             return result
