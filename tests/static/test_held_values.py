@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.static.models import Mlp, both, compare, same
 from vescale.static import report
@@ -194,9 +195,9 @@ class Passes(Reads):
 def other_meshes() -> Any:
     """A model that is given DTensors of another mesh: an equal one is as good, ranks in another order are not."""
     models = both(Passes)
-    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)) for _ in range(2)]
+    meshes = [init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",)) for _ in range(2)]
 
-    meshes.append(DeviceMesh("cpu", [1, 0], mesh_dim_names=("tp",)))
+    meshes.append(DeviceMesh(device_type(), [1, 0], mesh_dim_names=("tp",)))
     results: list[list[str]] = []
     for mesh in meshes:
         found = []
