@@ -216,6 +216,9 @@ CASES: dict[str, tuple[Callable[[], Step], int]] = {
     "data and tensor parallel": (data_and_tensor_parallel, 4),
     "pipeline": (pipeline, 2),
 }
+# What requires gradients may change between steps: the first message of a step is waited for, and the store asked whether it
+# has, once in a step and stage.
+EXCEPTIONS = {"pipeline": ("_headers.py", "vescale post vescale/pipeline/")}
 WARM_UP = 6
 
 
@@ -230,7 +233,12 @@ def waits(name: str) -> dict[str, Any]:
         for _ in range(3):
             step()
         found = torch.sim.counts()
-    return {"waits": found["host_syncs"]["places"], "requests": dict(requests)}
+    both = {"waits": found["host_syncs"]["places"], "requests": dict(requests)}
+    known = EXCEPTIONS.get(name, ())
+    return {
+        what: {place: n for place, n in places.items() if n > 3 or not any(one in place for one in known)}
+        for what, places in both.items()
+    }
 
 
 @pytest.mark.parametrize("name", CASES)

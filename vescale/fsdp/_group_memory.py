@@ -163,16 +163,19 @@ class GroupMemory:
             self._note_versions()
             if self.residency is Residency.KEPT_PIECE:
                 comm.gather_stream.wait_event(self._event)
-            with comm.gather_stream(), torch.no_grad():
-                comm.make_room(memory)
-                memory.allocate()
-                try:
+            has_memory = False
+            try:
+                with comm.gather_stream(), torch.no_grad():
+                    comm.make_room(memory)
+                    memory.allocate()
+                    has_memory = True
                     self._start_gathers(path)
-                except BaseException as error:
+            except BaseException as error:
+                if has_memory:  # no longer on the gather stream, which the computation waits for
                     self._drop_gathers(error)
-                    raise
-                self._move(Event.GATHER)
-                self.has_unknown_work = False
+                raise
+            self._move(Event.GATHER)
+            self.has_unknown_work = False
 
     def _start_gathers(self, path: str) -> None:
         stream, self.has_unknown_work = self.comm.gather_stream, True
