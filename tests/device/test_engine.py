@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 from tests.compiler import needs_compiler
 from tests.device import everywhere
-from tests.fsdp import test_between_steps, test_extensions, test_in_place, test_training
+from tests.fsdp import test_between_steps, test_extensions, test_in_place, test_registered, test_training
 from tests.fsdp.compare import by_block, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools
@@ -55,6 +55,13 @@ def after_a_backward_that_is_held() -> None:
 
 def test_a_step_after_a_backward_that_is_held(ranks: RankPools) -> None:
     ranks.run(everywhere, after_a_backward_that_is_held, world_size=2, device="sim")
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero", "plan"])
+def test_what_an_exception_leaves_is_there_when_its_caller_has_it(ranks: RankPools, kind: str) -> None:
+    """Gradients that come back later would survive zero_grad()."""
+    for case in (test_registered.cleared_after_an_exception, test_registered.derivatives_of_reduced_gradients):
+        ranks.run(everywhere, case, kind, world_size=2, device="sim")
 
 
 def test_what_a_failed_gather_has_read_is_waited_for(ranks: RankPools) -> None:
