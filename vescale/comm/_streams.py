@@ -67,7 +67,8 @@ class HostCopy:
     has been given, and which the host does not wait for until it reads it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._values, self._event = tensor, None
+        self._values = tensor
+        self._event: Any = None
         if tensor.device.type != "cpu":
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
