@@ -374,9 +374,9 @@ class GroupMemory:
             self._register_sharded()
         for parameter in self.at_rest.parameters:
             parameter.to_rest()
-        if not self.comm.gather_stream.is_real:
-            for one in pending:
-                one.wait()
+        for one in pending:
+            one.wait()
+        self.comm.gather_stream.compute_waits(self.comm.gather_stream.done())  # the program may write to the shards now
         self.is_held = False
         if self.gathered is not None:
             for bucket in self.at_rest.buckets:
