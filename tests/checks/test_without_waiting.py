@@ -109,16 +109,30 @@ def written() -> None:
 
 
 def parts() -> None:
-    """Parts of other sizes are an error: ranks have taken them as equal."""
+    """Parts of other sizes are gathered where they were so at first; else they are an error: ranks have taken them as equal."""
     with on_several_hosts():
-        for differs_at, raised_at in ((1, 1), (6, 7)):
-            model, _ = parallel("local")
-            with pytest.raises(
-                InputMismatchError, match=rf"different sizes in forward {differs_at} of Linear.*CHECK=steps"
-            ):
-                for step in range(1, 9):
-                    model(torch.ones(2 + (dist.get_rank() if step == differs_at else 0), 4)).sum().backward()
-            assert step == raised_at
+        model, _ = parallel("local")
+        for step in range(1, 12):
+            rows = 2 + (step % 2 if dist.get_rank() == 0 else 0)
+            out = model(torch.ones(rows, 4))
+            assert out.shape[0] == 4 + step % 2
+            out.sum().backward()
+        model, _ = parallel("local")
+        with pytest.raises(InputMismatchError, match=r"different sizes in forward 6 of Linear.*CHECK=steps"):
+            for step in range(1, 9):
+                model(torch.ones(2 + (dist.get_rank() if step == 6 else 0), 4)).sum().backward()
+        assert step == 7
+
+
+def other_parts() -> None:
+    """Of a model whose parts have had different sizes, one rank's gets a dim more."""
+    with on_several_hosts():
+        model, _ = parallel("local")
+        with pytest.raises(InputMismatchError, match="not the shards of any tensor"):
+            for step in range(1, 9):
+                rows = torch.ones(3 - dist.get_rank(), 4)
+                model(rows[None] if step == 6 and dist.get_rank() else rows).sum().backward()
+        assert step == 6
 
 
 def gathered() -> None:
@@ -133,7 +147,7 @@ def gathered() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [later, evaluations, skipped, written, parts, gathered], ids=lambda case: str(case.__name__)
+    "case", [later, evaluations, skipped, written, parts, other_parts, gathered], ids=lambda case: str(case.__name__)
 )
 def test_ranks_on_several_hosts(ranks: RankPools, case: Callable[[], None]) -> None:
     ranks.run(case, world_size=2)

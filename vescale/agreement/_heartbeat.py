@@ -65,7 +65,7 @@ class Heartbeat:
     ``num_first``: how many messages are compared at once."""
 
     def __init__(self, group: dist.ProcessGroup, requester: str, num_first: int = FIRST_MESSAGES) -> None:
-        self._group, self._requester, self._num_first = group, requester, num_first
+        self.group, self._requester, self._num_first = group, requester, num_first
         self._sent: deque[Beat] = deque()
         self._num_sent = 0
 
@@ -82,7 +82,7 @@ class Heartbeat:
         while len(self._sent) > (device.type != "cpu"):
             self._settle_first()
         own = to_device(torch.frombuffer(message, dtype=torch.uint8), device)
-        beat = Beat(all_reduce_(own, "max", self._group, requester=self._requester), check)
+        beat = Beat(all_reduce_(own, "max", self.group, requester=self._requester), check)
         self._sent.append(beat)
         _UNSETTLED[self] = None
         _watch_end()

@@ -30,6 +30,7 @@ from vescale.compat import (
     saved_operands,
     sequence_number,
     spec_of,
+    without_modes,
 )
 
 _MAX_NODES = 1000
@@ -69,7 +70,8 @@ class ScriptGraph:
 
     def describe(self, losses: Sequence[Any], gradients: Sequence[Any], creates_graph: bool) -> None:
         is_unknown = self._has_derivatives or has_dispatch_modes()  # which would see the ops
-        self._rows = _NOTHING if is_unknown else _describe(losses, gradients, self._begin)
+        with without_modes():  # a mode gets the numbers that tensors stand for as Python numbers
+            self._rows = _NOTHING if is_unknown else _describe(losses, gradients, self._begin)
         self._has_derivatives = self._has_derivatives or creates_graph
 
     def take(self) -> list[tuple[str, str]]:

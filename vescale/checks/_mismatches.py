@@ -142,9 +142,8 @@ def uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
     first = {rank: {part[0]: part[1] for part in each["parts"]} for rank, each in zip(ranks, found)}
     return (
         f'the parts of inputs that are passed with given="local" have different sizes in {found[0]["site"]}: '
-        f"{first}; ranks that do not wait for each other assume equal sizes. Pass equal parts (drop_last=True)"
-        ", pass the global batch, or set "
-        "VESCALE_CHECK=steps"
+        f"{first}; ranks of several hosts take sizes for equal if they were so in the first forwards. Pass equal parts "
+        "(drop_last=True), pass the global batch, or set VESCALE_CHECK=steps"
     )
 
 

@@ -22,6 +22,8 @@ others, later                      nobody waits: a digest of all events of a ste
                                    (:class:`vescale.agreement.Heartbeat`), 12 bytes, and looked at before the next one;
                                    where no backward follows, once in 32 events. In every ``VESCALE_CHECK_EVERY``-th
                                    forward descriptions go to the store, too, and a later forward reads those of all ranks
+others, with parts of a batch      once the parts of a model had different sizes in one of these first forwards: its forwards
+of different sizes                 gather their sizes, for which all wait
 others, with VESCALE_CHECK=steps   all wait for each other in a round through the store
 =================================  ==================================================================================
 
@@ -42,6 +44,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from vescale.agreement import Board, CrossWaitError, HandedIn, Heartbeat, Round, wait_limit
@@ -58,7 +61,7 @@ from vescale.checks._mismatches import (
     places_text,
     uneven_text,
 )
-from vescale.comm import group_of_ranks
+from vescale.comm import all_gather_into, group_of_ranks
 from vescale.compat import default_timeout, is_alone, message_device, without_modes
 from vescale.compat.devices import is_capturing
 from vescale.errors import ArgumentError, ConsensusError, RankGoneError, RepeatedPartsWarning
@@ -243,6 +246,7 @@ class StepChecks:
         self._heartbeat: Heartbeat | None = None  # of ranks that do not wait for each other
         self._untold: list[dict[str, Any]] = []  # events that no heartbeat has carried yet
         self._digest = 0  # of these
+        self._uneven: set[int] = set()  # models whose ranks have given parts of different sizes
         self._lock = threading.Lock()  # one event at a time
         self._threads: set[int] = set()  # that have run forwards
         self.begin()
@@ -439,8 +443,7 @@ class StepChecks:
         if not channel:  # of what all ranks are given
             inputs = self._with_noted(inputs)
         if not self.waits:
-            self._meet_later(site, inputs, parts, channel, seen)
-            return None
+            return self._meet_later(site, inputs, parts, channel, seen)
         if self._board is not None and self._mode != "steps":
             return self._meet_on_board(self._board, site, inputs, parts, channel, seen, describe)
         found = self._exchange(self._description(site, inputs, parts), channel)
@@ -450,7 +453,7 @@ class StepChecks:
             self._repeated.look([part.name for part in parts], part_keys(parts, self._coordinates), texts)
         if self._heartbeat is not None and self._mode != "steps":
             if shapes:
-                raise InputMismatchError(uneven_text(found, self.ranks), self.ranks)
+                self._uneven.add(site.model)
             if self._forwards > FIRST and site.text.startswith("forward"):
                 self.waits = False  # all ranks are here
         return shapes
@@ -552,8 +555,13 @@ class StepChecks:
 
     # Events of ranks that do not wait for each other
 
-    def _meet_later(self, site: Site, inputs: Rows, parts: Sequence[LocalPart], channel: int, seen: object) -> None:
+    def _meet_later(
+        self, site: Site, inputs: Rows, parts: Sequence[LocalPart], channel: int, seen: object
+    ) -> list[Mapping[int, Any]] | None:
         is_forward = site.text.startswith("forward")
+        given = parts
+        if is_uneven := bool(parts) and site.model in self._uneven:  # their sizes are gathered below
+            parts = [LocalPart(part.name, (), part.text, part.axes) for part in parts]
         if not channel:
             if is_forward:
                 self._look_at_earlier()
@@ -574,6 +582,30 @@ class StepChecks:
             message = self._description(site, inputs, parts)
             handed_in = self._consensus[channel].hand_in(message, lambda found: self._are_alike(found, channel))
             self._handed_in.append((channel, handed_in))
+        return self._gathered_shapes(site, inputs, given) if is_uneven else None
+
+    def _gathered_shapes(self, site: Site, inputs: Rows, parts: Sequence[LocalPart]) -> list[Mapping[int, Any]] | None:
+        """The shape of each part by position of the rank; all ranks wait. Where they give other parts, or parts with other
+        numbers of dims, they compare descriptions, which raises."""
+        assert self._heartbeat is not None
+        row = [len(parts), *(size for part in parts for size in (len(part.shape), *part.shape))]
+        row += [0] * (_SHAPE_NUMBERS - len(row))
+        with without_modes():
+            own = torch.tensor(row, device=message_device())
+            out = own.new_empty((len(self.ranks), len(row)))
+            group = self._heartbeat.group
+            rows = all_gather_into(out, own, group, requester="sizes of parts").wait().tolist()
+        by_rank = dict(zip(sorted(self.ranks), rows, strict=True))
+        shapes: list[dict[int, Any]] = [{} for _ in parts]
+        for index, rank in enumerate(self.ranks):
+            numbers = iter(by_rank[rank])
+            if next(numbers) != len(parts):
+                return self._compare(self._exchange(self._description(site, inputs, parts)))
+            for shape, part in zip(shapes, parts):
+                if next(numbers) != len(part.shape):
+                    return self._compare(self._exchange(self._description(site, inputs, parts)))
+                shape[index] = tuple(next(numbers) for _ in part.shape)
+        return [*shapes] if any(len(set(each.values())) > 1 for each in shapes) else None
 
     def _send(self) -> None:
         """The digest of what has not been told, when that of earlier events has been looked at. Nobody waits."""
@@ -637,6 +669,8 @@ class StepChecks:
 _MAX_NOTED = 256
 _MOST_UNTOLD = 32
 _DIGEST_BYTES = 6
+# That the sizes of all parts are gathered with: at least so many, so that ranks with fewer parts come with as many.
+_SHAPE_NUMBERS = 64
 
 
 def _where(site: Site) -> str:
