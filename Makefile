@@ -9,7 +9,7 @@ NIGHTLY := --pre torch --index-url https://download.pytorch.org/whl/nightly/cpu
 # torch is installed first and pinned: any other request would pull the newest one.
 TORCH_REQUIREMENT := $(if $(filter nightly,$(TORCH)),$(NIGHTLY),torch==$(TORCH))
 
-.PHONY: demo test test-all lint mutate docs clean
+.PHONY: demo test test-all lint mutate docs gpu clean
 
 # One more pytest process than there are cores, because ranks often wait for each other.
 WORKERS ?= $(shell cores=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores + 1 : 8)))
@@ -35,6 +35,10 @@ demo: $(VENV)/.ready
 # The site, in site/; a link or page that is missing is an error. `make docs ARGS=serve` shows it while it is written.
 docs: $(VENV)/.ready
 	$(BIN)/mkdocs $(if $(ARGS),$(ARGS),build --strict)
+
+# What only a GPU can tell, in at most nine minutes: with the PyTorch that is installed, without the environment of the tests.
+gpu:
+	$(PYTHON) benchmarks/gpu.py --minutes 8 $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -93,6 +93,18 @@ class Device:
     def peak_reserved(self) -> int:
         return torch.cuda.max_memory_reserved() if self.is_cuda else 0
 
+    @contextlib.contextmanager
+    def refusing_waits(self) -> Iterator[None]:
+        """Ops for which the host would wait raise."""
+        if not self.is_cuda:
+            yield
+            return
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
     def sleep(self, milliseconds: float) -> None:
         """Keep the current stream busy; ``torch.cuda._sleep`` counts cycles, of which there are 1 to 2 million a ms."""
         if self.is_cuda:
@@ -286,6 +298,23 @@ def reuse(device: Device, ranks: int, dim: int, depth: int, steps: int) -> Itera
         yield row
 
 
+def without_waiting(device: Device, ranks: int, dim: int, depth: int) -> Iterator[Row]:
+    """Steps in steady state, in which the host must not wait."""
+    for name, setting in SETTINGS.items():
+        row = Row("host waits", name)
+        with recorded(row):
+            mesh = mesh_of(device, ranks, setting.get("hybrid", False))
+            model = shard(build(device, dim, depth), mesh, fully_shard, setting)
+            x = torch.randn(64, dim, device=device.kind)
+            for _ in range(6):
+                step(model, x)
+            device.synchronize()
+            with device.refusing_waits():
+                for _ in range(3):
+                    step(model, x)
+        yield row
+
+
 def against_stock(device: Device, ranks: int, dim: int, depth: int, rounds: int) -> Iterator[Row]:
     """Peak of reserved memory, and step time, of both engines."""
     for name, setting in SETTINGS.items():
@@ -349,6 +378,7 @@ def measure(device: Device, ranks: int = 64, rounds: int = 5) -> list[Row]:
         return [
             *stress(device, ranks, dim, depth, steps, rounds),
             *reuse(device, ranks, dim, depth, steps + 2),
+            *without_waiting(device, ranks, dim, depth),
             *against_stock(device, ranks, dim, depth, rounds),
         ]
     finally:

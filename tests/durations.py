@@ -18,7 +18,7 @@ import pytest
 
 from tests.fork_server import cpu_seconds_of_forked
 from tests.fresh import cpu_seconds_of_fresh
-from tests.ranks import STARTS
+from tests.ranks import ON_DEVICE, STARTS
 
 __all__ = ["KEPT", "Durations"]
 
@@ -34,6 +34,7 @@ class Durations:
     config: pytest.Config
     tests: dict[str, dict[str, float]] = field(default_factory=dict)
     starts: Counter[str] = field(default_factory=Counter)
+    on_device: Counter[str] = field(default_factory=Counter)
     _wall: float = 0.0
     _cpu: float = 0.0
 
@@ -57,11 +58,13 @@ class Durations:
     def pytest_sessionfinish(self) -> None:
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
-            output["rank starts"] = dict(STARTS)
+            output["rank starts"], output["on device"] = dict(STARTS), dict(ON_DEVICE)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self.starts.update(getattr(node, "workeroutput", {}).get("rank starts", {}))
+        output = getattr(node, "workeroutput", {})
+        self.starts.update(output.get("rank starts", {}))
+        self.on_device.update(output.get("on device", {}))
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -78,6 +81,9 @@ class Durations:
         starts = ", ".join(f"{count} {why}" for why, count in (self.starts or STARTS).items())
         ranks = f"; ranks started: {starts}" if starts else ""
         terminalreporter.write_line(f"{len(self.tests)} tests, {cpu:.0f} s of CPU{ranks}")
+        if found := self.on_device or ON_DEVICE:
+            counted = ", ".join(f"{count:,} {what}" for what, count in found.items())
+            terminalreporter.write_line(f"on the simulated device: {counted}")
 
 
 def _cpu_seconds() -> float:

@@ -33,6 +33,7 @@ from tests.fork_server import fork_context
 
 __all__ = [
     "GARBAGE_THRESHOLDS",
+    "ON_DEVICE",
     "STARTS",
     "RankError",
     "RankPool",
@@ -62,6 +63,10 @@ _MAX_THREADS = 300
 
 STARTS: Counter[str] = Counter()
 """How many processes were started in this test run, by the reason why the pool was not there."""
+
+ON_DEVICE: Counter[str] = Counter()
+"""Of cases on the simulated device: how many there were, and, over all ranks, compared pairs of uses, races and waits of the
+host."""
 
 
 class _ReusedGroups:
@@ -154,10 +159,17 @@ def _serve(rank: int, world_size: int, device: str, port: int, folder: str, pipe
             num_modules = len(sys.modules)
             gc.collect()
             gc.freeze()
+        found: dict[str, int] = {}
+        if simulated:
+            found = {
+                "pairs": simulated.checked_pairs(),
+                "races": len(simulated.races()),
+                "host waits": simulated.num_syncs(),
+            }
         try:
-            pipe.send(answer)
+            pipe.send((*answer, found))
         except Exception:  # the result cannot be pickled
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), found))
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
 
@@ -245,7 +257,9 @@ class RankPool:
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:
-                    answers[rank] = pipe.recv()
+                    *answer, found = pipe.recv()
+                    answers[rank] = answer[0], answer[1]
+                    ON_DEVICE.update(found)
                 except (EOFError, ConnectionError):  # the latter if it died with a case still to be read
                     answers[rank] = (False, self._obituary(rank))
                 if not answers[rank][0]:  # peers may be stuck in a collective that this rank never entered
@@ -317,6 +331,8 @@ class RankPools:
         if pool is None or reason:
             pool = self._pools[key] = RankPool(*key)
             STARTS[reason] += world_size
+        if key[1] == DEVICE:
+            ON_DEVICE["cases"] += 1
         return pool.run(fn, *args, timeout=timeout, **kwargs)
 
     def close(self) -> None:

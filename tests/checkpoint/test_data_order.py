@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale.checkpoint import Checkpointer, load, save
 from vescale.errors import CheckpointWarning
@@ -26,7 +27,7 @@ DATA = list(range(50))
 
 
 def sampler_of(generator: torch.Generator | None = None) -> ShardedBatchSampler:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
     return ShardedBatchSampler(DATA, 8, mesh, "dp", shuffle=True, drop_last=True, generator=generator)
 
 

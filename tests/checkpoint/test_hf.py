@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.checkpoint.hf_models import build, reference, same_values, saved
+from tests.device import device_type
 from tests.plan_zoo.models import MODELS
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
@@ -64,12 +65,12 @@ def _on_ranks(name: str, kind: str, folder: str) -> dict[str, torch.Tensor]:
     """Load sharded, return the whole tensors, and export."""
     model: Any
     if kind == "plan":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
         with deferred_init():
             model = MODELS[name].build()
         model = parallelize(model, plan_zoo.load(name, mesh))
     else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replica", "shard"))
         model = MODELS[name].build()
         fully_shard(model, mesh=mesh)
     tensors = dict(model.state_dict())
@@ -123,7 +124,7 @@ def tiny(name: str) -> Any:
 
 def sharded_by_class(name: str, folder: str) -> None:
     for kind, shard in (("ours", fully_shard), ("torch", torch_fully_shard)):
-        model, mesh = tiny(name), init_device_mesh("cpu", (2,))
+        model, mesh = tiny(name), init_device_mesh(device_type(), (2,))
         if name == "vit":
             shard(model.vit, mesh=mesh)
         shard(model, mesh=mesh)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.device import device_type
 from tests.plans.tiny_hf import planned_config, planned_configs, tiny_model
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
@@ -78,7 +79,7 @@ def sharded(folder: str, names: tuple[str, ...]) -> tuple[int, list[str]]:
             source.save_pretrained(place / "a")
         dist.barrier()
         model: Any = tiny_model(planned_config(name))
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(model, mesh=init_device_mesh(device_type(), (dist.get_world_size(),)))
         load_hf(model, place / "a")
         wrong += [f"{name}: {each}" for each in different(source, model)]
         wrong += exported_otherwise(name, model, place)

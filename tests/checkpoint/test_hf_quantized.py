@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.checkpoint.hf_models import same_values, saved
+from tests.device import device_type
 from tests.plan_zoo.models import MODELS
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
@@ -113,9 +114,9 @@ def test_one_device(name: str, tmp_path: Path) -> None:
 def _sharded(name: str, kind: str, folder: str) -> dict[str, Any]:
     model: Any = MODELS[name].build()
     if kind == "fsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        fully_shard(model, mesh=init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",)))
     else:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
         model = parallelize(model, plan_zoo.load(name, mesh))
     load_hf(model, folder)
     return {n: t.clone() for n, t in whole_tensors(dict(model.state_dict())).items() if t is not None}

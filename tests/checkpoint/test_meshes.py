@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.device import device_type
 from tests.optim import test_adamw8bit_ranks as dense
 from tests.optim.test_adamw8bit_ranks import set_gradients
 from tests.ranks import RankPools
@@ -44,7 +45,7 @@ def sharded(kind: str) -> Any:
     model, world = model_of(), dist.get_world_size()
     if kind != "ep":
         return dense.sharded(kind, model)
-    plan = Plan(init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("fsdp", "ep")))
+    plan = Plan(init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("fsdp", "ep")))
     plan.shard("experts", Shard(0), mesh="ep")
     for path, axes in (("experts", ["fsdp"]), ("(?!experts).*", ["fsdp", "ep"])):
         for axis in axes:

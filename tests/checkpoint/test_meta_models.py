@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.checkpoint.hf_models import reference, saved
+from tests.device import device_type
 from tests.examples import daily_sample
 from tests.plan_zoo.models import MODELS
 from tests.ranks import RankPools
@@ -30,7 +31,7 @@ CASES = [(name, way, how) for name in MODELS for way in WAYS for how in RECIPES]
 
 
 def cut(model: nn.Module, way: str) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     if way == "plan":
         return parallelize(model, Plan(mesh))
     shard: Any = fully_shard if way == "fully_shard" else torch_fully_shard

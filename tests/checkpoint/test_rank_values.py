@@ -17,6 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate
 
 import vescale.checkpoint
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, load, save, verify
 from vescale.checkpoint._rank_file import differing, digests_of
@@ -106,7 +107,7 @@ def options_differ(folder: str) -> None:
 
 def replicas_differ(folder: str) -> None:
     """Of a tensor that comes after the first save, which all ranks write."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     model = Counter(0)
     with Checkpointer(folder, asynchronous=False) as checkpoints:
         checkpoints.save(0, model=model)

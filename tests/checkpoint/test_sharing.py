@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale.agreement import Round
 from vescale.agreement import _round as agreement_round
@@ -50,7 +51,7 @@ def whole(seed: int) -> torch.Tensor:
 
 
 def placed(placements: Any, seed: int = 0, zero: bool = False) -> DTensor:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b"))
     values = torch.zeros(SHAPE) if zero else whole(seed)
     return distribute_tensor(values, mesh, normalize_placements(placements, SHAPE, mesh), src_data_rank=None)
 
@@ -112,7 +113,7 @@ def test_bytes_are_written_and_read_once(ranks: RankPools, tmp_path: Path) -> No
 def steady(folder: str, asynchronous: bool) -> None:
     """The second save of a sharded model: no collective on any group, no connection to the store, and one message of each
     rank through it."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for module in (model[0], model):
         fully_shard(module, mesh=mesh)
@@ -306,7 +307,7 @@ def later_or_on_other_meshes(folder: str) -> None:
     """A tensor of which each rank has a mesh of its own, as a layer that two stages share, and states that come after the
     first save, are written once; what else comes later is written by all, and is no damage."""
     rank = dist.get_rank()
-    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
+    alone = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("a", "b"))["b"]
     model = nn.Linear(256, 128)
     for name in ("weight", "bias"):
         value = torch.randn(getattr(model, name).shape, generator=torch.Generator().manual_seed(1))
@@ -392,7 +393,7 @@ def test_amplification_of_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     stored = Stored(tmp_path, {"x": StoredTensor((rows, columns), torch.float32, (box,))}, "vescale")
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
     try:
-        mesh = init_device_mesh("cpu", (4, 4), mesh_dim_names=("a", "b"))
+        mesh = init_device_mesh(device_type(), (4, 4), mesh_dim_names=("a", "b"))
         for placements in (
             (Shard(0), Shard(1)),
             (Shard(1), Replicate()),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.device import device_type
 from tests.optim.meshes import on_mesh
 from tests.ranks import RankPools
 from tests.whole import whole
@@ -44,7 +45,7 @@ class Case:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)).double()
         if is_sharded:
-            fully_shard(self.model, mesh=init_device_mesh("cpu", (2,)))
+            fully_shard(self.model, mesh=init_device_mesh(device_type(), (2,)))
         self.optimizer = getattr(torch.optim, kind)(self.model.parameters(), lr=0.02, **OPTIMIZERS[kind])
 
     def train(self, steps: range) -> None:

@@ -109,7 +109,7 @@ def written() -> None:
 
 
 def parts() -> None:
-    """Parts of other sizes are gathered where they were so at first; else they are an error: ranks have taken them as equal."""
+    """Parts of other sizes are gathered where they were so at first; else they are an error."""
     with on_several_hosts():
         model, _ = parallel("local")
         for step in range(1, 12):

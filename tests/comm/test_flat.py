@@ -62,7 +62,7 @@ def memory() -> None:
     """A gather takes none; a reduction the others' contributions but for one, or none: step by step."""
     group, size = dist.group.WORLD, dist.get_world_size()
     assert group is not None
-    out, send = torch.empty(LARGE), torch.ones(size * LARGE)
+    out, send = (torch.ones(count * LARGE, device="cpu") for count in (1, size))
     little = 2000
     assert allocated(lambda: all_gather_into(send, out.fill_(1), group).wait()) < little
     assert allocated(lambda: reduce_scatter_into(out, send, "avg", group, at_once=True).wait()) < little

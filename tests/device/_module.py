@@ -71,6 +71,9 @@ def is_initialized() -> bool:
     return True
 
 
+def init() -> None: ...
+
+
 def device_count() -> int:
     return 1
 

@@ -305,7 +305,15 @@ def stock_fsdp2_in_mixed_precision() -> None:
     stock_fsdp2_is_clean(mixed=True)
 
 
+def collectives_run_in_inference_mode() -> None:
+    with torch.inference_mode():
+        x = torch.full((4,), float(dist.get_rank() + 1), device=SIM)
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+    assert x.tolist() == [1.5] * 4
+
+
 COLLECTIVE = [
+    collectives_run_in_inference_mode,
     collectives_give_what_gloo_gives,
     the_mean_is_a_reduction,
     results_are_not_there_and_wait_does_not_block,

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 from tests.compiler import needs_compiler
 from tests.device import everywhere
-from tests.fsdp import test_in_place, test_training
-from tests.fsdp.compare import by_block, mesh_of
+from tests.fsdp import test_between_steps, test_extensions, test_in_place, test_registered, test_training
+from tests.fsdp.compare import by_block, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools
 from vescale.comm import SideStream
@@ -35,6 +35,40 @@ def test_parameters_are_right_after_a_backward_that_failed_in_place(ranks: RankP
     ranks.run(everywhere, test_in_place.what_is_still_needed_is_not_silently_wrong, world_size=2, device="sim")
 
 
+def after_a_backward_that_is_held() -> None:
+    """What runs a backward on a device lets go of it some time after the exception has reached its caller."""
+    model, same = test_between_steps.sharded(), test_between_steps.sharded()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("on purpose")
+
+    handle = model.blocks[1].up.register_full_backward_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        net_loss(model, 1, dist.get_rank()).backward()
+    handle.remove()
+    model._state.iteration._backward.current = lambda: handle
+    for one in (model, same):
+        one.zero_grad()
+        net_loss(one, 2, dist.get_rank()).backward()
+    same_gradients([model, same], "after an exception")
+
+
+def test_a_step_after_a_backward_that_is_held(ranks: RankPools) -> None:
+    ranks.run(everywhere, after_a_backward_that_is_held, world_size=2, device="sim")
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero", "plan"])
+def test_what_an_exception_leaves_is_there_when_its_caller_has_it(ranks: RankPools, kind: str) -> None:
+    """Gradients that come back later would survive zero_grad()."""
+    for case in (test_registered.cleared_after_an_exception, test_registered.derivatives_of_reduced_gradients):
+        ranks.run(everywhere, case, kind, world_size=2, device="sim")
+
+
+def test_what_a_failed_gather_has_read_is_waited_for(ranks: RankPools) -> None:
+    """Before the shards go, with the model."""
+    ranks.run(everywhere, test_extensions.refused, world_size=4, device="sim")
+
+
 def train(shard: Any, steps: int) -> None:
     torch.manual_seed(0)
     model: Any = Net()
@@ -44,6 +78,26 @@ def train(shard: Any, steps: int) -> None:
         net_loss(model, step, dist.get_rank()).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def launches() -> list[int]:
+    """Of a steady forward and backward of ``fully_shard`` and FSDP2."""
+    found = []
+    for shard in (fully_shard, stock_fully_shard):
+        torch.manual_seed(0)
+        model: Any = Net()
+        by_block(model, shard, mesh_of())
+        for _ in range(5):
+            torch.sim.clear()
+            net_loss(model, 0, dist.get_rank()).backward()
+            model.zero_grad()
+        found.append(sum(torch.sim.counts()["launches"]["ops"].values()))
+    return found
+
+
+def test_fewer_launches_than_fsdp2(ranks: RankPools) -> None:
+    for ours, theirs in ranks.run(everywhere, launches, world_size=2, device="sim"):
+        assert ours < 0.75 * theirs, (ours, theirs)
 
 
 # Which waits there are, by class and method.

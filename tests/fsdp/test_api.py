@@ -113,7 +113,7 @@ def phases() -> None:
         lambda *_: seen.append(
             not isinstance(model.blocks[1].up.weight, DTensor)
             and isinstance(model.blocks[0].up.weight, DTensor)
-            and not group.buckets[0].whole.is_allocated
+            and not (group.buckets[0].whole.is_allocated and device_type() == "cpu")  # else with a later gather
         )
     )
     with record_comms() as ledger:
@@ -148,7 +148,7 @@ def siblings_rest_when_the_last_has_run() -> None:
         module.register_forward_hook(lambda *_: found.append(whole.whole.is_allocated))
     for _ in range(2):
         model(torch.ones(2, 5)).sum().backward()
-    assert found == [True, False] * 2
+    assert found == [True, device_type() != "cpu"] * 2  # there its memory goes with a later gather
     assert not whole.whole.is_allocated and not whole.unreduced.buffer.is_allocated
 
 
@@ -344,7 +344,7 @@ def what_hooks_see() -> None:
         is_new = not self.is_allocated
         allocate(self)
         if is_new and self.num_bytes:
-            torch.empty(0).set_(self.storage).fill_(torch.nan)  # type: ignore[call-overload]
+            torch.empty(0, device=self.storage.device).set_(self.storage).fill_(torch.nan)  # type: ignore[call-overload]
 
     for accumulates in (False, True):
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))

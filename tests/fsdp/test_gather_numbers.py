@@ -44,7 +44,7 @@ def test_iterations_that_differ_are_not_all_remembered(agreed: AgreedCollectives
     """Each iteration gathers a unit that no iteration before it has gathered."""
     for iteration in range(40_000):
         assert agree(agreed, iteration, 8) and agree(agreed, iteration, 4)
-        agreed.begin()
+        agreed.begin(END_OF_BACKWARD)
     assert len(agreed._next) < 70_000
 
 
@@ -69,7 +69,7 @@ def test_after_an_error_ranks_agree_anew(agreed: AgreedCollectives) -> None:
     for has_raised in (False, False, True):
         for num_bytes in (64, 128):
             assert agree(agreed, 1, num_bytes)
-        (agreed.begin_after_error if has_raised else agreed.begin)()
+        agreed.begin_after_error() if has_raised else agreed.begin(END_OF_BACKWARD)
         asked.moments.clear()
     assert agree(agreed, 1, 64) and len(asked.moments) == 1
 
@@ -102,9 +102,30 @@ def test_what_is_like_before_asks_nobody(agreed: AgreedCollectives) -> None:
                 agree(agreed, model, 48)
                 agree(agreed, model, 96, REDUCTION)
             agree(agreed, model, 44, END_OF_BACKWARD)
-            agreed.begin()
+            agreed.begin(END_OF_BACKWARD)
         steps.append(len(asked.moments))
     assert steps[2:] == [0, 0] and steps[1] <= steps[0] <= 12, steps
+
+
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_accumulation_asks_nobody(agreed: AgreedCollectives, number: int) -> None:
+    """Backwards of which only the last one reduces, in the place of a gather of the others."""
+    asked = agreed._consensus = Asked()  # type: ignore[assignment]
+    counts = []
+    for _ in range(4):
+        asked.moments.clear()
+        for backward in range(number):
+            for num_bytes in (48, 96, 96, 96, 96):
+                agree(agreed, 1, num_bytes)
+            if backward == number - 1:
+                agree(agreed, 1, 64, REDUCTION)
+                agree(agreed, 1, 96)
+                agree(agreed, 1, 44, END_OF_BACKWARD)
+            else:
+                agree(agreed, 1, 96)
+            agreed.begin(END_OF_BACKWARD if backward == number - 1 else GATHER)
+        counts.append(len(asked.moments))
+    assert counts[2:] == [0, 0], counts
 
 
 def different_numbers(widths: tuple[int, ...], options: dict[str, Any], what: str) -> None:

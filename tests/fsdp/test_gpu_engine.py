@@ -20,7 +20,7 @@ def measured() -> dict[str, list[gpu_engine.Row]]:
 
 def test_the_engine_passes() -> None:
     found = measured()
-    assert [len(rows) for rows in found.values()] == [len(gpu_engine.SETTINGS)] * 3
+    assert [len(rows) for rows in found.values()] == [len(gpu_engine.SETTINGS)] * 4
     assert not [row for rows in found.values() for row in rows if row.wrong]
     assert all("time / FSDP2" in row.figures for row in found["peak, time"])
     assert torch.distributed.is_initialized() is False

@@ -99,7 +99,9 @@ class Pipeline:
                 shard(layer, mesh=mesh["dp"], **options)
             shard(module, mesh=mesh["dp"], **options)
         stages = [
-            PipelineStage(module, first // size, 2 * per_rank, torch.device("cpu"), group=mesh["pp"].get_group())
+            PipelineStage(
+                module, first // size, 2 * per_rank, torch.device(device_type()), group=mesh["pp"].get_group()
+            )
             for module, first in zip(self.modules, self.offsets, strict=True)
         ]
         self.schedule: Any = kind(stages[0] if per_rank == 1 else stages, MICROBATCHES, loss_fn=mean_square)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -21,10 +22,12 @@ from tests.fsdp.extended import MixedBlock
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
 from vescale.comm import record_comms
+from vescale.errors import GradientError
 from vescale.fsdp import Event, ModuleState, ParameterGroup, Residency, ResidencyError, fully_shard
 from vescale.fsdp._contract import GROUP, HOLDINGS, MODULE, ROOT, TRANSITIONS, Move, Stage, Turn
 from vescale.fsdp._group_memory import GroupMemory
 from vescale.fsdp._iteration import Iteration
+from vescale.gradients import GradientPlace, UnreducedGradients
 
 
 def test_every_pair_is_in_the_contract_or_raises() -> None:
@@ -73,6 +76,23 @@ def test_the_contract_of_a_step_is_consistent() -> None:
             with pytest.raises(ResidencyError, match=rf"'x' of fully_shard is '{state.value}' .* '{move.value}'"):
                 machine._move(move)
             assert getattr(machine, attribute) is state
+
+
+def test_gradients_move_by_their_table() -> None:
+    """What the documentation says is legal; any other move raises, and changes nothing."""
+    told = set(re.findall(r"``(\w+)`` to ``(\w+)``", GradientPlace.__doc__ or ""))
+    legal = {(GradientPlace[of], GradientPlace[to]) for of, to in told}
+    legal |= {(place, GradientPlace.NONE) for place in GradientPlace}
+    gradients = object.__new__(UnreducedGradients)
+    gradients.parameters = []
+    for of, to in itertools.product(GradientPlace, repeat=2):
+        gradients.place = of
+        if (of, to) in legal:
+            gradients._move(to)
+            continue
+        with pytest.raises(GradientError, match=f"are {of.name} and were to be {to.name}"):
+            gradients._move(to)
+        assert gradients.place is of
 
 
 def closure(table: Any, start: Any) -> set[Any]:

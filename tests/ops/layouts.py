@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.device import device_type
 from vescale.compat import spec_of
 from vescale.ops import strict_placements
 from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard, distribute_tensor
@@ -23,7 +24,7 @@ SHAPE = (8, 6)
 
 @functools.cache
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+    return init_device_mesh(device_type(), shape)
 
 
 def row_units(world: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.device import device_type
 from vescale import Plan, ops, parallelize
 from vescale.compat.dtensor import spec_of
 from vescale.compat.op_info import native_sharding
@@ -45,7 +46,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_products_of_four_dims(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch and heads are sharded: matmul flattens both, and its last view splits them again, forward and backward."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize(torch.nn.Linear(2, 2), Plan(mesh))
     asked = undecided(monkeypatch)
     wholes = torch.randn(4, 6, 5, 3), torch.randn(4, 6, 3, 5)
@@ -67,7 +68,7 @@ def test_products_of_four_dims(rank: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("placement", [InterleavedShard(0, 2), RaggedShard()], ids=str)
 def test_views_of_our_placements(rank: int, placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh, asked = init_device_mesh("cpu", (4,)), undecided(monkeypatch)
+    mesh, asked = init_device_mesh(device_type(), (4,)), undecided(monkeypatch)
     whole = torch.arange(96.0).reshape(8, 12)
     for _ in range(2):
         asked.clear()
@@ -83,7 +84,7 @@ def test_views_of_our_placements(rank: int, placement: Any, monkeypatch: pytest.
 
 def test_expand_of_a_sharded_dim_of_size_1(rank: int) -> None:
     """PyTorch's rule for it fails with a KeyError: it has no decision."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (4,), mesh_dim_names=("tp",))
     token = spec_of(distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)], src_data_rank=None))
     assert native_sharding(torch.ops.aten.expand.default, (token, [4, 3]), {}, None) is None
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from vescale import Plan, parallelize
 
@@ -28,7 +29,7 @@ class Table(nn.Module):
 
 
 def check(batch: Any, table: Any, padding: int | None, rows: int) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     one = Table(padding)
     x = torch.randint(0, 4, (rows, 5))

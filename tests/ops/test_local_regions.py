@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from vescale.comm import record_comms
 from vescale.compat import extend_dtensor, is_native, local_of, make_dtensor, make_spec, spec_of
@@ -150,7 +151,7 @@ CASES = [
 def in_every_way(cases: list[Any]) -> int:
     extend_dtensor()
     assert is_native()
-    meshes = {shape: init_device_mesh("cpu", shape) for _, shape, *_ in cases}
+    meshes = {shape: init_device_mesh(device_type(), shape) for _, shape, *_ in cases}
     return run_cases(functools.partial(equal_pythons, meshes), cases)
 
 

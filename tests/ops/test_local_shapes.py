@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale import Plan, parallelize
 from vescale.placements import distribute_tensor
@@ -60,7 +61,7 @@ OPS: dict[str, Op] = {
 
 
 def run_ops(names: list[str]) -> list[str]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     parallelize(nn.Linear(2, 2), Plan(mesh))
     wrong = []
     for name, rows, place in itertools.product(names, (1, 2, 3, 4), (Shard(0), Shard(1), Replicate())):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.fresh import run_fresh
 from tests.ranks import RankPools, run_cases
@@ -67,7 +68,7 @@ def same_values(seed: int) -> None:
     draw = random.Random(seed)
     steps = [draw.choice(STEPS) for _ in range(draw.randint(1, 3))]
     end = draw.choice(ENDS)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("axis",))
     one = torch.randn(
         draw.choice([2, 2, 4]), 8, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
@@ -85,7 +86,7 @@ def same_values(seed: int) -> None:
 
 
 def all_cases(seeds: list[tuple[int]]) -> int:
-    parallelize(torch.nn.Linear(1, 1), Plan(init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))))
+    parallelize(torch.nn.Linear(1, 1), Plan(init_device_mesh(device_type(), (2,), mesh_dim_names=("axis",))))
     return run_cases(same_values, seeds)
 
 

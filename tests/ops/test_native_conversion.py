@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from vescale.comm import record_comms
 from vescale.compat import extend_dtensor, is_native, local_of, make_dtensor, make_spec, spec_of
@@ -59,7 +60,7 @@ def equal_pythons(*case: Any) -> None:
     shape, placements, *_ = case
     extend_dtensor()
     assert is_native()
-    mesh = init_device_mesh("cpu", shape)
+    mesh = init_device_mesh(device_type(), shape)
     region = own_region(SHAPE, placements, mesh)
     assert region is not None
     torch.manual_seed(dist.get_rank())

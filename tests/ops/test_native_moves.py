@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from tests.device import device_type
 from tests.examples import NIGHTLY, examples
 from tests.ranks import RankPools
 from vescale.comm import record_comms
@@ -89,7 +90,7 @@ def compare(x: DTensor, target: Placements, observed_rank: int) -> bool:
 def pairs_of(mesh_shape: tuple[int, ...], kinds: Placements, count: int | None) -> tuple[int, int]:
     """Pairs of placements (all for None), with some of the shapes, dtypes and orders in memory."""
     extend_dtensor()
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh(device_type(), mesh_shape)
     draw = random.Random(str(mesh_shape))
     every = list(itertools.product(kinds, repeat=len(mesh_shape)))
     pairs = list(itertools.product(every, every))
@@ -132,7 +133,7 @@ def unexpected_locals() -> None:
     """What a spec says and what a local tensor is may differ: ``from_local`` believes its caller."""
     extend_dtensor()
     assert is_native()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     for local in (
         torch.ones(3, 5),
         torch.ones(6, 5, dtype=torch.float64),

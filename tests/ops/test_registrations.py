@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.device import device_type
 from vescale import rng
 from vescale.compat import OpSchema, make_spec
 from vescale.ops import entries, report_implicit_move, running_module
@@ -26,7 +27,7 @@ S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        yield init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     finally:
         dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.whole import whole
 from vescale import parallelize
@@ -80,7 +81,7 @@ class Apply(nn.Module):
 
 
 def all_uses(placement: Placement) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
     given: Any = parallelize(nn.Identity(), Plan(mesh).shard("<in>", placement))(x)
     for name, function in EQUAL.items():

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from tests.device import device_type
 from tests.examples import daily_sample
 from tests.ops.layouts import (
     SHAPE,
@@ -791,7 +792,7 @@ def test_parameters(ranks: RankPools) -> None:
 def on_rank_add_to_pending() -> None:
     """In place: the gradients of two microbatches may be placed differently, and autograd adds them up."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(device_type(), (world,))
     RaggedShard()  # the first placement teaches DTensor
     for full in (torch.arange(10.0), torch.arange(35.0).view(5, 7)):
         for dim in range(full.ndim):
@@ -808,7 +809,7 @@ def test_a_shard_is_added_to_a_pending_sum(ranks: RankPools) -> None:
 
 def on_rank_submesh() -> None:
     """Ranks outside the mesh take part in no communication and hold empty results."""
-    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 2])
+    mesh = torch.distributed.device_mesh.DeviceMesh(device_type(), [0, 2])
     from vescale.placements import distribute_tensor
 
     x = distribute_tensor(data(), mesh, [RaggedShard((0,), (3, 5))], src_data_rank=None)

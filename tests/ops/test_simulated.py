@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from tests.device import device_type
 from tests.ops.layouts import assert_same, data
 from tests.simulate import simulate
 from vescale.ops import strict_placements
@@ -18,7 +19,7 @@ from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor
 
 
 def on_simulated_rank() -> None:
-    mesh = init_device_mesh("cpu", (8, 8))
+    mesh = init_device_mesh(device_type(), (8, 8))
     for placements in (
         [RaggedShard(), Shard(0)],
         [RaggedShard((0,), (0, 5, 3, 0, 0, 1, 20, 35)), Replicate()],

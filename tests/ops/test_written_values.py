@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole
 from vescale import parallelize
@@ -65,7 +66,7 @@ ROWS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def same_write(value: str, write: str, placement: Any) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("axis",))
     one = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     cut = distribute_tensor(one, mesh, [placement])
     expected, found = VALUES[value](one), VALUES[value](cut)
@@ -77,7 +78,7 @@ def same_write(value: str, write: str, placement: Any) -> None:
 
 
 def all_cases(cases: list[Any]) -> int:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("axis",))
     parallelize(torch.nn.Linear(1, 1), Plan(mesh))  # whose handlers answer for the mesh
     return run_cases(same_write, cases)
 

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.placements.on_ranks import make_mesh
 from tests.whole import whole
+from vescale.comm import CommRecord, Ledger
 from vescale.compat import StridedShard
 from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, local_region, normalize_placements
 
-__all__ = ["GRIDS", "LINES", "Case", "assert_equal", "build", "missing_gradients", "set_gradients"]
+__all__ = ["GRIDS", "LINES", "Case", "assert_equal", "build", "communicated", "missing_gradients", "set_gradients"]
 
 R, S, G = Replicate, Shard, RaggedShard
 Case = tuple[Any, tuple[int, ...], tuple[Any, ...], Any]
@@ -79,6 +80,13 @@ def build(cases: list[Case], dtype: torch.dtype = torch.float32) -> tuple[list[A
 def on_mesh(values: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     wanted = normalize_placements(placements, values.shape, mesh)
     return distribute_tensor(values, mesh, wanted, src_data_rank=None)
+
+
+def communicated(ledger: Ledger) -> list[CommRecord]:
+    """What a step has communicated, apart from the byte by which ranks tell each other that they have come to it."""
+    arrivals = [record for record in ledger.records if record.requester == "step of AdamW8bit"]
+    assert all(record.op == "all_reduce" and record.bytes <= 2 for record in arrivals), ledger
+    return [record for record in ledger.records if record not in arrivals]
 
 
 def set_gradients(own: list[Any], reference: list[Any], step: int, missing: Any = lambda index: False) -> None:

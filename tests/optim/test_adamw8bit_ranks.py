@@ -24,6 +24,8 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.device import device_type
+from tests.optim.meshes import communicated
 from tests.optim.small_llama import small_llama
 from tests.optim.test_adamw8bit import assert_same, gradient
 from tests.ranks import RankPools
@@ -78,24 +80,24 @@ def sharded(kind: str, model: Any = None) -> Any:
     if kind == "plain":
         return model
     if kind == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("replicate", "shard"))
         for module in (model.up, model.down, model):
             fully_shard(module, mesh=mesh, orig_param_policy=policy)
     elif kind == "tp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("fsdp", "tp"))
+        mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("fsdp", "tp"))
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         for module in (model.up, model.down, model):
             fully_shard(module, mesh=mesh["fsdp"], orig_param_policy=policy)
     elif kind == "stock":  # 64 rows of 96, 512 rows of 96, 96 of 512: chunks of whole blocks
-        stock_fully_shard(model, mesh=init_device_mesh("cpu", (world,)), ignored_params={model.scale})
+        stock_fully_shard(model, mesh=init_device_mesh(device_type(), (world,)), ignored_params={model.scale})
     elif kind == "plan":
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
         plan = Plan(mesh)
         plan.shard(".*", RaggedShard(block=256), mesh="dp", phase=INIT)
         plan.shard(".*", Replicate(), mesh="dp", phase=RUN)
         parallelize(model, plan)
     else:
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(device_type(), (world,), mesh_dim_names=("dp",))
         fully_shard(model, mesh=mesh, orig_param_policy=policy)
     return model
 
@@ -127,7 +129,7 @@ def train(model: nn.Module, steps: range, **options: Any) -> AdamW8bit:
         clip_grad_norm_(model.parameters(), 1e3)
         with record_comms() as ledger:
             optimizer.step()
-        assert not ledger.records
+        assert not communicated(ledger)
     return optimizer
 
 
@@ -229,7 +231,7 @@ def test_full_state_dicts(ranks: RankPools) -> None:
 
 def missing_gradients() -> None:
     """Zeros where they are missing, if one rank has one; nothing where none has."""
-    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    mesh, rank = init_device_mesh(device_type(), (4,)), dist.get_rank()
     torch.manual_seed(0)
     values = [torch.randn(64, 64), torch.randn(64, 64), torch.randn(6)]
     plain = [nn.Parameter(v.clone()) for v in values]
@@ -255,14 +257,14 @@ def missing_gradients() -> None:
         with record_comms() as ledger:
             for optimizer in optimizers:
                 optimizer.step()
-        assert not ledger.records
+        assert not communicated(ledger)
         for p, q in zip(plain, params):
             assert torch.equal(q.full_tensor(), p), step
             assert optimizers[0].state[p]["step"] == optimizers[1].state[q]["step"]
 
 
 def missing_on_replicas() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     p = nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [Replicate(), Shard(0)], src_data_rank=None))
     before = p.to_local().clone()
     optimizer = AdamW8bit([("w", p)])
@@ -280,7 +282,7 @@ def missing_on_replicas() -> None:
 
 def pending_gradients() -> None:
     """Contributions are summed first, those of ranks without a gradient are zero."""
-    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    mesh, rank = init_device_mesh(device_type(), (4,)), dist.get_rank()
     p = nn.Parameter(distribute_tensor(torch.ones(64, 64), mesh, [Replicate()], src_data_rank=None))
     q = nn.Parameter(torch.ones(64, 64))
     optimizers = AdamW8bit([p]), AdamW8bit([q])
@@ -295,7 +297,7 @@ def pending_gradients() -> None:
 
 
 def nonfinite_gradients() -> None:
-    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    mesh, rank = init_device_mesh(device_type(), (4,)), dist.get_rank()
     torch.manual_seed(0)
     params = [
         nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)], src_data_rank=None)),
@@ -311,7 +313,7 @@ def nonfinite_gradients() -> None:
         before = [[p.detach().to_local().clone() for p in params], copy.deepcopy(optimizer.state_dict()["state"])]
         with record_comms() as ledger:
             optimizer.step()
-        assert [(record.op, record.bytes <= 8) for record in ledger.records] == [("all_reduce", True)]
+        assert [(record.op, record.bytes <= 8) for record in communicated(ledger)] == [("all_reduce", True)]
         after = [[p.to_local() for p in params], optimizer.state_dict()["state"]]
         if bad:
             for name in ("exp_avg", "exp_avg_max"):
@@ -367,13 +369,13 @@ def test_interface_on_ranks(ranks: RankPools) -> None:
 
 def same_error_everywhere() -> None:
     model = model_of()
-    fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
+    fully_shard(model, mesh=init_device_mesh(device_type(), (3,)))
     with pytest.raises(ValueError, match="must not be divided") as error:
         AdamW8bit(model.named_parameters())
     texts: list[Any] = [None] * 3
     dist.all_gather_object(texts, str(error.value))
     assert len(set(texts)) == 1
-    fully_shard(again := model_of(), mesh=init_device_mesh("cpu", (3,)), orig_param_policy=adamw8bit_layout())
+    fully_shard(again := model_of(), mesh=init_device_mesh(device_type(), (3,)), orig_param_policy=adamw8bit_layout())
     AdamW8bit(again.parameters())
 
 
@@ -384,7 +386,7 @@ def test_cut_blocks_are_refused_on_all_ranks(ranks: RankPools) -> None:
 def llama_losses(steps: int) -> None:
     """A small Llama on one device and with a unit for each layer, trained on the same tokens."""
     vocab_size = 1024
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     one, model = small_llama(vocab_size), small_llama(vocab_size)
     plan = Plan(mesh)
     plan.shard("<in:input_ids>", Shard(0), mesh="dp")

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.device import device_type
 from tests.optim.meshes import on_mesh
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
@@ -72,23 +73,23 @@ def sharded(engine: str) -> Net:
     model = model_of()
     policy = adamw8bit_layout(BLOCK, min_numel=64)
     if engine == "hsdp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
         for module in (model.up, model.down, model):
             fully_shard(module, mesh=mesh, orig_param_policy=policy)
     elif engine == "tp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("fsdp", "tp"))
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         for module in (model.up, model.down, model):
             fully_shard(module, mesh=mesh["fsdp"], orig_param_policy=policy)
     elif engine == "stock":  # chunks of whole blocks
-        stock_fully_shard(model, mesh=init_device_mesh("cpu", (4,)), ignored_params={model.scale})
+        stock_fully_shard(model, mesh=init_device_mesh(device_type(), (4,)), ignored_params={model.scale})
     elif engine == "plan":
-        plan = Plan(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+        plan = Plan(init_device_mesh(device_type(), (4,), mesh_dim_names=("dp",)))
         plan.shard(".*", RaggedShard(block=BLOCK), mesh="dp", phase=INIT)
         plan.shard(".*", Replicate(), mesh="dp", phase=RUN)
         parallelize(model, plan)
     elif engine == "experts":  # over an axis of their own; and an axis that has whole rows
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("fsdp", "ep"))
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False)):
                 rows = (
@@ -98,7 +99,7 @@ def sharded(engine: str) -> Net:
                 module.register_parameter(name, nn.Parameter(on_mesh(p.detach(), mesh, cut), p.requires_grad))
         model.out.weight = model.embed.weight
     else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), orig_param_policy=policy)
+        fully_shard(model, mesh=init_device_mesh(device_type(), (4,), mesh_dim_names=("dp",)), orig_param_policy=policy)
     return model
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.device import device_type
 from tests.optim.test_adamw8bit_ranks import Net, loss_of, model_of, run_all, set_gradients, sharded
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
@@ -151,7 +152,7 @@ def on_ranks(kind: str) -> None:
 def gathered_root() -> None:
     """A root that stays gathered after a forward: its shards get the averages, and the next forward sees them."""
     one, model = model_of(), model_of()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
+    fully_shard(model, mesh=init_device_mesh(device_type(), (2,)), reshard_after_forward=False)
     emas = EMA(one, 0.5), EMA(model, 0.5)
     for m, ema in zip((one, model), emas):
         with torch.no_grad():

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, StepLR
 
+from tests.device import device_type
 from tests.examples import daily_sample
 from tests.ranks import RankPools
 from tests.whole import whole
@@ -46,7 +47,7 @@ class Twins:
 
     def __init__(self, kind: str, seed: int) -> None:
         self.draw = random.Random(f"{kind} {seed}")
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         self.own: list[nn.Parameter] = []
         self.reference: list[nn.Parameter] = []
         for number, shape in enumerate(SHAPES):
@@ -156,7 +157,7 @@ def test_lists_of_parameters(ranks: RankPools, tmp_path: Any, seed: int) -> None
 
 
 def frozen_on_a_rank() -> None:
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    mesh, rank = init_device_mesh(device_type(), (2,)), dist.get_rank()
     for kind, make in KINDS.items():
         for bad, first in ((0, True), (1, False)):
             placed = distribute_tensor(torch.randn(2, 16, 8), mesh, [Shard(1)], src_data_rank=None)
@@ -259,7 +260,7 @@ def test_compiled_steps(kind: str) -> None:
 
 def layouts_of_blocks() -> None:
     """By the layout of the whole model, and by those of its blocks."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     shapes = []
     for of_block in (True, False):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6)) for _ in range(3)))

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
+from tests.device import device_type
 from tests.optim.meshes import assert_equal, on_mesh
 from tests.ranks import RankPools, run_cases
 from vescale import parallelize
@@ -52,7 +53,7 @@ def model_of() -> Net:
 
 
 def cut(model: Net, way: str, **options: Any) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("dp",))
     if way == "plan":
         plan = Plan(mesh)
         plan.shard(".*", RaggedShard(block=BLOCK), mesh="dp", phase=INIT)
@@ -96,7 +97,7 @@ def test_made_before_the_model_is_cut(ranks: RankPools) -> None:
 
 def refused() -> None:
     """Blocks that the model's cut splits: as when the optimizer is made afterwards, and it stays as it was."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     model = nn.Sequential(nn.Linear(9, 9, bias=False))
     optimizer = AdamW8bit(model.parameters(), block_size=16, min_numel=0)
     held, states = list(model.parameters()), dict(optimizer.state)
@@ -118,7 +119,7 @@ def names_in_messages() -> None:
         optimizer.step()
     assert [one.name for one in report(torch.optim.SGD(model.parameters())).parameters][1] == "second.0.weight"
     apart = model_of()  # the model around them is not sharded
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     fully_shard(apart.first, mesh=mesh)
     fully_shard(apart.second, mesh=mesh)
     names = [p.name for p in Muon(apart.parameters())._known().all]
@@ -171,7 +172,7 @@ def test_states_of_whole_tensors(ranks: RankPools) -> None:
 def averages_under_stock_fsdp() -> None:
     """An evaluation leaves FSDP2's root gathered."""
     model = model_of()
-    stock_fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    stock_fully_shard(model, mesh=init_device_mesh(device_type(), (2,)))
     ema = EMA(model, 0.5)
     before = [p.full_tensor() for p in model.parameters()]
     with torch.no_grad():

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device import device_type
 from tests.optim.meshes import GRIDS, LINES, assert_equal, build, on_mesh, set_gradients
 from tests.placements.on_ranks import make_mesh
 from tests.ranks import RankPools
@@ -373,7 +374,7 @@ def test_bytes_equal_the_bound(ranks: RankPools, num_ranks: int) -> None:
 
 
 def whole_matrices_stay() -> None:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(device_type(), (4,))
     torch.manual_seed(0)
     model = Block()
     groups = groups_of(model)
@@ -398,7 +399,7 @@ def trains_like_one_device(kind: Any, mesh_shape: tuple[int, ...], layout: bool)
     torch.manual_seed(0)
     alone = Block().double()  # eigenvectors of small eigenvalues amplify the rounding of gradients
     model = copy.deepcopy(alone)
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+    mesh = init_device_mesh(device_type(), mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     fully_shard(model, mesh=mesh, orig_param_policy=muon_layout(model) if layout else None)
     assert next(model.parameters()).placements[-1].local_units is not None
     optimizers = []
@@ -608,7 +609,7 @@ def order_of_a_step() -> list[str]:
         events.append("compute")
         return matrix
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     parameters = [nn.Parameter(DTensor.from_local(torch.randn(2, 4), mesh, [Shard(0)])) for _ in range(6)]
     optimizer = Muon(parameters, orthogonalize=exact, bucket_bytes=1)
     for parameter in parameters:

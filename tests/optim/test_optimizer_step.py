@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device import device_type
 from vescale.compat import make_dtensor, make_spec, optimizers
 from vescale.optim import clip_grad_norm_
 from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor
@@ -45,7 +46,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def meshes() -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    yield init_device_mesh(device_type(), (4,)), init_device_mesh(device_type(), (2, 2))
     dist.destroy_process_group()
 
 

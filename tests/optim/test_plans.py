@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.device import device_type
 from tests.optim.meshes import assert_equal, on_mesh
 from tests.optim.small_llama import small_llama
 from tests.plan_zoo.models import MODELS
@@ -50,7 +51,7 @@ def groups_for(model: nn.Module, algorithm: str) -> list[dict[str, Any]]:
 
 def experts_over_an_axis() -> None:
     """Mixtral, whose experts are cut over ``ep`` and, like all else, over ``fsdp`` at rest; equal gradients."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("fsdp", "ep"))
     model = MODELS["mixtral"].build()
     alone = copy.deepcopy(model)
     given = SimpleNamespace(extra_parallel_plan={"ep": EXPERTS})
@@ -109,7 +110,8 @@ def llama(num_steps: int, algorithm: str, dtype: torch.dtype) -> tuple[list[floa
         model = in_dtype(small_llama(256), dtype)
         if on_mesh_:
             parallelize(
-                model, plan_zoo.load("llama_zero3", init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+                model,
+                plan_zoo.load("llama_zero3", init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))),
             )
         optimizer = kind(groups_for(model, algorithm.partition(",")[0]), **options)
         generator = torch.Generator().manual_seed(0)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from vescale import Plan, parallelize
 from vescale.errors import MixedTensorsError
@@ -51,7 +52,7 @@ SHAPES = ((4, 3), (5, 2), (4,), (4, 1), ())
 
 
 def mesh_of(installed_by: str) -> DeviceMesh:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     if installed_by == "parallelize":
         parallelize(nn.Linear(2, 2), Plan(mesh))
     else:

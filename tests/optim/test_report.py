@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale.optim import AdamW8bit, ParameterReport, report
 
@@ -78,7 +79,7 @@ def test_a_step_that_needs_values() -> None:
 
 
 def sharded() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     p = nn.Parameter(distribute_tensor(torch.randn(5, 64), mesh, [Shard(0)]))
     rows = 3 if dist.get_rank() == 0 else 2
     file = io.StringIO()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.device import device_type
 from tests.optim.meshes import on_mesh
 from tests.pipeline.steps import Net, mesh_of, token_batch
 from tests.placements.on_ranks import make_mesh
@@ -38,14 +39,14 @@ def chain() -> Named:
 
 def rows_and_columns() -> Named:
     """Some parameters are on one axis of a mesh, the others on the other one: no parameter is on all ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     values = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     return [(axis, nn.Parameter(on_mesh(values, mesh[axis], [Shard(0)]))) for axis in ("dp", "tp")]
 
 
 def one_axis() -> Named:
     """On one axis of a mesh; along the other one are copies that would differ afterwards, one of them a plain tensor."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     values = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     return [("cut", nn.Parameter(on_mesh(values, mesh["tp"], [Shard(0)]))), ("plain", nn.Parameter(values.clone()))]
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.device import device_type
 from tests.whole import whole
 from vescale import optim, parallelize
 from vescale.estimation import predict
@@ -70,7 +71,7 @@ def make_gpt2(dropout: float = 0.1, layers: int = 4, attention: float = 0.1) -> 
 
 
 def mesh_of(**sizes: int) -> Any:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def token_batch(

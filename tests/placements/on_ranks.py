@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tests.device import device_type
 from tests.placements import oracle
 from vescale.placements import from_local, normalize_placements
 
@@ -27,7 +28,7 @@ def make_mesh(ranks: tuple[Any, ...]) -> DeviceMesh:
     """The mesh over nested tuples of ranks; every rank of the world must ask for the same meshes in the same order."""
     known = _MESHES.setdefault(dist.group.WORLD, {})
     if ranks not in known:
-        known[ranks] = DeviceMesh("cpu", torch.tensor(ranks))
+        known[ranks] = DeviceMesh(device_type(), torch.tensor(ranks, device="cpu"))
     return known[ranks]
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial
 
+from tests.device import device_type
 from tests.placements.on_ranks import Source, local, row_major_mesh
 from tests.placements.specs import draw_placements, draw_units
 from tests.placements.test_redistribute import move_and_compare
@@ -46,7 +47,7 @@ def test_random_pairs_on_64_ranks(mesh_shape: tuple[int, ...], count: int) -> No
 
 def named_pairs() -> None:
     """FSDP over TP: rows reordered by the ragged cut come back in order; gradients reduce-scatter over dp only."""
-    mesh = init_device_mesh("cpu", (16, 4), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (16, 4), mesh_dim_names=("dp", "tp"))
     whole = torch.arange(64.0 * 6).reshape(64, 6)
     placed = distribute_tensor(whole, mesh, (RaggedShard(), Shard(0)))
     assert torch.equal(placed.full_tensor(), whole)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.ranks import RankPools, error_of
 from vescale.comm import record_comms
@@ -119,14 +120,14 @@ def assert_holds_sources(state: dict[str, torch.Tensor], what: object) -> None:
 
 def save_random(folder: Path, mesh_shapes: list[tuple[int, ...]]) -> None:
     for mesh_shape in mesh_shapes:
-        state = random_state(0, init_device_mesh("cpu", mesh_shape))
+        state = random_state(0, init_device_mesh(device_type(), mesh_shape))
         dcp.save(state, checkpoint_id=str(folder / "x".join(map(str, mesh_shape))))
 
 
 def load_random(folder: Path, mesh_shapes: list[tuple[int, ...]], seed: int) -> int:
     checkpoints = sorted(folder.iterdir())
     for mesh_shape in mesh_shapes:
-        mesh = init_device_mesh("cpu", mesh_shape)
+        mesh = init_device_mesh(device_type(), mesh_shape)
         for number, checkpoint in enumerate(checkpoints):
             state = random_state(seed + number, mesh, poisoned=True)
             dcp.load(state, checkpoint_id=str(checkpoint))
@@ -187,7 +188,7 @@ PLACEMENTS_2D: list[tuple[Placement, Placement]] = [
 
 
 def every_pair(folder: Path) -> int:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     state: dict[str, Any] = {
         str(i): distribute_tensor(PAIRED + 1000 * i, mesh, placements) for i, placements in enumerate(PLACEMENTS_2D)
     }
@@ -220,7 +221,7 @@ def test_every_pair_of_placements_stock_and_plain(ranks: RankPools, tmp_path: Pa
 
 
 def metadata_only(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     state = {
         name: value
         for seed in range(96 // NUM_KEYS)
@@ -251,7 +252,7 @@ def test_metadata_only_plan_is_what_save_writes(ranks: RankPools, tmp_path: Path
 
 
 def save_replicated(folder: Path) -> int:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     values = torch.arange(4096 * 4.0).reshape(4096, 4)
     state = {str(i): place(values + i, mesh, (Replicate(), RaggedShard((0,), (1000, 3096)))) for i in range(4)}
     dcp.save(state, checkpoint_id=str(folder))
@@ -306,7 +307,7 @@ BUFFERED: list[tuple[tuple[Placement, ...], str]] = [
 
 
 def buffers(folder: Path) -> int:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(device_type(), (4,))
     state = {str(i): from_buffer(mesh, p, PAIRED + i, kind) for i, (p, kind) in enumerate(BUFFERED)}
     dcp.save({name: value for name, (value, _, _) in state.items()}, checkpoint_id=str(folder))
     plain = {str(i): torch.zeros_like(PAIRED) for i in range(len(BUFFERED))}
@@ -347,7 +348,7 @@ class LargestAllocation(TorchDispatchMode):
 
 
 def spy_on_memory(folder: Path) -> list[float]:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(device_type(), (4,))
     source = torch.arange(1 << 16).reshape(256, 256).float()
     total = source.numel() * 4
     shares = []
@@ -383,7 +384,7 @@ def test_sharded_save_load_and_copies_allocate_no_full_tensor(ranks: RankPools, 
 
 
 def other_entry_points(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     placements = (InterleavedShard(0, 2), RaggedShard((0, 1), (17, 31)))
     source = place(PAIRED, mesh, placements)
 
@@ -404,10 +405,10 @@ def other_entry_points(folder: Path) -> None:
     assert torch.equal(local_of(state["model"]["w"]), local_of(source))
 
     # A DTensor on a part of the ranks.
-    few = DeviceMesh("cpu", [1, 3])
+    few = DeviceMesh(device_type(), [1, 3])
     part = place(PAIRED, few, (RaggedShard((0, 1), (41, 55)),))
     dcp.save({"w": part}, checkpoint_id=str(folder / "part"))
-    other = place(PAIRED * 0, DeviceMesh("cpu", [2, 0]), (InterleavedShard(1, 2),))
+    other = place(PAIRED * 0, DeviceMesh(device_type(), [2, 0]), (InterleavedShard(1, 2),))
     dcp.load({"w": other}, checkpoint_id=str(folder / "part"))
     if other.device_mesh.get_coordinate() is not None:
         assert torch.equal(local_of(other), local_of(place(PAIRED, other.device_mesh, other.placements)))
@@ -449,13 +450,13 @@ def test_load_in_a_single_process_without_process_group(ranks: RankPools, tmp_pa
 
 
 def save_one(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     state = {"block.weight": place(PAIRED, mesh, (RaggedShard((0,), (5, 7)),)), "note": "text"}
     dcp.save(state, checkpoint_id=str(folder))
 
 
 def load_wrong(folder: Path, case: str) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     if case == "shape":
         state = {"block.weight": place(torch.zeros(8, 12), mesh, (RaggedShard((0,), (3, 5)),))}
     elif case == "bytes":
@@ -484,7 +485,7 @@ def test_load_errors_name_tensor_shapes_placements_and_the_fix(
 
 
 def save_wrong(folder: Path, case: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     if case == "partial":
         local = torch.ones(12 if mesh.get_local_rank(1) == 0 else 84)
         value = from_local(local, mesh, [Partial(), RaggedShard((0, 1), (12, 84))], shape=(12, 8))

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.device import device_type
 from tests.fresh import run_fresh
 from tests.ranks import RankPools
 from vescale.compat import local_of, spec_of
@@ -43,7 +44,7 @@ def test_placements_survive_files_and_copies(placement: Placement) -> None:
 
 
 def dtensors_in_files(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     for number, placements in enumerate(
         [
             (Replicate(), RaggedShard((0, 1), (17, 79))),
@@ -89,7 +90,7 @@ dist.destroy_process_group()
 
 
 def save_alone(file: Path) -> None:
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(device_type(), (1,))
     ragged = distribute_tensor(VALUE, mesh, [RaggedShard((0, 1), (8,))])
     packed = distribute_tensor(VALUE, mesh, [InterleavedShard(0, 3)])
     hash(spec_of(ragged))  # a cached hash is of this process: it must not matter elsewhere

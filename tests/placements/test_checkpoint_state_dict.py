@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.device import device_type
 from tests.ranks import RankPools, error_of
 from vescale.compat import local_of, make_dtensor, spec_of
 from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard, distribute_tensor
@@ -88,7 +89,7 @@ def place(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 def make_model(layout: str, change: float = 0.0) -> Net:
     """The model in one of the layouts, every value moved by ``change``."""
     mesh_shape, placements = LAYOUTS[layout]
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh(device_type(), mesh_shape)
     model = Net()
     for name, value in VALUES.items():
         owner = model.get_submodule(name.rpartition(".")[0])

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial
 
+from tests.device import device_type
 from tests.placements.on_ranks import Source, local, sample
 from tests.ranks import RankPools
 from tests.simulate import simulate
@@ -15,7 +16,7 @@ from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor,
 
 
 def parts_of_meshes() -> None:
-    grid = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    grid = init_device_mesh(device_type(), (2, 4), mesh_dim_names=("dp", "tp"))
     flat = grid["dp", "tp"]._flatten("all")
     whole = sample((9, 5), torch.float64, 0)
     dp, tp = grid.get_coordinate()
@@ -35,7 +36,7 @@ def test_slices_and_flattened_meshes(ranks: RankPools) -> None:
 
 
 def without_data() -> None:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(device_type(), (4,))
     meta = distribute_tensor(torch.empty(8, 3, device="meta"), mesh, [RaggedShard((0,), (2, 0, 5, 1))])
     assert local(meta).is_meta and local(meta).numel() == (6, 0, 15, 3)[dist.get_rank()] and meta.shape == (8, 3)
     whole = sample((8, 3), torch.float32, 1)
@@ -52,7 +53,7 @@ def test_meta_and_inference(ranks: RankPools) -> None:
 
 
 def one_job() -> None:
-    grid = init_device_mesh("cpu", (2, 2, 2))
+    grid = init_device_mesh(device_type(), (2, 2, 2))
     whole = sample((16, 3), torch.float64, 0)
     placed = distribute_tensor(whole, grid, [RaggedShard(), Shard(0), Replicate()])
     moved = placed.redistribute(placements=[Shard(1), InterleavedShard(0, 2), Replicate()])  # a group over two axes

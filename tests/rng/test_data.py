@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, SubsetRandomSampler
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale.rng import SampleSeeds, ShardedBatchSampler
 
@@ -45,7 +46,7 @@ def flattened(batches: list[list[Tensor]]) -> list[Tensor]:
 
 def on_a_mesh(shape: tuple[int, ...], axes: Any, size: int, batch_size: int, **options: Any) -> Any:
     """(this rank's batches of two epochs, generator state, its place along ``axes``)"""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp")[: len(shape)])
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=("dp", "cp", "tp")[: len(shape)])
     sampler = ShardedBatchSampler(Numbers(size), batch_size, mesh, axes, **options)
     batches = epochs(DataLoader(Numbers(size), batch_sampler=sampler))
     assert len(sampler) == len(batches[0])
@@ -81,7 +82,7 @@ def test_batches_are_those_of_one_device(
 
 
 def bad_samplers() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     data = Numbers(9)
     with pytest.raises(ValueError, match="expected some of these names"):
         ShardedBatchSampler(data, 4, mesh, "tp")
@@ -95,9 +96,9 @@ def bad_samplers() -> None:
     assert sum(len(rows) for rows in own) == 4
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="outside of the mesh"):
-            ShardedBatchSampler(data, 3, DeviceMesh("cpu", [0], mesh_dim_names=("dp",)), "dp")
+            ShardedBatchSampler(data, 3, DeviceMesh(device_type(), [0], mesh_dim_names=("dp",)), "dp")
     else:
-        DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
+        DeviceMesh(device_type(), [0], mesh_dim_names=("dp",))
 
 
 def test_bad_samplers(ranks: RankPools) -> None:

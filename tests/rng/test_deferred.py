@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.rng import cases
 from tests.rng.constructors import Unusual, standard
@@ -241,7 +242,7 @@ def on_ranks(build_name: str) -> None:
     rng_ = random.Random(2)
     build = Unusual if build_name == "unusual" else lambda: hf_model("llama tied")
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("dp", "tp"))
     reference, module = built_twice(build)
     chosen: dict[str, Any] = {}
 
@@ -272,7 +273,7 @@ def test_dtensors_on_ranks(ranks: RankPools, name: str) -> None:
 
 
 def seeds_differ() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     torch.manual_seed(dist.get_rank())
     with deferred_init():
         module = nn.Linear(4, 4)
@@ -418,7 +419,7 @@ def test_errors() -> None:
 
 
 def bad_placements() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     torch.manual_seed(0)
     for placements, message in (
         ([Shard(5)], r"weight: .*dim"),

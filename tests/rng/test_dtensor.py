@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 import vescale.placements
+from tests.device import device_type
 from tests.examples import daily_sample
 from tests.ranks import RankPools, run_cases
 from tests.rng import cases
@@ -62,7 +63,7 @@ def expect_one_device(
 def one_case(name: str, mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]) -> None:
     torch.manual_seed(3)
     source = torch.randn(shape)
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh(device_type(), mesh_shape)
     expect_one_device(ALL[name], source, mesh, placements, waiting=len(name) % 2 == 1)
 
 
@@ -135,7 +136,7 @@ def combinations(mesh_shape: tuple[int, ...]) -> list[tuple[str, list[Placement]
 
 def every_placement(mesh_shape: tuple[int, ...]) -> int:
     """Each op on placements of the library, over meshes of one to three axes, on shapes even and uneven."""
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh(device_type(), mesh_shape)
     count = 0
     warnings.simplefilter("ignore", PlacementFallbackWarning)  # some ops around the random one gather
     rng.enable()
@@ -165,7 +166,7 @@ def test_every_placement_on_eight_ranks(ranks: RankPools, mesh_shape: tuple[int,
 
 def ragged_tensors() -> int:
     """In-place and ``*_like`` ops on DTensors whose local tensors are runs of the flattened tensor."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "uniform_": lambda x: x.uniform_(-1, 2),
         "normal_": lambda x: x.normal_(1, 2),
@@ -210,7 +211,7 @@ def outside_the_mesh() -> list[str]:
     rng.enable()
     refused = []
     try:
-        mesh = DeviceMesh("cpu", [1, 3])
+        mesh = DeviceMesh(device_type(), [1, 3])
         torch.manual_seed(3)
         source = torch.randn(6, 5)
         for name, function in ALL.items():
@@ -235,7 +236,7 @@ def test_ranks_outside_the_mesh_advance_too(ranks: RankPools) -> None:
 
 
 def ops_that_nobody_covers() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     rng.enable()
     try:
         sharded = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
@@ -261,7 +262,7 @@ def test_partial_and_unknown_ops_raise_and_draw_nothing(ranks: RankPools) -> Non
 
 
 def generators_and_modes() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     rng.enable()
     try:
         own = {"generator": torch.Generator().manual_seed(11)}
@@ -306,7 +307,7 @@ def test_generators_inference_mode_and_backward(ranks: RankPools) -> None:
 
 
 def factories() -> None:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    mesh = init_device_mesh(device_type(), (2, dist.get_world_size() // 2))
     with pytest.raises(AssertionError):
         tensor_package.rand(3, 4, device_mesh=mesh, placements=[Shard(0), Replicate()])
     before = torch.nn.init.orthogonal_
@@ -354,7 +355,7 @@ def test_factories_and_enable_disable(ranks: RankPools) -> None:
 def what_stock_does() -> tuple[bool, bool]:
     compat.uninstall()  # what other tests have installed on this rank
     try:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
         torch.manual_seed(0)
         filled = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]).normal_()
         same_shards = torch.equal(filled.full_tensor()[:2], filled.full_tensor()[2:])

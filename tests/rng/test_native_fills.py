@@ -23,6 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.rng import cases
 from vescale import csrc, rng
@@ -61,7 +62,7 @@ class _Mesh:
         size = torch.Size(self.shape).numel()
         clear_sharding_caches()  # of specs on an equal mesh, as another rank sees it
         dist.init_process_group("fake", rank=self.rank, world_size=size, store=FakeStore())
-        return init_device_mesh("cpu", self.shape)
+        return init_device_mesh(device_type(), self.shape)
 
     def __exit__(self, *_: Any) -> None:
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.device import device_type
 from tests.ranks import RankPool, RankPools
 from tests.rng.dtensor_ops import FUNCTIONS, INITIALIZERS
 from tests.rng.test_dtensor import on_mesh, run_all
@@ -90,7 +91,7 @@ def test_all_ops_beside_the_handlers_of_parallelize(ranks: RankPools) -> None:
 def strides_of_copies() -> None:
     """A copy lies in memory as the whole tensor says, on every rank: random fills follow that order."""
     enable_everything()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     for source in (torch.zeros(18, 6).t(), torch.zeros(3, 5, 2).permute(2, 0, 1), torch.zeros(4, 3, 2, 2)):
         for dim, memory_format in itertools.product(range(2), (None, torch.contiguous_format, torch.channels_last)):
             if memory_format is torch.channels_last and source.ndim != 4:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale import rng
 from vescale.compat import random_ops
@@ -74,7 +75,7 @@ def train(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     """The same program with DTensors: stock placements and rules, our random numbers."""
     world = dist.get_world_size()
     shape = {"dp x tp": (2, world // 2), "tp": (1, world), "fsdp": (world, 1)}[kind]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=("dp", "tp"))
 
     def placements(name: str, tensor: Tensor) -> Any:
         if kind == "fsdp":
@@ -130,6 +131,6 @@ def test_attention_reads_no_list_of_ops(monkeypatch: pytest.MonkeyPatch) -> None
     handlers()
     monkeypatch.setattr(random_ops, "_dispatch_get_all_op_names", lambda: pytest.fail("read again"))
     with fake_world(2, 0):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         with drawing_part_of(mesh, (Shard(0),), (4, 2)):
             pass

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.device import device_type
 from tests.whole import whole, whole_tensors
 from vescale import parallelize
 from vescale.plans import Plan
@@ -29,7 +30,7 @@ def pair(
     torch.manual_seed(0)
     reference = build().double()
     model = copy.deepcopy(reference)
-    mesh = init_device_mesh("cpu", tuple(mesh_sizes.values()), mesh_dim_names=tuple(mesh_sizes))
+    mesh = init_device_mesh(device_type(), tuple(mesh_sizes.values()), mesh_dim_names=tuple(mesh_sizes))
     plan = Plan(mesh)
     entries(plan)
     parallelize(model, plan, strict=strict)

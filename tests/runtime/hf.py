@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.device import device_type
 from tests.whole import whole, whole_tensors
 from vescale import parallelize
 from vescale.comm import record_comms
@@ -77,7 +78,7 @@ def one_step(
     quiet()
     model = build().double()
     reference = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     parallelize(model, make_plan(model, mesh), strict=strict)
     optimizers = [optimizer(m.parameters()) for m in (reference, model)]
     take = loss or (lambda output: _every_element(_main(output), mesh))

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device import device_type
 from tests.whole import whole_tensors
 from vescale import plan_zoo
 from vescale.plans import Plan
@@ -21,7 +22,7 @@ LAYER = r"model.layers.\d+"
 
 
 def make_mesh(**sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def make_llama(dtype: torch.dtype = torch.float64, **options: Any) -> torch.nn.Module:

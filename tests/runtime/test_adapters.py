@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.device import device_type
 from tests.examples import daily_sample
 from tests.ranks import RankPools, run_cases
 from tests.runtime.hf import quiet
@@ -224,7 +225,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def plan_named(name: str) -> Plan:
     if name == "zero":
-        return Plan(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))).zero(3)
+        return Plan(init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))).zero(3)
     return plan_zoo.load("llama", make_mesh(**{"dp": 1, "tp": 1, name: 2}))
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients, assert_same_step
 from tests.runtime.llama import make_mesh
@@ -290,7 +291,7 @@ def in_a_fake_world() -> None:
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
         stale_reads_are_refused(mesh)
         plain_inputs_get_what_is_written(mesh)
         copies_are_gathered_when_they_are_read(mesh)
@@ -412,7 +413,7 @@ class Save(nn.Module):
 def saved_operands_are_followed() -> None:
     """Where writes to DTensors do not count in the versions of local tensors by themselves, which plain ops have saved."""
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     for op, of_result in [*((op, False) for op in SAVED), ("attention", True)]:
         model: Any = Save(op, of_result)
         parallelize(model, Plan(mesh).shard("<in>", S2 if op == "rms norm" else S0))

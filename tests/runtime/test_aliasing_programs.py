@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.fork_server import fork_context
 from tests.runtime.drawn_modules import ROWS, WIDTH, Block, UndefinedOnOneDeviceError, draw_model, draw_plan
@@ -219,7 +220,7 @@ def writes_afterwards(one: Run, many: Run) -> str:
 
 
 def compare_all(seeds: list[int], space: Space) -> tuple[Counter[str], list[str]]:
-    mesh = init_device_mesh("cpu", space.mesh, mesh_dim_names=("tp", "dp", "cp")[: len(space.mesh)])
+    mesh = init_device_mesh(device_type(), space.mesh, mesh_dim_names=("tp", "dp", "cp")[: len(space.mesh)])
     outcomes: Counter[str] = Counter()
     failures: list[str] = []
     for seed in seeds:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.device import device_type
 from tests.fork_server import fork_context
 from tests.ranks import RankPools
 from tests.runtime.llama import make_mesh
@@ -160,7 +161,7 @@ def test_models_on_the_meta_device_become_meta_dtensors(ranks: RankPools) -> Non
 
 def placed(width: int) -> nn.Module:
     """On one of 64 ranks, of which the others do not exist."""
-    mesh = init_device_mesh("cpu", (64,), mesh_dim_names=("fsdp",))
+    mesh = init_device_mesh(device_type(), (64,), mesh_dim_names=("fsdp",))
     with deferred_init():
         model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.LayerNorm(width))
     plan = Plan(mesh)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from vescale import Plan, RaggedShard, parallelize
 from vescale.compat import clear_sharding_caches, local_of, sharding_caches
@@ -43,7 +44,7 @@ class Model(nn.Module):
 @pytest.fixture
 def plan() -> Iterator[Plan]:
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    plan = Plan(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    plan = Plan(init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp")))
     plan.shard("up.<in>", Replicate(), mesh="tp")
     plan.shard("up.weight", Shard(0), mesh="tp")
     plan.shard("up.bias", Shard(0), mesh="tp")

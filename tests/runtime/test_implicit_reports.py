@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale import Plan, parallelize
 from vescale.runtime import ImplicitCommunicationWarning, implicit_communication
@@ -47,7 +48,7 @@ def one_step(plan: Plan) -> tuple[list[str], nn.Module]:
 
 
 def sums_without_an_entry() -> tuple[list[str], int, list[str]]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
 
     def plan() -> Plan:
         entries = Plan(mesh).shard(r"blocks.\d+.up.(weight|bias)", Shard(0)).shard(r"blocks.\d+.down.weight", Shard(1))

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.device import device_type
 from tests.examples import NIGHTLY, daily_sample
 from tests.ranks import RankPools, run_cases
 from tests.runtime.test_expert_sharding import loss_of, make, read_elsewhere
@@ -299,7 +300,7 @@ def clipped() -> None:
         found: Any = whole_tensors({name: own.grad for name, own in model.named_parameters()})
         for (name, own), other in zip(found.items(), reference.parameters(), strict=True):
             torch.testing.assert_close(own, other.grad, rtol=1e-9, atol=1e-14, msg=name)
-    of_all, of_two = mesh_of({"x": 4}), DeviceMesh("cpu", [0, 1])
+    of_all, of_two = mesh_of({"x": 4}), DeviceMesh(device_type(), [0, 1])
     numbers = [
         make_dtensor(torch.ones(()), make_spec(mesh, [Replicate()], (), (), torch.float32)) for mesh in (of_all, of_two)
     ]
@@ -427,7 +428,7 @@ def test_pipeline_stages(ranks: RankPools) -> None:
 def part_of_the_world() -> None:
     """Ranks outside of the mesh learn where parameters lie, and hold nothing."""
     for in_advance, rest in ((False, Shard(0)), (True, RaggedShard())):
-        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("fsdp", "ep"))
+        mesh = DeviceMesh(device_type(), [[0, 1], [2, 3]], mesh_dim_names=("fsdp", "ep"))
         plan = Plan(mesh).shard("<in:x>", {"fsdp": Shard(0), "ep": Shard(0)})
         with deferred_init() if in_advance else contextlib.nullcontext():
             model = stack()

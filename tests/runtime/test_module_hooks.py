@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import vescale
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale import parallelize
 from vescale.checks import unchecked
@@ -150,7 +151,7 @@ def hooks(native: Any) -> Iterator[None]:
 
 
 def built(native: Any, log: Log) -> nn.Module:
-    plan = Plan(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
+    plan = Plan(init_device_mesh(device_type(), tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
     placed(plan)
     with hooks(native):
         return parallelize(Model(log).double(), plan)
@@ -239,7 +240,7 @@ def without_python() -> None:
             sys.setprofile(None)
             return x
 
-    plan = Plan(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
+    plan = Plan(init_device_mesh(device_type(), tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
     model = parallelize(Traced(), plan)
     model(torch.ones(4))
     assert called == []
@@ -272,7 +273,7 @@ class Block(nn.Module):
 
 
 def block(native: Any) -> nn.Module:
-    plan = Plan(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
+    plan = Plan(init_device_mesh(device_type(), tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
     plan.shard("(first|second).<in>", Replicate(), mesh="tp")
     plan.shard("(first|second).weight", Shard(0), mesh="tp")
     plan.shard("last.weight", Shard(1), mesh="tp")
@@ -357,7 +358,7 @@ def calls_of_modules() -> None:
         def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
             return self.inner(x, **options)
 
-    mesh = init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES))
+    mesh = init_device_mesh(device_type(), tuple(SIZES.values()), mesh_dim_names=tuple(SIZES))
     for native in (native_hooks(), None):
         with hooks(native):
             model: Any = parallelize(Outer(), Plan(mesh))
@@ -389,7 +390,7 @@ def errors_of_instructions() -> None:
     """An output that cannot be placed: the plan's error, and nothing stays switched on; the module's own error wins."""
     for native in (native_hooks(), None):
         log = Log()
-        plan = Plan(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
+        plan = Plan(init_device_mesh(device_type(), tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
         plan.shard("nested.pair.<out>", Shard(3), mesh="tp")
         plan.shard("nested.pair.<in:x>", Shard(2), mesh="dp")
         with hooks(native):
@@ -471,7 +472,7 @@ def functions() -> None:
     torch.manual_seed(0)
     reference = Functions().double()
     model = copy.deepcopy(reference)
-    plan = Plan(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
+    plan = Plan(init_device_mesh(device_type(), tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
     plan.shard("<in:ids>", Shard(0), mesh="dp")
     plan.shard("rows.weight", Shard(0), mesh="tp")
     parallelize(model, plan)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.device import device_type
 from tests.plan_zoo.models import tokens
 from tests.ranks import RankPools
 from tests.runtime.hf import Step, one_step
@@ -245,7 +246,7 @@ def test_step_equals_one_device(ranks: RankPools, name: str, dp: int, tp: int) -
 def advised() -> None:
     """A convolution of cut output channels, without the entry that sums its input's gradient: what the error says to write
     does it."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
 
     def step(*more: str) -> None:
         model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 6, 1)).double()

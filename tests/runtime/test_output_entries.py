@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients, pair
 from tests.whole import whole
@@ -90,7 +91,7 @@ def two_ranks() -> Iterator[None]:
     ],
 )
 def test_one_item_is_placed(two_ranks: None, kind: str, entry: str, expected: set[int]) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     plan = Plan(mesh).shard("<in:0>", {"tp": Replicate()}).shard(f"0.<out:{entry}>", {"tp": Shard(0)})
     model = nn.Sequential(Inner(kind))
     install(model, lower(plan, model), mesh)
@@ -119,7 +120,7 @@ class Loss(nn.Module):
 
 @pytest.mark.parametrize("kind", RETURNS)
 def test_a_loss_is_reduced_wherever_it_is(two_ranks: None, kind: str) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     model = Loss(kind)
     install(model, lower(Plan(mesh).shard("<in>", {"tp": Shard(0)}), model), mesh)
     found = model(torch.arange(4.0))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale import Plan, parallelize
 from vescale.errors import PendingSumWarning
@@ -44,7 +45,7 @@ READS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 def reads() -> None:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     for inside in (False, True):
         plan = Plan(mesh).shard("<in:x>", Shard(0))
         model = parallelize(Model(inside), plan)
@@ -58,7 +59,7 @@ def reads() -> None:
             assert len(found) == tells and all(each.filename == __file__ for each in found), (name, inside, found)
             if tells:
                 assert "full_tensor()" in str(found[0].message)
-    other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    other = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("a", "b"))
     with warnings.catch_warnings():
         warnings.simplefilter("error", PendingSumWarning)
         DTensor.from_local(torch.ones(2), other, [Replicate(), Partial()]).to_local()

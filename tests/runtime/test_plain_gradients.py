@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.ranks import RankPools
 from tests.whole import whole
@@ -50,7 +51,7 @@ def step(model: nn.Module, scale: torch.Tensor) -> list[torch.Tensor]:
 
 
 def same(is_checkpointed: bool) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     one: nn.Module = Critic(is_checkpointed).double()
     for entries in (
@@ -111,7 +112,7 @@ def drawn_loss(seed: int, leaves: list[torch.Tensor], outputs: tuple[torch.Tenso
 
 
 def drawn(seeds: range) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     columns = {"up.(weight|bias)": Shard(0), "down.weight": Shard(1)}
     for seed in seeds:
         torch.manual_seed(seed)

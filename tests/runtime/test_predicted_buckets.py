@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from tests.device import device_type
 from tests.gradients.test_destinations import Loss
 from tests.ranks import RankPools
 from tests.simulate import simulate
@@ -42,7 +43,9 @@ def make_model() -> nn.Module:
 
 def make_plan(names: tuple[str, ...], sizes: tuple[int, ...], without_mesh: bool = False) -> Plan:
     """Batch over dp, sequence over cp and outside of the MLPs over tp, features over tp."""
-    plan = Plan(dict(zip(names, sizes)) if without_mesh else init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    plan = Plan(
+        dict(zip(names, sizes)) if without_mesh else init_device_mesh(device_type(), sizes, mesh_dim_names=names)
+    )
     plan.shard("<in>", S(0), mesh="dp")
     if "cp" in names:
         plan.shard("<in>", S(1), mesh="cp")

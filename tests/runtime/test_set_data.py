@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.whole import whole
 from vescale import (
@@ -97,7 +98,7 @@ def trained(model: nn.Module, use: Callable[..., None], kept: dict[str, Any]) ->
 
 
 def same(kind: str, mode: str) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     drawn = Net().double()
     for name, use in USES.items():
@@ -120,7 +121,7 @@ def test_equal_to_one_device(ranks: RankPools, kind: str, mode: str) -> None:
 
 
 def refused() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     model = parallelize(Net().double(), plan_of("units", mesh))
     weight: Any = model.up.weight
@@ -133,7 +134,7 @@ def refused() -> None:
     with pytest.raises(SetDataError, match="Keep a copy"):
         weight.data = before
     other = distribute_tensor(
-        torch.zeros(2 * WIDTH, WIDTH), init_device_mesh("cpu", (1, 2)), [R, S0], src_data_rank=None
+        torch.zeros(2 * WIDTH, WIDTH), init_device_mesh(device_type(), (1, 2)), [R, S0], src_data_rank=None
     )
     tensor: Any = distribute_tensor(torch.zeros(2 * WIDTH, WIDTH), mesh, [S0], src_data_rank=None)
     with pytest.raises(SetDataError, match="expected the same mesh"):

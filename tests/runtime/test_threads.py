@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from tests.debug.jobs import run_processes
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from vescale import parallelize
 from vescale.compat import clear_sharding_caches, local_of
@@ -95,7 +96,7 @@ def steps(model: nn.Module, width: int, rows: Iterable[int]) -> list[torch.Tenso
 def on_threads() -> None:
     warnings.simplefilter("ignore")
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     models = [made(number, mesh) for number in range(6)]
     width, rows = [16 * (1 + number % 3) for number in range(6)], [range(2, 60, 10 + number) for number in range(6)]
     expected = [{n: steps(model, w, [n]) for n in r} for model, w, r in zip(models, width, rows)]

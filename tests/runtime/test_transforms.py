@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.whole import whole
 from vescale import parallelize
@@ -88,7 +89,7 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 def inside(kind: str) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for name, plan in plans(mesh).items():
         torch.manual_seed(0)
@@ -128,7 +129,7 @@ AROUND: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 def around() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH)
     model, one = Inner().double(), Inner().double()
     one.load_state_dict(model.state_dict())
@@ -168,7 +169,7 @@ class Tangents(nn.Module):
 
 
 def tangents_inside() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH)
     one = Tangents().double()
     for wanted in (True, False):
@@ -187,7 +188,7 @@ def test_tangents_inside_of_a_model(ranks: RankPools) -> None:
 
 
 def bits() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     parallelize(nn.Identity(), Plan(mesh))
     x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for placement in (S0, R):
@@ -201,7 +202,7 @@ def test_views_as_another_dtype(ranks: RankPools) -> None:
 
 
 def linearized() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     parallelize(nn.Identity(), Plan(mesh))
     primal = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH)
     expected = torch.func.jvp(square, (primal,), (primal.cos(),))[1]

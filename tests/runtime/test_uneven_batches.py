@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.device import device_type
 from tests.plan_zoo.models import _DECODER, _GPT2, _WHISPER, _model, tokens
 from tests.ranks import RankPools
 from tests.runtime.hf import quiet
@@ -74,7 +75,7 @@ def check(
 ) -> list[CommRecord]:
     """The communication of a step in strict mode that has one device's loss and gradients within 1e-12."""
     expected_model, model = copy.deepcopy(model), copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     parallelize(model, make_plan(mesh), strict=True)
     expected = objective(expected_model)
     expected.backward()
@@ -144,7 +145,7 @@ def test_sizes_that_from_local_is_given() -> None:
 
 
 def _view_of_given_sizes(linear: nn.Module) -> None:
-    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (3,), mesh_dim_names=("dp",))
     model = parallelize(copy.deepcopy(linear), Plan(mesh).shard("<in>", S0, mesh="dp"))
     x = torch.arange(48.0).view(16, 3)
     placed = DTensor.from_local(x.chunk(3)[dist.get_rank()], mesh, [S0], shape=(16, 3), stride=(3, 1))
@@ -329,7 +330,7 @@ def test_local_regions(ranks: int, batch: int, flattens: bool) -> None:
 
 def _views_of_rows(sizes: dict[str, int], rows: int) -> tuple[list[str], int]:
     """Views of rows that all axes cut: those that are wrong, and the number of collectives."""
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     parallelize(nn.Identity(), Plan(mesh))
     values = torch.arange(rows * 24.0).reshape(rows, 4, 6)
     x = distribute_tensor(values, mesh, [S0] * mesh.ndim, src_data_rank=None)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from tests.runtime.zero import sharded_at_rest
 from tests.whole import whole, whole_tensors
@@ -73,7 +74,7 @@ def same_step(
     a row a rank."""
     size = torch.distributed.get_world_size()
     one = copy.deepcopy(model)
-    parallelize(model, make_plan(init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))), strict=True)
+    parallelize(model, make_plan(init_device_mesh(device_type(), (size,), mesh_dim_names=("tp",))), strict=True)
     torch.manual_seed(5)
     expected = one(*inputs)
     expected.backward()
@@ -152,7 +153,7 @@ def with_units() -> None:
     torch.manual_seed(0)
     model = Language(tied=False, smoothing=0.0, reduction="mean").double()
     one = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     plan = vocabulary(mesh, sequence=False).shard("<in>", S0, mesh="dp")
     parallelize(model, sharded_at_rest(plan), strict=True)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (one, model)]

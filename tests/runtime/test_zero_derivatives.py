@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.device import device_type
 from tests.simulate import simulate
 from vescale import Plan, parallelize
 
@@ -42,7 +43,7 @@ class Net(nn.Module):
 
 def equal(drawn: Net) -> None:
     model, one = copy.deepcopy(drawn), copy.deepcopy(drawn)
-    plan = Plan(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    plan = Plan(init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",)))
     parallelize(model, plan.shard("up.weight", Shard(0)).shard("up.bias", Shard(0)).shard("side.weight", Shard(1)))
     x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     inputs = [x.clone().requires_grad_() for _ in range(2)]

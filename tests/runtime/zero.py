@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 
+from tests.device import device_type
 from tests.whole import whole, whole_tensors
 from vescale import plan_zoo
 from vescale.placements import RaggedShard
@@ -21,7 +22,7 @@ __all__ = ["Difference", "llama_plan", "mesh_of", "same_steps", "sharded_at_rest
 
 
 def mesh_of(sizes: Mapping[str, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def sharded_at_rest(plan: Plan, paths: str = ".*", axis: str = "dp") -> Plan:

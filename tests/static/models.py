@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.device import device_type
 from vescale import Plan, parallelize
 from vescale.static import report
 
@@ -34,7 +35,7 @@ class Mlp(nn.Module):
 
 
 def mesh_of(size: int = 2) -> DeviceMesh:
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    return init_device_mesh(device_type(), (size,), mesh_dim_names=("tp",))
 
 
 def tp_plan(mesh: DeviceMesh, mlp: str = r"(.*\.)?mlp") -> Plan:
@@ -53,7 +54,7 @@ def both(
 ) -> tuple[nn.Module, nn.Module]:
     """The same model in eager and in static mode; ``sizes``: of the mesh, by axis."""
     sizes = sizes or {"tp": 2}
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     made = []
     for mode in ("eager", "static"):
         torch.manual_seed(0)

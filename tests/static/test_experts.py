@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.runtime.hf import quiet
 from tests.runtime.test_experts import Mixture, entries
@@ -44,7 +45,7 @@ def test_experts(ranks: RankPools, dispatch: str, tokens: str) -> None:
 
 def generations(cache: str | None) -> StaticReport:
     quiet()
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
     models: list[Any] = [
         parallelize(build("llama"), plan_zoo.load("llama", mesh), mode=mode) for mode in ("eager", "static")
     ]

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.simulate import simulate
 from tests.static.models import mesh_of
@@ -58,7 +59,7 @@ def test_gradients_of_summands(ranks: RankPools, mode: str) -> None:
 
 def shared_by_values() -> None:
     """``h`` enters twice, and autograd adds the second gradient to the first one in its memory, which ``w`` got, too."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     parallelize(nn.Identity(), Plan(mesh))  # which installs what there is
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(3, 3, generator=generator) for _ in range(4)]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale import Plan, parallelize
 from vescale.compat import native_static, no_torch_function
@@ -44,7 +45,7 @@ def derivatives(function: Any, x: torch.Tensor, grad: torch.Tensor) -> list[torc
 
 def all_pairs() -> int:
     size, count = dist.get_world_size(), 0
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (size,), mesh_dim_names=("tp",))
     parallelize(nn.Linear(2, 2), Plan(mesh))  # which installs the C++ dispatcher
     for before, after in itertools.product(PLACEMENTS, PLACEMENTS[:3]):
         for arrives in (after, Partial()) if after == Replicate() else (after,):

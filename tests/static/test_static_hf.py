@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.device import device_type
 from tests.plans.tiny_hf import planned_config, planned_configs, tiny_inputs, tiny_model
 from tests.ranks import RankPools
 from tests.runtime.hf import quiet
@@ -53,7 +54,7 @@ def step(model: Any, inputs: dict[str, torch.Tensor], seed: int = 0) -> dict[str
 def made(name: str, mode: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """A model in a mode, and inputs."""
     quiet()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     model = tiny_model(planned_config(name)).double()
     inputs = {key: x.double() if x.is_floating_point() else x for key, x in tiny_inputs(model).items()}

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.device import device_type
 from tests.plan_zoo.models import MODELS
 from tests.ranks import RankPools
 from tests.runtime.hf import quiet
@@ -22,7 +23,7 @@ NUM_STEPS = 3
 def compare(name: str, sizes: dict[str, int]) -> tuple[list[tuple[int, str]], StaticReport]:
     quiet()
     case = MODELS[name]
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     torch.manual_seed(3)
     inputs = {k: v.float() if v.is_floating_point() else v for k, v in case.inputs().items()}
     if case.package == "diffusers":

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.static.models import Mlp, both, compare, mesh_of, same
 from vescale import Plan, parallelize, plan_zoo
@@ -38,7 +39,7 @@ def _llama(heads: int = 4) -> nn.Module:
 
 def llama_with_labels(name: str, sizes: dict[str, int]) -> str:
     """As scripts and trainers call it."""
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     models = [parallelize(_llama(), plan_zoo.load(name, mesh), mode=mode) for mode in ("eager", "static")]
     for step in range(6):
         ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(step))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools, run_cases
 from tests.whole import whole
 from vescale import parallelize
@@ -49,7 +50,7 @@ class Counting(nn.Module):
 
 
 def writes(kind: str) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     one = Counting(kind).double()
     model: Any = copy.deepcopy(one)

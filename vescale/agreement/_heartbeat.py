@@ -4,8 +4,9 @@
 the ranks disagree in       they are told
 ==========================  ===========================================================================================
 the first three messages    at once: the ranks wait for the message
-a later one                 when the next one is sent, on all ranks; or before a save, or when the program ends, whichever
-                            comes first (:func:`settle_heartbeats`)
+a later one                 when the next one is sent, on a device the one after that, which the host then need not wait
+                            for; on all ranks. Or before a save, or when the program ends, whichever comes first
+                            (:func:`settle_heartbeats`)
 ==========================  ===========================================================================================
 
 A rank that has to know the answer at once (because it lacks gradients that others may have) waits for it; the others do not.
@@ -18,14 +19,14 @@ import functools
 import os
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vescale.comm import Pending, all_reduce_
+from vescale.comm import HostCopy, Pending, all_reduce_, to_device
 from vescale.compat import note
 
 FIRST_MESSAGES = 3
@@ -40,25 +41,22 @@ class Beat:
     def __init__(self, pending: Pending, check: Callable[[list[int]], None]) -> None:
         self.check = check
         self._pending: Pending | None = pending
-        self._host: torch.Tensor | None = None
-        self._event: Any = None
+        self._copy: HostCopy | None = None
         self._answer: list[int] = []
-        device = pending.out.device
-        if device.type != "cpu":  # the copy follows the collective; the host goes on
-            out = pending.wait()
-            self._host = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(out, non_blocking=True)
-            self._event = torch.get_device_module(device.type).Event()
-            self._event.record()
+        if pending.out.device.type != "cpu":  # the copy follows the collective; the host goes on
+            self._copy = HostCopy(pending.wait())
+
+    def look(self) -> None:
+        """Of an answer that is there, :meth:`answer` need not wait for the device later."""
+        if self._copy is not None:
+            self._copy.is_there()
 
     def answer(self) -> list[int]:
         """The maximum over the ranks. Waits for them."""
         if self._pending is not None:
-            if self._event is not None:
-                self._event.synchronize()
-            out = self._pending.wait() if self._host is None else self._host
+            out = self._pending.wait() if self._copy is None else self._copy.read()
             self._answer = out.tolist()
-            self._pending = self._host = self._event = None
+            self._pending = self._copy = None
         return self._answer
 
 
@@ -68,7 +66,7 @@ class Heartbeat:
 
     def __init__(self, group: dist.ProcessGroup, requester: str, num_first: int = FIRST_MESSAGES) -> None:
         self.group, self._requester, self._num_first = group, requester, num_first
-        self._sent: Beat | None = None
+        self._sent: deque[Beat] = deque()
         self._num_sent = 0
 
     @property
@@ -77,12 +75,15 @@ class Heartbeat:
         return self._num_sent < self._num_first
 
     def send(self, message: bytearray, device: torch.device, check: Callable[[list[int]], None]) -> Beat:
-        """Check the message before, and send the next. ``check`` gets the maximum of each byte over the ranks, later, and
+        """Check an earlier message, and send the next. ``check`` gets the maximum of each byte over the ranks, later, and
         raises on all ranks if it shows that they differ. Communication: one all-reduce of the message."""
-        self.settle()
-        own = torch.frombuffer(message, dtype=torch.uint8).to(device)
+        for earlier in self._sent:
+            earlier.look()
+        while len(self._sent) > (device.type != "cpu"):
+            self._settle_first()
+        own = to_device(torch.frombuffer(message, dtype=torch.uint8), device)
         beat = Beat(all_reduce_(own, "max", self.group, requester=self._requester), check)
-        self._sent = beat
+        self._sent.append(beat)
         _UNSETTLED[self] = None
         _watch_end()
         if self.is_new:
@@ -91,11 +92,14 @@ class Heartbeat:
         return beat
 
     def settle(self) -> None:
-        """Check the message that was sent last; raises what its ``check`` does. Called by all ranks of the group."""
-        beat, self._sent = self._sent, None
+        """Check what was sent; raises what a ``check`` does. Called by all ranks of the group."""
         _UNSETTLED.pop(self, None)
-        if beat is not None:
-            beat.check(beat.answer())
+        while self._sent:
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        beat = self._sent.popleft()
+        beat.check(beat.answer())
 
     def begin(self) -> None:
         """All ranks begin to run another model: the next messages are compared at once."""
@@ -103,7 +107,8 @@ class Heartbeat:
 
     def begin_anew(self) -> None:
         """All ranks have found that they differ: the next messages are compared at once."""
-        self._num_sent, self._sent = 0, None
+        self._num_sent = 0
+        self._sent.clear()
         _UNSETTLED.pop(self, None)
 
 

@@ -52,6 +52,6 @@ from vescale.comm._observation import (
     tell_wait,
 )
 from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
-from vescale.comm._streams import SideStream
+from vescale.comm._streams import HostCopy, SideStream, to_device
 
 __all__ = ["CommRecord", "Ledger", "join_axes", "record_comms"]

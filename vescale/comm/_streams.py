@@ -1,4 +1,5 @@
-"""``SideStream``: a stream beside the computation's, and nothing at all on the CPU."""
+"""``SideStream``: a stream beside the computation's, and nothing at all on the CPU. ``HostCopy``: what the host reads of a
+device without holding it up."""
 
 from __future__ import annotations
 
@@ -59,6 +60,36 @@ class SideStream:
         """The current stream goes on only after ``event``."""
         if self._module and event is not None:
             self._module.current_stream().wait_event(event)
+
+
+class HostCopy:
+    """The values of a tensor, for the host. Of a device's tensor it is a copy, which comes after all that the current stream
+    has been given, and which the host does not wait for until it reads it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values = tensor
+        self._event: Any = None
+        if tensor.device.type != "cpu":
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._event = torch.get_device_module(tensor.device.type).Event()
+            self._event.record()
+
+    def is_there(self) -> bool:
+        """Whether :meth:`read` returns at once."""
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
+
+    def read(self) -> torch.Tensor:
+        if not self.is_there():
+            self._event.synchronize()
+        return self._values
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of values of the host; the host does not wait for the device."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +18,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from vescale import csrc
+from vescale.compat.devices import running_accelerator
 from vescale.compat.ledger import note
 
 P = ParamSpec("P")
@@ -93,6 +95,18 @@ def permit_writes(view: torch.Tensor, source: torch.Tensor) -> None:
     autograd._set_creation_meta(view, meta)
 
 
+_QUEUED: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
+"""What the engine calls at the end of a backward; it alone holds that, and drops it with the backward."""
+
+
+def await_broken_off_backward() -> None:
+    """An exception has left a backward. Autograd's own threads, which run it on a device, hold it for a while after that;
+    return when it is gone, so that nothing which follows from its end happens behind the caller's back."""
+    deadline = time.monotonic() + 1.0  # another thread may run a backward of its own
+    while _QUEUED and current_backward() == -1 and running_accelerator() is not None and time.monotonic() < deadline:
+        time.sleep(1e-4)
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` once when the outermost backward that is running has ended, on the thread that called it.
 
@@ -113,6 +127,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
         handle.append(outer.register_hook(hand_on))
 
+    _QUEUED.add(ended)
     Variable._execution_engine.queue_callback(ended)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vescale.compat.devices import default_generator_of
 from vescale.errors import CudaError
 
 
@@ -71,6 +72,22 @@ def _compiled(source: str, name: str) -> bytes:
 def fused_dropout(
     source: torch.Tensor, keep: float, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(result, mask of uint8): ``native_dropout`` on CUDA, with a generator, by the probability to keep."""
-    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._fused_dropout.default(source, keep, generator)
+    """(result, mask): ``native_dropout`` of a device, with a generator, by the probability to keep. On CUDA the mask is of
+    uint8."""
+    result: tuple[torch.Tensor, torch.Tensor]
+    if source.device.type == "cuda":
+        result = torch.ops.aten._fused_dropout.default(source, keep, generator)
+        return result
+    default = default_generator_of(source.device)
+    assert default is not None
+    before = default.get_state()
+    try:
+        if generator is not None:
+            default.set_state(generator.get_state())
+        result = torch.native_dropout(source, 1.0 - keep, True)
+        if generator is not None:
+            generator.set_state(default.get_state())
+    finally:
+        if generator is not None and generator is not default:
+            default.set_state(before)
     return result

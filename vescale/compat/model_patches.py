@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
 from torch.nn.utils import rnn
 from torch.utils.hooks import BackwardHook
 
-from vescale.compat.autograd import DATA_VIEWS
+from vescale.compat.autograd import DATA_VIEWS, await_broken_off_backward
 from vescale.compat.containers import tensors_in
 from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
@@ -92,7 +92,11 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
             for loss, x in zip(losses, gradients, strict=True)
         )
         returns = not kwargs.get("accumulate_grad")
-        result = answered(losses, gradients, keep, creates_graph, inputs, returns, args, kwargs)
+        try:
+            result = answered(losses, gradients, keep, creates_graph, inputs, returns, args, kwargs)
+        except BaseException:
+            await_broken_off_backward()
+            raise
         if creates_graph and not returns:
             hooks.listener.recorded_backward(losses)
         return result

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,8 +22,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from vescale.comm import Observer, Operation, bytes_text, observe
+from vescale.comm import HostCopy, Observer, Operation, bytes_text, observe
 from vescale.debug._model_flops import flops_per_token as count_flops
 from vescale.debug._model_flops import measured_flops, peak_flops
 from vescale.errors import DebugOptionError, MissingPackageError
@@ -308,7 +310,7 @@ class Monitor:
         self._device, self._every = device, every
         self._num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._meter = CommMeter(is_timed=device.type == "cpu")
-        self._waiting: tuple[StepRecord, torch.Tensor] | None = None
+        self._waiting: deque[tuple[StepRecord, HostCopy]] = deque()
         self._count, self._is_open = 0, True
         self._resident, self._read_memory_at = 0, 0.0
         self._observe_next()
@@ -324,8 +326,8 @@ class Monitor:
     ) -> StepRecord:
         """Mark the end of a training step; call it on every rank, after ``optimizer.step()``.
 
-        A loss on a GPU is copied, and read when the next step has ended, so that the host does not wait for the device;
-        one that is a pending sum of DTensor's is reduced then, on all ranks.
+        A loss on a device is copied, and read at the end of a later step, so that the host does not wait for it. One that is
+        a DTensor is gathered at once, on all ranks.
 
         Args:
             loss: of the step, a 0-dim tensor or a number.
@@ -354,17 +356,17 @@ class Monitor:
             exposed_seconds=self._meter.exposed_seconds() if is_observed else None,
             more={name: float(value) for name, value in more.items()},
         )
-        self._flush()
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
                 raise DebugOptionError(
                     f"loss has shape {tuple(loss.shape)}; pass a number, or a tensor with one element"
                 )
-            self._waiting = record, loss.detach().clone() if loss.device.type != "cpu" else loss.detach()
-            if loss.device.type == "cpu":
-                self._flush()
+            own = loss.detach()
+            self._waiting.append((record, HostCopy(own.full_tensor() if isinstance(own, DTensor) else own)))
+            self._flush(_MOST_WAITING if loss.device.type != "cpu" else 0)
         else:
             record.loss = float(loss) if loss is not None else None
+            self._flush()
             self._emit(record)
         self._count += 1
         self._observe_next()
@@ -405,19 +407,19 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:  # a loss that is a pending sum would be a collective, which other ranks may not enter
-            self._waiting = None
+        if kind is not None:  # the device may wait for ranks that do not come
+            self._waiting.clear()
         self.close()
 
     def _observe_next(self) -> None:
         if self._count % self._every == 0:
             self._meter.start()
 
-    def _flush(self) -> None:
-        if self._waiting is not None:
-            record, loss = self._waiting
-            self._waiting = None
-            record.loss = float(loss.item())
+    def _flush(self, most: int = 0) -> None:
+        """Emit records, in order, whose loss is there, and others until ``most`` are left."""
+        while self._waiting and (self._waiting[0][1].is_there() or len(self._waiting) > most):
+            record, loss = self._waiting.popleft()
+            record.loss = float(loss.read().item())
             self._emit(record)
 
     def _emit(self, record: StepRecord) -> None:
@@ -523,6 +525,7 @@ def _peak(device: torch.device, given: float | Literal["measure"] | None) -> flo
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_MOST_WAITING = 2  # losses that are not read yet
 _MEMORY_SECONDS = 0.1
 """Between two reads of the host's memory: one takes as long as the rest of a call of ``step``."""
 

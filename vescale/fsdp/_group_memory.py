@@ -163,16 +163,19 @@ class GroupMemory:
             self._note_versions()
             if self.residency is Residency.KEPT_PIECE:
                 comm.gather_stream.wait_event(self._event)
-            with comm.gather_stream(), torch.no_grad():
-                comm.make_room(memory)
-                memory.allocate()
-                try:
+            has_memory = False
+            try:
+                with comm.gather_stream(), torch.no_grad():
+                    comm.make_room(memory)
+                    memory.allocate()
+                    has_memory = True
                     self._start_gathers(path)
-                except BaseException as error:
+            except BaseException as error:
+                if has_memory:  # no longer on the gather stream, which the computation waits for
                     self._drop_gathers(error)
-                    raise
-                self._move(Event.GATHER)
-                self.has_unknown_work = False
+                raise
+            self._move(Event.GATHER)
+            self.has_unknown_work = False
 
     def _start_gathers(self, path: str) -> None:
         stream, self.has_unknown_work = self.comm.gather_stream, True
@@ -371,9 +374,9 @@ class GroupMemory:
             self._register_sharded()
         for parameter in self.at_rest.parameters:
             parameter.to_rest()
-        if not self.comm.gather_stream.is_real:
-            for one in pending:
-                one.wait()
+        for one in pending:
+            one.wait()
+        self.comm.gather_stream.compute_waits(self.comm.gather_stream.done())  # the program may write to the shards now
         self.is_held = False
         if self.gathered is not None:
             for bucket in self.at_rest.buckets:

@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
-from vescale.compat import profiled
+from vescale.compat import in_backward, profiled
 from vescale.fsdp._context import CommContext, RootOrders
 from vescale.fsdp._contract import ROOT, Move, ResidencyError, Stage
 from vescale.fsdp._step_comparison import StepComparison
@@ -130,8 +130,11 @@ class Iteration(Generic[MemberT]):
 
     @property
     def is_broken_off(self) -> bool:
-        """Whether an exception has ended a backward."""
-        return self.has_backward and self._backward.current() is None
+        """Whether an exception has ended a backward. What runs it on a device may hold on to it for a while after its caller
+        has got the exception; this thread is inside of no backward then."""
+        if not self.has_backward or self._backward.current() is None:
+            return self.has_backward
+        return self.comm.device.type != "cpu" and not in_backward()
 
     def follow_backward(self) -> None:
         """Conclude the running backward at its end; called by every state that it reaches.

@@ -45,6 +45,7 @@ _FEW_RANKS = 64  # numpy, which a step uses nowhere else, takes longer for as ma
 _MARK = 0x7FF9_A57C_7FFB_3E61  # not a number in float64, and in each half as float32 and bfloat16
 _NOTICE = struct.Struct("<QQ")
 _MOST_GUARDED = 10_000
+_MOST_COUNTED = 64  # comparisons in succession
 _MOST_KEPT = 1 << 16  # kinds of collectives, or units of a log
 _NOTHING = (-1, 0, 0)
 
@@ -56,8 +57,9 @@ class AgreedCollectives:
     """What the ranks of a group begin next, as they have agreed on it.
 
     What a rank expects follows from the collectives before, since the ranks last compared their order: that which came next
-    the last time, else what has followed such a one before, else one like it. All ranks expect the same, because they agree
-    on each change:
+    the last time, if possible the last time after as many comparisons of this kind (several backwards accumulate before one
+    reduces); else what has followed such a one before, else one like it. All ranks expect the same, because they agree on
+    each change:
 
     1. A rank that wants to gather where a gather of other pieces, or of another model, is expected waits in the store for
        all others to want the same. If they do not come within 3 s, it tells them in a gather of pieces of the expected size,
@@ -78,7 +80,8 @@ class AgreedCollectives:
         self._consensus = Round(watch.ranks, f"collectives along {group.group_name}")
         self._next: dict[int, Collective] = {}
         self._after: dict[Collective, Collective] = {}
-        self._history = self._num_since = 0
+        self._history = self._counted_history = self._num_since = 0
+        self._compared = (END_OF_BACKWARD, 0)  # how the ranks have compared last, and how often in succession
         self._place: tuple[object, int] = ("", 0)
 
     def begin_model(self, place: object) -> None:
@@ -86,20 +89,24 @@ class AgreedCollectives:
         time. What ranks have done before, maybe not all the same, counts no more."""
         self._last = self._last_compared = _NOTHING
         self._place, self._history, self._num_since = (place, 0), hash(place), 0
+        self._compared, self._counted_history = (END_OF_BACKWARD, 0), self._history
         self.watch.open()
 
-    def begin(self) -> None:
-        """The ranks have compared their order, after an iteration."""
+    def begin(self, kind: int) -> None:
+        """The ranks have compared their order, after an iteration. ``kind``: of this comparison."""
         self._last_compared = self._last
+        last, count = self._compared
+        self._compared = kind, min(count + 1, _MOST_COUNTED) if kind == last else 1
         self._history, self._num_since = hash(self._last[1]), 0  # models may take turns
+        self._counted_history = hash((self._compared, self._last[1]))
         self._place = self._place[0], self._place[1] + 1
 
     def begin_after_error(self) -> None:
         """The ranks have found out that they differ: some have begun what others have not."""
         self._next.clear()
         self._after.clear()
-        self._last = self._last_compared
-        self.begin()
+        self._last, self._compared = self._last_compared, (END_OF_BACKWARD, 0)
+        self.begin(END_OF_BACKWARD)
         self.watch.begin_anew()
 
     def agree(self, wanted: Collective, unit: int, device: torch.device) -> bool:
@@ -111,15 +118,17 @@ class AgreedCollectives:
         self._num_since += 1
         if self._num_since > _MOST_GUARDED:  # forwards whose backward never comes
             return True
-        expected = self._next.get(self._history) or self._after.get(self._last, self._last)
+        known = self._next.get(self._counted_history) or self._next.get(self._history)
+        expected = known or self._after.get(self._last, self._last)
         if expected != wanted and not self._is_wanted_by_all(expected, wanted, device):
             return False
         if len(self._next) >= _MOST_KEPT:  # every iteration has others; all ranks clear at the same one
             self._next.clear()
             self._after.clear()
-        self._next[self._history] = wanted
+        self._next[self._counted_history] = self._next[self._history] = wanted
         if self._last != _NOTHING:
             self._after[self._last] = wanted
+        self._counted_history = hash((self._counted_history, wanted))
         self._history, self._last = hash((self._history, wanted)), wanted
         return True
 
@@ -556,7 +565,7 @@ class CollectiveOrder:
         message, history = self.message(flags), self.history
         for agreed in history.agreed():
             self.agree(agreed, END_OF_BACKWARD, len(message))
-            agreed.begin()
+            agreed.begin(END_OF_BACKWARD)
         sent = self.gathered.taken(), history.reduced.taken()
         return history.heartbeat.send(message, device, lambda maximum: self._check(maximum, sent))
 
@@ -581,7 +590,7 @@ class CollectiveOrder:
         compares = not will_reduce or history.gather_heartbeat.is_new
         if compares:
             self.agree(history.along, COMPARISON, _SLOT_BYTES)
-        history.along.begin()
+        history.along.begin(GATHER if will_reduce else COMPARISON)
         if not compares:
             return
         message, sent = _slot(self.gathered.digest()), (self.gathered.taken(), _Log())

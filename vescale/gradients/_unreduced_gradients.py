@@ -38,17 +38,47 @@ class GradientPlace(Enum):
     ============  =====================================  ============================================================
     place         until the parameters are resharded     then
     ============  =====================================  ============================================================
+    ``NONE``      there are none                         all that were there have been reduced, or forgotten
     ``HELD``      ``grad`` of the unsharded parameters   all copied at once to where the parameters were (``IN_PLACE``),
                                                          or to memory of their own, if that has another dtype
     ``IN_PLACE``  each where its parameter was           there
     ``APART``     each copied, or added, to memory of    there; another backward may add to them
                   their own, or computed there
     ============  =====================================  ============================================================
+
+    =========================  ============================  =========================================================
+    move                       allocated, on the current     when
+                               stream
+    =========================  ============================  =========================================================
+    ``NONE`` to ``HELD``       nothing                       the first gradient is about to come
+    ``NONE`` to ``IN_PLACE``   nothing                       the same
+    ``NONE`` to ``APART``      memory of their own           the same
+    ``HELD`` to ``IN_PLACE``   nothing                       the parameters are not needed any more
+    ``HELD`` to ``APART``      memory of their own           they are, or that place has another dtype
+    ``IN_PLACE`` to ``APART``  memory of their own           the parameters' memory is freed or gathered anew
+    any to ``NONE``            nothing                       they are complete, or an exception has ended the step
+    =========================  ============================  =========================================================
+
+    Nothing communicates. Any other move raises GradientError.
     """
 
+    NONE = auto()
     APART = auto()
     HELD = auto()
     IN_PLACE = auto()
+
+
+_MOVES = frozenset(
+    {
+        (GradientPlace.NONE, GradientPlace.HELD),
+        (GradientPlace.NONE, GradientPlace.IN_PLACE),
+        (GradientPlace.NONE, GradientPlace.APART),
+        (GradientPlace.HELD, GradientPlace.IN_PLACE),
+        (GradientPlace.HELD, GradientPlace.APART),
+        (GradientPlace.IN_PLACE, GradientPlace.APART),
+        *((place, GradientPlace.NONE) for place in GradientPlace),
+    }
+)
 
 
 class UnreducedGradients:
@@ -59,6 +89,7 @@ class UnreducedGradients:
 
     Attributes:
         memory: what is not the parameters'. There is none before :meth:`prepare`.
+        place: changes in :meth:`_move` only.
     """
 
     memory: Allocation
@@ -66,7 +97,7 @@ class UnreducedGradients:
     def __init__(self, parameters: Sequence[GatheredParameter]) -> None:
         self.parameters = list(parameters)
         self.buffer: DBuffer
-        self.has_any = False
+        self.place = GradientPlace.NONE
         self._overwritten: list[tuple[torch.Tensor, int]] = []
         """Parameters whose memory holds a gradient, and the versions of their values."""
         self._row: ParameterRow | None = None
@@ -96,10 +127,24 @@ class UnreducedGradients:
         if "memory" in self.__dict__:
             self.memory.free()
 
+    def _move(self, place: GradientPlace) -> None:
+        if (self.place, place) not in _MOVES:
+            names = ", ".join(repr(parameter.name) for parameter in self.parameters[:3])
+            legal = ", ".join(to.name for of, to in _MOVES if of is self.place)
+            raise GradientError(
+                f"gradients of {names} are {self.place.name} and were to be {place.name}; expected one of {legal}. This is "
+                "a bug in vescale, or the module is used by several threads"
+            )
+        self.place = place
+
+    @property
+    def has_any(self) -> bool:
+        return self.place is not GradientPlace.NONE
+
     @property
     def in_place(self) -> bool:
         """Whether they are where the parameters were."""
-        return self.has_any and self._place is GradientPlace.IN_PLACE
+        return self.place is GradientPlace.IN_PLACE
 
     @property
     def has_overwritten(self) -> bool:
@@ -125,10 +170,10 @@ class UnreducedGradients:
 
     def _receive(self, index: int, unsharded: torch.Tensor) -> None:
         """A gradient has been accumulated. By then, all ops of this backward that contribute to it have run."""
-        if unsharded.grad is None or self._place is GradientPlace.HELD:
+        if unsharded.grad is None or self.place is GradientPlace.HELD:
             return
         with torch.no_grad():
-            if self._place is GradientPlace.IN_PLACE:
+            if self.in_place:
                 self._overwrite(index)
             self._take(index)
 
@@ -147,7 +192,7 @@ class UnreducedGradients:
             return None
         self._begin()
         self._hold_no_more()
-        if self._place is GradientPlace.IN_PLACE:  # other ops may need the parameter still
+        if self.in_place:  # other ops may need the parameter still
             return None
         if self._received[index] or self._claimed[index]:
             return None
@@ -158,23 +203,23 @@ class UnreducedGradients:
         """Before the first gradient: where gradients go."""
         if self.has_any:
             return
-        self._place = self._begin_in_group()
+        place = self._begin_in_group()
         if self._whole is None:
-            self._place = GradientPlace.APART
-        elif self._place is GradientPlace.IN_PLACE and self._over_whole is None:
-            self._place = GradientPlace.HELD
-        if self._place is GradientPlace.IN_PLACE:
+            place = GradientPlace.APART
+        elif place is GradientPlace.IN_PLACE and self._over_whole is None:
+            place = GradientPlace.HELD
+        if place is GradientPlace.IN_PLACE:
             assert self._over_whole is not None
             self.buffer = self._over_whole
-        elif self._place is GradientPlace.APART:
+        elif place is GradientPlace.APART:
             self.buffer = self._apart.allocate()
-        self.has_any = True
+        self._move(place)
         self._gate.shut()
-        self._notify(self._place is not GradientPlace.HELD)
+        self._notify(place is not GradientPlace.HELD)
 
     def abandon(self) -> None:
         """Forget them all, wherever an exception has interrupted this."""
-        self.has_any = True
+        self._clear()
         self.drop()
         for hooks in self._hooks.values():
             hooks.notify(self._are_notified)
@@ -236,15 +281,15 @@ class UnreducedGradients:
 
     def take_place_of_parameters(self) -> None:
         """The gathered parameters are not needed any more: held gradients go where those were, if they are of one dtype."""
-        if self.has_any and self._place is GradientPlace.HELD and self._over_whole is not None:
-            self._place = GradientPlace.IN_PLACE
+        if self.place is GradientPlace.HELD and self._over_whole is not None:
+            self._move(GradientPlace.IN_PLACE)
             self._mark_as_overwritten(p.unsharded for p in self.parameters if p.unsharded is not None)
             self._take_all(self._over_whole)
 
     def _hold_no_more(self) -> None:
         """Gradients that are held go to memory of their own, and so do those that are still to come."""
-        if self._place is GradientPlace.HELD:
-            self._place = GradientPlace.APART
+        if self.place is GradientPlace.HELD:
+            self._move(GradientPlace.APART)
             self._notify(True)
             self._take_all(self._apart.allocate())
 
@@ -320,7 +365,8 @@ class UnreducedGradients:
         """Their memory is about to be freed or gathered anew."""
         if not self.in_place:
             return
-        source, self.buffer, self._place = self.buffer, self._apart.allocate(), GradientPlace.APART
+        source, self.buffer = self.buffer, self._apart.allocate()
+        self._move(GradientPlace.APART)
         with torch.no_grad():
             for index, received in enumerate(self._received):
                 if received:
@@ -352,14 +398,16 @@ class UnreducedGradients:
     def drop(self) -> None:
         """Forget them all."""
         if self.has_any:
-            for parameter in self.parameters:
-                if parameter.unsharded is not None:
-                    parameter.unsharded.grad = None
+            self._clear()
         self._received = [False] * len(self.parameters)
         self._claimed = [False] * len(self.parameters)
-        self.has_any = False
         self._gate.open()
-        self._place = GradientPlace.APART
+        self._move(GradientPlace.NONE)
+
+    def _clear(self) -> None:
+        for parameter in self.parameters:
+            if parameter.unsharded is not None:
+                parameter.unsharded.grad = None
 
 
 def _taken_from(parameter: GatheredParameter) -> torch.Tensor | None:

@@ -248,9 +248,9 @@ class AdamW8bit(ExactStates):
     Parameters below ``min_numel`` have float32 moments (float64 for float64). All states exist from the start; those of a
     frozen parameter when it requires a gradient in a step. The update itself uses the moments before they are rounded.
 
-    Communication of a step: none where each gradient is placed like its parameter. One all-reduce for Partial gradients; one
-    of a byte with ``skip_nonfinite``. Ranks that miss a gradient ask the others through the store, and take it as zeros if
-    one has it; a parameter without a gradient on all ranks is skipped.
+    Communication of a step: one all-reduce of a byte, for which only ranks wait that miss a gradient. They ask the others
+    through the store, and take it as zeros if one has it; a parameter without a gradient on all ranks is skipped. One
+    all-reduce for Partial gradients; one of a byte with ``skip_nonfinite``.
 
     Args:
         params: as in ``torch.optim.AdamW``; with ``model.named_parameters()`` errors and reports have names.

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,13 @@ def dynamic_map(signed: bool) -> DynamicMap:
     values = _values(signed)
     thresholds = _thresholds(values.numpy())
     return DynamicMap(values, torch.from_numpy(thresholds), _first_codes(thresholds), values.tolist().index(0.0))
+
+
+@functools.cache
+def _map_on(signed: bool, device: torch.device) -> DynamicMap:
+    """With its tensors on ``device``, to which a copy would make the host wait in each step."""
+    known = dynamic_map(signed)
+    return replace(known, values=known.values.to(device), thresholds=known.thresholds.to(device))
 
 
 def _values(signed: bool) -> torch.Tensor:
@@ -230,11 +237,12 @@ def _update_part(one: Update, part: Part, elements: slice, blocks: slice) -> Non
     g = one.grad.view(-1)[elements].to(dtype)
     if s.maximize:
         g = -g
+    signed, unsigned = (_map_on(is_signed, param.device) for is_signed in (True, False))
     first, second = one.first.view(-1)[elements], one.second.view(-1)[elements]
     if one.first_max is not None and one.second_max is not None:
         first_max, second_max = one.first_max.view(-1)[blocks], one.second_max.view(-1)[blocks]
-        m = dequantize(first, first_max, part, dynamic_map(True)).to(dtype)
-        v = dequantize(second, second_max, part, dynamic_map(False)).to(dtype)
+        m = dequantize(first, first_max, part, signed).to(dtype)
+        v = dequantize(second, second_max, part, unsigned).to(dtype)
     else:
         m, v = first.to(dtype), second.to(dtype)
     m = m + (g - m) * s.weight1
@@ -242,10 +250,10 @@ def _update_part(one: Update, part: Part, elements: slice, blocks: slice) -> Non
     denominator = _sqrt(v) * s.inverse_root + s.eps
     p = p * s.decay - (m / denominator) * s.step_size
     if one.first_max is not None and one.second_max is not None:
-        codes, largest = quantize(m, part, dynamic_map(True))
+        codes, largest = quantize(m, part, signed)
         first.copy_(codes)
         first_max.copy_(largest)
-        codes, largest = quantize(v, part, dynamic_map(False))
+        codes, largest = quantize(v, part, unsigned)
         second.copy_(codes)
         second_max.copy_(largest)
     else:

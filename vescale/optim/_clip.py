@@ -177,13 +177,12 @@ def total_norm(
     if not locals_:
         return torch.tensor(0.0)
     device = locals_[0].device
-    norms, is_known = _local_norms(locals_, order, foreach)
     by_ranks: dict[frozenset[int], list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
         by_ranks[group.ranks if group is not None else frozenset()].append(index)
     pending = []
     for indices in by_ranks.values():
-        numbers = _contribution(norms, is_known, indices, order).to(locals_[indices[0]].device)
+        numbers = _contribution([locals_[index] for index in indices], order, foreach)
         pending.append(_combine(numbers, groups[indices[0]], order))
     combined = torch.cat([_finished(p, order).to(device) for p in pending])
     if order == 0:
@@ -196,49 +195,40 @@ def total_norm(
     return total.to(torch.promote_types(result_dtype(locals_), torch.float32))
 
 
-def _local_norms(
-    locals_: Sequence[torch.Tensor], order: float, foreach: bool | None
-) -> tuple[torch.Tensor, list[bool]]:
-    """(the norm of each part, computed in at least float32, as float64 on the first one's device; whether it has one: some
-    orders are not defined for empty parts)"""
-    is_known = [local.numel() > 0 for local in locals_]
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for index, local in enumerate(locals_):
-        if is_known[index]:
-            kinds[local.device, local.dtype].append(index)
-    norms: torch.Tensor | None = None
-    for (_, dtype), indices in kinds.items():
+def _contribution(locals_: Sequence[torch.Tensor], order: float, foreach: bool | None) -> torch.Tensor:
+    """What this rank adds for the tensors of one group, in float64 on the first one's device: a sum of powers, an extremum,
+    or for order 0 whether each tensor has an element that is not zero. No list of indices, for which the host would wait for
+    the device."""
+    device = locals_[0].device
+    if order == 0:
+        return torch.stack([local.ne(0).any().to(device) for local in locals_]).double()
+    norms = _local_norms(locals_, order, foreach)
+    if not norms:
+        return torch.full((1,), math.inf if order == -math.inf else 0.0, dtype=torch.float64, device=device)
+    chosen = norms[0] if len(norms) == 1 else torch.cat(norms)
+    if math.isinf(order):
+        return (chosen.amax() if order > 0 else chosen.amin()).view(1)
+    return chosen.pow(order).sum().view(1)
+
+
+def _local_norms(locals_: Sequence[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
+    """The norms of the parts that are not empty, for which some orders are not defined; computed in at least float32, as
+    float64 on the first one's device. One tensor for each kind of parts."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for local in locals_:
+        if local.numel():
+            kinds[local.device, local.dtype].append(local)
+    norms = []
+    for (_, dtype), group in kinds.items():
         wide = torch.promote_types(dtype.to_real(), torch.float32)
-        group = [locals_[index] for index in indices]
         if foreach is not False and has_foreach(group):
             found = foreach_norm(group, order, wide)
         elif dtype.is_complex:
             found = [torch.linalg.vector_norm(local, order) for local in group]
         else:
             found = [torch.linalg.vector_norm(local, order, dtype=wide) for local in group]
-        stacked = torch.stack(found).to(locals_[0].device, torch.float64)
-        if len(indices) == len(locals_):
-            return stacked, is_known
-        if norms is None:
-            norms = stacked.new_zeros(len(locals_))
-        norms[indices] = stacked
-    return torch.zeros(
-        len(locals_), dtype=torch.float64, device=locals_[0].device
-    ) if norms is None else norms, is_known
-
-
-def _contribution(norms: torch.Tensor, is_known: Sequence[bool], indices: Sequence[int], order: float) -> torch.Tensor:
-    """What this rank adds for the tensors of one group: a sum of powers, an extremum, or for order 0 whether each tensor
-    has an element that is not zero."""
-    if order == 0:
-        return norms[indices].ne(0).double()
-    known = [index for index in indices if is_known[index]]
-    if not known:
-        return norms.new_full((1,), math.inf if order == -math.inf else 0.0)
-    chosen = norms if len(known) == len(norms) else norms[known]
-    if math.isinf(order):
-        return (chosen.amax() if order > 0 else chosen.amin()).view(1)
-    return chosen.pow(order).sum().view(1)
+        norms.append(torch.stack(found).to(locals_[0].device, torch.float64))
+    return norms
 
 
 def _combine(numbers: torch.Tensor, group: AxisGroup | None, order: float) -> Pending:

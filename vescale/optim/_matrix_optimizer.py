@@ -17,7 +17,7 @@ from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep, OwnedMatr
 from vescale.optim._matrix_parameters import Algorithm, MatrixParameter, MatrixParameters, Ownership, local_tensor
 from vescale.optim._report import ParameterReport
 from vescale.optim._state_loading import ExactStates
-from vescale.optim._step_gradients import LinkedRanks, agreed_gradients, check_no_capture
+from vescale.optim._step_gradients import LinkedRanks, StepBeats, agreed_gradients, check_no_capture
 from vescale.placements import Box
 
 # AdamW, element by element, for the parameters that are no matrices.
@@ -154,6 +154,7 @@ class MatrixOptimizer(ExactStates):
         self._parameters: MatrixParameters | None = None
         self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
         self._linked = LinkedRanks(type(self).__name__)
+        self._beats = StepBeats("gradients of an optimizer")
         super().__init__(params, {"algorithm": self.algorithm, **defaults})
         self._parameters = MatrixParameters(
             Algorithm(self._grid, self._cost, self._kinds, self._dtypes, self._announce), self._split_replicas
@@ -354,6 +355,7 @@ class MatrixOptimizer(ExactStates):
         compare = [p for p in parameters if p.travels] if self._compare_gradients is None else parameters
         gradients = agreed_gradients(
             parameters,
+            self._beats,
             compare=() if self._compare_gradients is False else {frozenset(p.ranks) for p in compare},
             linked=self._linked.of([p.tensor for p in parameters]) if self._skip_nonfinite else None,
         )
@@ -451,6 +453,7 @@ class MatrixOptimizer(ExactStates):
         if self.__dict__.get("_parameters") is None and "_bucket_bytes" in self.__dict__:  # a copy
             self._exchanges = {}
             self._linked = LinkedRanks(type(self).__name__)
+            self._beats = StepBeats("gradients of an optimizer")
             self._parameters = MatrixParameters(
                 Algorithm(self._grid, self._cost, self._kinds, self._dtypes, lambda _: None), self._split_replicas
             )

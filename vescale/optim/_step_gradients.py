@@ -1,20 +1,20 @@
 """The gradients of one optimizer step: what to do where some are missing, pending, placed otherwise, or not finite.
 
 A gradient that is missing on some ranks counts as zeros there; one that is missing on all is no gradient. To tell the two
-apart, ranks write which ones they miss to the store, and only ranks that miss one wait for the others: where all gradients
-are there, a step waits for nobody.
+apart, ranks that miss one write that to the store, and then all tell each other, in a message of a byte, that they have come
+to this step. Only ranks that miss one wait for it: where all gradients are there, a step waits for nobody, and asks nobody.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import threading
-import time
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
-from vescale.agreement import Round, await_posts, post, posted, wait_limit
+from vescale.agreement import Beat, Heartbeat, Round, await_posts, post, posted, wait_limit
 from vescale.comm import all_gather_v, all_reduce_, axis_group, group_of_ranks
 from vescale.compat import (
     AsyncCollectiveTensor,
@@ -144,6 +144,26 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+class StepBeats:
+    """Messages between the ranks of an optimizer's parameters, in each step; only ranks that have to know wait for them."""
+
+    def __init__(self, requester: str) -> None:
+        self._requester = requester
+        self._by_ranks: dict[Ranks, Heartbeat] = {}
+
+    def send(
+        self,
+        ranks: Ranks,
+        message: bytearray,
+        device: torch.device,
+        check: Callable[[list[int]], None] = lambda _: None,
+    ) -> Beat:
+        """See :meth:`vescale.agreement.Heartbeat.send`."""
+        if ranks not in self._by_ranks:
+            self._by_ranks[ranks] = Heartbeat(group_of_ranks(ranks), self._requester, num_first=0)
+        return self._by_ranks[ranks].send(message, device, check)
+
+
 class StepGradients:
     """Collects the gradients of one optimizer, step by step; made alike on all ranks of the parameters."""
 
@@ -153,6 +173,7 @@ class StepGradients:
         self._key = ""
         self._step = 0
         self._missed: dict[int, dict[int, list[int]]] = {}
+        self._beats = StepBeats(f"step of {kind}")
 
     def collect(
         self, parameters: Sequence[torch.Tensor], names: Sequence[str], together: Sequence[torch.Tensor] | None = None
@@ -160,12 +181,13 @@ class StepGradients:
         """For each parameter its gradient, placed like it, or None if no rank of its mesh has one; None: skip this step,
         because a gradient is not finite on one of the ranks that :class:`LinkedRanks` finds by the parameters ``together``.
 
-        Communication: one all-reduce for all Partial gradients together; redistributions of those that are placed otherwise
-        than their parameters; with ``together`` one all-reduce of a byte.
+        Communication: one all-reduce of a byte along each set of ranks that DTensors are on, which only ranks wait for that
+        miss a gradient; one all-reduce for all Partial gradients together; redistributions of those that are placed
+        otherwise than their parameters; with ``together`` one all-reduce of a byte.
 
         Raises:
             ValueError: a gradient that only replicas of this rank's part have: their parameters would differ.
-            RuntimeError: a sparse gradient; a rank that does not come in time although gradients are missing here.
+            RuntimeError: a sparse gradient.
         """
         gradients = [parameter.grad for parameter in parameters]
         for gradient, name in zip(gradients, names):
@@ -204,13 +226,26 @@ class StepGradients:
             self._missed[self._step] = note
             while len(self._missed) > _HISTORY:
                 del self._missed[next(iter(self._missed))]
-        post(f"{self._key} {dist.get_rank()}", json.dumps([self._step, list(self._missed.items())]))
+            key = f"{self._key} {dist.get_rank()}"
+            post(key, json.dumps(list(self._missed.items())))
+            posted(key)  # it is there now: a store does not acknowledge what is written
+        arrivals = self._arrive([parameters[index] for index in shared])
         if not missing:
             return gradients
+        for arrival in arrivals:
+            arrival.answer()
         found, notes = list(gradients), {dist.get_rank(): note}
         for index in missing:
             found[index] = self._zeros(index, parameters[index], names[index], notes)
         return found
+
+    def _arrive(self, parameters: Sequence[torch.Tensor]) -> list[Beat]:
+        """Tell the other ranks of the parameters that this one is in this step, and has written what it misses."""
+        sets: dict[Ranks, torch.device] = {}
+        for parameter in parameters:
+            assert isinstance(parameter, DTensor)
+            sets.setdefault(tuple(sorted(parameter.device_mesh.mesh.flatten().tolist())), local_of(parameter).device)
+        return [self._beats.send(ranks, bytearray(1), sets[ranks]) for ranks in sorted(sets)]
 
     def _zeros(
         self, index: int, parameter: torch.Tensor, name: str, notes: dict[int, dict[int, list[int]]]
@@ -226,7 +261,7 @@ class StepGradients:
         for coordinate in itertools.product(*map(range, mesh.shape)):
             rank = int(mesh.mesh[coordinate])
             if rank not in notes:
-                notes[rank] = self._note_of(rank, name)
+                notes[rank] = self._note_of(rank)
             note = notes[rank].get(index)
             if note == []:
                 continue
@@ -248,24 +283,10 @@ class StepGradients:
         local = torch.zeros_like(local_of(parameter))
         return make_dtensor(local, make_spec(mesh, placements, spec.shape, spec.stride, parameter.dtype))
 
-    def _note_of(self, rank: int, name: str) -> dict[int, list[int]]:
-        """What the rank has written about this step; waits until it has come to it."""
-        key, pause = f"{self._key} {rank}", 0.0005
-        deadline = time.monotonic() + (wait_limit() or default_timeout()).total_seconds()
-        while True:
-            if text := posted(key):
-                step, missed = json.loads(text)
-                if step >= self._step:
-                    notes = dict(missed)
-                    return {int(index): axes for index, axes in notes.get(self._step, {}).items()}
-            if time.monotonic() > deadline:
-                raise OptimizerError(
-                    f"parameter {name} has no gradient on rank {dist.get_rank()}, which waits to learn whether rank "
-                    f"{rank} has one; that rank did not reach step {self._step} of its optimizer in time. All ranks "
-                    "of a mesh must call step()"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+    def _note_of(self, rank: int) -> dict[int, list[int]]:
+        """What the rank, which has come to this step, has written about it; nothing where it misses nothing."""
+        notes = dict(json.loads(posted(f"{self._key} {rank}") or "[]"))
+        return {int(index): axes for index, axes in notes.get(self._step, {}).items()}
 
 
 def _is_finite(gradients: Sequence[torch.Tensor]) -> bool:
@@ -300,7 +321,11 @@ _NONE, _LIKE_PARAMETER, _ELSEWHERE, _UNUSABLE = range(4)
 
 
 def agreed_gradients(
-    parameters: Sequence[MatrixParameter], *, compare: Collection[frozenset[int]], linked: tuple[int, ...] | None = None
+    parameters: Sequence[MatrixParameter],
+    beats: StepBeats,
+    *,
+    compare: Collection[frozenset[int]],
+    linked: tuple[int, ...] | None = None,
 ) -> dict[int, torch.Tensor] | None:
     """The local tensor of each gradient, placed like its parameter, by the parameter's number.
 
@@ -312,7 +337,8 @@ def agreed_gradients(
     it is part of a set in ``compare``, which its ranks know alike. With ``linked`` for all sets, and one of a byte where
     parameters are on no set of just these ranks, or gradients are placed otherwise. Gradients with other placements than
     their parameter are brought to them. Of a gradient that some ranks lack, replicas that have it give it to those that
-    lack it.
+    lack it. On a device a rank that lacks nothing does not wait for the others, unless parameters have replicas, or
+    ``linked`` is given.
 
     Raises:
         RuntimeError: a parameter that is frozen on some ranks only; a gradient that is sparse, complex, of another shape, or
@@ -325,7 +351,7 @@ def agreed_gradients(
     finite = _are_finite(_gradient_of(p) for p in parameters) if linked is not None else True
     told = False
     if compare or linked is not None:
-        agreed, missing, finite, told = _compared(parameters, statuses, finite, linked, compare)
+        agreed, missing, finite, told = _compared(parameters, statuses, finite, linked, compare, beats)
     for parameter, status, (own, problem), lacks in zip(parameters, agreed, found, missing):
         if status == _UNUSABLE:
             raise OptimizerError(
@@ -412,6 +438,7 @@ def _compared(
     finite: bool,
     linked: tuple[int, ...] | None,
     compare: Collection[frozenset[int]],
+    beats: StepBeats,
 ) -> tuple[list[int], list[bool], bool, bool]:
     """(the highest status on any rank, whether some rank has no gradient, whether all gradients are finite on ``linked``,
     whether that has been found out: it is where parameters are on these very ranks).
@@ -426,28 +453,56 @@ def _compared(
     pending = []
     with without_modes():
         for ranks, indices in sorted(together.items()):
-            trained = [parameters[i].tensor.requires_grad for i in indices]
+            members = [parameters[i] for i in indices]
+            trained = [parameter.tensor.requires_grad for parameter in members]
             highest = [statuses[i] + 1 if each else 0 for i, each in zip(indices, trained)]
             lacking = [int(missing[i]) if each else 2 for i, each in zip(indices, trained)]
-            device = parameters[indices[0]].local.device
-            flags = torch.tensor([*highest, *lacking, int(not finite)], dtype=torch.uint8).to(device)
-            group = group_of_ranks(ranks)
-            pending.append((indices, all_reduce_(flags, "max", group, requester="gradients of an optimizer")))
-        differing: list[str] = []
-        for indices, reduction in pending:
-            *flags_found, is_infinite = reduction.wait().tolist()
-            for index, status, lacks in zip(indices, flags_found, flags_found[len(indices) :]):
-                agreed[index], missing[index] = max(status - 1, _NONE), bool(lacks)
-                if status and lacks == 2:
-                    differing.append(parameters[index].name)
-            finite = finite and not is_infinite
-    if differing:
+            device = members[0].local.device
+            is_asked = linked is not None or device.type == "cpu" or not {*highest} <= {0, _LIKE_PARAMETER + 1}
+            is_asked = is_asked or any(_has_replicas(parameter) for parameter in members)
+            message = bytearray([*highest, *lacking, int(not finite)])
+            check = functools.partial(_check_answer, members) if not is_asked else _accept
+            beat = beats.send(ranks, message, device, check)
+            if is_asked:
+                pending.append((indices, members, beat))
+        answers = [(indices, members, beat.answer()) for indices, members, beat in pending]
+    for indices, _, (*flags, is_infinite) in answers:
+        for index, status, lacks in zip(indices, flags, flags[len(indices) :]):
+            agreed[index], missing[index] = max(status - 1, _NONE), bool(lacks)
+        finite = finite and not is_infinite
+    _check_frozen([each for _, members, flags in answers for each in _frozen_somewhere(members, flags)])
+    return agreed, missing, finite, linked in together
+
+
+def _has_replicas(parameter: MatrixParameter) -> bool:
+    mesh = parameter.place.mesh
+    return mesh is not None and bool(replica_axes(parameter.place.placements, tuple(mesh.shape)))
+
+
+def _frozen_somewhere(members: Sequence[MatrixParameter], flags: Sequence[int]) -> list[str]:
+    return [p.name for p, status, lacks in zip(members, flags, flags[len(members) :]) if status and lacks == 2]
+
+
+def _check_frozen(names: Sequence[str]) -> None:
+    if names:
         raise OptimizerError(
-            f"parameter {differing[0]!r} is frozen (requires_grad=False) on some ranks and trained on others"
-            + (f", and so are {len(differing) - 1} more" if len(differing) > 1 else "")
+            f"parameter {names[0]!r} is frozen (requires_grad=False) on some ranks and trained on others"
+            + (f", and so are {len(names) - 1} more" if len(names) > 1 else "")
             + "; set requires_grad in the same way on every rank"
         )
-    return agreed, missing, finite, linked in together
+
+
+def _accept(flags: Sequence[int]) -> None: ...
+
+
+def _check_answer(members: Sequence[MatrixParameter], flags: Sequence[int]) -> None:
+    """Of a step that this rank has taken without it."""
+    _check_frozen(_frozen_somewhere(members, flags))
+    unusable = [p.name for p, status in zip(members, flags) if status - 1 == _UNUSABLE]
+    if unusable:
+        raise OptimizerError(
+            f"parameter {unusable[0]!r}: another rank reports that its gradient cannot be used; see its error"
+        )
 
 
 def _are_finite(gradients: Iterable[torch.Tensor | None]) -> bool:

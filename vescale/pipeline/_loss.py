@@ -29,7 +29,7 @@ class BatchLoss:
         terms = [term for term in known.whole.losses if term.reduction == MEAN]
         has_shares = not (callable(entry.loss) or entry.microbatches == 1 or known.loss.whole)
         self._terms = terms if has_shares and all(term.is_known for term in terms) else []
-        self._counts: dict[int, list[float]] = {}  # by stage
+        self._counts: dict[int, list[torch.Tensor]] = {}  # by stage
 
     def around_forward(self, stage: int) -> _Shares | None:
         """A mode for a stage's forward of one micro-batch; None: it computes nothing of the loss."""
@@ -49,7 +49,7 @@ class _Shares(TorchFunctionMode):
     """``cross_entropy`` and ``nll_loss`` that take a mean divide by the given numbers, call by call, from where the stage
     begins."""
 
-    def __init__(self, counts: Sequence[float], *, is_active: bool) -> None:
+    def __init__(self, counts: Sequence[torch.Tensor], *, is_active: bool) -> None:
         super().__init__()
         self._counts, self._is_active = list(counts), is_active
 
@@ -65,5 +65,6 @@ class _Shares(TorchFunctionMode):
             raise PipelineCallError("pipeline: a stage computes more losses than the trace of the whole model did")
         count = self._counts.pop(0)
         total = func(**{**given, "reduction": "sum"})
-        # Without any valid label one device's mean is nan, and so is this.
-        return total * (1.0 / count if count else float("nan"))
+        # Without any valid label the total is 0, one device's mean is nan, and so is this.
+        wide = torch.promote_types(total.dtype, torch.float32)
+        return (total.to(wide) * count.reciprocal().to(wide)).to(total.dtype)

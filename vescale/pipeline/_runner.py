@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.checks import describe, start_checks_among
 from vescale.comm import record, record_comms, requested_by
-from vescale.compat import local_of, no_torch_function
+from vescale.compat import local_of, no_torch_function, own_part
 from vescale.compat.random_ops import without_native_fills
 from vescale.compat.tensor_subclasses import tree_leaves
 from vescale.errors import PipelineCallError, PipelineTraceError, PipelineWarning
@@ -186,7 +186,7 @@ class Runner:
                     parameter.grad = before
                 raise refused
             if takes:
-                _add(earlier, 1.0 if count is None else 1.0 / count if count else float("inf"))
+                _add(earlier, count)
         hooks.run([gradient for _, gradient in before_hooks])
         return loss
 
@@ -280,22 +280,20 @@ class Runner:
                         "shorter rows, or give rows='microbatch' in plan.pipeline(...), with which nothing is tried"
                     ) from error
 
-    def _global_loss(self) -> tuple[torch.Tensor, float | None]:
-        """The loss of the whole batch on every rank, and the count of a callable loss. Communication: one broadcast."""
+    def _global_loss(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The loss of the whole batch on every rank, and the count of a callable loss. Communication: one broadcast, for
+        which the host does not wait where there is a device."""
         last = self.schedule.rank_of[-1]
-        both = torch.zeros(2, dtype=torch.float64)
+        both = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.rank == last:
-            both[0] = sum(float(total) for total, _ in self._losses)
-            both[1] = sum(float(count) for _, count in self._losses)
-        both = both.to(self.device)
+            for of, values in zip(both, zip(*self._losses)):
+                for value in values:
+                    of.add_(value.reshape(()) if isinstance(value, torch.Tensor) else value)
         with record("broadcast", self.group.size(), both.nbytes, requester="pipeline: the loss", group=self.group):
             dist.broadcast(both, dist.get_global_rank(self.group, last), group=self.group)
-        value, count = both.tolist()
-        dtype = self._loss_dtype()
-        if not callable(self.entry.loss):
-            return torch.tensor(value, dtype=dtype, device=self.device), None
-        loss = torch.tensor(value, dtype=torch.float64, device=self.device) / count
-        return loss.to(dtype), count
+        loss, count = both
+        is_counted = callable(self.entry.loss)
+        return (loss / count if is_counted else loss.clone()).to(self._loss_dtype()), count if is_counted else None
 
     def _loss_dtype(self) -> torch.dtype:
         """The dtype of the output's loss; of a callable's, which one rank alone knows: that of parameters."""
@@ -751,12 +749,14 @@ class Runner:
 
 
 @torch.no_grad()
-def _add(earlier: list[tuple[nn.Parameter, torch.Tensor | None]], scale: float) -> None:
-    """Add earlier gradients to those of this step, which are multiplied by ``scale`` first."""
+def _add(earlier: list[tuple[nn.Parameter, torch.Tensor | None]], count: torch.Tensor | None) -> None:
+    """Add earlier gradients to those of this step, which are divided by ``count`` first."""
     for parameter, before in earlier:
         new = parameter.grad
-        if new is not None and scale != 1.0:
-            new.mul_(scale)
+        if new is not None and count is not None:
+            own = own_part(new)
+            wide = torch.promote_types(own.dtype, torch.float32)
+            own.copy_(own.to(wide) * count.reciprocal().to(wide))
         if before is not None:
             if new is not None:
                 before.add_(new)

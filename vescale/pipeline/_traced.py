@@ -148,12 +148,14 @@ class LossTerm:
     def is_known(self) -> bool:
         return self.target is not None and self.has_weight == (self.weight is not None)
 
-    def count(self, batch: Mapping[str, Any]) -> float:
-        """What the sum over all labels is divided by."""
+    def count(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """What the sum over all labels is divided by, in float64; the host waits for no device."""
         assert self.target is not None
         target = self.target(batch)
         valid = target != self.ignore_index
-        return int(valid.sum()) if self.weight is None else float(self.weight(batch)[target[valid]].sum())
+        if self.weight is None:
+            return valid.sum().double()
+        return torch.where(valid, self.weight(batch)[torch.where(valid, target, 0)], 0).sum().double()
 
 
 @dataclass

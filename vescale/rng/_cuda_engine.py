@@ -61,9 +61,16 @@ def fill_region(
 ) -> None:
     """As :func:`vescale.rng._cpu_engine.fill_region`, for a CUDA tensor and generator, on the current stream of its device.
 
+    On other accelerators, how ops draw is not known: every rank fills the whole tensor and keeps its part.
+
     Memory: a few chunks beyond ``local``. Raises RuntimeError while a CUDA graph is captured.
     """
     local = local.detach()
+    if local.device.type != "cuda":
+        fill.check(local)
+        arguments = None if parameter is None else laid_out_as(local, parameter)
+        fill_from_whole(fill, local, arguments, lambda whole, given: fill.op.fill(whole, generator, given))
+        return
     index = local.device.index or 0
     with torch.cuda.device(local.device):
         if torch.cuda.is_current_stream_capturing():

@@ -10,6 +10,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/exception.h>
@@ -60,6 +61,7 @@ void work_on(const std::shared_ptr<Communicator>& communicator) {
         if (!job) {
             return;
         }
+        const c10::InferenceMode inference;  // what it writes may have been made in one
         job();
     }
 }
