@@ -355,7 +355,7 @@ class _Call:
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,  # GeneratorStates
-            early_stop=not (self.policy.recompute_communication or self.work),  # ranks may save others last
+            early_stop=False if self.policy.recompute_communication or self.work else self.kept,  # ranks may save others last
             **options,
         )
         with no_torch_function():
@@ -433,7 +433,7 @@ class _Call:
         budget, owner = self.owner.budget, self.owner
         draws = self.draws.again() if self.draws is not None else contextlib.nullcontext()
         assert self.state is not None
-        with draws, self.state.again(), self.kept.taking():
+        with draws, self.state.again(), self.kept.taking(), following_writes():
             if budget is None or self.work is None:
                 try:
                     return self._forward(inputs)
