@@ -322,7 +322,11 @@ def last() -> list[Any]:
     x = torch.randn(3, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for number, (how, where) in enumerate(itertools.product(range(6), range(3))):
         function, expected = ("tanh", "exp", "sigmoid", "relu")[number % 4], []
-        for policy in (None, "full", ("selective", {"save": ["aten.addmm"]}, {"save": ["aten." + function]})[number % 3]):
+        for policy in (
+            None,
+            "full",
+            ("selective", {"save": ["aten.addmm"]}, {"save": ["aten." + function]})[number % 3],
+        ):
             torch.manual_seed(0)
             net = nn.Sequential(nn.Linear(WIDTH, WIDTH), WrittenLast(function, how, where)).double()
             plan = Plan(mesh_of({"dp": 1, "tp": 2}))

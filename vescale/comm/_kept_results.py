@@ -185,7 +185,7 @@ class KeptResults:
             kept.watch(detached_below_autograd(holder))  # which has the version of the holder, and not its graph
 
     def __bool__(self) -> bool:
-        """While it runs again: whether all writes of the first forward have been repeated. PyTorch asks, as ``early_stop``."""
+        """While it runs again: are all writes of the first forward repeated? PyTorch asks this, as ``early_stop``."""
         return not self._hands_out_locals and self._num_writes[0] == self._num_writes[1]
 
     def note_locals(self) -> None:

@@ -36,6 +36,7 @@ class Signature:
         self.headers = headers()
         self.dims = _batch_dims(whole, part, entry)
         self.loss = _loss(whole, part, entry)
+        self.writers: Mapping[str, int] = whole.row_ops.writers
         buffers = set(whole.row_ops.written_buffers.values()) - self.loss.alike
         self.of_rows = [*whole.of_rows, *(f"the forward writes to the buffer {name!r}" for name in sorted(buffers))]
         self.of_all: Signature | None = None  # of the loss of all rows

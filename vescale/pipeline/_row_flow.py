@@ -271,7 +271,9 @@ class RowOps:
     entering: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)  # by stage
     writing: set[int] = field(default_factory=set)  # stages whose modules write in place to what they get
     written_buffers: dict[int, str] = field(default_factory=dict)  # by id: the name
-    buffer_writes: list[tuple[str, int | None, Any]] = field(default_factory=list)  # the number of the op, and the op
+    buffer_writes: list[tuple[str, int, Any]] = field(default_factory=list)  # the number of the op, and the op
+    writers: dict[str, int] = field(default_factory=dict)  # of buffers written around gated modules: the stage
+    assigned: Sequence[str] = ()  # buffers of the state dict that the forward replaces
     reads: set[int] = field(default_factory=set)  # ids of tensors that Python has read
 
     def note(
@@ -376,7 +378,7 @@ class RowFlow:
         """The buffers to which the forward of each micro-batch writes what that of the batch does, and what they need."""
         ops, needs, others = self._whole.ops, frozenset[int](), set()
         for name, n, func in self._whole.buffer_writes:
-            op = ops[n] if n is not None and n < len(ops) else None
+            op = ops[n] if n < len(ops) else None
             if op is not None and op.func is func and id(op) in self._fixed:
                 needs |= self._fixed[id(op)]
             else:

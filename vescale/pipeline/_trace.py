@@ -221,6 +221,12 @@ def trace(
     """
     batch = dict(sorted(batch.items()))
     buffers = [(b, b.detach().clone()) for b in skeleton.buffers() if not b.is_meta]
+    saved = [
+        (f"{path}.{name}" if path else name, module._buffers, name, buffer)
+        for path, module in skeleton.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
     with contextlib.ExitStack() as stack:
         dtypes = skeleton.__dict__.get("_pipeline_dtypes")
         if dtypes is not None:
@@ -248,12 +254,15 @@ def trace(
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
+    assigned = [place for place, table, name, buffer in saved if table.get(name) is not buffer]
+    for _, table, name, buffer in saved:
+        table[name] = buffer
     missing = [path for stage, path in enumerate(cut.splits, 1) if not recorder.carried.has_begun(stage)]
     if missing:
         raise PipelineTraceError(
             f"pipeline: the forward does not call {missing[0]!r}, before which a stage begins", entry_source
         )
-    recorder.row_ops.entering = recorder.carried.entering()
+    recorder.row_ops.entering, recorder.row_ops.assigned = recorder.carried.entering(), assigned
     found = Trace(
         recorder.carried.boundaries(),
         recorder.calls_with_reads(output),
@@ -344,7 +353,7 @@ class _Recorder(TorchDispatchMode):
             for name, b in skeleton.named_buffers()
             if not name.endswith(counters) and b.numel()
         }
-        self._buffer_reads = {buffer: len(cut.splits) for _, buffer in self._buffers.values()}  # the first stage
+        self._unknown_buffers: dict[int, tuple[str, int]] = {}  # of which only a stage has the values, by id
         self.losses: list[LossTerm] = []
         self.read_calls = ReadCalls(lambda: -1 if self.inside is None else len(self.calls), answers, self._note_read)
         self._reads: dict[
@@ -523,8 +532,14 @@ class _Recorder(TorchDispatchMode):
         if self.inside is None:
             self._read_outside.update(map(id, tensors))
         for tensor in tensors:
-            if id(tensor) in self._buffer_reads:
-                self._buffer_reads[id(tensor)] = min(self.stage, self._buffer_reads[id(tensor)])
+            name, written_in = self._unknown_buffers.get(id(tensor), ("", self.stage))
+            if written_in != self.stage:
+                raise PipelineTraceError(
+                    f"pipeline: the forward writes to the buffer {name!r} around the modules of stage {written_in} what it "
+                    f"computes from parameters, and reads it in stage {self.stage}, which cannot compute that; write to it "
+                    "around the modules of one stage, or in a module, and return what others need",
+                    self.source,
+                )
             where = f"{func} in {self.inside or 'the forward around the modules of stages'}"
             self.carried.read(tensor, self.stage, where, is_argument=id(tensor) in self.arguments)
             owner = self.owners.get(id(tensor))
@@ -567,16 +582,16 @@ class _Recorder(TorchDispatchMode):
             if name is not None:
                 self._refuse_state_of_several_stages()
                 self.row_ops.written_buffers[buffer] = name
-                is_everywhere = self.inside is not None or self.stage == 0  # on all ranks that have the buffer
-                first = self._buffer_reads[buffer]
-                if not is_everywhere and first < self.stage:
-                    raise PipelineTraceError(
-                        f"pipeline: the forward reads the buffer {name!r} in stage {first} and writes to it around the "
-                        f"modules of stage {self.stage}, which the ranks of the former do not run; write to it before the "
-                        "first of the stages' modules is called, or pass its value in the batch",
-                        self.source,
-                    )
-                self.row_ops.buffer_writes.append((name, len(self.row_ops.ops) if is_everywhere else None, func))
+                if self.inside is None:
+                    if self.row_ops.writers.setdefault(name, self.stage) != self.stage:
+                        raise PipelineTraceError(
+                            f"pipeline: the forward writes to the buffer {name!r} around the modules of stages "
+                            f"{self.row_ops.writers[name]} and {self.stage}; write to it around those of one stage",
+                            self.source,
+                        )
+                    if depends:
+                        self._unknown_buffers[buffer] = name, self.stage
+                self.row_ops.buffer_writes.append((name, len(self.row_ops.ops), func))
 
     def _refuse_state_of_several_stages(self) -> None:
         """Buffers are written to: each of the module's stages has its own."""

@@ -347,7 +347,9 @@ class _Call:
             self._note(self.inputs, self.owner.path, "inputs")
             self.state = state = ForwardState(self.owner.module, self.owner.path, self._given, self.owner.known)
         inputs, self.inputs = self.inputs, []  # the checkpoint keeps them, so that autograd can free them
-        options: dict[str, Any] = {}
+        # Where collectives run again, ranks may save others last.
+        is_whole = self.policy.recompute_communication or self.work is not None
+        options: dict[str, Any] = {"early_stop": False if is_whole else self.kept}
         if self.policy.kind != "full":
             options["context_fn"] = self._contexts
         result = checkpoint(
@@ -355,7 +357,6 @@ class _Call:
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,  # GeneratorStates
-            early_stop=False if self.policy.recompute_communication or self.work else self.kept,  # ranks may save others last
             **options,
         )
         with no_torch_function():
