@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -435,6 +436,71 @@ def test_state_that_the_loss_depends_on_is_refused(ranks: RankPools, kind: str) 
         assert isinstance(found, str) and re.search(pattern, found), found
     for found, _ in ranks.run(stateful_case, kind, edit, world_size=2) if edit else ():
         assert not isinstance(found, str) and found <= 1e-12, found
+
+
+class Dropped(nn.Module):
+    """Blocks that are left out at random, or scaled, by numbers of Python, of NumPy, or of the batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.blocks, self.out = kind, nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 1)
+        self.blocks[1] = nn.Sequential(nn.Linear(6, 6), Random(kind))
+
+    def forward(self, x: torch.Tensor, keep: list[float]) -> torch.Tensor:
+        for block, number in zip(self.blocks, keep):
+            if self.kind == "dropped" and random.random() < 0.5:
+                continue
+            y = block(x).tanh()
+            if self.kind == "scaled":
+                y = y * np.random.rand()
+            x = x + number * (y - x)
+        return self.out(x).square().mean()
+
+
+class Random(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "dropped inside" and random.random() < 0.5:
+            return x
+        return self.linear(x) * (np.random.rand() if self.kind == "scaled inside" else 1.0)
+
+
+def drawn_on_host(kind: str) -> list[float | str]:
+    found = []
+    for edit in (kind, ""):
+        torch.manual_seed(0)
+        random.seed(1), np.random.seed(1)
+        plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, loss="out")
+        one: Any = Dropped(edit).double()
+        model: Any = None
+        state, worst = random.getstate(), 0.0
+        for step in range(2):
+            batch = {"x": batch_of_rows()["x"], "keep": [float((n + step) % 2) for n in range(4)]}
+            try:
+                model = model if step else parallelize(copy.deepcopy(one), plan)
+                loss = model.step(**batch)
+            except PlanError as error:
+                assert random.getstate() == state
+                found.append(str(error))
+                break
+            expected = one(**batch)
+            expected.backward()
+            worst = max(worst, float((loss - expected).detach().abs()))
+            for name, parameter in model.named_parameters():
+                worst = max(worst, float((whole(parameter.grad) - one.get_parameter(name).grad).abs().max()))
+        else:
+            found.append(worst)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dropped", "scaled", "dropped inside", "scaled inside"])
+def test_draws_of_python_and_numpy_are_refused(ranks: RankPools, kind: str) -> None:
+    for message, edited in ranks.run(drawn_on_host, kind, world_size=2):
+        assert isinstance(message, str) and "Python's random module or NumPy" in message, message
+        assert isinstance(edited, float) and edited <= 1e-12, edited
 
 
 def test_each_micro_batch_by_itself(ranks: RankPools) -> None:

@@ -31,7 +31,7 @@ from vescale.pipeline._recipes import Recipes
 from vescale.pipeline._row_flow import RowOps
 from vescale.pipeline._traced import Boundary, LossTerm, Origin, OuterResults, Trace, TracedCall
 from vescale.pipeline._unknown_values import UnknownResultError, UnknownValueError, refuse_reading, why_unknown
-from vescale.rng import Draw
+from vescale.rng import Draw, has_drawn, host_random_state, set_host_random_state
 
 # ``Carried``: during a trace, the tensors that each stage receives from earlier ones.
 
@@ -219,7 +219,7 @@ def trace(
     Raises PlanError for a forward that the cut does not fit: a module that runs in another stage than it belongs to, or a
     value that a stage would need from an earlier one and does not get.
     """
-    batch = dict(sorted(batch.items()))
+    batch, host_state = dict(sorted(batch.items())), host_random_state()
     buffers = [(b, b.detach().clone()) for b in skeleton.buffers() if not b.is_meta]
     saved = [
         (f"{path}.{name}" if path else name, module._buffers, name, buffer)
@@ -246,11 +246,15 @@ def trace(
             output, total = None, None
             with contextlib.suppress(StageEnd):
                 output = skeleton(**batch)
-        except (UnknownValueError, UnknownResultError) as error:
+        except Exception as error:
+            _refuse_host_draws(host_state, entry_source)
+            if not isinstance(error, UnknownValueError | UnknownResultError):
+                raise
             where = f"of {recorder.failed_inside!r}" if recorder.failed_inside else "around the stages' modules"
             raise PipelineTraceError(f"pipeline: the forward {where} {why_unknown(error)}", entry_source) from error
         if loss is not None and output is not None:
             total = loss(output)
+    _refuse_host_draws(host_state, entry_source)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -282,6 +286,18 @@ def trace(
     )
     recorder.read_calls.end()  # else in a cycle with the recorder
     return found
+
+
+def _refuse_host_draws(before: Any, source: Any) -> None:
+    """Raises PlanError for a forward that draws from the generators of Python and NumPy, which are as before afterwards."""
+    if has_drawn(before):
+        set_host_random_state(before)
+        raise PipelineTraceError(
+            "pipeline: the forward draws random numbers with Python's random module or NumPy; micro-batches and stages would "
+            "draw others. Draw them before .step(), and pass them in the batch; to drop a module at random, multiply its "
+            "result by 0, because stages call the same modules in each step",
+            source,
+        )
 
 
 def _with_positions(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
