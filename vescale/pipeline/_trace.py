@@ -31,7 +31,7 @@ from vescale.pipeline._recipes import Recipes
 from vescale.pipeline._row_flow import RowOps
 from vescale.pipeline._traced import Boundary, LossTerm, Origin, OuterResults, Trace, TracedCall
 from vescale.pipeline._unknown_values import UnknownResultError, UnknownValueError, refuse_reading, why_unknown
-from vescale.rng import Draw, has_drawn, host_random_state, set_host_random_state
+from vescale.rng import Draw, has_drawn, host_draws_undone
 
 # ``Carried``: during a trace, the tensors that each stage receives from earlier ones.
 
@@ -219,7 +219,7 @@ def trace(
     Raises PlanError for a forward that the cut does not fit: a module that runs in another stage than it belongs to, or a
     value that a stage would need from an earlier one and does not get.
     """
-    batch, host_state = dict(sorted(batch.items())), host_random_state()
+    batch = dict(sorted(batch.items()))
     buffers = [(b, b.detach().clone()) for b in skeleton.buffers() if not b.is_meta]
     saved = [
         (f"{path}.{name}" if path else name, module._buffers, name, buffer)
@@ -234,6 +234,7 @@ def trace(
         recorder = _Recorder(skeleton, cut, batch, dict(sorted((beside or {}).items())), entry_source, answers or {})
         recorder.num_calls = num_calls
         stack.enter_context(torch.random.fork_rng())
+        host_state = stack.enter_context(host_draws_undone())
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(math_attention())
         stack.enter_context(running(recorder))
@@ -254,7 +255,7 @@ def trace(
             raise PipelineTraceError(f"pipeline: the forward {where} {why_unknown(error)}", entry_source) from error
         if loss is not None and output is not None:
             total = loss(output)
-    _refuse_host_draws(host_state, entry_source)
+        _refuse_host_draws(host_state, entry_source)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -289,13 +290,12 @@ def trace(
 
 
 def _refuse_host_draws(before: Any, source: Any) -> None:
-    """Raises PlanError for a forward that draws from the generators of Python and NumPy, which are as before afterwards."""
+    """Raises PlanError for a forward that has drawn from the generators of Python and NumPy."""
     if has_drawn(before):
-        set_host_random_state(before)
         raise PipelineTraceError(
-            "pipeline: the forward draws random numbers with Python's random module or NumPy; micro-batches and stages would "
-            "draw others. Draw them before .step(), and pass them in the batch; to drop a module at random, multiply its "
-            "result by 0, because stages call the same modules in each step",
+            "pipeline: the forward draws random numbers with Python's random module or NumPy; micro-batches and stages "
+            "would draw others. Draw them before .step(), and pass them in the batch; to drop a module at random, multiply "
+            "its result by 0, because stages call the same modules in each step",
             source,
         )
 

@@ -13,6 +13,7 @@ from vescale.rng._engine import (
     default_generator,
     fill_spans,
     has_drawn,
+    host_draws_undone,
     host_random_state,
     set_host_random_state,
     skip_outputs,

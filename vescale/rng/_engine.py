@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import sys
@@ -225,3 +226,13 @@ def set_host_random_state(state: Any) -> None:
     random.setstate(state[0])
     if state[1] is not None:
         sys.modules["numpy"].random.set_state(state[1])
+
+
+@contextlib.contextmanager
+def host_draws_undone() -> Iterator[Any]:
+    """Afterwards, these generators are as before. Yields the states."""
+    before = host_random_state()
+    try:
+        yield before
+    finally:
+        set_host_random_state(before)
