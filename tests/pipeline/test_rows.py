@@ -355,6 +355,47 @@ class Counting(nn.Module):
         return self.linear(x) / self.calls.clone()
 
 
+CHOICES: dict[str, Callable[..., Any]] = {
+    "mean": lambda net, ids, keep: -net.logps(ids)[keep].mean(),
+    "sum": lambda net, ids, keep: -net.logps(ids)[keep].sum(),
+    "positions": lambda net, ids, keep: -net.logps(ids)[keep.nonzero()[:, 0], keep.nonzero()[:, 1]].mean(),
+    "selected": lambda net, ids, keep: net.logps(ids).masked_select(keep).square().mean(),
+    "head": lambda net, ids, keep: F.cross_entropy(net.head(net.tokens(ids)[:, :-1][keep]), ids[:, 1:][keep]),
+    "rows": lambda net, ids, keep: net.logps(ids).sum(1)[keep[:, 0]].mean(),
+    "repeated": lambda net, ids, keep: net.logps(ids).sum(1).repeat_interleave(keep.sum(1)).mean(),
+    "beside": lambda net, ids, keep: (
+        net.logps(ids)[keep] * (ids[:, 1:][keep] - ids[:, 1:][keep].double().mean())
+    ).mean(),
+}
+
+
+class Choosing(Net):
+    def forward(self, **batch: Any) -> Any:
+        return CHOICES[self.name](self, **batch)
+
+
+def chosen_case(numbers: list[int]) -> dict[str, float | str]:
+    """``numbers``: of elements that are chosen in each micro-batch; those of the first are a quarter of all."""
+    draws = torch.Generator().manual_seed(2)
+    ids, keep = torch.randint(1, 12, (8, 5), generator=draws), torch.zeros(8, 4, dtype=torch.bool)
+    for n, number in enumerate(numbers):
+        keep[2 * n : 2 * n + 2].view(-1)[torch.randperm(8, generator=draws)[:number]] = True
+    found = {}
+    for name in CHOICES:
+        torch.manual_seed(0)
+        plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, loss="out")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PipelineWarning)
+            found[name] = step_or_refusal(Choosing(name).double(), plan, {"ids": ids, "keep": keep}, lambda out: out)
+    return found
+
+
+@pytest.mark.parametrize("numbers", [[4, 2, 6, 4], [4, 4, 2, 6], [3, 4, 2, 1]])
+def test_rows_that_values_choose_may_be_as_many_by_chance(ranks: RankPools, numbers: list[int]) -> None:
+    for found in ranks.run(chosen_case, numbers, world_size=2):
+        assert all(not isinstance(each, str) and each <= 1e-12 for each in found.values()), found
+
+
 def stateful_case(kind: str, edit: str = "", schedule: str = "1F1B") -> tuple[float | str, int]:
     """The largest difference of losses, gradients and buffers over four steps; and how often the forward was traced."""
     torch.manual_seed(0)
