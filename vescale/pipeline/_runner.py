@@ -51,7 +51,7 @@ from vescale.pipeline._staged_program import stages_of_unit
 from vescale.pipeline._step_failures import StepFailures
 from vescale.pipeline._ties import Ties
 from vescale.pipeline._traced import Origin, Trace
-from vescale.pipeline._written_buffers import WrittenBuffer, refuse_assigned, written_buffers
+from vescale.pipeline._written_buffers import WrittenBuffer, buffers_of_forward, refuse_assigned, written_buffers
 from vescale.plans import PipelineEntry, PlanError
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
 from vescale.runtime import (
@@ -65,6 +65,8 @@ from vescale.runtime import (
     reduce_units,
     unit_groups,
 )
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Runner:
@@ -660,8 +662,8 @@ class Runner:
         known = self._known
         assert known is not None and self._loss is not None
         run = StageRun(self, known, stage, received, self._values_of(microbatch))
-        generator = default_generator(self.device)
-        generator.set_state(self._start_state)
+        if known.whole.draws:
+            default_generator(self.device).set_state(self._start_state)
         batch = self._batches[microbatch]
         rows = MicrobatchRows(self.entry.microbatches, microbatch, known.dims)
         self._begin(stage, microbatch, "F")
@@ -669,10 +671,8 @@ class Runner:
         run.loss_mode = functools.partial(self._loss.around_forward, stage)
         results = self._follow(run, known, microbatch, received if is_last else None)
         with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
-            with contextlib.ExitStack() as stack:
-                for buffer in self._written:
-                    stack.enter_context(buffer.of_forward(stage, run.ends_early))
-                stack.enter_context(running(run))
+            around = buffers_of_forward(self._written, stage, run.ends_early) if self._written else _NOTHING
+            with around, running(run):
                 out = self.model(**self._inputs[microbatch])
             if is_last and not run.ends_early:
                 takes = run.whole_values if callable(self.entry.loss) else None

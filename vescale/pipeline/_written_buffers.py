@@ -84,6 +84,14 @@ def written_buffers(
     return found
 
 
+@contextlib.contextmanager
+def buffers_of_forward(written: Sequence[WrittenBuffer], stage: int, ends_early: bool) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for buffer in written:
+            stack.enter_context(buffer.of_forward(stage, ends_early))
+        yield
+
+
 def refuse_assigned(names: Sequence[str], cut: Cut, entry: PipelineEntry) -> None:
     """Raises PlanError for buffers that a forward replaces by others: stages and micro-batches would have their own."""
     apart = entry.microbatches > 1 and entry.rows == "batch"
