@@ -396,12 +396,14 @@ def test_rows_that_values_choose_may_be_as_many_by_chance(ranks: RankPools, numb
         assert all(not isinstance(each, str) and each <= 1e-12 for each in found.values()), found
 
 
-def stateful_case(kind: str, edit: str = "", schedule: str = "1F1B") -> tuple[float | str, int]:
+def stateful_case(kind: str, edit: str = "", schedule: str = "1F1B", microbatches: int = 4) -> tuple[float | str, int]:
     """The largest difference of losses, gradients and buffers over four steps; and how often the forward was traced."""
     torch.manual_seed(0)
     one: Any = Stateful(kind)
     one = one.double()
-    options: dict[str, Any] = GPIPE if edit == "one micro-batch" else {"microbatches": 4, "schedule": schedule}
+    options: dict[str, Any] = (
+        GPIPE if edit == "one micro-batch" else {"microbatches": microbatches, "schedule": schedule}
+    )
     splits = [f"blocks.{n}" for n in ((1, 2, 3) if schedule == "ZBV" else (2,))]
     model: Any = parallelize(
         copy.deepcopy(one), Plan(mesh_of(pp=2)).pipeline(split_before=splits, loss="out", **options)
@@ -444,8 +446,8 @@ ALIKE = [
 
 @pytest.mark.parametrize("kind", ALIKE)
 def test_buffers_that_all_micro_batches_write_alike(ranks: RankPools, kind: str) -> None:
-    for schedule in ("1F1B", "ZBV"):
-        for found, _ in ranks.run(stateful_case, kind, "", schedule, world_size=2):
+    for schedule, microbatches in (("1F1B", 4), ("ZBV", 2)):
+        for found, _ in ranks.run(stateful_case, kind, "", schedule, microbatches, world_size=2):
             assert not isinstance(found, str) and found <= 1e-12, (schedule, found)
 
 

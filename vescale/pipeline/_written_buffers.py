@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from vescale.comm import record
 from vescale.compat import own_part, set_versions, versions
@@ -56,6 +57,7 @@ class WrittenBuffer:
         if after is not None and not torch.equal(self.local, after):
             with torch.no_grad():
                 self.local.copy_(after)
+            increment_version(self.tensor)  # for what a backward has saved
 
     def end_step(self, schedule: Schedule, group: dist.ProcessGroup) -> None:
         """All ranks get what one device has. Communication: a broadcast of what is written around modules."""
@@ -77,10 +79,12 @@ def written_buffers(
     for name, buffer in model.named_buffers() if names else ():
         if name in names:
             local = own_part(buffer)
-            if name in known.loss.alike and name not in before:
-                before[name] = local.clone(), versions(buffer)
+            values = before.get(name)
+            if values is None:
+                values = before[name] = local.clone(), versions(buffer)
             stages = stages_of(name.rpartition(".")[0])
-            found.append(WrittenBuffer(buffer, local, before.get(name), stages, known.writers.get(name)))
+            is_alike = name in known.loss.alike or known.num_microbatches == 1
+            found.append(WrittenBuffer(buffer, local, values if is_alike else None, stages, known.writers.get(name)))
     return found
 
 
