@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -298,20 +299,38 @@ class Stateful(Rows):
             nn.utils.spectral_norm(self.blocks[2])
         if kind == "counting block":
             self.blocks[1] = Counting()
+        self.register_buffer("calls", torch.tensor(0))
 
     def forward(self, x: torch.Tensor, r: torch.Tensor, baseline: Any = None) -> torch.Tensor:
         kind = self.what
         if kind == "read early":
             x = x / self.scale
-        if kind in ("moving buffer", "counting buffer"):
+        if kind == "read early, counted late":
+            x = x * (1 + self.calls)
+        if kind in ("moving buffer", "counting buffer", "saved buffer"):
             self.scale.mul_(0.9).add_(0.1 * (r.abs().mean() if kind == "moving buffer" else 1.0))
         if kind == "moving number" and baseline is None:
             self.baseline = 0.9 * self.baseline + 0.1 * r.mean().item()
         before = self.baseline if baseline is None else baseline
         self.steps += 1
-        for block in self.blocks:
+        for n, block in enumerate(self.blocks):
             x = block(x).tanh()
+            if n == 0 and kind in ("written behind a block", "read by another stage"):
+                with torch.no_grad():
+                    self.scale.mul_(0.9).add_(0.1 * x.abs().mean())
+            if (n in (0, 2) and kind == "written twice") or (n == 2 and kind == "counted behind a block"):
+                self.calls += 1
         z = self.out(x)[:, 0]
+        if kind == "read by another stage":
+            z = z + self.scale.clone()
+        if kind == "saved buffer":
+            z = z / self.scale
+        if kind == "assigned":
+            self.scale = self.scale * 0.9 + 0.1 * r.mean()
+        if kind in ("counted late", "read early, counted late"):
+            self.calls += 1
+        if kind == "moving late":
+            self.scale.mul_(0.9).add_(0.1 * r.abs().mean())
         if kind == "moving attribute":
             self.baseline = 0.9 * self.baseline + 0.1 * z.mean().detach()
         with torch.no_grad():
@@ -319,8 +338,10 @@ class Stateful(Rows):
                 self.scale.mul_(0.9).add_(0.1 * z.abs().mean())
             if kind == "moving direction":
                 F.normalize(z.mean().view(1), dim=0, out=self.scale.view(1))
-        values = {"number": r * self.coefficient, "buffer": r / self.scale.clone(), "read early": r, "counter": r}
-        return (z * (r - before - values.get(kind, r / self.scale.clone()).mean())).mean()
+        values = r * self.coefficient if kind == "number" else r
+        if kind not in ("number", "read early", "counter", "written behind a block"):
+            values = r / self.scale.clone()
+        return (z * (r - before - values.mean())).mean()
 
 
 class Counting(nn.Module):
@@ -334,14 +355,58 @@ class Counting(nn.Module):
         return self.linear(x) / self.calls.clone()
 
 
-def stateful_case(kind: str, edit: str = "") -> tuple[float | str, int]:
+CHOICES: dict[str, Callable[..., Any]] = {
+    "mean": lambda net, ids, keep: -net.logps(ids)[keep].mean(),
+    "sum": lambda net, ids, keep: -net.logps(ids)[keep].sum(),
+    "positions": lambda net, ids, keep: -net.logps(ids)[keep.nonzero()[:, 0], keep.nonzero()[:, 1]].mean(),
+    "selected": lambda net, ids, keep: net.logps(ids).masked_select(keep).square().mean(),
+    "head": lambda net, ids, keep: F.cross_entropy(net.head(net.tokens(ids)[:, :-1][keep]), ids[:, 1:][keep]),
+    "rows": lambda net, ids, keep: net.logps(ids).sum(1)[keep[:, 0]].mean(),
+    "repeated": lambda net, ids, keep: net.logps(ids).sum(1).repeat_interleave(keep.sum(1)).mean(),
+    "beside": lambda net, ids, keep: (
+        net.logps(ids)[keep] * (ids[:, 1:][keep] - ids[:, 1:][keep].double().mean())
+    ).mean(),
+}
+
+
+class Choosing(Net):
+    def forward(self, **batch: Any) -> Any:
+        return CHOICES[self.name](self, **batch)
+
+
+def chosen_case(numbers: list[int]) -> dict[str, float | str]:
+    """``numbers``: of elements that are chosen in each micro-batch; those of the first are a quarter of all."""
+    draws = torch.Generator().manual_seed(2)
+    ids, keep = torch.randint(1, 12, (8, 5), generator=draws), torch.zeros(8, 4, dtype=torch.bool)
+    for n, number in enumerate(numbers):
+        keep[2 * n : 2 * n + 2].view(-1)[torch.randperm(8, generator=draws)[:number]] = True
+    found = {}
+    for name in CHOICES:
+        torch.manual_seed(0)
+        plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, loss="out")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PipelineWarning)
+            found[name] = step_or_refusal(Choosing(name).double(), plan, {"ids": ids, "keep": keep}, lambda out: out)
+    return found
+
+
+@pytest.mark.parametrize("numbers", [[4, 2, 6, 4], [4, 4, 2, 6], [3, 4, 2, 1]])
+def test_rows_that_values_choose_may_be_as_many_by_chance(ranks: RankPools, numbers: list[int]) -> None:
+    for found in ranks.run(chosen_case, numbers, world_size=2):
+        assert all(not isinstance(each, str) and each <= 1e-12 for each in found.values()), found
+
+
+def stateful_case(kind: str, edit: str = "", schedule: str = "1F1B", microbatches: int = 4) -> tuple[float | str, int]:
     """The largest difference of losses, gradients and buffers over four steps; and how often the forward was traced."""
     torch.manual_seed(0)
     one: Any = Stateful(kind)
     one = one.double()
-    options: dict[str, Any] = GPIPE if edit == "one micro-batch" else {"microbatches": 4}
+    options: dict[str, Any] = (
+        GPIPE if edit == "one micro-batch" else {"microbatches": microbatches, "schedule": schedule}
+    )
+    splits = [f"blocks.{n}" for n in ((1, 2, 3) if schedule == "ZBV" else (2,))]
     model: Any = parallelize(
-        copy.deepcopy(one), Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], loss="out", **options)
+        copy.deepcopy(one), Plan(mesh_of(pp=2)).pipeline(split_before=splits, loss="out", **options)
     )
     worst, baseline = 0.0, 0.0
     for step in range(4):
@@ -357,8 +422,7 @@ def stateful_case(kind: str, edit: str = "") -> tuple[float | str, int]:
             return str(error), 0
         for name, parameter in model.named_parameters():
             worst = max(worst, float((whole(parameter.grad) - one.get_parameter(name).grad).abs().max()))
-        is_last = torch.distributed.get_rank() == 1  # what a forward writes at its end, the last stage has
-        for name, buffer in model.named_buffers() if is_last or not edit else ():
+        for name, buffer in model.named_buffers():
             worst = max(worst, float((whole(buffer) - one.get_buffer(name)).abs().max()))
         for each in (one, model):
             each.zero_grad()
@@ -374,9 +438,21 @@ def test_numbers_and_buffers_change_between_steps(ranks: RankPools, kind: str) -
         assert num_traces <= 6 or kind == "number"  # what changes nothing is found once
 
 
-@pytest.mark.parametrize("kind", ["moving buffer", "counting buffer", "counting block", "spectral norm"])
+ALIKE = [
+    *("moving buffer", "counting buffer", "saved buffer", "counting block", "spectral norm", "counted late"),
+    *("moving late", "read early, counted late", "counted behind a block"),
+]
+
+
+@pytest.mark.parametrize("kind", ALIKE)
 def test_buffers_that_all_micro_batches_write_alike(ranks: RankPools, kind: str) -> None:
-    for found, _ in ranks.run(stateful_case, kind, world_size=2):
+    for schedule, microbatches in (("1F1B", 4), ("ZBV", 2)):
+        for found, _ in ranks.run(stateful_case, kind, "", schedule, microbatches, world_size=2):
+            assert not isinstance(found, str) and found <= 1e-12, (schedule, found)
+
+
+def test_ranks_have_the_same_of_a_buffer_that_one_stage_writes(ranks: RankPools) -> None:
+    for found, _ in ranks.run(stateful_case, "written behind a block", "one micro-batch", world_size=2):
         assert not isinstance(found, str) and found <= 1e-12, found
 
 
@@ -385,7 +461,13 @@ STATE = {
     "moving attribute": ("'baseline'|an earlier forward has left", ""),
     "moving activations": ("the buffer 'scale'.* use microbatches=1 with GPipe", "one micro-batch"),
     "moving direction": ("the buffer 'scale'.* use microbatches=1 with GPipe", "one micro-batch"),
-    "read early": ("the buffer 'scale' in stage 0 and writes to it around the modules of stage 1", ""),
+    "read early": ("the buffer 'scale'.* use microbatches=1 with GPipe", "one micro-batch"),
+    "read by another stage": ("computes from parameters, and reads it in stage 1", ""),
+    "written twice": (
+        "the buffer 'calls' around the modules of stages 0 and 1; write to it around those of one stage",
+        "",
+    ),
+    "assigned": (r"assigns the buffer 'scale'; write to it in place, as in self.scale.copy_\(value\)", ""),
 }
 
 
@@ -397,9 +479,71 @@ def test_state_that_the_loss_depends_on_is_refused(ranks: RankPools, kind: str) 
         assert isinstance(found, str) and re.search(pattern, found), found
     for found, _ in ranks.run(stateful_case, kind, edit, world_size=2) if edit else ():
         assert not isinstance(found, str) and found <= 1e-12, found
-    if kind == "read early":  # nor with one
-        for found, _ in ranks.run(stateful_case, kind, "one micro-batch", world_size=2):
-            assert isinstance(found, str) and re.search(pattern, found), found
+
+
+class Dropped(nn.Module):
+    """Blocks that are left out at random, or scaled, by numbers of Python, of NumPy, or of the batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.blocks, self.out = kind, nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 1)
+        self.blocks[1] = nn.Sequential(nn.Linear(6, 6), Random(kind))
+
+    def forward(self, x: torch.Tensor, keep: list[float]) -> torch.Tensor:
+        for block, number in zip(self.blocks, keep):
+            if self.kind == "dropped" and random.random() < 0.5:
+                continue
+            y = block(x).tanh()
+            if self.kind == "scaled":
+                y = y * np.random.rand()
+            x = x + number * (y - x)
+        return self.out(x).square().mean()
+
+
+class Random(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "dropped inside" and random.random() < 0.5:
+            return x
+        return self.linear(x) * (np.random.rand() if self.kind == "scaled inside" else 1.0)
+
+
+def drawn_on_host(kind: str) -> list[float | str]:
+    found = []
+    for edit in (kind, ""):
+        torch.manual_seed(0)
+        random.seed(1), np.random.seed(1)
+        plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, loss="out")
+        one: Any = Dropped(edit).double()
+        model: Any = None
+        state, worst = random.getstate(), 0.0
+        for step in range(2):
+            batch = {"x": batch_of_rows()["x"], "keep": [float((n + step) % 2) for n in range(4)]}
+            try:
+                model = model if step else parallelize(copy.deepcopy(one), plan)
+                loss = model.step(**batch)
+            except PlanError as error:
+                assert random.getstate() == state
+                found.append(str(error))
+                break
+            expected = one(**batch)
+            expected.backward()
+            worst = max(worst, float((loss - expected).detach().abs()))
+            for name, parameter in model.named_parameters():
+                worst = max(worst, float((whole(parameter.grad) - one.get_parameter(name).grad).abs().max()))
+        else:
+            found.append(worst)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dropped", "scaled", "dropped inside", "scaled inside"])
+def test_draws_of_python_and_numpy_are_refused(ranks: RankPools, kind: str) -> None:
+    for message, edited in ranks.run(drawn_on_host, kind, world_size=2):
+        assert isinstance(message, str) and "Python's random module or NumPy" in message, message
+        assert isinstance(edited, float) and edited <= 1e-12, edited
 
 
 def test_each_micro_batch_by_itself(ranks: RankPools) -> None:

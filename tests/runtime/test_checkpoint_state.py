@@ -286,6 +286,71 @@ def test_kept_results_that_are_written_to_later(ranks: RankPools) -> None:
     assert ranks.run(later, world_size=2) == [[], []]
 
 
+class WrittenLast(nn.Module):
+    """Writes to what backward reads by way of a tensor without its version, maybe after all of it has been saved."""
+
+    def __init__(self, function: str, how: int, last: int) -> None:
+        super().__init__()
+        self.up, self.function, self.how, self.last = nn.Linear(WIDTH, WIDTH), getattr(torch, function), how, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.function(self.up(x))
+        if self.how == 0:
+            y.data.mul_(0.5).add_(0.1)
+        elif self.how == 1:
+            y.detach().data.clamp_(max=0.3)
+        elif self.how == 2:
+            y.to_local().data.mul_(0.5)  # type: ignore[attr-defined]
+        elif self.how == 3:
+            with torch.no_grad():
+                y.unsafe_chunk(2, -1)[0][..., 0] = 0.3
+        os.environ["ENDS"] += "."
+        return y @ self.up.weight if self.last == 2 else x + y if self.last else y
+
+
+class Local(WrittenLast):
+    """The same in a local region."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        y = self.function(y)
+        y.data.mul_(0.5)
+        return y
+
+
+def last() -> list[Any]:
+    wrong: list[Any] = []
+    x = torch.randn(3, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for number, (how, where) in enumerate(itertools.product(range(6), range(3))):
+        function, expected = ("tanh", "exp", "sigmoid", "relu")[number % 4], []
+        for policy in (
+            None,
+            "full",
+            ("selective", {"save": ["aten.addmm"]}, {"save": ["aten." + function]})[number % 3],
+        ):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(WIDTH, WIDTH), WrittenLast(function, how, where)).double()
+            plan = Plan(mesh_of({"dp": 1, "tp": 2}))
+            if how == 5:
+                net[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), Local(function, how, where)).double()
+                plan.local("1.1", inputs={}, outputs={})
+            else:
+                plan.shard(r"1\.up\.weight", Shard(0), mesh="tp")
+            model, os.environ["ENDS"] = parallelize(net, plan.checkpoint("1", policy) if policy else plan), ""
+            model(x).square().mean().backward()
+            grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+            if policy is None:
+                expected = grads
+            elif not all(map(torch.equal, grads, expected)):
+                wrong.append((function, how, where, policy))
+            elif policy == "full" and how == 4 and (os.environ["ENDS"] == "..") != (where == 2):
+                wrong.append((function, where, os.environ["ENDS"]))
+    return wrong
+
+
+def test_writes_after_the_last_saved_tensor(ranks: RankPools) -> None:
+    assert ranks.run(last, world_size=2) == [[], []]
+
+
 KINDS = [Ema, Frozen, Codebook, Norms, Counters, Shared, Draws, Given, WrittenLater, WrittenLater]
 
 

@@ -33,6 +33,7 @@ from vescale.comm._kept_results import (
     KeptTensors,
     keep_tensors,
     keeps_result,
+    note_locals,
     note_write,
     outside_of_kept,
     watch_holder,

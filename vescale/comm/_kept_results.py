@@ -9,6 +9,10 @@ Writes are noted by memory while the forward runs, because some tensors share me
 versions tell of them: of what is kept, and of what the forward returned.
 
 Ranks must write to the same results: those that do not would not take part in that.
+
+Writes are also counted, so that a recomputation does not end before the last of them: by way of ``.data``, what is saved for
+backward may be written to after it has been saved. Writes to plain tensors are not noted; when local tensors are handed out,
+there may be any.
 """
 
 from __future__ import annotations
@@ -86,13 +90,15 @@ class KeptResults:
         self._by_memory: dict[int, list[KeptTensors]] = {}
         self._next: int | None = None  # while they are taken: which one
         self._moves = False  # ranks of a group have communicated since the running call began
+        self._num_writes = [0, 0]  # in the first forward, and in the one that runs again
+        self._hands_out_locals = False
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
         """The forward runs for the first time."""
         self._results.clear()
         self._by_memory.clear()
-        self._next = None
+        self._next, self._num_writes, self._hands_out_locals = None, [0, 0], False
         with self._entered():
             yield
         self._by_memory.clear()
@@ -100,7 +106,7 @@ class KeptResults:
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
         """It runs again."""
-        self._next = 0
+        self._next = self._num_writes[1] = 0
         with self._entered():
             yield
 
@@ -178,7 +184,16 @@ class KeptResults:
         for kept in self._by_memory.get(memory, ()) if memory is not None else ():
             kept.watch(detached_below_autograd(holder))  # which has the version of the holder, and not its graph
 
+    def __bool__(self) -> bool:
+        """While it runs again: are all writes of the first forward repeated? PyTorch asks this, as ``early_stop``."""
+        return not self._hands_out_locals and self._num_writes[0] == self._num_writes[1]
+
+    def note_locals(self) -> None:
+        """Local tensors are handed out, which plain ops may write to."""
+        self._hands_out_locals = True
+
     def note_write(self, tensor: torch.Tensor) -> None:
+        self._num_writes[self._next is not None] += 1
         memory = _memory(tensor) if self._by_memory else None
         for kept in self._by_memory.get(memory, ()) if memory is not None else ():
             kept.note_write()
@@ -224,6 +239,12 @@ def note_write(tensor: torch.Tensor) -> None:
     """An op has written to the memory of ``tensor``."""
     if _THREAD.kept is not None:
         _THREAD.kept.note_write(tensor)
+
+
+def note_locals() -> None:
+    """Local tensors of the running forward are handed out to code of the model."""
+    if _THREAD.kept is not None:
+        _THREAD.kept.note_locals()
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ class DispatchListener:
         """Before Python reads the local tensor, where there is no C++ dispatcher."""
 
     def hands_out(self, tensor: DTensor) -> None:
-        """Before ``to_local()`` returns, where there is no C++ dispatcher."""
+        """Before ``to_local()`` returns."""
 
     def hands_out_summand(self, tensor: DTensor) -> None:
         """Before ``to_local()`` of a pending sum returns."""

@@ -150,8 +150,6 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
 
     write_through_python(changes, copies)
     require = native_require_current() or listener.requires_current
-    if native_require_current() is None:
-        changes.attribute(DTensor, "to_local", _telling_of_locals(DTensor.to_local, listener))
     changes.attribute(DTensor, "to_local", _reading_locals(DTensor.to_local, require, listener))
     changes.attribute(DTensor, "full_tensor", _telling_of_reads(DTensor.full_tensor, require, listener))
     changes.attribute(DTensor, "redistribute", _telling_of_moves(DTensor.redistribute, require, listener))
@@ -165,6 +163,7 @@ def _reading_locals(
     @functools.wraps(method)
     def to_local(self: Any, *, grad_placements: Any = None) -> Any:
         require(self)
+        listener.hands_out(self)
         for placement in self._spec.placements:
             if type(placement) not in _VALUES and isinstance(placement, Partial):
                 listener.hands_out_summand(self)
@@ -175,15 +174,6 @@ def _reading_locals(
 
 
 _VALUES = frozenset((Shard, Replicate))  # looked up faster than a class is compared
-
-
-def _telling_of_locals(method: Callable[..., Any], listener: Any) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def to_local(self: Any, *args: Any, **kwargs: Any) -> Any:
-        listener.hands_out(self)
-        return method(self, *args, **kwargs)
-
-    return to_local
 
 
 def _telling_of_reads(

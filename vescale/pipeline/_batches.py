@@ -36,6 +36,7 @@ class Signature:
         self.headers = headers()
         self.dims = _batch_dims(whole, part, entry)
         self.loss = _loss(whole, part, entry)
+        self.writers: Mapping[str, int] = whole.row_ops.writers
         buffers = set(whole.row_ops.written_buffers.values()) - self.loss.alike
         self.of_rows = [*whole.of_rows, *(f"the forward writes to the buffer {name!r}" for name in sorted(buffers))]
         self.of_all: Signature | None = None  # of the loss of all rows
@@ -45,7 +46,7 @@ class Signature:
         self.settings: dict[tuple[str, str], Any] = {}  # of the model, with which the forward was traced
         self.whole = whole.without_values()
         self.part = replace(part.without_values(), boundaries=_reached(part, entry))
-        self._ignores_values, self._count = False, entry.microbatches
+        self._ignores_values, self.num_microbatches = False, entry.microbatches
         self._origins: dict[int, tuple[Mapping[Origin, int], Mapping[Origin, int]]] = {}
         self.drawn: set[int] = set()  # the stages whose random numbers have been compared with those of the trace
 
@@ -104,7 +105,7 @@ class Signature:
         """What the forward of each micro-batch gets where it reads from the batch: what that of the whole batch reads.
         Empty where all read the same, and where a micro-batch reads less often, so that each reads for itself."""
         whole, part = self.whole.reads, self.part.reads
-        if self._count == 1 or not whole.values:
+        if self.num_microbatches == 1 or not whole.values:
             return {}
         if whole.counts != part.counts or whole.values.keys() != part.values.keys():
             return {}

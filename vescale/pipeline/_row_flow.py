@@ -168,8 +168,10 @@ def _index(call: RowCall) -> RowState | None:
     x, indices = call.operands[0], call.big["indices"]
     operands = {id(o.big): o for o in call.operands[1:]}
     given = [(n, operands.get(id(i))) for n, i in enumerate(indices) if i is not None]
-    if any(o is None or (o.big.dtype in (torch.bool, torch.uint8)) for _, o in given):
+    if any(o is None for _, o in given):
         return None
+    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return RowState("unknown", is_chosen=True)
     at = dict(given)
     cut = [o for _, o in given if o is not None and o.is_cut]
     consecutive = [n for n, _ in given] == list(range(given[0][0], given[0][0] + len(given)))
@@ -233,7 +235,8 @@ EDITS = (
 )
 _NOT_USERS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
 _APART = 12  # ops that are in one of two traces
-_CHOOSES = {"nonzero", "masked_select", "unique_consecutive", "_unique2"}  # of how many rows, values tell
+# Of how many rows, values tell.
+_CHOOSES = {"nonzero", "masked_select", "repeat_interleave", "unique_consecutive", "unique_dim", "_unique", "_unique2"}
 _VIEWS = {"select", "slice", "expand", "permute", "transpose", "t", "split", "split_with_sizes", "unbind", "diagonal"}
 
 
@@ -271,7 +274,9 @@ class RowOps:
     entering: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)  # by stage
     writing: set[int] = field(default_factory=set)  # stages whose modules write in place to what they get
     written_buffers: dict[int, str] = field(default_factory=dict)  # by id: the name
-    buffer_writes: list[tuple[str, int | None, Any]] = field(default_factory=list)  # the number of the op, and the op
+    buffer_writes: list[tuple[str, int, Any]] = field(default_factory=list)  # the number of the op, and the op
+    writers: dict[str, int] = field(default_factory=dict)  # of buffers written around gated modules: the stage
+    assigned: Sequence[str] = ()  # buffers of the state dict that the forward replaces
     reads: set[int] = field(default_factory=set)  # ids of tensors that Python has read
 
     def note(
@@ -376,7 +381,7 @@ class RowFlow:
         """The buffers to which the forward of each micro-batch writes what that of the batch does, and what they need."""
         ops, needs, others = self._whole.ops, frozenset[int](), set()
         for name, n, func in self._whole.buffer_writes:
-            op = ops[n] if n is not None and n < len(ops) else None
+            op = ops[n] if n < len(ops) else None
             if op is not None and op.func is func and id(op) in self._fixed:
                 needs |= self._fixed[id(op)]
             else:
@@ -417,10 +422,14 @@ class RowFlow:
                     found[place].append(None)
                 elif operand.is_cut:
                     found[place].append((operand.dim, operand.outer))
-                elif operand.kind == "unknown" and (dim := self._dim_by_shape(big, small)) is not None:
-                    found[place].append((dim, 1))
-                else:
+                elif (
+                    operand.kind != "unknown"
+                    or operand.state.is_chosen
+                    or (dim := self._dim_by_shape(big, small)) is None
+                ):
                     return None
+                else:
+                    found[place].append((dim, 1))
         return found
 
     def _dim_by_shape(self, big: Any, small: Any) -> int | None:
@@ -452,6 +461,8 @@ class RowFlow:
         can_be_taken = takes and found.kind in ("mixed", "unknown") and not found.state.is_pythons
         if can_be_taken or (found.kind == "count" and not counts):
             for one, other in ((root, small_root), (big, small)) if takes else ():
+                if found.state.is_chosen and one.shape != other.shape:
+                    continue
                 taken = self._substituted(one, other)
                 if taken is not None:  # of a view: itself alone
                     self._states[id(one)] = taken
@@ -536,7 +547,7 @@ class RowFlow:
         if op.name == "lift_fresh":  # torch.tensor(...)
             return [_constant(*call.outs[0])]
         if op.name in _CHOOSES:
-            return [RowState("unknown", is_pythons=True, needs=call.needs) for _ in call.outs]
+            return [RowState("unknown", is_pythons=True, is_chosen=True, needs=call.needs) for _ in call.outs]
         if op.name in FACTORIES or not call.operands:
             return [self._made_by_sizes(op, call, n) for n in range(len(call.outs))]
         if "mixed" in kinds:
@@ -557,7 +568,10 @@ class RowFlow:
             by_rule = call.mixed("computes statistics over rows")
         if by_rule is None and op.depends:
             by_rule = self._sum_of_unknown(call)
-        unknown = RowState("unknown", is_pythons=any(operand.state.is_pythons for operand in call.operands))
+        origins = [operand.state for operand in call.operands]
+        unknown = RowState(
+            "unknown", is_pythons=any(s.is_pythons for s in origins), is_chosen=any(s.is_chosen for s in origins)
+        )
         given = by_rule if isinstance(by_rule, list) else [] if by_rule is None else [by_rule]
         states = [*given, *[unknown] * (len(call.outs) - len(given))]
         pairs = call.mixed("compares each row with each")
@@ -587,6 +601,8 @@ class RowFlow:
 
     def _sum_of_unknown(self, call: RowCall) -> RowState | None:
         """Of what may be rows; the trial will tell."""
+        if any(o.state.is_chosen for o in call.operands):
+            return None
         shapes = [(o.big.shape, o.small.shape) for o in call.operands if o.big.shape != o.small.shape]
         is_sum = call.name in _SUMS or "reduction" in call.big
         if (

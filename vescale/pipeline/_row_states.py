@@ -32,6 +32,8 @@ class RowState:
         why: of ``mixed``, for a message.
         is_pythons: it is made of numbers that Python has read from rows, or of rows that values choose, and so cannot be
             computed of another batch with the same shapes.
+        is_chosen: values tell how many elements it is made of: that they are as many times those of the first micro-batch as
+            there are micro-batches is chance.
         needs: the values that a micro-batch has to take from the whole batch for this to hold, by id.
     """
 
@@ -41,6 +43,7 @@ class RowState:
     of_labels: bool = False
     why: str = ""
     is_pythons: bool = False
+    is_chosen: bool = False
     needs: frozenset[int] = frozenset()
 
     @property

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.checks import describe, start_checks_among
 from vescale.comm import record, record_comms, requested_by
-from vescale.compat import local_of, no_torch_function, own_part
+from vescale.compat import local_of, no_torch_function
 from vescale.compat.random_ops import without_native_fills
 from vescale.compat.tensor_subclasses import tree_leaves
 from vescale.errors import PipelineCallError, PipelineTraceError, PipelineWarning
@@ -51,6 +51,7 @@ from vescale.pipeline._staged_program import stages_of_unit
 from vescale.pipeline._step_failures import StepFailures
 from vescale.pipeline._ties import Ties
 from vescale.pipeline._traced import Origin, Trace
+from vescale.pipeline._written_buffers import WrittenBuffer, buffers_of_forward, refuse_assigned, written_buffers
 from vescale.plans import PipelineEntry, PlanError
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
 from vescale.runtime import (
@@ -64,6 +65,8 @@ from vescale.runtime import (
     reduce_units,
     unit_groups,
 )
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Runner:
@@ -124,8 +127,10 @@ class Runner:
         self._loss: BatchLoss | None = None
         self._whole_values: list[tuple[Origin, torch.Tensor, int | None]] = []
         self._losses: list[tuple[Any, Any]] = []  # of micro-batches, with their counts
-        self._before: dict[str, torch.Tensor] = {}  # buffers as they were before the step, by name
-        self._alike: list[tuple[torch.Tensor, torch.Tensor, frozenset[int]]] = []  # buffers, before the step, of stages
+        self._before: dict[
+            str, tuple[torch.Tensor, tuple[int, ...]]
+        ] = {}  # buffers and versions before the step, by name
+        self._written: list[WrittenBuffer] = []
         self.states: dict[int, torch.Tensor] = {}
 
     def _share_out(self) -> None:
@@ -322,9 +327,11 @@ class Runner:
             generator.set_state(self._start_state)
             for draw in known.whole.draws:
                 draw.skip(generator)
+            for buffer in self._written:
+                buffer.end_step(self.schedule, self.group)
         finally:
             self._batch, self._batches, self._inputs, self.states, self._seeds = {}, [], [], {}, None
-            self._alike, self._before = [], {}
+            self._written, self._before = [], {}
 
     def _use(self, known: Signature, batch: Mapping[str, Any], parts: list[dict[str, Any]]) -> None:
         """Run forwards of these micro-batches from now on."""
@@ -334,14 +341,10 @@ class Runner:
         self.answers = known.answers(whole, self._inputs)
         self._loss = BatchLoss(self.entry, known, batch)
         self._losses, self.states = [], {}
-        self._alike = []
-        for name, buffer in self.model.named_buffers() if known.loss.alike else ():
-            if name in known.loss.alike:
-                local = local_of(buffer) if isinstance(buffer, DTensor) else buffer
-                stages = stages_of_unit(
-                    name.rpartition(".")[0], self.cut, frozenset(self.schedule.stages_of(self.rank))
-                )
-                self._alike.append((local, self._before.setdefault(name, local.clone()), stages))
+        own = frozenset(self.schedule.stages_of(self.rank))
+        self._written = written_buffers(
+            self.model, known, self._before, lambda path: stages_of_unit(path, self.cut, own)
+        )
         self._whole_values = [(s.origin, s.value(batch), s.dim) for s in known.loss.substitutes]
         known.headers.begin_step()
         if known.whole.draws:
@@ -375,6 +378,7 @@ class Runner:
         self._settings.before_trace()
         pair = traced_pair(self.skeleton, self.cut, self.entry, batch, parts[0])
         check_loss(pair[0].output, self.entry)
+        refuse_assigned(pair[0].row_ops.assigned, self.cut, self.entry)
         written = self._settings.ignore_written()
         if written and self.entry.microbatches > 1 and self.entry.rows == "batch":
             again, _ = traced_pair(self.skeleton, self.cut, self.entry, batch, parts[0])
@@ -422,7 +426,7 @@ class Runner:
             "_whole_values",
             "_losses",
             "states",
-            "_alike",
+            "_written",
         )
         before = {name: getattr(self, name, None) for name in names}
         self.entry, self.is_tried = replace(self.entry, microbatches=count), True
@@ -656,12 +660,8 @@ class Runner:
         known = self._known
         assert known is not None and self._loss is not None
         run = StageRun(self, known, stage, received, self._values_of(microbatch))
-        generator = default_generator(self.device)
-        generator.set_state(self._start_state)
-        with torch.no_grad():
-            for buffer, before, stages in self._alike:
-                if stage in stages:
-                    buffer.copy_(before)
+        if known.whole.draws:
+            default_generator(self.device).set_state(self._start_state)
         batch = self._batches[microbatch]
         rows = MicrobatchRows(self.entry.microbatches, microbatch, known.dims)
         self._begin(stage, microbatch, "F")
@@ -669,7 +669,8 @@ class Runner:
         run.loss_mode = functools.partial(self._loss.around_forward, stage)
         results = self._follow(run, known, microbatch, received if is_last else None)
         with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
-            with running(run):
+            around = buffers_of_forward(self._written, stage, run.ends_early) if self._written else _NOTHING
+            with around, running(run):
                 out = self.model(**self._inputs[microbatch])
             if is_last and not run.ends_early:
                 takes = run.whole_values if callable(self.entry.loss) else None

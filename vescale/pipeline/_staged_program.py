@@ -43,6 +43,7 @@ from vescale.pipeline._schedule import Action, Schedule, make_schedule, releases
 from vescale.pipeline._trace import trace
 from vescale.pipeline._traced import Trace
 from vescale.plans import PipelineEntry, Plan, PlanError
+from vescale.rng import host_draws_undone
 
 # What of a pipeline can be checked before there is a batch: its cut and its loss, in a forward of guessed inputs.
 
@@ -255,6 +256,7 @@ class StagedProgram:
     problem: PlanError | None = None
 
     @classmethod
+    @host_draws_undone()
     def of(cls, plan: Plan, model: nn.Module, program: Program | None = None) -> StagedProgram:
         """Cut a model into the stages of a plan's pipeline.
 

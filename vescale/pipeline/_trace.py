@@ -31,7 +31,7 @@ from vescale.pipeline._recipes import Recipes
 from vescale.pipeline._row_flow import RowOps
 from vescale.pipeline._traced import Boundary, LossTerm, Origin, OuterResults, Trace, TracedCall
 from vescale.pipeline._unknown_values import UnknownResultError, UnknownValueError, refuse_reading, why_unknown
-from vescale.rng import Draw
+from vescale.rng import Draw, has_drawn, host_draws_undone
 
 # ``Carried``: during a trace, the tensors that each stage receives from earlier ones.
 
@@ -221,6 +221,12 @@ def trace(
     """
     batch = dict(sorted(batch.items()))
     buffers = [(b, b.detach().clone()) for b in skeleton.buffers() if not b.is_meta]
+    saved = [
+        (f"{path}.{name}" if path else name, module._buffers, name, buffer)
+        for path, module in skeleton.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
     with contextlib.ExitStack() as stack:
         dtypes = skeleton.__dict__.get("_pipeline_dtypes")
         if dtypes is not None:
@@ -228,6 +234,7 @@ def trace(
         recorder = _Recorder(skeleton, cut, batch, dict(sorted((beside or {}).items())), entry_source, answers or {})
         recorder.num_calls = num_calls
         stack.enter_context(torch.random.fork_rng())
+        host_state = stack.enter_context(host_draws_undone())
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(math_attention())
         stack.enter_context(running(recorder))
@@ -240,20 +247,27 @@ def trace(
             output, total = None, None
             with contextlib.suppress(StageEnd):
                 output = skeleton(**batch)
-        except (UnknownValueError, UnknownResultError) as error:
+        except Exception as error:
+            _refuse_host_draws(host_state, entry_source)
+            if not isinstance(error, UnknownValueError | UnknownResultError):
+                raise
             where = f"of {recorder.failed_inside!r}" if recorder.failed_inside else "around the stages' modules"
             raise PipelineTraceError(f"pipeline: the forward {where} {why_unknown(error)}", entry_source) from error
         if loss is not None and output is not None:
             total = loss(output)
+        _refuse_host_draws(host_state, entry_source)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
+    assigned = [place for place, table, name, buffer in saved if table.get(name) is not buffer]
+    for _, table, name, buffer in saved:
+        table[name] = buffer
     missing = [path for stage, path in enumerate(cut.splits, 1) if not recorder.carried.has_begun(stage)]
     if missing:
         raise PipelineTraceError(
             f"pipeline: the forward does not call {missing[0]!r}, before which a stage begins", entry_source
         )
-    recorder.row_ops.entering = recorder.carried.entering()
+    recorder.row_ops.entering, recorder.row_ops.assigned = recorder.carried.entering(), assigned
     found = Trace(
         recorder.carried.boundaries(),
         recorder.calls_with_reads(output),
@@ -273,6 +287,17 @@ def trace(
     )
     recorder.read_calls.end()  # else in a cycle with the recorder
     return found
+
+
+def _refuse_host_draws(before: Any, source: Any) -> None:
+    """Raises PlanError for a forward that has drawn from the generators of Python and NumPy."""
+    if has_drawn(before):
+        raise PipelineTraceError(
+            "pipeline: the forward draws random numbers with Python's random module or NumPy; micro-batches and stages "
+            "would draw others. Draw them before .step(), and pass them in the batch; to drop a module at random, multiply "
+            "its result by 0, because stages call the same modules in each step",
+            source,
+        )
 
 
 def _with_positions(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
@@ -344,7 +369,7 @@ class _Recorder(TorchDispatchMode):
             for name, b in skeleton.named_buffers()
             if not name.endswith(counters) and b.numel()
         }
-        self._buffer_reads = {buffer: len(cut.splits) for _, buffer in self._buffers.values()}  # the first stage
+        self._unknown_buffers: dict[int, tuple[str, int]] = {}  # of which only a stage has the values, by id
         self.losses: list[LossTerm] = []
         self.read_calls = ReadCalls(lambda: -1 if self.inside is None else len(self.calls), answers, self._note_read)
         self._reads: dict[
@@ -523,8 +548,14 @@ class _Recorder(TorchDispatchMode):
         if self.inside is None:
             self._read_outside.update(map(id, tensors))
         for tensor in tensors:
-            if id(tensor) in self._buffer_reads:
-                self._buffer_reads[id(tensor)] = min(self.stage, self._buffer_reads[id(tensor)])
+            name, written_in = self._unknown_buffers.get(id(tensor), ("", self.stage))
+            if written_in != self.stage:
+                raise PipelineTraceError(
+                    f"pipeline: the forward writes to the buffer {name!r} around the modules of stage {written_in} what it "
+                    f"computes from parameters, and reads it in stage {self.stage}, which cannot compute that; write to it "
+                    "around the modules of one stage, or in a module, and return what others need",
+                    self.source,
+                )
             where = f"{func} in {self.inside or 'the forward around the modules of stages'}"
             self.carried.read(tensor, self.stage, where, is_argument=id(tensor) in self.arguments)
             owner = self.owners.get(id(tensor))
@@ -567,16 +598,16 @@ class _Recorder(TorchDispatchMode):
             if name is not None:
                 self._refuse_state_of_several_stages()
                 self.row_ops.written_buffers[buffer] = name
-                is_everywhere = self.inside is not None or self.stage == 0  # on all ranks that have the buffer
-                first = self._buffer_reads[buffer]
-                if not is_everywhere and first < self.stage:
-                    raise PipelineTraceError(
-                        f"pipeline: the forward reads the buffer {name!r} in stage {first} and writes to it around the "
-                        f"modules of stage {self.stage}, which the ranks of the former do not run; write to it before the "
-                        "first of the stages' modules is called, or pass its value in the batch",
-                        self.source,
-                    )
-                self.row_ops.buffer_writes.append((name, len(self.row_ops.ops) if is_everywhere else None, func))
+                if self.inside is None:
+                    if self.row_ops.writers.setdefault(name, self.stage) != self.stage:
+                        raise PipelineTraceError(
+                            f"pipeline: the forward writes to the buffer {name!r} around the modules of stages "
+                            f"{self.row_ops.writers[name]} and {self.stage}; write to it around those of one stage",
+                            self.source,
+                        )
+                    if depends:
+                        self._unknown_buffers[buffer] = name, self.stage
+                self.row_ops.buffer_writes.append((name, len(self.row_ops.ops), func))
 
     def _refuse_state_of_several_stages(self) -> None:
         """Buffers are written to: each of the module's stages has its own."""

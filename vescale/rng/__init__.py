@@ -9,7 +9,15 @@ from vescale.rng._data_order import SampleSeeds, ShardedBatchSampler
 from vescale.rng._deferred_tensor import DeferredTensor, DeferredValueError, is_deferred
 from vescale.rng._dtensor_fill import Draw, MicrobatchRows, counting_draws, drawing_rows, draws_rows
 from vescale.rng._enable import deferred_init, disable, enable, is_enabled, rand, randint, randn
-from vescale.rng._engine import default_generator, fill_spans, skip_outputs
+from vescale.rng._engine import (
+    default_generator,
+    fill_spans,
+    has_drawn,
+    host_draws_undone,
+    host_random_state,
+    set_host_random_state,
+    skip_outputs,
+)
 from vescale.rng._materialize import (
     PlacementFn,
     check_recorded_alike,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -206,3 +209,30 @@ def _stretches(shape: tuple[int, ...]) -> Iterator[Region]:
     numel = math.prod(shape)
     for start in range(0, max(numel, 1), _CHUNK_ELEMENTS):
         yield Region(shape, whole, (start, min(start + _CHUNK_ELEMENTS, numel)))
+
+
+def host_random_state() -> Any:
+    """The states of the generators of Python and numpy."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+
+
+def has_drawn(before: Any) -> bool:
+    """Whether these generators have other states than before."""
+    return repr(host_random_state()) != repr(before)
+
+
+def set_host_random_state(state: Any) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
+
+
+@contextlib.contextmanager
+def host_draws_undone() -> Iterator[Any]:
+    """Afterwards, these generators are as before. Yields the states."""
+    before = host_random_state()
+    try:
+        yield before
+    finally:
+        set_host_random_state(before)

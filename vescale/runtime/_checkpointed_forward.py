@@ -347,7 +347,9 @@ class _Call:
             self._note(self.inputs, self.owner.path, "inputs")
             self.state = state = ForwardState(self.owner.module, self.owner.path, self._given, self.owner.known)
         inputs, self.inputs = self.inputs, []  # the checkpoint keeps them, so that autograd can free them
-        options: dict[str, Any] = {}
+        # Where collectives run again, ranks may save others last.
+        is_whole = self.policy.recompute_communication or self.work is not None
+        options: dict[str, Any] = {"early_stop": False if is_whole else self.kept}
         if self.policy.kind != "full":
             options["context_fn"] = self._contexts
         result = checkpoint(
@@ -355,7 +357,6 @@ class _Call:
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,  # GeneratorStates
-            early_stop=not (self.policy.recompute_communication or self.work),  # ranks may save others last
             **options,
         )
         with no_torch_function():
@@ -433,7 +434,7 @@ class _Call:
         budget, owner = self.owner.budget, self.owner
         draws = self.draws.again() if self.draws is not None else contextlib.nullcontext()
         assert self.state is not None
-        with draws, self.state.again(), self.kept.taking():
+        with draws, self.state.again(), self.kept.taking(), following_writes():
             if budget is None or self.work is None:
                 try:
                     return self._forward(inputs)

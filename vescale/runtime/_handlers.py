@@ -15,7 +15,7 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vescale.checks import HASHES_OF_CHECKED_MESHES, called_by_user, describe_graphs, follows_graphs, step_checks
-from vescale.comm import note_write, record
+from vescale.comm import note_locals, note_write, record
 from vescale.compat import (
     DispatchListener,
     DTensorSpec,
@@ -343,6 +343,7 @@ class _Listener(DispatchListener):
     def hands_out(self, tensor: DTensor) -> None:
         if current_activation() is not None:
             note_local(tensor)
+            note_locals()
 
     def hands_out_summand(self, tensor: DTensor) -> None:
         """Tell scripts and libraries that read an output; code in a forward computes with summands on purpose."""

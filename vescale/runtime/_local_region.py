@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.comm import note_locals
 from vescale.compat import local_of, map_tensors, no_torch_function, set_versions, tensors_in, versions
 from vescale.errors import BoundaryError
 from vescale.ir import Instruction, Local
@@ -132,7 +133,9 @@ def write_back_local(x: DTensor, placed: DTensor, local: torch.Tensor, requester
 
 @contextmanager
 def local_state(module: nn.Module, entered: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Hide every parameter and buffer of a module and its submodules behind ``entered(name, tensor)``."""
+    """Hide every parameter and buffer of a module and its submodules behind ``entered(name, tensor)``. What runs inside
+    computes with local tensors."""
+    note_locals()
     with ExitStack() as undo:
         for path, owner in module.named_modules():
             for name, resting in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)):

@@ -178,11 +178,17 @@ class _Counting(TorchDispatchMode, ABC):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if self._kept.is_communicating or func in _UNCOUNTED:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            result = func(*args, **kwargs)
+            for tensor in written_tensors(func, args, kwargs):
+                self._kept.note_write(tensor)
+            return result
         key = func, self._calls[func]
         self._calls[func] += 1
-        return self.run(key, args, kwargs or {})
+        return self.run(key, args, kwargs)
 
     @abstractmethod
     def run(self, key: tuple[Any, int], args: Any, kwargs: Any) -> Any:
@@ -210,10 +216,7 @@ class _Saving(_Counting):
     def run(self, key: tuple[Any, int], args: Any, kwargs: Any) -> Any:
         func = key[0]
         result = func(*args, **kwargs)
-        if func._schema.is_mutable:
-            for tensor in written_tensors(func, args, kwargs):
-                self._kept.note_write(tensor)
-        elif self._rule.saves(func, self._running):
+        if self._rule.saves(func, self._running):
             draws = torch.Tag.nondeterministic_seeded in func.tags
             self._results[key] = saved = _Saved(result, GeneratorStates(self._device_type) if draws else None)
             self._kept.hold(saved.tensors)

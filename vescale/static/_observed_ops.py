@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import random
-import sys
 from typing import Any
 
 import numpy
@@ -105,23 +103,6 @@ def random_state() -> list[torch.Tensor]:
     """The states of the default generators; of the CPU's only while a graph of the device is captured, whose replays count
     draws on the device."""
     return [torch.get_rng_state(), *(() if is_capturing() else random_states().values())]
-
-
-def host_random_state() -> Any:
-    """The states of the generators of Python and numpy."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
-
-
-def has_drawn(before: Any) -> bool:
-    """Whether these generators have other states than before."""
-    return repr(host_random_state()) != repr(before)
-
-
-def set_host_random_state(state: Any) -> None:
-    random.setstate(state[0])
-    if state[1] is not None:
-        sys.modules["numpy"].random.set_state(state[1])
 
 
 def set_random_state(states: list[torch.Tensor]) -> None:
