@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.checks import describe, start_checks_among
 from vescale.comm import record, record_comms, requested_by
-from vescale.compat import local_of, no_torch_function
+from vescale.compat import no_torch_function, own_part
 from vescale.compat.random_ops import without_native_fills
 from vescale.compat.tensor_subclasses import tree_leaves
 from vescale.errors import PipelineCallError, PipelineTraceError, PipelineWarning
