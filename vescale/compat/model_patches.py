@@ -100,12 +100,16 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
     def answered(
         losses: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any, returns: bool, args: Any, kwargs: Any
     ) -> Any:
-        for leaves, answers in ASKED_GRADIENTS if inputs else ():
+        for leaves, answers, _ in ASKED_GRADIENTS if inputs else ():
             found = leaves(inputs, returns_graph=returns and bool(creates_graph))
             if found is not None:
                 result = original(losses, gradients, keep, creates_graph, tuple(found), *args, **kwargs)
                 return answers(inputs, result) if returns else result
-        return original(losses, gradients, keep, creates_graph, inputs, *args, **kwargs)
+        result = original(losses, gradients, keep, creates_graph, inputs, *args, **kwargs)
+        if creates_graph and returns:
+            for asked in ASKED_GRADIENTS:
+                asked.sees(result)
+        return result
 
     changes.attribute(torch.autograd, "_engine_run_backward", functools.wraps(original)(backward_by_rows(run)))
 
