@@ -87,10 +87,7 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
         losses: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any = (), *args: Any, **kwargs: Any
     ) -> Any:
         begins(losses, gradients, bool(creates_graph))
-        gradients = tuple(
-            _global(x, loss._spec) if isinstance(loss, DTensor) else x
-            for loss, x in zip(losses, gradients, strict=True)
-        )
+        gradients = tuple(_like(loss, x) for loss, x in zip(losses, gradients, strict=True))
         returns = not kwargs.get("accumulate_grad")
         result = answered(losses, gradients, keep, creates_graph, inputs, returns, args, kwargs)
         if creates_graph and not returns:
@@ -412,10 +409,14 @@ def run_backwards_in_modules(changes: Changes, hooks: ModelHooks) -> None:
 _AWARE = ("torch", "vescale")
 
 
-def _global(grad: Any, spec: DTensorSpec | None) -> Any:
-    """A plain gradient of a DTensor is the whole one, the same on every rank."""
-    if spec is None or not isinstance(grad, torch.Tensor) or isinstance(grad, DTensor):
+def _like(loss: Any, grad: Any) -> Any:
+    """The gradient of a DTensor as a DTensor: a plain one is the whole one, the same on every rank. That of a plain tensor
+    as a plain one."""
+    if isinstance(loss, torch.Tensor) and not isinstance(loss, DTensor) and isinstance(grad, DTensor):
+        return grad.full_tensor()
+    if not isinstance(loss, DTensor) or not isinstance(grad, torch.Tensor) or isinstance(grad, DTensor):
         return grad
+    spec = loss._spec
     whole = (Replicate(),) * spec.mesh.ndim
     return make_dtensor(grad, make_spec(spec.mesh, whole, grad.shape, grad.stride(), grad.dtype))
 
