@@ -29,6 +29,11 @@ def place_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
             )
         return redistribute(cast(DTensor, tensor.detach()), mesh, tuple(placements))
     plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        raise ParallelizeError(
+            f"{name} is a {plain.layout} tensor of shape {tuple(plain.shape)}, to be placed as {tuple(placements)}: sparse "
+            "tensors must be the same on every rank. Remove the entry, or register a dense tensor, x.to_dense()"
+        )
     if plain.is_meta:
         wanted = normalize_placements(placements, plain.shape, mesh)
         coordinate = mesh.get_coordinate()
