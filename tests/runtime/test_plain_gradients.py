@@ -41,7 +41,8 @@ def step(model: nn.Module, scale: torch.Tensor) -> list[torch.Tensor]:
     x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH).requires_grad_()
     output = model(x)
     (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-    loss = output.square().mean() * scale.exp() + slope.square().sum() * scale.sin() + scale
+    (curve,) = torch.autograd.grad(slope, x, output, create_graph=True)  # by a weight that is a DTensor
+    loss = output.square().mean() * scale.exp() + slope.square().sum() * scale.sin() + scale + curve.sin().sum()
     loss.backward()
     gradients = [x.grad, scale.grad]
     assert not any(isinstance(gradient, DTensor) for gradient in gradients)

@@ -410,13 +410,16 @@ _AWARE = ("torch", "vescale")
 
 
 def _like(loss: Any, grad: Any) -> Any:
-    """The gradient of a DTensor as a DTensor: a plain one is the whole one, the same on every rank. That of a plain tensor
-    as a plain one."""
-    if isinstance(loss, torch.Tensor) and not isinstance(loss, DTensor) and isinstance(grad, DTensor):
-        return grad.full_tensor()
-    if not isinstance(loss, DTensor) or not isinstance(grad, torch.Tensor) or isinstance(grad, DTensor):
+    """What a backward of ``loss`` is given, as a DTensor if that is one; a plain tensor gets a DTensor's whole value."""
+    if isinstance(loss, DTensor):
+        return _global(grad, loss._spec)
+    return grad.full_tensor() if isinstance(loss, torch.Tensor) and isinstance(grad, DTensor) else grad
+
+
+def _global(grad: Any, spec: DTensorSpec | None) -> Any:
+    """A plain gradient of a DTensor is the whole one, the same on every rank."""
+    if spec is None or not isinstance(grad, torch.Tensor) or isinstance(grad, DTensor):
         return grad
-    spec = loss._spec
     whole = (Replicate(),) * spec.mesh.ndim
     return make_dtensor(grad, make_spec(spec.mesh, whole, grad.shape, grad.stride(), grad.dtype))
 
