@@ -94,6 +94,7 @@ def ops(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
         "ones_like": lambda: torch.ones_like(x),
         "permute": lambda: image.permute(0, 2, 3, 1),
         "redistribute": lambda: x.redistribute(mesh, [Replicate()]),
+        "redistribute to shards": lambda: r.redistribute(mesh, [Shard(0)]),
         "redistribute pending": lambda: pending.redistribute(mesh, [Replicate()]),
         "select": lambda: x[:, 0],
         "silu": lambda: F.silu(x),

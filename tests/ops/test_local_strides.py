@@ -142,6 +142,60 @@ def test_views_of_what_is_expanded(ranks: RankPools) -> None:
     assert ranks.run(run_cases, same_step, cases, world_size=2) == [len(cases)] * 2
 
 
+FACTORED: list[Callable[[Tensor], Tensor]] = [
+    torch.linalg.det,
+    lambda x: torch.linalg.slogdet(x)[1],
+    lambda x: torch.logdet(x @ x.mT),
+    lambda x: torch.linalg.solve(x, x.sin()).sum((-1, -2)),
+    lambda x: torch.linalg.inv(x).diagonal(dim1=-1, dim2=-2).sum(-1),
+]
+# As they are in memory.
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x,
+    lambda x: x.mT.contiguous().mT,
+    lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
+]
+TURNS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x,
+    lambda x: x.mT,
+    lambda x: x.mT.contiguous(),
+    lambda x: x + x.square().mT,
+    lambda x: x.tanh(),
+]
+
+
+class Factors(nn.Module):
+    """Functions whose backward goes by whether a matrix is row-major, of parameters and inputs in any order."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw, eye = random.Random(seed), 2 * torch.eye(4)
+        self.one = nn.Parameter(draw.choice(LAYOUTS)(torch.randn(4, 4) + eye))
+        self.many = nn.Parameter(draw.choice(LAYOUTS)(torch.randn(4, 4, 4) + eye))
+        self.chosen = [(draw.choice(FACTORED), draw.choice(TURNS)) for _ in range(3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [op(turn(each)) for (op, turn), each in zip(self.chosen, (self.one, self.many, x))]
+        return torch.tanh(parts[0] * parts[1] + parts[2])
+
+
+def first_dims(plan: Plan) -> None:
+    plan.shard("one|many", Shard(0), mesh="axis")
+
+
+def factored(entries: Callable[[Plan], None], seed: int) -> None:
+    reference, model = pair(lambda: Factors(seed), entries, {"axis": 2}, strict=False)
+    x = torch.randn(4, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x = random.Random(seed).choice(LAYOUTS)(x + 2 * torch.eye(4))
+    assert_same_step(reference, model, x, max_implicit=100, tolerance=1e-9)
+
+
+def test_functions_that_go_by_the_order_of_a_matrix(ranks: RankPools) -> None:
+    cases = list(itertools.product((rows, first_dims), range(60 if NIGHTLY else 8)))
+    assert ranks.run(run_cases, factored, cases, world_size=2) == [len(cases)] * 2
+
+
 ONE_ROW = """
 import torch
 import torch.distributed as dist

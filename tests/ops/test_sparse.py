@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +27,14 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Graph(nn.Module):
-    def __init__(self, product: str) -> None:
+    def __init__(self, product: str, held: Tensor | None = None) -> None:
         super().__init__()
         self.product, self.table = product, nn.Embedding(9, 4, sparse=True)
+        self.register_buffer("held", held)
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 6)
 
     def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-        product = PRODUCTS[self.product]
+        product, adjacency = PRODUCTS[self.product], adjacency if self.held is None else self.held
         return product(adjacency, self.down(torch.tanh(product(adjacency, self.up(self.table(x))))))
 
 
@@ -53,9 +55,10 @@ def zero(plan: Plan) -> None:
     sharded_at_rest(plan, axis="axis")
 
 
-def same_step(product: str, entries: Callable[[Plan], None], layout: torch.layout) -> None:
-    reference, model = pair(lambda: Graph(product), entries, {"axis": 2}, strict=False)
+def same_step(product: str, entries: Callable[[Plan], None], layout: torch.layout, is_held: bool = False) -> None:
     adjacency = (torch.eye(6).double() + torch.diag(torch.linspace(1, 2, 5).double(), 1)).to_sparse(layout=layout)
+    held = adjacency if is_held else None
+    reference, model = pair(lambda: Graph(product, held), entries, {"axis": 2}, strict=False)
     x = torch.tensor([1, 2, 3, 1, 5, 8])
     reference.table.sparse = False  # those of DTensors are dense
     assert_same_step(reference, model, x, adjacency, max_implicit=100)
@@ -63,13 +66,19 @@ def same_step(product: str, entries: Callable[[Plan], None], layout: torch.layou
 
 def test_products_with_a_sparse_matrix(ranks: RankPools) -> None:
     layouts = torch.sparse_coo, torch.sparse_csr
-    cases = list(itertools.product(PRODUCTS, (whole, rows, columns, zero), layouts))
+    cases: list[Any] = list(itertools.product(PRODUCTS, (whole, rows, columns, zero), layouts))
+    cases += itertools.product(PRODUCTS, (whole, rows, columns, zero), (torch.sparse_coo,), (True,))
     assert ranks.run(run_cases, same_step, cases, world_size=2) == [len(cases)] * 2
 
 
 def cut_sparse() -> None:
     _, model = pair(lambda: Graph("mm"), lambda plan: plan.shard("<in:adjacency>", Shard(0), mesh="axis"), {"axis": 2})
     model(torch.tensor([0] * 6), torch.eye(6).double().to_sparse())
+
+
+def cut_buffer() -> None:
+    held = torch.eye(6).double().to_sparse()
+    pair(lambda: Graph("mm", held), lambda plan: plan.shard("held", Shard(0), mesh="axis"), {"axis": 2})
 
 
 def add_sparse() -> None:
@@ -105,11 +114,11 @@ def make_dense() -> None:
 
 def refusals() -> list[str]:
     make_dense()
-    return [error_of(cut_sparse), error_of(add_sparse), error_of(make_sparse)]
+    return [error_of(cut_sparse), error_of(cut_buffer), error_of(add_sparse), error_of(make_sparse)]
 
 
 def test_what_is_refused(ranks: RankPools) -> None:
-    for cut, added, made in ranks.run(refusals, world_size=2):
-        assert "sparse tensors must be the same on every rank. Remove the entry" in cut
+    for cut, buffer, added, made in ranks.run(refusals, world_size=2):
+        assert all("sparse tensors must be the same on every rank. Remove the entry" in text for text in (cut, buffer))
         assert "for anything else, use a dense tensor, adj.to_dense()" in added
         assert "sparse_coo_tensor of DTensors of shapes [(2, 3), (3,)]" in made and "index_put" in made

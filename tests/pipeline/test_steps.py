@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
+import os
 from typing import Any
 
 import pytest
@@ -186,10 +186,11 @@ def variant_case(cut: str | None, policy: str | None) -> dict[str, float]:
             made.checkpoint(r"blocks.\d+", POLICIES[policy])
         return made.pipeline(**(CUTS[cut] if cut else {"split_before": ["blocks.2"]}), microbatches=4)
 
-    runs = contextvars.ContextVar("runs", default=0)  # what objects have is put back by a recomputation
+    runs = pytest.MonkeyPatch()  # of the environment: what objects have is put back by a recomputation
+    runs.setenv("COUNTED_RUNS", "0")
 
     def counted(*_: Any) -> None:
-        runs.set(runs.get() + 1)
+        os.environ["COUNTED_RUNS"] = str(int(os.environ["COUNTED_RUNS"]) + 1)
 
     def make() -> Net:
         model = make_net()
@@ -198,7 +199,9 @@ def variant_case(cut: str | None, policy: str | None) -> dict[str, float]:
         return model
 
     found = same_steps(make, plan, [token_batch(step, names=NAMES) for step in range(2)])
-    return {**found, "runs": runs.get()}
+    count = int(os.environ["COUNTED_RUNS"])
+    runs.undo()
+    return {**found, "runs": count}
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -87,6 +87,28 @@ class TwoHeads(nn.Module):
         return self.down(h.sin()), h.cos()
 
 
+def weighted() -> None:
+    """A backward of a plain tensor is given an output as its gradient."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    one = TwoHeads().double()
+    for path in ("<in>", "up.weight"):
+        model, found = copy.deepcopy(one), []
+        parallelize(model, Plan(mesh).shard(path, Shard(0)))
+        for each in (one, model):
+            x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH).requires_grad_()
+            output: torch.Tensor = each(x)[0]
+            (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+            (curve,) = torch.autograd.grad(slope, x, output, create_graph=True)
+            curve.square().sum().backward()
+            found.append([whole(value.detach()) for value in (curve, x.grad, each.up.weight.grad)])
+        torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-11)
+        one.zero_grad()
+
+
+def test_outputs_as_gradients_of_plain_tensors(ranks: RankPools) -> None:
+    ranks.run(weighted, world_size=2)
+
+
 def drawn_loss(seed: int, leaves: list[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Ops drawn over plain tensors with a history, leaves, and outputs; all are of one size."""
     draw = random.Random(seed)

@@ -144,9 +144,11 @@ def test_what_has_no_second_derivative_says_so(ranks: RankPools) -> None:
 
 
 def gathered_again(kind: str, seed: int) -> None:
-    """Graphs of backwards are differentiated after other forwards, evaluations and graphs."""
+    """Graphs of backwards are differentiated after other forwards, evaluations and graphs, and several times."""
     draw, mesh = random.Random(seed), make_mesh(dp=2)
-    events = [draw.choice(("penalty", "penalty", "second", "forward", "evaluation")) for _ in range(draw.randint(2, 5))]
+    kinds = ("penalty", "penalty", "second", "forward", "evaluation", "activation")
+    events = [draw.choice(kinds) for _ in range(draw.randint(2, 5))]
+    times = draw.randint(1, 3)
     results = []
     for model in pair("plain"):
         if results and kind == "units":
@@ -168,9 +170,17 @@ def gathered_again(kind: str, seed: int) -> None:
                     (first,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
                     (second,) = torch.autograd.grad(first.square().sum(), given, create_graph=True)
                     loss = loss + second.square().mean()
+                elif event == "activation":
+                    seen: list[torch.Tensor] = []
+                    handle = model.up.register_forward_hook(lambda *given, seen=seen: seen.append(given[-1]))
+                    score = model(x).square().sum()
+                    handle.remove()
+                    (first,) = torch.autograd.grad(score, seen[0], create_graph=True)
+                    loss = loss + first.square().mean()
                 else:
                     loss = loss + (penalty(model, x) if event == "penalty" else model(x).sin().mean())
-            loss.backward()
+            for time in range(times):
+                loss.backward(retain_graph=time < times - 1)
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.detach())

@@ -119,6 +119,12 @@ objects = [None] * world if rank == 0 else None
 dist.gather_object({"rank": rank}, objects, dst=0)
 print(json.dumps(objects))
 """
+SCRIPTS["from anybody"] = """
+for _ in range(2 if rank == 0 else 0):
+    assert dist.recv(x) != rank
+if rank in (1, 2):
+    dist.send(x, 0)
+"""
 SCRIPTS["replicas"] = """
 from torch.nn.parallel import DistributedDataParallel
 model = DistributedDataParallel(torch.nn.Linear(64, 64))
@@ -140,6 +146,7 @@ JOBS = {
     "replicas": (64, [0, 63]),
     "fewer batches": (64, [0, 63]),
     "one gathers": (3, [0, 1, 2]),
+    "from anybody": (4, [0, 1, 2, 3]),
     "groups": (4, [0, 1, 2, 3]),
     "own groups": (4, [0, 1, 2, 3]),
     "all groups": (4, [0, 1, 2, 3]),
@@ -219,6 +226,10 @@ def test_what_one_rank_gathers(simulations: dict[str, Simulation]) -> None:
     found = simulations["one gathers"]
     assert not found.findings, texts(found)
     assert json.loads(found.logs[0].strip().splitlines()[-1]) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+def test_receives_from_any_rank(simulations: dict[str, Simulation]) -> None:
+    assert simulations["from anybody"].findings == ()
 
 
 def test_groups_that_some_ranks_make(simulations: dict[str, Simulation]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -87,8 +87,13 @@ class Allocation:
         storage = tensor.untyped_storage()
         if self._is_free or not storage.nbytes():
             return False
-        address = storage.data_ptr()
-        return address == self._storage.data_ptr() or address in self._attached
+        return self.is_among((storage.data_ptr(),))
+
+    def is_among(self, addresses: Collection[int]) -> bool:
+        """Whether this memory is at one of these addresses."""
+        if self._storage is None or self._is_free:
+            return False
+        return self._storage.data_ptr() in addresses or any(address in addresses for address in self._attached)
 
     def attach(self, storage: torch.UntypedStorage) -> None:
         """From now on, also allocate and free this memory, which another owner has allocated with its current size."""

@@ -39,6 +39,7 @@ __all__ = [
     "set_local",
     "spec_of",
     "spec_of_result",
+    "storage_of",
     "versions",
     "write_counts",
 ]
@@ -59,6 +60,15 @@ def local_of(dtensor: DTensor) -> torch.Tensor:
 def own_part(value: Any) -> Any:
     """The local tensor of a DTensor; anything else as it is."""
     return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor, of this rank's part of a DTensor; None for a tensor without."""
+    local = own_part(tensor)
+    try:
+        return local.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # sparse and other subclasses have none, and say so with either
+        return None
 
 
 def versions(tensor: torch.Tensor) -> tuple[int, ...]:

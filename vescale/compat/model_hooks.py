@@ -24,10 +24,12 @@ class AskedGradients(NamedTuple):
         leaves: ``(inputs, returns_graph=)`` to what graphs have in their place; None where it is these. ``returns_graph``:
             gradients with a graph of their own are to be returned.
         answers: ``(inputs, gradients)`` to what ``torch.autograd.grad`` returns, where ``leaves`` was not None.
+        sees: gets what it returns with a graph.
     """
 
     leaves: Callable[..., list[Any] | None]
     answers: Callable[[Sequence[Any], Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, ...]]
+    sees: Callable[[Sequence[torch.Tensor | None]], None]
 
 
 @dataclass(frozen=True)

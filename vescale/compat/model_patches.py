@@ -87,10 +87,7 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
         losses: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any = (), *args: Any, **kwargs: Any
     ) -> Any:
         begins(losses, gradients, bool(creates_graph))
-        gradients = tuple(
-            _global(x, loss._spec) if isinstance(loss, DTensor) else x
-            for loss, x in zip(losses, gradients, strict=True)
-        )
+        gradients = tuple(_like(loss, x) for loss, x in zip(losses, gradients, strict=True))
         returns = not kwargs.get("accumulate_grad")
         try:
             result = answered(losses, gradients, keep, creates_graph, inputs, returns, args, kwargs)
@@ -104,12 +101,16 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
     def answered(
         losses: Any, gradients: Any, keep: Any, creates_graph: Any, inputs: Any, returns: bool, args: Any, kwargs: Any
     ) -> Any:
-        for leaves, answers in ASKED_GRADIENTS if inputs else ():
+        for leaves, answers, _ in ASKED_GRADIENTS if inputs else ():
             found = leaves(inputs, returns_graph=returns and bool(creates_graph))
             if found is not None:
                 result = original(losses, gradients, keep, creates_graph, tuple(found), *args, **kwargs)
                 return answers(inputs, result) if returns else result
-        return original(losses, gradients, keep, creates_graph, inputs, *args, **kwargs)
+        result = original(losses, gradients, keep, creates_graph, inputs, *args, **kwargs)
+        if creates_graph and returns:
+            for asked in ASKED_GRADIENTS:
+                asked.sees(result)
+        return result
 
     changes.attribute(torch.autograd, "_engine_run_backward", functools.wraps(original)(backward_by_rows(run)))
 
@@ -400,6 +401,13 @@ def run_backwards_in_modules(changes: Changes, hooks: ModelHooks) -> None:
 
 # Packages whose functions know what they are given.
 _AWARE = ("torch", "vescale")
+
+
+def _like(loss: Any, grad: Any) -> Any:
+    """What a backward of ``loss`` is given, as a DTensor if that is one; a plain tensor gets a DTensor's whole value."""
+    if isinstance(loss, DTensor):
+        return _global(grad, loss._spec)
+    return grad.full_tensor() if isinstance(loss, torch.Tensor) and isinstance(grad, DTensor) else grad
 
 
 def _global(grad: Any, spec: DTensorSpec | None) -> Any:

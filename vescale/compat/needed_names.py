@@ -159,7 +159,7 @@ OPTIONAL_NAMES = {
     ESTIMATES: """
 torch: ops.aten._safe_softmax; ops.aten._scaled_dot_product_efficient_attention;
     ops.aten._scaled_dot_product_flash_attention_for_cpu; ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-torch._C._distributed_c10d: _unregister_process_group; FakeWork.wait
+torch._C._distributed_c10d: _unregister_process_group; FakeWork.wait; Work._source_rank
 torch.distributed.distributed_c10d: _World.group_count; _World.pg_backend_config; _World.pg_group_ranks; _World.pg_map;
     _World.pg_names; _World.pg_to_tag; _World.tags_to_pg; _world
 torch.nn.parallel: DistributedDataParallel._register_builtin_comm_hook

@@ -77,6 +77,7 @@ def become_rank(
     changes.function(distributed_c10d.monitored_barrier, lambda group=None, *_, **__: dist.barrier(group))
     for kind in (FakeWork, dist.Work):
         _note_waits(changes, kind, waited)
+        changes.attribute(kind, "_source_rank", lambda work: int(rank == 0))  # of a receive from any rank: one of them
     _with_gradients_of_buckets(changes)
     _without_devices(changes)
     _without_files(changes)

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
-from vescale.compat import current_backward, map_tensors, node_sequence, tensors_in, will_run
+from vescale.compat import (
+    current_backward,
+    held_tensors,
+    map_tensors,
+    node_sequence,
+    storage_of,
+    tensors_in,
+    weak_node,
+    will_run,
+)
+
+# Nodes that have computed gradients with a graph of their own (``create_graph``), weakly.
+_GRAPHS: list[Callable[[], Any]] = []
+
+
+def see_graphs(gradients: Iterable[torch.Tensor | None]) -> None:
+    """A backward has computed these gradients: some may have graphs."""
+    _GRAPHS.extend(weak_node(each) for each in gradients if each is not None and each.requires_grad)
+
+
+def held_by_graphs() -> set[int]:
+    """The addresses of what graphs of gradients hold that no backward has released."""
+    _GRAPHS[:] = [known for known in _GRAPHS if known() is not None]
+    held = (storage_of(tensor) for _, tensor in held_tensors(known() for known in _GRAPHS))
+    return {storage.data_ptr() for storage in held if storage is not None and storage.nbytes()}
 
 
 class Call:
@@ -58,12 +82,10 @@ class Calls:
     def __init__(self) -> None:
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
-    def watch_inputs(
-        self, args: Any, kwargs: Any, when_ended: Callable[[], None], sees_graph: Callable[[torch.Tensor], None]
-    ) -> tuple[Any, Any, Call | None]:
+    def watch_inputs(self, args: Any, kwargs: Any, when_ended: Callable[[], None]) -> tuple[Any, Any, Call | None]:
         """The inputs of a call as views of themselves, so that what other modules do with the same tensors does not count;
         a view may be written to like the tensor itself. ``when_ended`` runs in each backward that reaches some of them, when
-        their gradients are there; not once the call is gone. ``sees_graph`` gets each gradient that has a graph."""
+        their gradients are there; not once the call is gone."""
         watched: list[torch.Tensor] = []
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,8 +102,7 @@ class Calls:
         known = weakref.ref(call)
 
         def arrive(gradient: torch.Tensor | None) -> None:
-            if gradient is not None and gradient.requires_grad:
-                sees_graph(gradient)
+            see_graphs([gradient])
             own = known()
             if own is not None and own.arrive():
                 when_ended()

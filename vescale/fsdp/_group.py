@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch.distributed.tensor import Partial
 
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
 from vescale.comm import all_reduce_
-from vescale.compat import make_dtensor, make_spec, profiled, weak_node, will_run
+from vescale.compat import make_dtensor, make_spec, profiled
 from vescale.compat.model_hooks import ASKED_GRADIENTS, AskedGradients
 from vescale.errors import UnsupportedParameterError
 from vescale.fsdp._bucket import Bucket
+from vescale.fsdp._calls import see_graphs
 from vescale.fsdp._contract import GROUP, Move, Residency, ResidencyError, Turn
 from vescale.fsdp._group_memory import GroupMemory
 from vescale.fsdp._parameter import ManagedParameter, managed_by
@@ -36,13 +37,11 @@ class _BackwardState:
 
     Attributes:
         builds_graph: ``create_graph``: its ops read the parameters later.
-        runs_graph: it differentiates the graph of an earlier one.
         reads_weights_late: reentrant checkpointing, in which each call has a backward of its own.
         prefetch_next: starts to gather the group that backward needs next.
     """
 
     builds_graph: bool = False
-    runs_graph: bool = False
     reads_weights_late: bool = False
     prefetch_next: Callable[[], None] | None = None
 
@@ -76,8 +75,8 @@ class ParameterGroup:
     Attributes:
         is_kept_by_default: ``reshard_after_forward`` is False because the group is the root's, not because the user set it.
         stays_gathered: forwards without gradients do not reshard it, either.
-        is_read_by_graph: a backward with ``create_graph`` has saved parameters: they stay until the end of one that
-            differentiates its graph, or of one at which the graph is gone.
+        is_read_by_graph: a backward with ``create_graph`` has saved parameters: they stay until the end of one at which its
+            graph is gone, or released.
         is_watched: whether a backward of the last forward announces itself before it needs the parameters.
         on_gradients: called when the first gradient of a backward is there, to arrange for the backward's end.
     """
@@ -108,7 +107,6 @@ class ParameterGroup:
         self.stays_gathered = False
         self.is_watched = True
         self.is_read_by_graph = False
-        self._graph: list[Callable[[], Any]] = []  # weak references to nodes of it
         self.reshard_after_backward = True
         self.reduce_gradients = True
         self.unshard_in_backward = True
@@ -271,7 +269,6 @@ class ParameterGroup:
             for bucket in self.at_rest.buckets:
                 bucket.gradients.drop_cleared()
             self._backward.builds_graph = torch.is_grad_enabled()
-            self._backward.runs_graph = any(map(will_run, self._nodes_of_graph()))
             self.prefetch_for_backward()
             self.memory.wait()
             self.memory.comm.take_back_borrowed()
@@ -294,13 +291,6 @@ class ParameterGroup:
         if prefetch is not None:
             prefetch()
 
-    def see_graph(self, gradient: torch.Tensor) -> None:
-        """A gradient that this backward has computed with a graph."""
-        self._graph.append(weak_node(gradient))
-
-    def _nodes_of_graph(self) -> list[Any]:
-        return [node for node in (known() for known in self._graph) if node is not None]
-
     @property
     def _goes_after_backward(self) -> bool:
         return self.reshard_after_backward and not self._backward.builds_graph and not self.is_read_by_graph
@@ -316,12 +306,11 @@ class ParameterGroup:
             self._move(Move.PAUSE)
         self._prefetch_next()
 
-    def conclude_backward(self, *, is_last: bool) -> None:
-        """At the end of a backward: what no input's gradient has triggered. ``is_last``: no more come in this iteration."""
-        is_left = self.is_read_by_graph and not self._backward.runs_graph and bool(self._nodes_of_graph())
+    def conclude_backward(self, *, is_last: bool, read_later: Collection[int]) -> None:
+        """At the end of a backward: what no input's gradient has triggered. ``is_last``: no more come in this iteration.
+        ``read_later``: addresses of what graphs of gradients hold."""
+        is_left = self.is_read_by_graph and self.memory.is_among(read_later)
         self.is_read_by_graph = self._backward.builds_graph or is_left
-        if not self.is_read_by_graph:
-            self._graph = []
         if self.turn in (Turn.DUE, Turn.RUNNING) or any(
             bucket.unreduced.has_any for bucket in self.at_rest.buckets if self.reduce_gradients
         ):
@@ -470,4 +459,4 @@ def _reduced(managed: ManagedParameter, gradient: torch.Tensor | None) -> torch.
     return redistribute(make_dtensor(local.contiguous(), whole), spec.mesh, own).to(managed.sharded.dtype)
 
 
-ASKED_GRADIENTS.append(AskedGradients(_leaves, _answers))
+ASKED_GRADIENTS.append(AskedGradients(_leaves, _answers, see_graphs))

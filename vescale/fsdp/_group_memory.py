@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any
 
@@ -119,6 +119,10 @@ class GroupMemory:
         local = own_part(tensor)
         is_plain = type(local) in (torch.Tensor, nn.Parameter)
         return is_plain and self.gathered is not None and self.gathered.contains(local)
+
+    def is_among(self, addresses: Collection[int]) -> bool:
+        """Whether gathered parameters are at one of these addresses of memory."""
+        return self.gathered is not None and self.gathered.is_among(addresses)
 
     def prepare(self) -> Allocation:
         """Before the first gather: the buffers of the running group. Returns the memory that is gathered to.

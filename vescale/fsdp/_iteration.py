@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
 from vescale.compat import in_backward, profiled
+from vescale.fsdp._calls import held_by_graphs
 from vescale.fsdp._context import CommContext, RootOrders
 from vescale.fsdp._contract import ROOT, Move, ResidencyError, Stage
 from vescale.fsdp._step_comparison import StepComparison
@@ -26,7 +27,7 @@ class Member(Protocol):
 
     def use_unwatched(self) -> None: ...
 
-    def conclude_backward(self, *, is_last: bool) -> None: ...
+    def conclude_backward(self, *, is_last: bool, read_later: Collection[int]) -> None: ...
 
     def abandon_forward(self) -> None: ...
 
@@ -161,8 +162,10 @@ class Iteration(Generic[MemberT]):
         """Reductions finish, and on the last backward sharded gradients are complete."""
         comm = self.comm
         with profiled("vescale.fsdp::end_of_backward"):
+            is_read = any(group.is_read_by_graph for state in self.states for group in state.groups)
+            read_later = held_by_graphs() if is_read else ()
             for state in reversed(self.states):
-                state.conclude_backward(is_last=self.is_last_backward)
+                state.conclude_backward(is_last=self.is_last_backward, read_later=read_later)
             if self.is_last_backward:
                 comm.finish_reductions()
                 finished, comm.finished = comm.finished, []

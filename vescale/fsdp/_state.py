@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -244,7 +244,7 @@ class ModuleState(FSDP2State):
             if (
                 self.groups and torch.is_grad_enabled() and self._running_part is None
             ):  # the rest needs the parameters, too
-                args, kwargs, self._call = self._calls.watch_inputs(args, kwargs, self._after_backward, self._see_graph)
+                args, kwargs, self._call = self._calls.watch_inputs(args, kwargs, self._after_backward)
             for other in self.forward_prefetch:
                 for group in other.groups:
                     group.unshard()
@@ -373,10 +373,6 @@ class ModuleState(FSDP2State):
         for group in reversed(self.groups):
             group.after_backward(is_last=is_last)
 
-    def _see_graph(self, gradient: torch.Tensor) -> None:
-        for group in self.groups:
-            group.see_graph(gradient)
-
     def break_off_backward(self) -> None:
         """An exception has ended a backward. What it has left is abandoned by the next forward; until then, too, the
         registered parameters are the sharded ones."""
@@ -391,10 +387,10 @@ class ModuleState(FSDP2State):
             if group.is_gathered and not group.is_watched:
                 group.memory.wait()
 
-    def conclude_backward(self, *, is_last: bool) -> None:
+    def conclude_backward(self, *, is_last: bool, read_later: Collection[int]) -> None:
         self._still_to_run.clear()
         for group in reversed(self.groups):
-            group.conclude_backward(is_last=is_last)
+            group.conclude_backward(is_last=is_last, read_later=read_later)
         self._move(Move.CONCLUDE)
 
     # Gradients that are reduced apart from a backward, after several without sync: by a pipeline schedule

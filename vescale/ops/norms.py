@@ -343,3 +343,18 @@ def _pinv(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
     others = [whole(value, "rcond") for value in args[1:]]
     return func(*args[:1], *others, **{k: v if k in ("A", "input") else whole(v, k) for k, v in kwargs.items()})
+
+
+def _is_column_major(_: Any, schema: Any) -> bool:
+    """Whether the matrices of the first operand are not row-major, by the strides of the whole tensor."""
+    spec = schema.args_schema[0]
+    whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.tensor_meta.dtype, device="meta")
+    return not (whole.is_complex() or whole.is_contiguous())
+
+
+@handles(_aten._linalg_det.default, _aten._linalg_slogdet.default, applies=_is_column_major)
+def _determinant(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the transposed matrices, row-major. PyTorch factors the transpose of a row-major matrix, and its derivative goes by
+    the strides of the whole tensor; each rank's part may have others."""
+    (matrices,) = args
+    return op(matrices.mT.clone(memory_format=torch.contiguous_format), **kwargs)

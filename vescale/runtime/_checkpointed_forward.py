@@ -34,7 +34,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from vescale.comm import KeptResults, all_reduce, axis_group
-from vescale.compat import TorchDispatchMode, held_tensors, map_tensors, no_torch_function, tensors_in
+from vescale.compat import TorchDispatchMode, held_tensors, map_tensors, no_torch_function, storage_of, tensors_in
 from vescale.errors import RecomputationError
 from vescale.ir import Checkpoint, ForwardState, Instruction, KnownState
 from vescale.ops import following_writes
@@ -43,7 +43,6 @@ from vescale.runtime._activation import current_activation
 from vescale.runtime._offloaded_tensors import OffloadedForward
 from vescale.runtime._op_saving import PRODUCTS, GeneratorStates, is_heavy, op_name, saving_contexts
 from vescale.runtime._runtime import Runtime
-from vescale.runtime._saved_account import storage_of
 
 # A memory budget that picks what each checkpointed module saves: measured in the first step, decided before the second.
 # The first forward runs with the entry's own policy, which saves least. When its backward computes a module again, it

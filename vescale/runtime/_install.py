@@ -28,7 +28,7 @@ from vescale.ir import (
     join_placements,
 )
 from vescale.ops import install as install_placements
-from vescale.ops import observe
+from vescale.ops import is_sparse, observe
 from vescale.placements import from_local
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
@@ -178,6 +178,8 @@ def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh, placed:
             continue
         old = slots[name]
         own_mesh, stage = _at_rest(mesh, instruction.op, joint.get(id(old), ()))
+        if is_sparse(old) and all(p.is_replicate() for p in stage):
+            continue  # plain, and the same on every rank
         if isinstance(instruction.op, Annotate):
             new = from_local(old.detach(), own_mesh, stage)
         else:

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vescale.comm import SideStream
-from vescale.compat import make_dtensor, own_part, spec_of
-from vescale.runtime._saved_account import storage_of
+from vescale.compat import make_dtensor, own_part, spec_of, storage_of
 
 _OBSERVERS: list[Callable[[torch.UntypedStorage], None]] = []
 

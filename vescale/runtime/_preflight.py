@@ -166,6 +166,9 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
         return fingerprint(tensor)
     if tensor.is_meta or isinstance(tensor, DTensor) or tensor.numel() == 0:
         return 0
+    if tensor.layout is not torch.strided:
+        dense = tensor.detach().to_sparse_coo().coalesce()
+        return 31 * _sum_of_bits(dense.indices()) + _sum_of_bits(dense.values())
     with torch.no_grad():
         width = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
         return int(tensor.detach().contiguous().view(-1).view(width).sum(dtype=torch.int64))

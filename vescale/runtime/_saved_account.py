@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import held_tensors, own_part, tensors_in, weak_node
+from vescale.compat import held_tensors, storage_of, tensors_in, weak_node
 
 _MAX_SIGNATURES = 32
 
@@ -24,15 +24,6 @@ class Held:
     module: str
     op: str
     is_offloaded: bool = False
-
-
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The memory of a tensor, of this rank's part of a DTensor; None for a tensor without."""
-    local = own_part(tensor)
-    try:
-        return local.untyped_storage()
-    except (RuntimeError, NotImplementedError):  # sparse and other subclasses have none, and say so with either
-        return None
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import make_dtensor, make_spec
+from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.errors import ParallelizeError
 from vescale.placements import contiguous_stride, distribute_tensor, local_region, normalize_placements, redistribute
 
@@ -29,6 +29,11 @@ def place_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
             )
         return redistribute(cast(DTensor, tensor.detach()), mesh, tuple(placements))
     plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        raise ParallelizeError(
+            f"{name} is a {plain.layout} tensor of shape {tuple(plain.shape)}, to be placed as {tuple(placements)}: sparse "
+            "tensors must be the same on every rank. Remove the entry, or register a dense tensor, x.to_dense()"
+        )
     if plain.is_meta:
         wanted = normalize_placements(placements, plain.shape, mesh)
         coordinate = mesh.get_coordinate()
@@ -37,7 +42,21 @@ def place_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
         )
         local = torch.empty(shape, dtype=plain.dtype, device="meta")
         return make_dtensor(local, make_spec(mesh, wanted, plain.shape, contiguous_stride(plain.shape), plain.dtype))
-    return distribute_tensor(plain, mesh, placements, src_data_rank=None)
+    made = distribute_tensor(plain, mesh, placements, src_data_rank=None)
+    return made if plain.is_contiguous() else _in_order_of(plain, made)
+
+
+def _in_order_of(plain: torch.Tensor, made: DTensor) -> DTensor:
+    """``made``, whose dims have the order of those of ``plain`` in memory on every rank, as its strides say: PyTorch gives a
+    DTensor the strides of the plain tensor, and may copy its parts row by row."""
+    local = local_of(made)
+    if local.ndim != plain.ndim:
+        return made
+    stride = torch.empty_like(plain, device="meta").stride()  # without gaps
+    order = sorted(range(plain.ndim), key=lambda dim: -stride[dim])
+    back = sorted(range(plain.ndim), key=lambda place: order[place])
+    spec = make_spec(made.device_mesh, made.placements, plain.shape, stride, plain.dtype)
+    return make_dtensor(local.permute(order).contiguous().permute(back), spec)
 
 
 class TensorSlots:
