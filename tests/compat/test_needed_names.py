@@ -32,7 +32,6 @@ OF_OTHERS = {
         *("_asdict", "_codecs", "_current_frames", "_exit", "_fields", "_getframe", "_getval", "_replace"),
         *("_select_frame", "_P"),
     },
-    "NumPy": {"_bit_generator"},
     "transformers, diffusers and PEFT": {
         *("_class_name", "_is_hf_initialized", "_keys_to_ignore_on_load_missing", "_pre_injection_hook"),
         *("_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_prepare_cache_for_generation"),

@@ -136,7 +136,6 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "static._forward:instance": (
         "_compiled_call_impl of modules, in a step; forward of a model in static mode",
         "the step is recorded; it runs the tape of one", _MODEL),
-    "static._python_state:instance": ("attributes that a recorded forward sets", "they are as before it", _CALL),
 }  # fmt: skip
 
 OTHER_CHANGES: dict[str, OtherChange] = {key: OtherChange(*row) for key, row in _ROWS.items()}

@@ -35,10 +35,11 @@ torch: Tensor._backward_hooks; Tensor._base; Tensor._cdata; Tensor._is_zerotenso
     ops.aten._foreach_lerp_;
     ops.aten._foreach_max.default; ops.aten._foreach_norm.Scalar; ops.aten._foreach_powsum.Scalar;
     ops.aten._fused_dropout.default; ops.aten._has_same_storage_numel.default; ops.aten._is_all_true.default;
-    ops.aten._is_any_true.default; ops.aten._local_scalar_dense.default; ops.aten._log_softmax.default;
+    ops.aten._is_any_true.default; ops.aten._linalg_det.default;
+    ops.aten._linalg_slogdet.default; ops.aten._local_scalar_dense.default; ops.aten._log_softmax.default;
     ops.aten._log_softmax_backward_data.default; ops.aten._sample_dirichlet; ops.aten._softmax.default;
     ops.aten._softmax_backward_data.default; ops.aten._standard_gamma; ops.aten._to_copy.default;
-    ops.aten._unique2; ops.aten._unsafe_index; ops.aten._unsafe_view.default; ops.c10d._allgather_base_;
+    ops.aten._unique; ops.aten._unique2; ops.aten._unsafe_index; ops.aten._unsafe_view.default; ops.c10d._allgather_base_;
     ops.c10d._reduce_scatter_base_
 torch._C: Argument.alias_info; Argument.default_value; Argument.has_default_value; Argument.is_out; Argument.kwarg_only;
     Argument.name;
@@ -261,8 +262,8 @@ at::autocast: _AUTOCAST_SUPPORTED_DEVICES
 at::detail: computeStorageNbytes, createCPUGenerator, getDefaultCPUGenerator, make_tensor
 at::impl: MaybeSetTLSOnEntryGuard, PythonTorchFunctionTLS, PythonTorchFunctionTLS::get_disabled_state,
     PythonTorchFunctionTLS::set_disabled_state, TorchFunctionDisabledState, TorchFunctionDisabledState::ALL_DISABLED
-c10::impl: ExcludeDispatchKeyGuard, TorchDispatchModeTLS, TorchDispatchModeTLS::any_modes_set, getGlobalPyInterpreter,
-    tls_is_dispatch_key_excluded, tls_is_dispatch_key_included
+c10::impl: ExcludeDispatchKeyGuard, TorchDispatchModeTLS, TorchDispatchModeTLS::any_modes_set,
+    TorchDispatchModeTLS::stack_len, getGlobalPyInterpreter, tls_is_dispatch_key_excluded, tls_is_dispatch_key_included
 torch::autograd: AccumulateGrad, AnomalyMode::is_enabled, Edge, FunctionPreHook, Node, PostAccumulateGradHook,
     SavedVariable, THPCppFunction, THPCppFunction_Check, ViewFunc, as_view, collect_next_edges, compute_requires_grad,
     functionToPyObject, get_current_graph_task_exec_info, get_current_graph_task_id, get_current_node, impl::hooks,
