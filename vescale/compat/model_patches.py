@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
 from torch.nn.utils import rnn
 from torch.utils.hooks import BackwardHook
 
-from vescale.compat.autograd import DATA_VIEWS, await_broken_off_backward
+from vescale.compat.autograd import DATA_VIEWS, await_broken_off_backward, without_transforms
 from vescale.compat.containers import tensors_in
 from vescale.compat.dispatch import DISPATCHER, take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
@@ -404,10 +404,12 @@ _AWARE = ("torch", "vescale")
 
 
 def _like(loss: Any, grad: Any) -> Any:
-    """What a backward of ``loss`` is given, as a DTensor if that is one; a plain tensor gets a DTensor's whole value."""
+    """What a backward of ``loss`` is given, as a DTensor if that is one; a plain tensor gets a DTensor's whole value, unless
+    a transform has wrapped it, which may hold a DTensor."""
     if isinstance(loss, DTensor):
         return _global(grad, loss._spec)
-    return grad.full_tensor() if isinstance(loss, torch.Tensor) and isinstance(grad, DTensor) else grad
+    is_plain = isinstance(loss, torch.Tensor) and without_transforms(loss) is loss
+    return grad.full_tensor() if is_plain and isinstance(grad, DTensor) else grad
 
 
 def _global(grad: Any, spec: DTensorSpec | None) -> Any:

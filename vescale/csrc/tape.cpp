@@ -482,11 +482,17 @@ class Run {
         return result.release().ptr();
     }
 
+    // Of slots that are bound, as `x.__repr__`; headers of Python 3.13 do not declare it.
+    static PyTypeObject* method_wrapper_type() {
+        static PyTypeObject* const found = Py_TYPE(owned(PyObject_GetAttrString(Py_None, "__repr__")).ptr());
+        return found;
+    }
+
     static bool is_same_function(PyObject* recorded, PyObject* called) {
         if (recorded == called) {
             return true;
         }
-        if (Py_TYPE(recorded) != Py_TYPE(called) || (Py_TYPE(called) != &_PyMethodWrapper_Type && !PyCFunction_Check(called))) {
+        if (Py_TYPE(recorded) != Py_TYPE(called) || (Py_TYPE(called) != method_wrapper_type() && !PyCFunction_Check(called))) {
             return false;
         }
         const int found = PyObject_RichCompareBool(recorded, called, Py_EQ);
