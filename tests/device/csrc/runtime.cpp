@@ -23,8 +23,6 @@
 #include <unordered_map>
 #include <unordered_set>
 
-extern "C" void _Py_DumpTraceback(int fd, PyThreadState* state);  // only writes: a signal handler may call it
-
 namespace py = pybind11;
 
 namespace sim {
@@ -161,6 +159,11 @@ Block* find_block(const char* address) {
     return address < block->memory + block->size ? block : nullptr;
 }
 
+// Whose handler, of Python's faulthandler, writes the thread's stack to ``text_fd``.
+int dump_signal() {
+    return SIGRTMIN + 6;
+}
+
 struct sigaction previous_action;
 
 void on_fault(int signal, siginfo_t* info, void* context) {
@@ -210,9 +213,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
             fault.access = *seen;
         }
         fault.text_from = lseek(w.text_fd, 0, SEEK_END);
-        if (PyThreadState* state = PyGILState_GetThisThreadState()) {
-            _Py_DumpTraceback(w.text_fd, state);
-        }
+        raise(dump_signal());
         fault.text_to = lseek(w.text_fd, 0, SEEK_END);
         w.num_faults.store(number + 1);
     }
@@ -1081,6 +1082,8 @@ void start() {
     w.starts = static_cast<Block**>(reserve(PROT_READ | PROT_WRITE, kReserved / kUnit * sizeof(Block*)));
     w.streams.emplace_back();
     w.text_fd = memfd_create("places", 0);
+    const auto write_stack = py::module_::import("faulthandler").attr("register");
+    write_stack(dump_signal(), py::arg("file") = w.text_fd, py::arg("all_threads") = false);
     watch_faults();
     c10::SetAllocator(kSim, device_allocator());
     c10::SetCPUAllocator(new HostAllocator(c10::GetCPUAllocator()));
