@@ -326,7 +326,8 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
     changes.function(original, generator)
     frame = checkpointing._CheckpointFrame
     for name in ("get_inputs", "check_recomputed_tensors_match"):
-        changes.attribute(frame, name, _telling_of_failures(getattr(frame, name)))
+        if hasattr(frame, name):  # 2.11 has no method of the first kind
+            changes.attribute(frame, name, _telling_of_failures(getattr(frame, name)))
     changes.attribute(checkpointing.CheckpointFunction, "apply", staticmethod(apply_reentrant))
     changes.attribute(checkpointing.CheckpointFunction, "forward", staticmethod(reentrant))
     changes.attribute(checkpointing.CheckpointFunction, "backward", staticmethod(backward_of_reentrant))

@@ -152,7 +152,8 @@ torch.utils._pytree: tree_flatten(tree); tree_leaves(tree); tree_map(func, tree)
 torch.utils.checkpoint: _checkpoint_without_reentrant_generator_impl|_checkpoint_without_reentrant_generator(fn);
     CheckpointFunction.forward(ctx, run_function);
     CheckpointFunction.backward(ctx); _StopRecomputationError;
-    _CheckpointFrame.check_recomputed_tensors_match(gid); _CheckpointFrame.get_inputs;
+    _CheckpointFrame.check_recomputed_tensors_match(gid);
+    _CheckpointFrame.get_inputs|_CheckpointFrame.check_recomputed_tensors_match;
     _CheckpointFrame.recompute_fn
 """
 
