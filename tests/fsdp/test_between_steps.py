@@ -31,11 +31,8 @@ def sharded(build: Callable[[], nn.Module] = Net, **options: Any) -> Any:
     return model
 
 
-def broken_off(reset: bool) -> None:
-    """After an exception in backward the next step is that of a model that had none, with and without a reset."""
-    model, same = sharded(), sharded()
-    optimizers = [torch.optim.SGD(one.parameters(), 0.0) for one in (model, same)]
-    net_loss(model, 0, dist.get_rank()).backward()
+def break_off(model: Any) -> None:
+    """A backward that a hook ends with an exception."""
 
     def fail(*_: Any) -> None:
         raise KeyError("on purpose")
@@ -44,6 +41,15 @@ def broken_off(reset: bool) -> None:
     with pytest.raises(KeyError, match="on purpose"):
         net_loss(model, 1, dist.get_rank()).backward()
     handle.remove()
+
+
+def broken_off(reset: bool) -> None:
+    """After an exception in backward the next step is that of a model that had none, with and without a reset."""
+    model, same = sharded(), sharded()
+    optimizers = [torch.optim.SGD(one.parameters(), 0.0) for one in (model, same)]
+    net_loss(model, 0, dist.get_rank()).backward()
+
+    break_off(model)
     if reset:
         model.reset_iter_state()
     for step in (2, 3):
