@@ -77,7 +77,7 @@ def test_nothing_is_inherited_from_fsdp2() -> None:
 
 
 def test_functions_of_fsdp2_are_there() -> None:
-    assert len(_METHODS) >= 20
+    assert {"unshard", "reshard", "set_requires_gradient_sync", "set_modules_to_forward_prefetch"} <= set(_METHODS)
     stock = inspect.signature(inspect.unwrap(stock_fully_shard)).parameters
     assert set(stock) <= set(inspect.signature(fully_shard).parameters)
     for name in ("fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"):

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 from tests.device import device_type
 from tests.examples import NIGHTLY
@@ -226,5 +227,6 @@ def test_what_the_schedules_ask_of_a_state() -> None:
     functions = [PipelineStage.perform_reduce_grad, getattr(PipelineStage, "start_gradient_reduction", None)]
     asked = {name for function in functions if function is not None for name in function.__code__.co_names}
     private = {name for name in asked if name.startswith("_")}
-    by_states = {"_state_ctx", "_fsdp_param_groups", "_root_post_backward_final_callback"}
+    groups = "_fsdp_param_groups" if TorchVersion(torch.__version__) >= "2.12" else "_fsdp_param_group"
+    by_states = {"_state_ctx", groups, "_root_post_backward_final_callback"}
     assert private == ({"_gradient_reduction_handle"} if "finalize_backward" in asked else by_states)

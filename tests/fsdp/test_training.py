@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.device import device_type
@@ -244,13 +244,16 @@ def holds_the_end(parameter: Any) -> bool:
     return not any(units[parameter.device_mesh.get_local_rank() + 1 :])
 
 
+MESHES_OF_THEIR_OWN = hasattr(_fsdp_common, "ShardPlacementResult")  # since 2.12
+
+
 def own_mesh_for_some(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
     """Some weights are sharded over two ranks and replicated over two; all others over four."""
     grid = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
-    info = HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
+    info = _fsdp_common.HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
 
-    def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
-        return ShardPlacementResult(Shard(0), info) if parameter.ndim == 2 else None
+    def placement(parameter: nn.Parameter) -> Any:
+        return _fsdp_common.ShardPlacementResult(Shard(0), info) if parameter.ndim == 2 else None
 
     by_block(model, fully_shard, mesh, shard_placement_fn=placement)
     assert {parameter.device_mesh.ndim for parameter in model.blocks[0].parameters()} == {1, 2}
@@ -344,7 +347,7 @@ CASES = [
     case("Shard(0)", shard=options(shard_placement_fn=lambda p: Shard(0))),
     case("Shard(last) for matrices", functools.partial(Net, 8), shard=options(
         shard_placement_fn=lambda p: Shard(-1) if p.ndim == 2 and p.shape[-1] % 4 == 0 else None)),
-    case("a mesh of their own for some", shard=own_mesh_for_some),
+    *([case("a mesh of their own for some", shard=own_mesh_for_some)] if MESHES_OF_THEIR_OWN else []),
     case("blocks of rows", shard=blocks_of_rows),
     case("Shard(last), uneven", shard=options(shard_placement_fn=lambda p: Shard(-1) if p.ndim else None),
          stock_fails="does not support uneven sharding on dim 1"),

@@ -416,7 +416,7 @@ def _decide(op: Any, schema: Any, propagate: Callable[[], Any]) -> Any:
         except RuntimeError as error:
             if not _lacks_rule(error, schema):
                 raise
-            return keeps(schema) or ask.view_of_uneven_shards(schema) or functools.partial(_gathered, ask, op, error)
+            return keeps(schema) or ask.view_of_parts(schema) or functools.partial(_gathered, ask, op, error)
         if not isinstance(sharding, OutputSharding):
             return _as_found(sharding)
         gathered = functools.partial(_gathered, ask, op, sharding)
@@ -427,7 +427,7 @@ def _decide(op: Any, schema: Any, propagate: Callable[[], Any]) -> Any:
             if (kept := keeps(schema) or ask.moves_nothing(schema, sharding)) is not None:
                 return kept
             follows_sizes = sharding.use_val_from_redistribute_schema
-            if not follows_sizes and (kept := ask.view_of_uneven_shards(schema)) is not None:
+            if not follows_sizes and (kept := ask.view_of_parts(schema)) is not None:
                 return kept
         if follows_sizes and (kept := ask.misjudged_view(schema, sharding)) is not None:
             return gathered if kept is NotImplemented else kept

@@ -13,14 +13,16 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.tensor import DTensor, Partial, Replicate, _decompositions
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _decompositions
 from torch.distributed.tensor import _redistribute as tensor_redistribute
+from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops, single_dim_strategy
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
-from vescale.compat.dispatch import HANDLERS, handlers_of_dtensor
+from vescale.compat.dispatch import DISPATCHER, HANDLERS, handlers_of_dtensor
 from vescale.compat.dtensor import expanded_as, local_of, make_dtensor, make_spec, own_part, spec_of
 from vescale.compat.dtensor_methods import DTensorHooks
 from vescale.compat.native_dispatch import native_passes
@@ -74,6 +76,43 @@ def reduce_all_where_none_is_named(changes: Changes, _: Any) -> None:
     def infer_reduction_dims(dims: Any, ndim: int) -> list[int] | None:
         is_empty = isinstance(dims, list | tuple) and not dims
         return list(range(ndim)) if is_empty else original(dims, ndim)
+
+
+# Two rules of older versions.
+
+
+def pad_other_dims(changes: Changes, _: Any) -> None:
+    """``F.pad`` keeps what shards the dims that it does not pad; decisions are cached by the sizes, too."""
+
+    def pad(schema: Any) -> OpStrategy:
+        mesh, ndim, sizes = schema.get_mesh_from_args(validate=False), schema.args_schema[0].ndim, schema.args_schema[1]
+        padded = {ndim - 1 - i // 2 for i, size in enumerate(sizes) if size}
+        rules: list[Any] = [[Shard(dim), Shard(dim)] for dim in range(ndim) if dim not in padded]
+        return expand_to_full_mesh_op_strategy(mesh, schema, [[Replicate(), Replicate()], *rules])
+
+    op = torch.ops.aten.constant_pad_nd.default
+    _enter(changes, "op_strategy_funcs", op, pad)
+    _enter(changes, "op_to_schema_info", op, RuntimeSchemaInfo(1))
+
+
+def copy_pending_gradients(changes: Changes, _: Any) -> None:
+    """What autograd copies a gradient to, ``new_empty_strided``, is pending where the gradient is."""
+    op = torch.ops.aten.new_empty_strided.default
+    original = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs[op]
+
+    def new_empty_strided(schema: Any) -> OpStrategy:
+        given = schema.args_schema[0]
+        if tuple(given.shape) != tuple(schema.args_schema[1]):
+            return original(schema)
+        specs = [strategy.output_spec for strategy in given.strategies]
+        return OpStrategy([OpSpec(spec, (spec,), [[0.0] * len(specs)]) for spec in specs])
+
+    _enter(changes, "op_strategy_funcs", op, new_empty_strided)
+
+
+def _enter(changes: Changes, table: str, op: Any, value: Any) -> None:
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    changes.entry(functools.partial(getattr, propagator, table), op, value, f"{DISPATCHER}.sharding_propagator.{table}")
 
 
 # Methods and attributes of DTensors without the model's function mode, where it passes them through

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
+from torch.torch_version import TorchVersion
 
 from vescale.compat.ledger import note
 from vescale.errors import FullyShardError, PrivateAttributeError, UnsupportedSettingError
@@ -39,7 +40,7 @@ __all__ = [
 _CONTRACT: Any = fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
 
 
-_REDUCES_AS_STORED = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
+_REDUCES_AS_STORED = TorchVersion(torch.__version__) >= "2.15"
 
 
 def reduce_dtype_of(policy: MixedPrecisionPolicy, dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
@@ -80,6 +81,8 @@ def register_fsdp2_state(module: nn.Module, state: FSDP2State) -> None:
 
 
 _SPLIT_BACKWARDS = "torch.distributed.pipelining.stage"
+# The graph is let go of before the custom functions in it are asked for what they were given.
+_LETS_GO = TorchVersion(torch.__version__) < "2.13"
 
 
 def split_backwards_by(leaf_of: Callable[[Any], Any]) -> None:
@@ -94,7 +97,11 @@ def split_backwards_by(leaf_of: Callable[[Any], Any]) -> None:
 
     @functools.wraps(by_inputs)
     def stage_backward_input(outputs: Any, gradients: Any, inputs: Any, weights: Any) -> Any:
-        return by_inputs(outputs, gradients, inputs, map(leaf_of, weights))
+        nodes = [x.grad_fn for x in outputs] if _LETS_GO else None
+        found, groups = by_inputs(outputs, gradients, inputs, map(leaf_of, weights))
+        for group in groups:
+            group["nodes"] = nodes
+        return found, groups
 
     @functools.wraps(by_weights)
     def stage_backward_weight(weights: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,8 +194,12 @@ class FSDP2State:
         return SimpleNamespace(all_states=self.tree_states())
 
     @property
+    def _fsdp_param_group(self) -> Any:  # what is asked for before 2.12
+        return SimpleNamespace(post_backward=self.reduce_accumulated)
+
+    @property
     def _fsdp_param_groups(self) -> list[Any]:
-        return [SimpleNamespace(post_backward=self.reduce_accumulated)]
+        return [self._fsdp_param_group]
 
     def _root_post_backward_final_callback(self) -> None:
         self.conclude_accumulation()

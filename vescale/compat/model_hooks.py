@@ -98,9 +98,8 @@ class DispatchListener:
         """Stock DTensor would move operands of ``schema.op``, of which one is a ``_StridedShard``, or has empty shards: what
         does not."""
 
-    def view_of_uneven_shards(self, schema: Any) -> Any:
-        """Stock DTensor would move the operand of ``schema.op``, or refuses it: for a view that flattens or splits a dim of
-        uneven shards, what moves nothing."""
+    def view_of_parts(self, schema: Any) -> Any:
+        """Stock DTensor would move the operand of ``schema.op``, or refuses it: for a view, what moves nothing."""
 
     def misjudged_view(self, schema: Any, sharding: Any) -> Any:
         """Stock DTensor would run ``schema.op`` on the operands as they are by the decision ``sharding``: None if that is

@@ -87,6 +87,7 @@ torch.distributed.tensor: DTensor._local_tensor; DTensor._spec; DTensor.redistri
     DTensor.from_local(local_tensor, device_mesh, placements, run_check, shape, stride);
     DTensor._op_dispatcher._custom_op_handlers; DTensor._op_dispatcher._random_ops;
     DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached(op_schema);
+    DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs;
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info;
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info_for_single_dim_strategy;
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear;
@@ -116,7 +117,8 @@ torch.distributed.tensor._dtensor_spec: DTensorSpec(mesh, placements, tensor_met
     TensorMeta(shape, stride, dtype)
 torch.distributed.tensor._op_schema: OpInfo.args_tree_spec; OpInfo.compute_mesh; OpInfo.flat_args_schema;
     OpInfo.local_args; OpInfo.output_sharding; OpInfo.schema; OpSchema(op, args_schema, kwargs_schema, schema_info);
-    OpSchema.args_schema; OpSchema.args_strategy; OpSchema.is_inplace_op; OpSchema.is_out_variant_op;
+    OpSchema.args_schema; OpSchema.args_strategy; OpSchema.get_mesh_from_args(validate); OpSchema.is_inplace_op;
+    OpSchema.is_out_variant_op;
     OpSchema.kwargs_schema; OpSchema.kwargs_strategy; OpSchema.op; OpSchema.schema_info; OpStrategy(strategies);
     OutputSharding(output_spec, redistribute_schema, needs_redistribute, use_val_from_redistribute_schema);
     OutputSharding.needs_redistribute;

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.torch_version import TorchVersion
+
 from vescale.compat import (
     checkpoint_plans,
     dispatch,
@@ -23,6 +26,8 @@ from vescale.compat import (
 from vescale.compat.collective_kernels import register_collective_kernels
 from vescale.compat.dispatch import let_shards_be_empty
 from vescale.compat.dtensor_patches import (
+    copy_pending_gradients,
+    pad_other_dims,
     pass_methods,
     reduce_all_where_none_is_named,
     search_in_one_order,
@@ -51,7 +56,7 @@ class Patch:
         apply: ``(changes, hooks of the part)`` makes them by way of ``changes``, which can take them back exactly.
         issue: PyTorch's issue or pull request about what is missing, open or closed; "to be filed" for a fault of PyTorch
             that has none; "none" where PyTorch promises nothing else.
-        torch: the versions that need them. Without an upper bound, no release is known from which they can go.
+        torch: the versions that need them: from a minor release on, without a known end, or before one.
         feature: the optional feature that they belong to; "" for patches that nothing works without.
     """
 
@@ -64,6 +69,11 @@ class Patch:
     feature: str = ""
 
     @property
+    def is_needed(self) -> bool:
+        """Whether the installed torch is among the versions that need it."""
+        return not self.torch.startswith("<") or TorchVersion(torch.__version__) < self.torch[1:]
+
+    @property
     def owner(self) -> str:
         """The module that makes the changes."""
         return self.apply.__module__
@@ -74,7 +84,7 @@ _PLACEMENTS = "pytorch#169320"
 _FILE = "to be filed"
 
 # fmt: off
-PATCHES: tuple[Patch, ...] = (
+_PATCHES: tuple[Patch, ...] = (
     Patch("distribute_tensor accepts vescale's placements", _CUSTOM, "entry",
           dtensor_methods.wrap_distribute_tensor, _PLACEMENTS),
     Patch("undecided ops: handlers of models and rules of vescale's placements, then PyTorch's decision",
@@ -121,6 +131,10 @@ PATCHES: tuple[Patch, ...] = (
           let_shards_be_empty, _FILE, feature=EXACT_MATCHES),
     Patch("no dims are all dims", "PyTorch takes the result of a rank's part for that of x.sum(dim=())", "ops",
           reduce_all_where_none_is_named, _FILE, feature=EXACT_MATCHES),
+    Patch("padding keeps what shards other dims", "PyTorch gathers, and fails on meshes of several axes", "ops",
+          pad_other_dims, torch="<2.12"),
+    Patch("a copy of a pending gradient is pending", "PyTorch reduces it, on the ranks that have it", "ops",
+          copy_pending_gradients, torch="<2.13"),
     Patch("candidate placements have one order", "the order of PyTorch's sets differs between ranks", "ops",
           search_in_one_order, _FILE, feature=EXACT_MATCHES),
     Patch("shapes of results are found with meta kernels",
@@ -183,3 +197,4 @@ PATCHES: tuple[Patch, ...] = (
           "pytorch#186300", feature=OBSERVATION),
 )
 # fmt: on
+PATCHES = tuple(patch for patch in _PATCHES if patch.is_needed)

@@ -60,7 +60,7 @@ from vescale.ops._install import (
     misjudged_view,
     run_op,
     strict_placements,
-    view_of_uneven_shards,
+    view_of_parts,
 )
 from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
 from vescale.ops._registry import (

@@ -43,7 +43,6 @@ from vescale.ops._call import Decision, OpCall, placements_text, substitute, wit
 from vescale.ops._conversion import write_back
 from vescale.ops._decide import cached, cached_sharding, decide, output_specs, runs_by_key
 from vescale.ops._registry import has_user_rules
-from vescale.ops._regrouped_dims import is_cut_unevenly
 from vescale.ops._view_copies import remember_copy
 from vescale.ops.interleaved import interleaved_rule, treats_indices_alike
 from vescale.ops.views import VIEWS, holds_the_same, view_rule
@@ -384,24 +383,26 @@ def _is_same_cut(a: Placement, b: Placement) -> bool:
     return shard_dim(a) is not None and (shard_dim(a), split_factor(a)) == (shard_dim(b), split_factor(b))
 
 
-def view_of_uneven_shards(schema: Any) -> Any:
-    """What runs a view of stock placements that flattens or splits a dim which the ranks do not divide, without
-    communication: see :func:`_followed`. None where no placement describes what each rank holds."""
+def view_of_parts(schema: Any) -> Any:
+    """What runs a view of stock placements without communication: see :func:`_followed`. None where no placement describes
+    what each rank holds.
+
+    PyTorch's rules refuse, or gather, a dim that the ranks do not divide where it is flattened or split, and before 2.12
+    each sharded dim that is flattened behind another one.
+    """
     if schema.op.overloadpacket.__name__ not in VIEWS:
         return None
     call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
-    decision: Decision | None = cached(_decide_uneven, call)
+    decision: Decision | None = cached(_decide_view, call)
     return decision and _followed(call, decision)
 
 
-@functools.lru_cache(maxsize=1024)
-def _decide_uneven(call: OpCall) -> Decision | None:
-    return view_rule(call) if is_cut_unevenly(call.operands[0]) else None
+_decide_view = functools.lru_cache(maxsize=1024)(view_rule)
 
 
 def misjudged_view(schema: Any, sharding: Any) -> Any:
     """Where PyTorch's decision for a view gives ranks other elements than the view's placements say: what to do instead, as
-    :func:`view_of_uneven_shards`; NotImplemented where no placement describes what each rank holds, or nothing can be
+    :func:`view_of_parts`; NotImplemented where no placement describes what each rank holds, or nothing can be
     decided. None where the decision is right.
 
     PyTorch compares the size of a dim with the ranks of one axis after the other, also where several axes cut it.
@@ -417,9 +418,6 @@ def misjudged_view(schema: Any, sharding: Any) -> Any:
         return None
     decision: Decision | None = cached(_decide_view, call)
     return NotImplemented if decision is None else _followed(call, decision)
-
-
-_decide_view = functools.lru_cache(maxsize=1024)(view_rule)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -52,7 +52,7 @@ from vescale.ops import (
     require_current,
     run_op,
     running_module,
-    view_of_uneven_shards,
+    view_of_parts,
     write_back,
     write_through,
 )
@@ -395,8 +395,8 @@ class _Listener(DispatchListener):
     def interleaved(self, schema: Any) -> Any:
         return decide_interleaved(schema)
 
-    def view_of_uneven_shards(self, schema: Any) -> Any:
-        return view_of_uneven_shards(schema)
+    def view_of_parts(self, schema: Any) -> Any:
+        return view_of_parts(schema)
 
     def misjudged_view(self, schema: Any, sharding: Any) -> Any:
         return misjudged_view(schema, sharding)
