@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 import types
 import warnings
@@ -18,6 +19,7 @@ from torch.distributed.tensor import _redistribute as tensor_redistribute
 from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops, single_dim_strategy
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
@@ -108,6 +110,24 @@ def copy_pending_gradients(changes: Changes, _: Any) -> None:
         return OpStrategy([OpSpec(spec, (spec,), [[0.0] * len(specs)]) for spec in specs])
 
     _enter(changes, "op_strategy_funcs", op, new_empty_strided)
+
+
+def keep_order_of_strides(changes: Changes, _: Any) -> None:
+    """The local tensor of ``new_empty_strided`` has the order of the whole tensor's strides, and no overlap, where the ranks
+    do not divide a dim, too."""
+    original = ShardingPropagator._adjust_shape_and_stride_args
+
+    @changes.method(ShardingPropagator, "_adjust_shape_and_stride_args")
+    def adjust_shape_and_stride_args(self: Any, meta: Any, schema: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, meta, schema, *args, **kwargs)
+        if isinstance(self.op_to_shape_and_stride_idx[schema.op], tuple):
+            given, shape, *rest = found.args_schema
+            strides = [1] * len(shape)
+            order = sorted(range(len(shape)), key=lambda dim: meta.stride[dim], reverse=True)
+            for inner, outer in itertools.pairwise(reversed(order)):
+                strides[outer] = strides[inner] * shape[inner]
+            found.args_schema = (given, shape, tuple(strides), *rest[1:])
+        return found
 
 
 def _enter(changes: Changes, table: str, op: Any, value: Any) -> None:

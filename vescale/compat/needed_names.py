@@ -90,6 +90,7 @@ torch.distributed.tensor: DTensor._local_tensor; DTensor._spec; DTensor.redistri
     DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs;
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info;
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info_for_single_dim_strategy;
+    DTensor._op_dispatcher.sharding_propagator.op_to_shape_and_stride_idx;
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear;
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(op_schema);
     DTensor._op_dispatcher.unwrap_to_op_info(op_call, args, kwargs);
@@ -126,7 +127,8 @@ torch.distributed.tensor._op_schema: OpInfo.args_tree_spec; OpInfo.compute_mesh;
     RuntimeSchemaInfo.needs_pytree; RuntimeSchemaInfo.static_argnum; RuntimeSchemaInfo.static_kwargkey
 torch.distributed.tensor._redistribute: _gen_transform_infos.cache_clear; clear_redistribute_planner_cache;
     redistribute_local_tensor(local_tensor, current_spec, target_spec, async_op)
-torch.distributed.tensor._sharding_prop: ShardingPropagator._propagate_tensor_meta_non_cached(op_schema)
+torch.distributed.tensor._sharding_prop: ShardingPropagator._adjust_shape_and_stride_args;
+    ShardingPropagator._propagate_tensor_meta_non_cached(op_schema)
 torch.distributed.tensor._utils: ExplicitRedistributionContext._local;
     ExplicitRedistributionContext.observe_redistribution(src_spec, dst_spec) uses _active
 torch.distributed.tensor.placement_types: _MaskPartial; _StridedShard.split_factor; Partial._reduce_value(tensor, mesh,

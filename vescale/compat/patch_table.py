@@ -27,6 +27,7 @@ from vescale.compat.collective_kernels import register_collective_kernels
 from vescale.compat.dispatch import let_shards_be_empty
 from vescale.compat.dtensor_patches import (
     copy_pending_gradients,
+    keep_order_of_strides,
     pad_other_dims,
     pass_methods,
     reduce_all_where_none_is_named,
@@ -133,6 +134,8 @@ _PATCHES: tuple[Patch, ...] = (
           reduce_all_where_none_is_named, _FILE, feature=EXACT_MATCHES),
     Patch("padding keeps what shards other dims", "PyTorch gathers, and fails on meshes of several axes", "ops",
           pad_other_dims, torch="<2.12"),
+    Patch("the strides of a local tensor are dense", "PyTorch divides by the ranks, and elements overlap", "ops",
+          keep_order_of_strides, torch="<2.12"),
     Patch("a copy of a pending gradient is pending", "PyTorch reduces it, on the ranks that have it", "ops",
           copy_pending_gradients, torch="<2.13"),
     Patch("candidate placements have one order", "the order of PyTorch's sets differs between ranks", "ops",
