@@ -12,6 +12,7 @@ import torch
 import torch.distributed.fsdp
 from torch.distributed.tensor import Partial, Replicate
 
+from tests.fresh import run_fresh
 from vescale.compat import DataParallelMeshDims, meshes
 from vescale.placements import _local_conversion
 
@@ -52,3 +53,37 @@ def test_from_local_gets_no_gradient_placements_that_nobody_gave(monkeypatch: py
     _local_conversion.from_local(torch.ones(2), None, [Replicate()])
     _local_conversion.from_local(torch.ones(2), None, [Replicate()], grad_placements=[Partial()])
     assert ["grad_placements" in options for options in given] == [False, True]
+
+
+RULES = """
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+from vescale.runtime._handlers import install_handlers
+
+install_handlers()
+x = DTensor.from_local(torch.ones(2, 3, 8), mesh, [Shard(0), Shard(1)])
+for sizes in [(1, 2), (0, 1)]:
+    padded = torch.nn.functional.pad(x, sizes)
+    assert padded.placements == (Shard(0), Shard(1)), padded.placements
+    assert padded.shape == (4, 6, 8 + sum(sizes)) and padded.to_local().shape == (2, 3, 8 + sum(sizes)), padded.shape
+logits = x.view(-1, 8)
+assert logits.to_local().shape == (6, 8), logits.placements
+
+part = torch.arange(30.0).view(5, 3, 2)
+gradient = DTensor.from_local(part, mesh, [Partial("avg"), Shard(2)], shape=(5, 3, 3), stride=(9, 3, 1))
+copy = gradient.new_empty_strided((5, 3, 3), (9, 3, 1)).copy_(gradient)  # as autograd copies a gradient
+assert copy.placements == (Partial("avg"), Shard(2)), copy.placements
+assert torch.equal(copy._local_tensor, part)
+"""
+
+
+def test_rules_that_older_versions_lack() -> None:
+    """``F.pad``, views of two sharded dims, and copies of gradients move nothing."""
+    done = run_fresh(RULES)
+    assert done.returncode == 0, done.stderr
