@@ -40,7 +40,7 @@ def simulate(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float
     assert not dist.is_initialized(), "this process already has a process group; simulate() brings its own"
     # Ranks would compare steps in messages for which nobody waits, but each collective of these threads waits for all.
     settings = {"VESCALE_CHECK": os.environ.get("VESCALE_CHECK", "off")}
-    # PyTorch 2.11 replaces what other threads use, in each fake mode, where it has been built for a device that is not there.
+    # In each fake mode PyTorch 2.11 replaces what other threads use, where it was built for a device that is not there.
     once = TorchVersion(torch.__version__) < "2.12"
     guard = mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", lambda: None) if once else nullcontext()
     with _ONE_AT_A_TIME, mock.patch.dict(os.environ, settings), guard:
