@@ -29,7 +29,7 @@ def included(name: str) -> list[Path]:
 
 
 def test_there_is_a_name_for_each_source() -> None:
-    assert NAMES == helper_names()
+    assert helper_names() == NAMES
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler, so that nothing is to be built")

@@ -123,7 +123,8 @@ def _show(args: argparse.Namespace) -> int:
     console.print(f"{len(names)}{of_all} tensors, {bytes_text(total)}, format {stored.format}, {args.path}")
     for name, value in values.items():
         text = str(value)
-        console.print(f"{name} = {text if len(text) <= 200 else f'{text[:200]} ... ({len(text)} characters, see --json)'}")
+        rest = f" ... ({len(text):,} characters; --json prints all)" if len(text) > 200 else ""
+        console.print(f"{name} = {text[:200]}{rest}")
     return 0
 
 

@@ -138,8 +138,9 @@ register_aten("index_put index_put_", rule=masked_rule)
 
 def index_rule(call: OpCall) -> Decision | None:
     """Dims without an index stay as they are. None for masks: what they take depends on values."""
-    indices = (spec.tensor_meta for spec in call.operands[1:])
-    return None if any(meta is None or meta.dtype in (torch.bool, torch.uint8) for meta in indices) else interleaved_rule(call)
+    indices = [spec.tensor_meta for spec in call.operands[1:]]
+    has_mask = any(meta is None or meta.dtype in (torch.bool, torch.uint8) for meta in indices)
+    return None if has_mask else interleaved_rule(call)
 
 
 register_aten("index", rule=index_rule)
