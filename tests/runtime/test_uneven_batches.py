@@ -29,7 +29,7 @@ from vescale import Plan, parallelize, plan_zoo
 from vescale.comm import CommRecord, record_comms
 from vescale.placements import InterleavedShard
 from vescale.plans import PlanError
-from vescale.runtime import implicit_communication
+from vescale.runtime import ImplicitCommunicationError, implicit_communication
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WIDTH, HIDDEN, CLASSES = 6, 12, 11
@@ -149,6 +149,19 @@ def _last_token(model: nn.Module, ids: torch.Tensor, by_list: bool) -> None:
 def test_indices(batch: int, by_list: bool, ranks: RankPools) -> None:
     """A list of another dim moves nothing, also where a rank has no rows; what a mask takes is gathered."""
     ranks.run(_last_token, seeded(LastToken), labeled(batch, 4)[0], by_list, world_size=2)
+
+
+def _refused(model: nn.Module, ids: torch.Tensor) -> str:
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
+    with pytest.raises(ImplicitCommunicationError) as raised, torch.no_grad():
+        parallelize(model, Plan(mesh).shard("<in:ids>", S0, mesh="dp"), strict=True)(ids, False)
+    return str(raised.value)
+
+
+def test_an_operand_without_elements_is_not_taken_for_another(ranks: RankPools) -> None:
+    """The input of the model has none on that rank, either."""
+    first, second = ranks.run(_refused, seeded(LastToken), labeled(1, 4)[0], world_size=2)
+    assert "the output of 'embed'" in first and "input 0" not in second, (first, second)
 
 
 def _rows_of_each_rank(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> None:
