@@ -80,6 +80,7 @@ def extension(name: str, options: dict[str, Any]) -> Helper:
         [str(source)],
         depends=sorted(map(str, headers(source))),
         language="c++",
+        extra_link_args=["-s"],  # without symbols, a fifth of a library
         optional=not IS_STRICT,
         **{**options, "extra_compile_args": [*arguments, *WARNINGS, *options.get("extra_compile_args", ())]},
     )
@@ -95,7 +96,8 @@ def description() -> str:
 
 
 with_torch = torch_options()
-options = {name: with_torch if name in NAMES["USING_TORCH"] else {} for name in NAMES["helper_names"]()}
+sources = [path.stem for path in Path("vescale/csrc").glob("*.cpp")]
+options = {name: with_torch if name in NAMES["USING_TORCH"] else {} for name in sources}
 # Several are compiled at a time, those that take longest first.
 ORDER = sorted(options, key=lambda name: (name not in NAMES["USING_TORCH"], name))
 setup(

@@ -425,6 +425,19 @@ def test_users_pages_are_short_and_timeless() -> None:
     assert not found, "\n".join(found)
 
 
+def test_tables_have_a_line_below_their_head() -> None:
+    """Any other is shown as text with bars."""
+    found = []
+    for page in [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]:
+        lines = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), page.read_text(), flags=re.M | re.S).split(
+            "\n"
+        )
+        for number, (above, head, below) in enumerate(zip(["", *lines], lines, [*lines[1:], ""]), 1):
+            if head.startswith("|") and not above.startswith("|") and not re.fullmatch(r"[|: -]+", below):
+                found.append(f"{page.name}:{number}: {head}")
+    assert not found, "\n".join(found)
+
+
 def test_settings_are_those_of_the_code() -> None:
     sources = [*(ROOT / "vescale").rglob("*.py"), ROOT / "setup.py"]
     read = {name for path in sources for name in re.findall(r"VESCALE_[A-Z_]+", path.read_text())}

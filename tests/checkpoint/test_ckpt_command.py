@@ -214,7 +214,7 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "equal_tensors": 1,
     }
     code, text, _ = command(capsys, "diff", tmp_path / "a.pt", tmp_path / "b.pt")
-    assert code == 1 and "~ w: 1 elements, by 0.5 at most, the first at (1, 2)" in text
+    assert code == 1 and "~ w: elements that differ: 1, by at most 0.5; the first: (1, 2)" in text
     assert command(capsys, "diff", tmp_path / "a.pt", tmp_path / "a.pt")[0] == 0
 
 

@@ -162,7 +162,7 @@ def test_the_command_builds_what_is_missing(package: Path, tmp_path: Path) -> No
     done = subprocess.run(["bash", "-c", rebuild_command(clone)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     look = "import sys; sys.path.insert(0, sys.argv[1]); from vescale import csrc; print(csrc.helper_states())"
-    assert run_fresh(look, str(clone)).stdout.strip() == "{'mt19937': 'built'}"
+    assert "'mt19937': 'built'" in run_fresh(look, str(clone)).stdout
 
 
 @pytest.mark.parametrize(

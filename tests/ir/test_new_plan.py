@@ -151,6 +151,26 @@ def test_feed_forward(kind: str, entries: tuple[str, ...]) -> None:
     assert ("shard:" in text) == bool(entries)
 
 
+class Residual(nn.Module):
+    """Without norms: what is added to the residual is a candidate, too, with more weights than one layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)) for _ in range(2))
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def test_layers_that_together_have_more_weights_than_what_is_between_them() -> None:
+    text = lines(Residual(), torch.empty(4, 16))
+    for entry in ("${layer}.0.(weight|bias): {tp: S(0)}", "${layer}.1.weight: {tp: S(1)}"):
+        assert f"  {entry}\n" in text, text
+
+
 class Small(nn.Module):
     """A language model of two layers, with tied table and head."""
 

@@ -29,7 +29,7 @@ from vescale import Plan, parallelize, plan_zoo
 from vescale.comm import CommRecord, record_comms
 from vescale.placements import InterleavedShard
 from vescale.plans import PlanError
-from vescale.runtime import implicit_communication
+from vescale.runtime import ImplicitCommunicationError, implicit_communication
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WIDTH, HIDDEN, CLASSES = 6, 12, 11
@@ -121,6 +121,47 @@ def test_batches(ranks: int, batch: int, length: int) -> None:
         assert {r.op for r in records} == {"all_reduce"}
         assert sum(r.bytes for r in buckets) <= 2 * gradients * (ranks - 1) / ranks + 64
         assert all(r.bytes <= 8 * 8 for r in records if r not in buckets), records
+
+
+class LastToken(nn.Module):
+    """As models that generate take it, by a list or a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids: torch.Tensor, by_list: bool) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(x[:, [-1], :] if by_list else x[torch.arange(len(ids)) > 0])
+
+
+def _last_token(model: nn.Module, ids: torch.Tensor, by_list: bool) -> None:
+    with torch.no_grad():
+        expected = model(ids, by_list)
+        mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
+        plan = Plan(mesh).shard("<in:ids>", S0, mesh="dp").shard("<out>", R, mesh="dp")
+        found = parallelize(copy.deepcopy(model), plan, strict=by_list)(ids, by_list)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("by_list", [True, False])
+def test_indices(batch: int, by_list: bool, ranks: RankPools) -> None:
+    """A list of another dim moves nothing, also where a rank has no rows; what a mask takes is gathered."""
+    ranks.run(_last_token, seeded(LastToken), labeled(batch, 4)[0], by_list, world_size=2)
+
+
+def _refused(model: nn.Module, ids: torch.Tensor) -> str:
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
+    with pytest.raises(ImplicitCommunicationError) as raised, torch.no_grad():
+        parallelize(model, Plan(mesh).shard("<in:ids>", S0, mesh="dp"), strict=True)(ids, False)
+    return str(raised.value)
+
+
+def test_an_operand_without_elements_is_not_taken_for_another(ranks: RankPools) -> None:
+    """The input of the model has none on that rank, either."""
+    first, second = ranks.run(_refused, seeded(LastToken), labeled(1, 4)[0], world_size=2)
+    assert "the output of 'embed'" in first and "input 0" not in second, (first, second)
 
 
 def _rows_of_each_rank(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> None:

@@ -122,7 +122,9 @@ def _show(args: argparse.Namespace) -> int:
     of_all = "" if args.tensors == "*" else f" of {len(stored.tensors)}"
     console.print(f"{len(names)}{of_all} tensors, {bytes_text(total)}, format {stored.format}, {args.path}")
     for name, value in values.items():
-        console.print(f"{name} = {str(value)[:200]}")
+        text = str(value)
+        rest = f" ... ({len(text):,} characters; --json prints all)" if len(text) > 200 else ""
+        console.print(f"{name} = {text[:200]}{rest}")
     return 0
 
 
@@ -201,11 +203,11 @@ def _diff(args: argparse.Namespace) -> int:
     for name, difference in found.values.items():
         largest = "not a number" if difference.largest is None else f"{difference.largest:.3g}"
         console.print(
-            f"~ {name}: {difference.elements} elements, by {largest} at most, the first at {difference.first}"
+            f"~ {name}: elements that differ: {difference.elements}, by at most {largest}; the first: {difference.first}"
         )
     for name in found.plain_values:
         console.print(f"~ {name}, which is not a tensor")
-    console.print(f"{found.equal} tensors are equal" if found else f"equal: {found.equal} tensors")
+    console.print(f"equal tensors: {found.equal}")
     return 1 if found else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import bytes_text, new_console, new_table, print_json, working
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="also estimate a variant, such as batch=16; may be repeated",
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page")
+    parser.add_argument("--html", metavar="FILE", help="write the answer as an HTML page")
     parser.add_argument("--calibrate", metavar="FILE", help="measure this machine, and write a device table")
     parser.add_argument(
         "--world", type=int, default=2, metavar="N", help="ranks that --calibrate starts on this host (default: 2)"
@@ -190,12 +191,18 @@ def _print_ranks(console: Console, found: Estimate) -> None:
 def _print_time(console: Console, found: Estimate) -> None:
     terms = found.time.terms()
     table = new_table("\ntime of a step", "ms", "relative error", right=("ms", "relative error"))
-    rows = {name: terms[name] for name in ("compute", "memory", "exposed", "bubble", "host") if terms[name]["seconds"]}
-    for name, term in terms["collectives"].items():
-        rows[f"  {name}, {bytes_text(term['bytes'])}"] = term
-    for name, term in rows.items():
+
+    def add(name: str, term: Mapping[str, Any]) -> None:
         table.add_row(name, f"{1e3 * term['seconds']:.4g}", f"{term['relative_error']:.0%}")
+
+    for name in ("compute", "memory", "exposed", "bubble", "host"):
+        if terms[name]["seconds"]:
+            add(name, terms[name])
     table.add_row("step", f"{1e3 * found.step_seconds:.4g}", "")
+    if terms["collectives"]:
+        table.add_row("collectives, hidden by compute or exposed", "", "")
+    for name, term in terms["collectives"].items():
+        add(f"  {name}, {bytes_text(term['bytes'])}", term)
     console.print(table)
     time = found.time
     console.print(

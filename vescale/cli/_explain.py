@@ -56,21 +56,24 @@ def run(args: argparse.Namespace) -> int:
     with working("loading torch"):
         from vescale.estimation import predict
         from vescale.ir import lower
-        from vescale.pipeline import StagedProgram
         from vescale.plans import PlanError
 
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
     try:
         plan = load_plan(args.plan, mesh)
         program = lower(plan, model)
-        staged = StagedProgram.of(plan, model, program) if plan.pipeline_entry is not None else None
+        staged = None
+        if plan.pipeline_entry is not None:
+            from vescale.pipeline import StagedProgram
+
+            staged = StagedProgram.of(plan, model, program)
     except PlanError as error:
         return _refused(error, args.json)
     inputs = inputs_of(model, args)
     if args.profile:
         return _print_profile(model, plan, inputs, args.json)
     with working("running a step without numbers"):
-        prediction = predict(model, plan, inputs) if inputs else None
+        prediction = predict(model, plan, inputs, program) if inputs else None
     pipeline = (
         pipeline_as_dict(staged, inputs, prediction)
         if args.html or args.json or args.only in (None, "pipeline")

@@ -25,6 +25,8 @@ from vescale.cli._optimizer_rule import add_optimizer, block_findings, parse_opt
 from vescale.cli._plan_fix import fix_plan
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from vescale.ir import Finding
     from vescale.plans import Plan
 
@@ -55,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
         from vescale.errors import EntryError
         from vescale.estimation import forward_reports
         from vescale.ir import Finding
-        from vescale.pipeline import check_stages
         from vescale.plans import PlanError
 
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
@@ -73,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
             args.batch = _rows(plan)
         inputs = inputs_of(model, args)
         with working("tracing the forward"):
-            found = check_stages(plan, model, inputs)
+            found = _check(plan, model, inputs)
             if inputs and not any(finding.severity == "error" for finding in found):
                 look = functools.partial(forward_reports, model, inputs=inputs)
                 try:
                     if args.fix:
                         fixed = fix_plan(file, lambda path: load_plan(str(path), mesh), look)
                         plan = load_plan(args.plan, mesh)
-                        found = check_stages(plan, model, inputs)
+                        found = _check(plan, model, inputs)
                     found = (*found, *(Finding("warning", "implicit", text, None, ()) for text in look(plan)))
                 except EntryError as error:
                     found = (*found, Finding("error", "unused-output", error.problem, error.source, ()))
@@ -99,6 +100,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(findings, fixed, note)
     return 1 if findings else 0
+
+
+def _check(plan: Plan, model: nn.Module, inputs: dict[str, Any]) -> tuple[Finding, ...]:
+    if plan.pipeline_entry is None:
+        from vescale.ir import check
+
+        return check(plan, model, inputs)
+    from vescale.pipeline import check_stages
+
+    return check_stages(plan, model, inputs)
 
 
 def _rows(plan: Plan) -> int:

@@ -16,8 +16,8 @@ USING_TORCH = frozenset(
 
 
 def helper_names() -> list[str]:
-    """The helpers, one for each ``NAME.cpp``."""
-    return sorted(source.stem for source in FOLDER.glob("*.cpp"))
+    """The helpers, one for each ``NAME.cpp``: installed packages are without these."""
+    return sorted({"adamw8bit", "mt19937", "philox", "planner"} | USING_TORCH)
 
 
 def torch_tag(version: str) -> str:

@@ -101,7 +101,7 @@ def _of_bucket(bucket: PredictedBucket) -> Iterator[Collective]:
         yield Collective(path, f"{attribute}.grad", "backward", axes, op, num_bytes)
 
 
-def predict(model: nn.Module, plan: Plan, inputs: Mapping[str, Any]) -> Prediction:
+def predict(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], program: Program | None = None) -> Prediction:
     """The collectives of one forward and backward of ``model(**inputs)`` under ``plan``.
 
     The engine's own code runs for the first rank and for the last one, and for the other corners of the mesh if these two
@@ -113,12 +113,13 @@ def predict(model: nn.Module, plan: Plan, inputs: Mapping[str, Any]) -> Predicti
         plan: what ``parallelize`` would get. A pipeline's stages are seen together.
         inputs: global ones, by name; values of floating-point tensors are not used. The gradients taken are those of
             ``output.loss``, or of the mean of each output.
+        program: ``lower(plan, model)``, where that is known already.
 
     Raises PlanError for a plan that does not fit the model.
     """
     if plan.pipeline_entry is not None:
         plan = plan.stage_plan()
-    program = lower(plan, model)
+    program = lower(plan, model) if program is None else program
     ranks = sorted({0, math.prod(program.axes.sizes) - 1})
     repeats = repeats_of(model)
     steps = _steps(model, plan, inputs, ranks, repeats)

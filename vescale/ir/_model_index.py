@@ -29,6 +29,8 @@ def unwrapped(
     has_root = base is not None and hasattr(modules[""], "peft_config")
     root = "base_model.model" if base is not None and _is_adapted(base) else "base_model"
     found: dict[str, list[str]] = {}
+    if not has_root and not any(map(_is_adapted, modules.values())):
+        return {}
     for name, first in names.items():
         short = name
         if has_root and (name == root or name.startswith(f"{root}.")):

@@ -132,10 +132,13 @@ class _Chooser:
 
     def pairs(self) -> None:
         candidates = [g for g in self.trace.groups if not self._refusal(g)]
-        candidates.sort(key=lambda g: (len(g.consumers) > len(g.producers), -self._elements(g)))
-        for group in candidates:
-            weights = {*group.members, *(p.weight for p in group.consumers)}
-            if weights & self.taken:
+        candidates.sort(key=lambda g: (len(g.consumers) > len(g.producers), -self._elements(self._weights(g))))
+        for number, group in enumerate(candidates):
+            own, others = self._weights(group), set[str]()
+            for other in map(self._weights, candidates[number + 1 :]):  # those in its way, and not in each other's
+                if other & own and not other & (others | self.taken):
+                    others |= other
+            if own & self.taken or self._elements(others) > self._elements(own):
                 group.whole = "another pair shards one of its weights"
                 continue
             self._cut_pair(group)
@@ -160,8 +163,10 @@ class _Chooser:
             return "a layer reads the features that it computes"
         return ""
 
-    def _elements(self, group: FeatureGroup) -> int:
-        weights = {*group.members, *(p.weight for p in group.consumers)}
+    def _weights(self, group: FeatureGroup) -> set[str]:
+        return {*group.members, *(p.weight for p in group.consumers)}
+
+    def _elements(self, weights: set[str]) -> int:
         return sum(math.prod(self._shape(weight)) for weight in weights)
 
     def _cut_pair(self, group: FeatureGroup) -> None:

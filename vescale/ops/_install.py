@@ -44,6 +44,7 @@ from vescale.ops._conversion import write_back
 from vescale.ops._decide import cached, cached_sharding, decide, output_specs, runs_by_key
 from vescale.ops._registry import has_user_rules
 from vescale.ops._view_copies import remember_copy
+from vescale.ops.indexing import index_rule
 from vescale.ops.interleaved import interleaved_rule, treats_indices_alike
 from vescale.ops.views import VIEWS, holds_the_same, view_rule
 from vescale.placements import (
@@ -367,7 +368,8 @@ def decide_interleaved(schema: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _decide_interleaved(call: OpCall) -> Decision | None:
-    decision = interleaved_rule(call) if treats_indices_alike(call.op) else None
+    rule = index_rule if call.name == "index" else interleaved_rule if treats_indices_alike(call.op) else None
+    decision = rule and rule(call)
     return decision or (view_rule(call) if _is_cut_twice(call.operands[0]) else None)
 
 

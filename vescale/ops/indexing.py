@@ -21,6 +21,7 @@ from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_l
 from vescale.ops._observer import running_module
 from vescale.ops._registry import OpContext, When, handles, register_aten, replaces
 from vescale.ops.elementwise import part_of, row_major
+from vescale.ops.interleaved import interleaved_rule
 from vescale.ops.slicing import split
 from vescale.placements import InterleavedShard, is_pending, local_region, without_partials
 
@@ -133,6 +134,16 @@ def _fill_in_place(local: torch.Tensor, indices: list[torch.Tensor], value: torc
 
 
 register_aten("index_put index_put_", rule=masked_rule)
+
+
+def index_rule(call: OpCall) -> Decision | None:
+    """Dims without an index stay as they are. None for masks: what they take depends on values."""
+    indices = [spec.tensor_meta for spec in call.operands[1:]]
+    has_mask = any(meta is None or meta.dtype in (torch.bool, torch.uint8) for meta in indices)
+    return None if has_mask else interleaved_rule(call)
+
+
+register_aten("index", rule=index_rule)
 
 
 # ``gather`` along a sharded dim (the scores of given classes), and ``one_hot``.

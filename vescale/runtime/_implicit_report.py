@@ -132,7 +132,7 @@ def _name_operand(
         key = _cut_by(running, axis) or f"<{'out' if operand.startswith('grad') else 'in'}>"
         key = f"{prefix}{key}"
     frame = running.frame
-    if local is not None and not local.is_meta and frame is not None:
+    if local is not None and not local.is_meta and local.numel() and frame is not None:  # empty ones are all at 0
         pointer = local.data_ptr()
         for parameter, value in frame.module.named_parameters(recurse=False):
             if isinstance(value, DTensor) and local_of(value).data_ptr() == pointer:
