@@ -15,6 +15,8 @@ Call = tuple[Any, ...]
 
 
 class Stream:
+    stream_id = 0
+
     def __init__(self, calls: list[Call], name: str) -> None:
         self.calls, self.name = calls, name
 

@@ -5,13 +5,13 @@
 
 from tests.device._build import build
 from tests.device._module import BACKEND, DEVICE, register
-from tests.device.current import DefaultDevice, device_type, everywhere, runs_everywhere, set_device_type
+from tests.device.current import default_device, device_type, everywhere, runs_everywhere, set_device_type
 
 __all__ = [
     "BACKEND",
     "DEVICE",
-    "DefaultDevice",
     "build",
+    "default_device",
     "device_type",
     "everywhere",
     "register",

@@ -63,6 +63,10 @@ class device:
     def __exit__(self, *_: object) -> None: ...
 
 
+_initialized = True
+"""As ``torch.cuda`` has it: checkpoints put back the state of generators only where they find this."""
+
+
 def is_available() -> bool:
     return True
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._pytree import tree_map
 
-__all__ = ["DefaultDevice", "device_type", "everywhere", "runs_everywhere", "set_device_type"]
+__all__ = ["default_device", "device_type", "everywhere", "runs_everywhere", "set_device_type"]
 
 _NAME = "VESCALE_TEST_DEVICE"
 
@@ -31,11 +34,12 @@ def runs_everywhere() -> bool:
     return os.environ.get(_NAME, "cpu") != "cpu"
 
 
-class DefaultDevice(DeviceContext):
-    """``with DefaultDevice(torch.device("sim")):`` as ``torch.device`` does it, but for values that a generator of the CPU
-    draws: they are drawn there, and copied."""
+@contextlib.contextmanager
+def default_device(device: torch.device) -> Iterator[None]:
+    """``with device:``, but for values that a generator of the CPU draws: they are drawn there, and copied."""
+    own = DeviceContext.__torch_function__
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         generator = (kwargs or {}).get("generator")
         if (
             generator is None
@@ -43,8 +47,11 @@ class DefaultDevice(DeviceContext):
             or kwargs.get("device")
             or func not in _device_constructors()
         ):
-            return super().__torch_function__(func, types, args, kwargs)
+            return own(self, func, types, args, kwargs)
         return func(*args, **{**kwargs, "device": "cpu"}).to(self.device)
+
+    with mock.patch.object(DeviceContext, "__torch_function__", function), device:
+        yield
 
 
 def everywhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -54,8 +61,10 @@ def everywhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     set_device_type("sim")
     raised = sim.set_raises(False)
     try:
-        with DefaultDevice(torch.device("sim")):
-            return function(*args, **kwargs)
+        with default_device(torch.device("sim")):
+            found = function(*args, **kwargs)
+        # The test process has tensors on the CPU.
+        return tree_map(lambda x: x.cpu() if type(x) is torch.Tensor else x, found)
     finally:
         sim.set_raises(raised)
         set_device_type(before)

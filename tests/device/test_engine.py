@@ -8,15 +8,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.compiler import needs_compiler
 from tests.device import everywhere
-from tests.fsdp import test_between_steps, test_extensions, test_in_place, test_registered, test_training
+from tests.fsdp import (
+    test_between_steps,
+    test_extensions,
+    test_in_place,
+    test_interrupted,
+    test_migration,
+    test_registered,
+    test_training,
+)
 from tests.fsdp.compare import by_block, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
+from tests.pipeline import test_own_checkpoints
 from tests.ranks import RankPools
 from vescale.comm import SideStream
 from vescale.fsdp import fully_shard
+from vescale.optim import clip_grad_norm_
 
 pytestmark = needs_compiler
 
@@ -61,6 +72,40 @@ def test_what_an_exception_leaves_is_there_when_its_caller_has_it(ranks: RankPoo
 def test_what_a_failed_gather_has_read_is_waited_for(ranks: RankPools) -> None:
     """Before the shards go, with the model."""
     ranks.run(everywhere, test_extensions.refused, world_size=4, device="sim")
+
+
+def test_what_an_interrupt_loses_is_waited_for(ranks: RankPools) -> None:
+    """A collective whose handle nobody has got, because of an exception, reads parameters that the program writes next."""
+    ranks.run(everywhere, test_interrupted.run, list(test_interrupted.CASES), 41, world_size=2, device="sim")
+
+
+def test_a_recomputation_draws_as_its_forward(ranks: RankPools) -> None:
+    """Also of a pipeline's micro-batch: on a device the backward runs on another thread."""
+    for found, _ in ranks.run(
+        everywhere, test_own_checkpoints.case, "block", False, "1F1B", world_size=2, device="sim"
+    ):
+        assert max(found.values()) <= 1e-12, found
+
+
+def test_offloaded_parameters_without_synchronization(ranks: RankPools) -> None:
+    """What a device has not reduced yet is no gradient of a parameter on the host."""
+    ranks.run(everywhere, test_migration.run_script, (2,), torch.float32, True, world_size=2, device="sim")
+
+
+def clipped_together() -> None:
+    mesh = mesh_of()
+    shards = [distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]) for _ in range(2)]
+    norms = []
+    for foreach in (True, False):
+        parameters = [torch.nn.Parameter(torch.zeros(6, 4)) for _ in shards]
+        for parameter, gradient in zip(parameters, shards, strict=True):
+            parameter.grad = gradient.full_tensor()
+        norms.append(clip_grad_norm_(parameters, 1.0, foreach=foreach))
+    torch.testing.assert_close(*norms)
+
+
+def test_every_device_has_multi_tensor_kernels_that_pytorch_has(ranks: RankPools) -> None:
+    ranks.run(everywhere, clipped_together, world_size=2, device="sim")
 
 
 def train(shard: Any, steps: int) -> None:

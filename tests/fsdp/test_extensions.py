@@ -280,7 +280,7 @@ def meta() -> None:
     assert model.blocks[0].up.weight.is_meta and isinstance(model.blocks[0].up.weight.to_local(), Rounded)
     with pytest.raises(RuntimeError, match="are on the meta device"):
         model(tokens(0, 0))
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     plain: Any = Net(8, 2, block=functools.partial(MixedBlock, frozen=False))
     for one in (model, plain):
         torch.manual_seed(5)

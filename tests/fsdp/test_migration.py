@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.fsdp.compare import by_block, mesh_of
 from tests.fsdp.models import Net, net_loss
@@ -25,6 +26,8 @@ def run_script(mesh_shape: tuple[int, ...], dtype: torch.dtype, offload: bool) -
     results = []
     for package in ("torch.distributed.fsdp", "vescale.fsdp"):
         source = SCRIPT.read_text().replace("from torch.distributed.fsdp import", f"from {package} import")
+        source = source.replace('init_device_mesh("cpu"', f'init_device_mesh("{device_type()}"')
+        source = source.replace('device="cpu"', f'device="{"cpu" if offload else device_type()}"')
         space: dict[str, Any] = {"__name__": "user_script"}
         exec(compile(source, str(SCRIPT), "exec"), space)
         folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -73,7 +76,7 @@ def run_options() -> None:
 
 @pytest.mark.slow
 def test_options_of_fsdp2(ranks: RankPools) -> None:
-    ranks.run(run_options, world_size=4)
+    ranks.run(run_options, world_size=4, device="cpu")  # which the script names
 
 
 def like_ddp(steps: int) -> list[tuple[float, float]]:

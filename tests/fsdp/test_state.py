@@ -190,7 +190,7 @@ def meta_device() -> None:
         model = Net()
     by_block(model, fully_shard, mesh_of())
     assert all(p.is_meta for p in model.parameters())
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     assert all(isinstance(p, DTensor) and not p.is_meta for p in model.parameters())
     assert len(resting_memory(model)) == 4  # a buffer a group
     model.load_state_dict(expected.state_dict())
@@ -210,7 +210,7 @@ def meta_device() -> None:
     with torch.device("meta"):
         model = Net()
     by_block(model, fully_shard, mesh_of())
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     for p in model.parameters():
         nn.init.constant_(p, 0.5)
     assert all(bool((value == 0.5).all()) for value in values(model).values())
@@ -218,7 +218,7 @@ def meta_device() -> None:
     with torch.device("meta"):
         model = Net()
     by_block(model, fully_shard, mesh_of())
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     plain = Net()
     for one in (model, plain):  # the usual way: sharded parameters are drawn, and are those of one device
         torch.manual_seed(11)
@@ -237,7 +237,7 @@ def meta_device() -> None:
     )  # one group, whose modules get their memory in turns
     fully_shard(model, mesh=mesh_of())
     for number, part in enumerate((model.blocks[0], model.blocks[1], model)):
-        part.to_empty(device="cpu")
+        part.to_empty(device=device_type())
         assert any(p.is_meta for p in model.parameters()) == (number < 2)
     for p, value in zip(model.parameters(), values(expected).values(), strict=True):
         with torch.no_grad():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import device_type
 from tests.gradients.test_reducer import assert_equal_gradients, data, meshes
 from tests.ranks import RankPools
 from vescale import GradientReducer
@@ -53,7 +54,8 @@ def with_small_ones() -> None:
         reducer = compare([2**23], (0, 1), no_sync)
         (bucket,) = reducer.buckets
         heard = {slot.name for slot in bucket.slots if slot.is_notified}
-        assert {"0.weight", "1.weight"} <= heard and len(heard) < 4, "large ones are copied when they come"
+        if device_type() == "cpu":  # only there copies are worth a call each
+            assert {"0.weight", "1.weight"} <= heard and len(heard) < 4, "large ones are copied when they come"
 
 
 def alone() -> None:

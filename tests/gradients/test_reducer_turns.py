@@ -45,7 +45,7 @@ class Pair:
         generator = torch.Generator().manual_seed(0)  # of its own: ranks may be threads
         for model in self.models:
             for parameter in model.parameters():
-                nn.init.normal_(parameter, generator=generator)
+                parameter.data = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
         self.one = copy.deepcopy(self.models)
         mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
         self.reducers = [GradientReducer(model, mesh, bucket_bytes=200) for model in self.models]

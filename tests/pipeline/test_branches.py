@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from tests.device import device_type
 from tests.pipeline.steps import Net, mesh_of, rel, same_steps, token_batch
 from tests.pipeline.test_steps import assert_exact
 from tests.ranks import RankPools
@@ -68,13 +69,14 @@ def values(kinds: list[int], longest: int, seed: int) -> dict[str, torch.Tensor]
     return {"x": torch.randn(8, 4, WIDTH, generator=draws).double(), "kinds": torch.tensor(kinds), "lengths": lengths}
 
 
-# The last micro-batch alone has a 2; the first row is one; the same in both directions; none.
-BATCHES = [
-    values([0, 1, 0, 1, 0, 1, 0, 2], 4, 0),
-    values([2, 1, 0, 1, 0, 1, 0, 1], 2, 1),
-    values([0, 1, 2, 1, 1, 2, 1, 0], 2, 2),
-    values([0, 1, 0, 1, 0, 1, 0, 1], 3, 3),
-]
+def batches() -> list[dict[str, torch.Tensor]]:
+    """The last micro-batch alone has a 2; the first row is one; the same in both directions; none."""
+    return [
+        values([0, 1, 0, 1, 0, 1, 0, 2], 4, 0),
+        values([2, 1, 0, 1, 0, 1, 0, 1], 2, 1),
+        values([0, 1, 2, 1, 1, 2, 1, 0], 2, 2),
+        values([0, 1, 0, 1, 0, 1, 0, 1], 3, 3),
+    ]
 
 
 def branches_case(loss: str, dropout: float) -> dict[str, float]:
@@ -86,7 +88,7 @@ def branches_case(loss: str, dropout: float) -> dict[str, float]:
         splits = [f"blocks.{n}" for n in (1, 2, 3)]
         return Plan(mesh_of(pp=2)).pipeline(split_before=splits, schedule="ZBV", microbatches=4)
 
-    return same_steps(make, plan, BATCHES)
+    return same_steps(make, plan, batches())
 
 
 @pytest.mark.parametrize(("loss", "dropout"), [("mean", 0.2), ("number", 0.0)])
@@ -109,7 +111,7 @@ def changes_case() -> float:
     """Parameters of the first stage are frozen in turns, and a dropout of the first stage is put into evaluation mode."""
     reference, model = simple(0.2), parallelize(simple(0.2), split())
     worst = 0.0
-    for step, on in enumerate((False, True, False, True)):
+    for step, on in enumerate(map(bool, (0, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1))):
         for each in (reference, model):
             each.zero_grad()
             each.dropout.train(step != 1)
@@ -117,11 +119,11 @@ def changes_case() -> float:
                 if name.startswith(("first", "blocks.0", "blocks.1")):
                     parameter.requires_grad_(on)
         torch.manual_seed(step)
-        expected = reference(**BATCHES[0])["loss"]
+        expected = reference(**batches()[0])["loss"]
         expected.backward()
         state = torch.get_rng_state()
         torch.manual_seed(step)
-        worst = max(worst, rel(model.step(**BATCHES[0]), expected.detach()))
+        worst = max(worst, rel(model.step(**batches()[0]), expected.detach()))
         assert torch.equal(torch.get_rng_state(), state)
         for name, parameter in model.named_parameters():
             wanted = reference.get_parameter(name).grad
@@ -155,11 +157,11 @@ def callable_case() -> dict[str, float]:
     def plan() -> Plan:
         return Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, loss=drawing_loss)
 
-    found = same_steps(make, plan, BATCHES[:2], loss=drawing_loss)
+    found = same_steps(make, plan, batches()[:2], loss=drawing_loss)
     found.pop("evaluate")  # it draws in evaluation, too, and nobody has set a seed
     # Without anything that counts: as on one device.
     reference, model = make(), parallelize(make(), plan())
-    batch = {**BATCHES[0], "kinds": torch.zeros(8, dtype=torch.long)}
+    batch = {**batches()[0], "kinds": torch.zeros(8, dtype=torch.long)}
     torch.manual_seed(0)
     total, count = drawing_loss(reference(**batch), batch)
     (total / count).backward()
@@ -186,7 +188,7 @@ def without_values_case() -> float:
     batch = token_batch(0, names=("ids", "labels"))
     with pytest.raises(MissingValuesError):
         model.step(**batch)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     torch.manual_seed(0)
     reference = Net(dropout=0.0).double()
     model.load_state_dict({name: value for name, value in reference.state_dict().items() if name in model.state_dict()})

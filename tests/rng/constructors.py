@@ -7,6 +7,8 @@ import copy
 import torch
 from torch import nn
 
+from tests.device import device_type
+
 
 class Unusual(nn.Module):
     """Views, partial writes, overwritten draws, ops on draws, factorizations, rejections, ties, values read."""
@@ -60,7 +62,9 @@ class Unusual(nn.Module):
         self.assigned = nn.Linear(4, 4)
         self.assigned.weight.data = torch.randn(3, 4)
         self.cast = nn.Linear(3, 2).to(torch.bfloat16)
-        self.own_generator = nn.Parameter(torch.empty(4, 4).normal_(generator=torch.Generator().manual_seed(9)))
+        self.own_generator = nn.Parameter(
+            torch.empty(4, 4).normal_(generator=torch.Generator(device_type()).manual_seed(9))
+        )
 
 
 def standard() -> nn.Module:

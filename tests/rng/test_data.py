@@ -71,7 +71,9 @@ def test_batches_are_those_of_one_device(
     state = torch.get_rng_state()
     assert options.get("shuffle") is False or not torch.equal(torch.cat(expected[0]), torch.cat(expected[1]))
     by_place: dict[Any, Any] = {}
-    for batches, left, place in ranks.run(on_a_mesh, shape, axes, size, batch_size, world_size=4, **options):
+    # On the CPU, where data loaders draw.
+    given = shape, axes, size, batch_size
+    for batches, left, place in ranks.run(on_a_mesh, *given, world_size=4, device="cpu", **options):
         assert torch.equal(left, state)
         same = by_place.setdefault(place, batches)  # ranks that differ on other axes hold the same rows
         assert all(torch.equal(a, b) for a, b in zip(*map(flattened, (same, batches)), strict=True))

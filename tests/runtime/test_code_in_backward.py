@@ -38,7 +38,7 @@ class Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        found = torch.zeros(x.shape, dtype=x.dtype)
+        found = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         found += 2 * x * gradient
         return found
 
@@ -49,17 +49,17 @@ class SquareOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return torch.mul(x, x, out=torch.empty(x.shape, dtype=x.dtype))
+        return torch.mul(x, x, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        found = torch.empty(x.shape, dtype=x.dtype)
+        found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             torch.mul(*torch.autograd.grad((leaf * leaf).sum(), leaf), gradient, out=found)
-        found[..., torch.arange(x.shape[-1])] *= torch.ones(x.shape[-1], dtype=x.dtype)
+        found[..., torch.arange(x.shape[-1])] *= torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
         return found
 
 
@@ -70,8 +70,8 @@ class Projection(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        made = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype)
-        tile = torch.empty((2, 3), dtype=x.dtype)
+        made = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+        tile = torch.empty((2, 3), dtype=x.dtype, device=x.device)
         for row, column in itertools.product(range(0, x.shape[0], 2), range(0, weight.shape[0], 3)):
             part = weight[column : column + 3]
             torch.mm(x[row : row + 2], part.t(), out=tile[:, : part.shape[0]])
@@ -82,7 +82,10 @@ class Projection(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, of_sums: Tensor | None) -> tuple[Tensor, Tensor]:
         assert of_sums is None
         x, weight = ctx.saved_tensors
-        of_x, of_weight = torch.zeros(x.shape, dtype=x.dtype), torch.zeros(weight.shape, dtype=x.dtype)
+        of_x, of_weight = (
+            torch.zeros(x.shape, dtype=x.dtype, device=x.device),
+            torch.zeros(weight.shape, dtype=x.dtype, device=x.device),
+        )
         for row, column in itertools.product(range(0, x.shape[0], 2), range(0, weight.shape[0], 3)):
             part = gradient[row : row + 2, column : column + 3]
             of_x[row : row + 2].addmm_(part, weight[column : column + 3])
@@ -94,7 +97,7 @@ CAPTURED = Square.apply  # before anything is installed
 
 
 def doubled(gradient: Tensor) -> Tensor:
-    found = torch.zeros(gradient.shape, dtype=gradient.dtype)
+    found = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
     found += 2 * gradient
     return found
 
@@ -105,7 +108,7 @@ def doubled_in(module: nn.Module, of_inputs: Any, of_outputs: Any = None) -> Any
 
 def packed(model: Net, x: Tensor) -> Tensor:
     def unpack(x: Tensor) -> Tensor:
-        return torch.empty(x.shape, dtype=x.dtype).copy_(x)
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), unpack):
         return x.sin() * x
@@ -114,7 +117,9 @@ def packed(model: Net, x: Tensor) -> Tensor:
 def hooked(model: Net, x: Tensor) -> Tensor:
     x = x.sin()
     x.register_hook(doubled)
-    x.register_hook(lambda gradient: torch.ones(gradient.shape, dtype=gradient.dtype).mul_(gradient))
+    x.register_hook(
+        lambda gradient: torch.ones(gradient.shape, dtype=gradient.dtype, device=gradient.device).mul_(gradient)
+    )
     return x
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.static import programs
 from tests.static.programs import INSIDE, KEPT, REPLACED, Net, begin_step, tensors_of
@@ -133,7 +134,7 @@ def _are_close(expected: Any, found: torch.Tensor) -> bool:
 
 def compare_all(names: list[str], kind: str) -> dict[str, str]:
     warnings.simplefilter("ignore")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp" if kind == "tp" else "dp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp" if kind == "tp" else "dp",))
     found = {}
     for name in names:
         try:

@@ -226,9 +226,9 @@ def test_an_output_that_was_written_to(ranks: RankPools) -> None:
 def other_meshes() -> None:
     """A model that is given DTensors of another mesh: an equal one is as good, ranks in another order are not."""
     models = both(lambda: Net())
-    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)) for _ in range(2)]
+    meshes = [init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",)) for _ in range(2)]
 
-    meshes.append(DeviceMesh("cpu", [1, 0], mesh_dim_names=("tp",)))
+    meshes.append(DeviceMesh(device_type(), [1, 0], mesh_dim_names=("tp",)))
     results: list[list[str]] = []
     for mesh in meshes:
         found = []

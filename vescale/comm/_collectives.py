@@ -43,6 +43,7 @@ from vescale.comm._pending import (
     one_reduction,
     reduce_rows,
 )
+from vescale.comm._streams import is_beside
 from vescale.compat import all_gather_single, is_traced, profiled, reduce_scatter_single, traced_all_to_all
 
 # A padded all-gather may move at most this share of its payload as padding.
@@ -237,7 +238,7 @@ def all_gather_into(
     with record("all_gather_v", num_ranks, moved, requester=requester, group=group):
         if num_ranks <= _FEW_RANKS and is_gloo(out, group):
             return _all_gather_by_exchanges(out, piece, group)
-        return Pending(out, [all_gather_single(as_bytes(out), as_bytes(piece), group=group, async_op=True)])
+        return Pending(out, [all_gather_single(as_bytes(out), as_bytes(piece), group=group, async_op=is_beside(out))])
 
 
 def _all_gather_by_exchanges(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
@@ -294,14 +295,15 @@ def reduce_scatter_into(
     moved = (num_ranks - 1) * out.numel() * out.element_size()
     with record("reduce_scatter_v", num_ranks, moved, requester=requester, group=group):
         if is_nccl(send, group) or moves_nothing(group):
-            return Pending(out, [reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)])
+            beside = is_beside(send)
+            return Pending(out, [reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=beside)])
         pieces, rank = list(send.view(num_ranks, -1)), group.rank()
         if at_once and out.data_ptr() != pieces[rank].data_ptr():
             return _reduce_scatter_in_steps(out, pieces, op, group)
         if is_gloo(send, group):
             return _reduce_scatter_by_exchanges(out, pieces, op, group)
         received = torch.empty_like(send)
-        work = dist.all_to_all_single(as_bytes(received), as_bytes(send), group=group, async_op=True)
+        work = dist.all_to_all_single(as_bytes(received), as_bytes(send), group=group, async_op=is_beside(send))
     return Pending(out, [work], lambda: reduce_rows(received.view(num_ranks, -1).unbind(), op, out))
 
 
@@ -337,14 +339,14 @@ def _reduce_scatter_in_steps(
     return Pending(out, [running], lambda: reduce_rows(rows, op, out))
 
 
-def _options(op: Any) -> dist.AllreduceOptions:
+def _options(op: Any, beside: bool) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, True
+    options.reduceOp, options.asyncOp = op, beside
     return options
 
 
 # The group is called directly, without the checks of dist.all_reduce, because this runs for every small bucket.
-_REDUCE_OPTIONS = {name: _options(op) for name, op in REDUCE_OPS.items()}
+_REDUCE_OPTIONS = {(name, b): _options(op, b) for name, op in REDUCE_OPS.items() for b in (False, True)}
 
 
 def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, requester: str = "") -> Pending:
@@ -357,10 +359,10 @@ def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, requ
         return _reduce_and_gather(tensor, op, group, requester)
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * tensor.numel() * tensor.element_size())
     divide = op == "avg" and not on_nccl
-    options = _REDUCE_OPTIONS["sum" if divide else op]
+    options = _REDUCE_OPTIONS["sum" if divide else op, is_beside(tensor)]
     with record("all_reduce", num_ranks, moved, requester=requester, group=group):
         if tensor.is_complex():  # not every operation has a meaning
-            work = dist.all_reduce(tensor, op=options.reduceOp, group=group, async_op=True)
+            work = dist.all_reduce(tensor, op=options.reduceOp, group=group, async_op=options.asyncOp)
         else:
             work = group.allreduce([tensor], options)
     return Pending(tensor, [work], (lambda: tensor.div_(num_ranks)) if divide else None)

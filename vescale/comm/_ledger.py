@@ -13,6 +13,7 @@ import torch.distributed as dist
 from vescale.comm._kept_results import KEEPERS, note_communication
 from vescale.comm._last_collectives import release_at_end
 from vescale.comm._observation import AS_PART, METERS, OBSERVERS, Part, axes_of
+from vescale.compat import ThreadValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Ledger:
 # that neither a thread-local nor a context variable would select the right collectives.
 _OPEN: list[tuple[int, Ledger]] = []
 _LOCK = threading.Lock()
-_ASKING = threading.local()
+_ASKING = ThreadValue("requester of collectives")
 
 
 def _own_rank() -> int:
@@ -82,18 +83,14 @@ def record_comms() -> Iterator[Ledger]:
 
 @contextlib.contextmanager
 def requested_by(who: str) -> Iterator[None]:
-    """Collectives that this thread starts inside get ``who`` as their requester."""
-    before = getattr(_ASKING, "who", "")
-    _ASKING.who = who
-    try:
+    """Collectives that this thread and its backwards start inside get ``who`` as their requester."""
+    with _ASKING.within(who):
         yield
-    finally:
-        _ASKING.who = before
 
 
 def current_requester() -> str:
     """The requester set by :func:`requested_by` on this thread."""
-    return str(getattr(_ASKING, "who", ""))
+    return _ASKING.get() or ""
 
 
 LISTENERS: tuple[list[Any], ...] = (_OPEN, OBSERVERS, KEEPERS)

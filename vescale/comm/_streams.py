@@ -27,6 +27,7 @@ class SideStream:
         if self._module:
             index = device.index if device.index is not None else self._module.current_device()
             self.stream = _stream(device.type, index, name, -1 if urgent else 0)
+            _SIDE.add((device.type, index, self.stream.stream_id))
         self.is_real = self._module is not None
         """Whether there is a stream."""
 
@@ -62,6 +63,15 @@ class SideStream:
             self._module.current_stream().wait_event(event)
 
 
+def is_beside(tensor: torch.Tensor) -> bool:
+    """Whether a collective that starts now runs beside the current stream. On a :class:`SideStream` it is a part of that,
+    which nothing that is lost with an exception has to wait for."""
+    if tensor.device.type in ("cpu", "meta"):
+        return True
+    stream = torch.accelerator.current_stream(tensor.device)
+    return (tensor.device.type, stream.device_index, stream.stream_id) not in _SIDE
+
+
 class HostCopy:
     """The values of a tensor, for the host. Of a device's tensor it is a copy, which comes after all that the current stream
     has been given, and which the host does not wait for until it reads it."""
@@ -90,6 +100,9 @@ class HostCopy:
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of values of the host; the host does not wait for the device."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+_SIDE: set[tuple[str, int, int]] = set()
 
 
 @functools.cache

@@ -14,7 +14,9 @@ import torch
 from torch.autograd import Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import checkpoint as checkpointing
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from vescale import csrc
@@ -29,6 +31,7 @@ __all__ = [
     "PACKED",
     "TELLS_HOLDERS",
     "EarlyStop",
+    "ThreadValue",
     "are_unheld",
     "at_end_of_backward",
     "before_backward",
@@ -62,6 +65,7 @@ __all__ = [
     "version_holder",
     "weak_node",
     "will_run",
+    "with_default_device",
     "without_transforms",
 ]
 
@@ -193,14 +197,59 @@ def has_dispatch_modes() -> bool:
     )
 
 
+class ThreadValue:
+    """A value of a thread, and of the threads on which autograd runs the backwards that it starts: on a device these are
+    others, where ``threading.local`` has nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._key = f"vescale {name}"
+
+    def get(self) -> Any:
+        """None outside of :meth:`within`."""
+        return torch._C._get_obj_in_tls(self._key) if torch._C._is_key_in_tls(self._key) else None
+
+    @contextlib.contextmanager
+    def within(self, value: Any) -> Iterator[None]:
+        before = self.get()
+        torch._C._stash_obj_in_tls(self._key, value)
+        try:
+            yield
+        finally:
+            torch._C._stash_obj_in_tls(self._key, before)
+
+
 def has_function_modes() -> bool:
     """Whether a TorchFunctionMode sees this thread's calls; not while one runs a call that it has seen."""
     return bool(torch._C._len_torch_function_stack() > 0)
 
 
 def num_function_modes() -> int:
-    """How many TorchFunctionModes see this thread's calls."""
-    return int(torch._C._len_torch_function_stack())
+    """How many TorchFunctionModes see this thread's calls; not those of ``torch.set_default_device`` and ``with device:``,
+    which leave all calls as they are but those that make tensors of nothing."""
+    if not torch._C._len_torch_function_stack():
+        return 0
+    return sum(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
+@contextlib.contextmanager
+def with_default_device() -> Iterator[None]:
+    """Inside of ``no_torch_function``, for code of the program: what makes tensors has the device of
+    ``torch.set_default_device``, or ``with device:``, again; no other mode sees anything."""
+    modes = _get_current_function_mode_stack()
+    devices = [mode for mode in modes if type(mode) is DeviceContext]
+    if not devices:
+        yield
+        return
+    for _ in modes:
+        _pop_mode()
+    _push_mode(devices[-1])
+    try:
+        with torch._C._EnableTorchFunction():
+            yield
+    finally:
+        _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
 
 
 def is_tracing() -> bool:

@@ -11,9 +11,6 @@ import torch
 WITH_LOWER_RIGHT_MASKS = ("cuda", "xpu")
 """Attention kernels support a causal mask that is aligned to the last key, without materializing it."""
 
-WITH_FOREACH = ("cpu", "cuda", "xpu")
-"""Multi-tensor kernels are native."""
-
 
 def accelerator_module() -> Any:
     """The module of the accelerator (``torch.xpu``, say) where at least one device is there; None: there is none."""

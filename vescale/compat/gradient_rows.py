@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from vescale import csrc
 from vescale.compat.autograd import are_dtensors_unheld
-from vescale.compat.devices import WITH_FOREACH
 from vescale.compat.dtensor import local_of, spec_of
 
 __all__ = [
@@ -40,7 +40,7 @@ def has_foreach(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels take these tensors: dense ones of exactly ``torch.Tensor`` on a native device."""
     return (
         set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
-        and {t.device.type for t in tensors} <= set(WITH_FOREACH)
+        and {t.device.type for t in tensors} <= {"cpu", *_get_foreach_kernels_supported_devices()}
         and not any(t.is_sparse for t in tensors)
     )
 

@@ -52,7 +52,7 @@ torch._C: Argument.alias_info; Argument.default_value; Argument.has_default_valu
     _SetExcludeDispatchKeyGuard; _VariableFunctions._pack_padded_sequence; _VariableFunctions._pad_packed_sequence;
     _clear_DTensor_sharding_propagator_cache; _current_autograd_node; _current_graph_task_id;
     _disabled_torch_function_impl; _dispatch_dump; _dispatch_get_all_op_names;
-    _dispatch_has_kernel_for_dispatch_key;
+    _dispatch_has_kernel_for_dispatch_key; _get_obj_in_tls; _is_key_in_tls; _stash_obj_in_tls;
     _dynamo.eval_frame.set_eval_frame; _functorch.get_unwrapped; _functorch.is_functorch_wrapped_tensor;
     _functorch.peek_interpreter_stack; _len_torch_dispatch_stack; _len_torch_function_stack; _storage_Use_Count;
     _jit_get_all_schemas; _will_engine_execute_node
@@ -147,8 +147,9 @@ torch.optim: Adadelta._init_group; Adagrad._init_group; Adam._init_group; Adamax
     NAdam._init_group; RAdam._init_group; RMSprop._init_group; Rprop._init_group; SGD._init_group; Adagrad.__init__ uses
     _need_device_dtype_check_for_fused
 torch.optim.optimizer: _global_optimizer_pre_hooks
-torch.overrides: _get_current_function_mode_stack; TorchFunctionMode
+torch.overrides: _get_current_function_mode_stack; _pop_mode; _push_mode; TorchFunctionMode
 torch.utils._device: DeviceContext
+torch.utils._foreach_utils: _get_foreach_kernels_supported_devices()
 torch.utils._python_dispatch: TorchDispatchMode; _disable_current_modes; _get_current_dispatch_mode_stack;
     return_and_correct_aliasing(func, args, kwargs, out)
 torch.utils._pytree: tree_flatten(tree); tree_leaves(tree); tree_map(func, tree); tree_map_only; tree_unflatten(leaves,

@@ -88,7 +88,9 @@ class ShardedGradients:
         parameter = self._parameters[index]
         sharded, op = parameter.sharded, "sum" if self.unreduced.are_of_one_loss else "avg"
         assert isinstance(sharded, DTensor)
-        if not sharded.requires_grad:
+        if (
+            not sharded.requires_grad or sharded.device.type != local.device.type
+        ):  # offloaded: PyTorch keeps it out of .grad
             return False
         earlier, is_added = sharded.grad, False
         if earlier is None or (index not in self._stand_ins and not hooks_of_programs(sharded)):

@@ -322,7 +322,11 @@ class Runner:
         known = self._signature(batch, parts)
         self._use(known, batch, parts)
         try:
-            yield known
+            try:
+                yield known
+            except BaseException:
+                known.headers.forget_step()
+                raise
             generator = default_generator(self.device)
             generator.set_state(self._start_state)
             for draw in known.whole.draws:
@@ -408,7 +412,7 @@ class Runner:
 
     def _new_headers(self) -> HeaderExchange:
         self._num_traces += 1
-        return HeaderExchange(f"{self._place}/{self._num_traces}")
+        return HeaderExchange(f"{self._place}/{self._num_traces}", self.device)
 
     @contextlib.contextmanager
     def _using(
@@ -602,13 +606,21 @@ class Runner:
         assert self._known is not None
         return self._known.headers.get(stage)
 
-    def header_of_arrived(self, stage: int, arrived: Sequence[torch.Tensor]) -> Sequence[Header]:
+    def header_of_arrived(self, stage: int, arrived: list[torch.Tensor]) -> Sequence[Header]:
         assert self._known is not None
         return self._known.headers.of_arrived(stage, arrived)
 
-    def tell_header(self, stage: int, headers: Sequence[Header] | None) -> None:
+    def tell_header(self, stage: int, headers: Sequence[Header] | None, *, follows: bool = False) -> None:
         assert self._known is not None
-        self._known.headers.tell(stage, headers)
+        self._known.headers.tell(stage, headers, follows=follows)
+
+    def flags_of(self, stage: int) -> list[torch.Tensor]:
+        assert self._known is not None
+        return self._known.headers.message(stage)
+
+    def returned(self, stage: int) -> Sequence[bool]:
+        assert self._known is not None
+        return self._known.headers.returned(stage)
 
     @contextlib.contextmanager
     def around_backward(self, stage: int, microbatch: int, kind: str) -> Iterator[None]:

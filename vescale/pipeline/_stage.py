@@ -240,11 +240,17 @@ class StageWork(Protocol):
     def header(self, stage: int) -> Sequence[Header] | None:
         """Of what enters a stage; waits for the rank of the stage before."""
 
-    def header_of_arrived(self, stage: int, arrived: Sequence[torch.Tensor]) -> Sequence[Header]:
+    def header_of_arrived(self, stage: int, arrived: list[torch.Tensor]) -> Sequence[Header]:
         """The same of a message that was waited for: what requires gradients may be other than in earlier steps."""
 
-    def tell_header(self, stage: int, headers: Sequence[Header]) -> None:
-        """Called with what enters a stage, by the stage before, for each micro-batch."""
+    def tell_header(self, stage: int, headers: Sequence[Header], *, follows: bool) -> None:
+        """Called with what enters a stage, by the stage before, for each micro-batch; ``follows``: a backward does."""
+
+    def flags_of(self, stage: int) -> list[torch.Tensor]:
+        """What the next message to a stage ends with, where a backward follows."""
+
+    def returned(self, stage: int) -> Sequence[bool]:
+        """For each tensor that was sent to a stage, whether a gradient comes."""
 
 
 class ModelStage(PipelineStage):
@@ -266,7 +272,7 @@ class ModelStage(PipelineStage):
         self.leaves: dict[int, list[DTensor]] = {}
         self.made: dict[int, list[DTensor]] = {}
         self.losses: dict[int, Any] = {}
-        self.gradients: dict[int, list[torch.Tensor]] = {}
+        self.gradients: dict[int, list[tuple[DTensor, torch.Tensor]]] = {}
         self.returned: dict[int, list[torch.Tensor]] = {}
         self.halves: dict[int, SplitBackward] = {}
 
@@ -277,15 +283,18 @@ class ModelStage(PipelineStage):
             found = self._peers[stage] = dist.get_global_rank(self.group or dist.group.WORLD, rank)  # type: ignore[arg-type]
         return found
 
-    def _messages(self, op: Any, tensors: Sequence[torch.Tensor], stage: int, microbatch: int) -> list[dist.P2POp]:
+    def _messages(
+        self, op: Any, tensors: Sequence[torch.Tensor], stage: int, microbatch: int, flags: Sequence[torch.Tensor] = ()
+    ) -> list[dist.P2POp]:
         """What the schedule starts right afterwards. For an empty tensor, of a rank without rows, one element travels: a
-        message means on all ranks that the sender has come here."""
+        message means on all ranks that the sender has come here. ``flags``, of a few bytes, are not in the ledger."""
         peer = self._peer(stage) if tensors else 0
-        moved = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
-        for tensor, message in zip(tensors, moved):
-            name, way = ("send", "to") if op is dist.isend else ("recv", "from")
-            who = f"stage {self.stage_index}, micro-batch {microbatch}: {way} stage {stage}"
+        moved = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in (*tensors, *flags)]
+        name, way = ("send", "to") if op is dist.isend else ("recv", "from")
+        who = f"stage {self.stage_index}, micro-batch {microbatch}: {way} stage {stage}"
+        for tensor in tensors:
             record(name, 2, tensor.nbytes, requester=who, group=self.group)
+        for message in moved:
             expect_message(message, who, peer)
         return [dist.P2POp(op, tensor, peer, self.group) for tensor in moved]
 
@@ -295,8 +304,9 @@ class ModelStage(PipelineStage):
         if self.is_first:
             return []
         buffers = [header.empty(self.device) for header in self.work.header(self.stage_index) or ()]
-        self.arrived[fwd_chunk_id] = buffers
-        return self._messages(dist.irecv, buffers, self.stage_index - 1, fwd_chunk_id)
+        flags = self.work.flags_of(self.stage_index) if buffers and self.has_backward else []
+        self.arrived[fwd_chunk_id] = [*buffers, *flags]
+        return self._messages(dist.irecv, buffers, self.stage_index - 1, fwd_chunk_id, flags)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self.arrived[mb_index] = [local_of(made).detach() for made in prev_stage_outputs]
@@ -314,7 +324,8 @@ class ModelStage(PipelineStage):
                 )
         made, loss = self.work.forward(self.stage_index, fwd_chunk_id, received)
         if not self.is_last:
-            self.work.tell_header(self.stage_index + 1, [Header.of(one) for one in made])
+            headers = [Header.of(one) for one in made]
+            self.work.tell_header(self.stage_index + 1, headers, follows=self.has_backward)
         self.leaves[fwd_chunk_id] = received
         self.made[fwd_chunk_id] = made
         if self.is_last:
@@ -325,24 +336,27 @@ class ModelStage(PipelineStage):
         if self.is_last:
             return []
         made = [local_of(one).detach().contiguous() for one in self.made[fwd_chunk_id]]
+        flags = self.work.flags_of(self.stage_index + 1) if made and self.has_backward else []
         if not self.has_backward:
             del self.made[fwd_chunk_id]
-        return self._messages(dist.isend, made, self.stage_index + 1, fwd_chunk_id)
+        return self._messages(dist.isend, made, self.stage_index + 1, fwd_chunk_id, flags)
 
     # Backward
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last or not self.has_backward:
             return []
-        made = self.made[bwd_chunk_id]
-        buffers = [
-            torch.empty(local_of(one).shape, dtype=one.dtype, device=self.device) for one in made if one.requires_grad
+        self.gradients[bwd_chunk_id] = [
+            (one, torch.empty(local_of(one).shape, dtype=one.dtype, device=self.device))
+            for one, comes in zip(self.made[bwd_chunk_id], self.work.returned(self.stage_index + 1))
+            if comes
         ]
-        self.gradients[bwd_chunk_id] = buffers
+        buffers = [buffer for _, buffer in self.gradients[bwd_chunk_id]]
         return self._messages(dist.irecv, buffers, self.stage_index + 1, bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        self.gradients[mb_index] = list(next_stage_bwd_outputs)
+        made = [one for one in self.made[mb_index] if one.requires_grad]
+        self.gradients[mb_index] = list(zip(made, next_stage_bwd_outputs, strict=True))
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor, ...]:
         return tuple(self.returned.pop(mb_index))
@@ -353,14 +367,13 @@ class ModelStage(PipelineStage):
         """The backward, or with ``full_backward=False`` its first half."""
         if not self.has_backward:
             return
-        made = [one for one in self.made.pop(bwd_chunk_id) if one.requires_grad]
+        del self.made[bwd_chunk_id]
         if self.is_last:
             roots, gradients = self.losses.pop(bwd_chunk_id)
-        else:
-            roots = made
-            gradients = [
-                _as_gradient(local, one) for local, one in zip(self.gradients.pop(bwd_chunk_id), made, strict=True)
-            ]
+        else:  # what has stopped to require gradients may still get some
+            pairs = [(one, local) for one, local in self.gradients.pop(bwd_chunk_id) if one.requires_grad]
+            roots, gradients = [one for one, _ in pairs], [_as_gradient(local, one) for one, local in pairs]
+            del pairs
         leaves = [leaf for leaf in self.leaves.pop(bwd_chunk_id) if leaf.requires_grad]
         if not roots or not roots[0].requires_grad:
             roots = []
@@ -368,7 +381,7 @@ class ModelStage(PipelineStage):
         with self.work.around_backward(self.stage_index, bwd_chunk_id, "B" if full_backward else "I"):
             if is_whole is not None:
                 halves = self.halves[bwd_chunk_id] = SplitBackward(roots, gradients, leaves, is_whole)
-                del roots, made
+                del roots
                 halves.inputs()
             elif roots:
                 torch.autograd.backward(roots, gradients)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, spec_of, tell_draw
+from vescale.compat import DTensorSpec, ThreadValue, local_of, make_dtensor, make_spec, spec_of, tell_draw
 from vescale.errors import PlacementError, RandomOpError
 from vescale.placements import Region, contiguous_stride, local_region
 from vescale.rng._cpu_engine import GAP_ELEMENTS, SCRATCH_ELEMENTS
@@ -70,7 +70,7 @@ def _num_spans(region: Region, order: tuple[int, ...], strides: tuple[int, ...])
 
 # Random numbers of micro-batches: each draws its rows of what one device draws for the whole batch.
 
-_STATE = threading.local()
+_ROWS = ThreadValue("rows of a micro-batch")
 
 
 @dataclass(frozen=True)
@@ -123,26 +123,22 @@ class MicrobatchRows:
 
 @contextlib.contextmanager
 def drawing_rows(rows: MicrobatchRows) -> Iterator[None]:
-    """Inside, on this thread, random ops on DTensors draw their rows of the whole batch's tensors, and advance the generator
-    as the whole batch's ops do. The kernels in C++ must be out of the way
+    """Inside, on this thread and in its backwards, random ops on DTensors draw their rows of the whole batch's tensors, and
+    advance the generator as the whole batch's ops do. The kernels in C++ must be out of the way
     (:func:`vescale.compat.random_ops.without_native_fills`)."""
-    before = getattr(_STATE, "rows", None)
-    _STATE.rows = rows
-    try:
+    with _ROWS.within(rows):
         yield
-    finally:
-        _STATE.rows = before
 
 
 def draws_rows() -> bool:
     """Whether this thread runs a micro-batch, so that random ops must not draw on plain local tensors."""
-    return getattr(_STATE, "rows", None) is not None
+    return _ROWS.get() is not None
 
 
 def rows_of_batch(region: Region, strides: Sequence[int]) -> tuple[Region, tuple[int, ...]] | None:
     """``region`` of a micro-batch's tensor as a region of the whole batch's, and the strides of that; None where no
     micro-batch runs, or where the tensor does not depend on the batch."""
-    rows: MicrobatchRows | None = getattr(_STATE, "rows", None)
+    rows: MicrobatchRows | None = _ROWS.get()
     if rows is None:
         return None
     shape = region.global_shape

@@ -22,6 +22,7 @@ from vescale.compat import (
     local_of,
     make_spec,
     no_torch_function,
+    num_function_modes,
     rank_in_mesh,
     spec_of,
     tell_draw,
@@ -102,7 +103,8 @@ def _whole_on_every_rank(
     tell_draw(spec, what, generator)
     assert spec.tensor_meta is not None
     device = torch.device(spec.mesh.device_type) if region is None else local_of(tensor).device
-    with no_torch_function():  # these are no tensors of a model that runs
+    # These are no tensors of a model that runs. What makes tensors, as ``sparse_`` does, has the default device.
+    with no_torch_function() if num_function_modes() else contextlib.nullcontext():
         whole = torch.empty_strided(
             tuple(spec.shape), spec.tensor_meta.stride, dtype=spec.tensor_meta.dtype, device=device
         )

@@ -41,7 +41,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import AxisGroup, all_gather_v, all_to_all_v, axis_group, requested_by
-from vescale.compat import map_tensors, no_torch_function, note, tensors_in, versions, without_modes
+from vescale.compat import (
+    map_tensors,
+    no_torch_function,
+    note,
+    tensors_in,
+    versions,
+    with_default_device,
+    without_modes,
+)
 from vescale.errors import BoundaryError
 from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
@@ -292,7 +300,7 @@ class ExpertRegion:
             def entered(name: str, x: torch.Tensor) -> torch.Tensor:
                 return self._entered_state(name, x, arriving) if isinstance(x, DTensor) else x
 
-            with local_state(self.module, entered):
+            with local_state(self.module, entered), with_default_device():
                 if names is None:
                     result = self._forward(*call.args, **call.kwargs)
                     for (name, x), placed, local, version in zip(callers, arrived, given, before, strict=True):

@@ -14,7 +14,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import note_locals
-from vescale.compat import local_of, map_tensors, no_torch_function, set_versions, tensors_in, versions
+from vescale.compat import (
+    local_of,
+    map_tensors,
+    no_torch_function,
+    set_versions,
+    tensors_in,
+    versions,
+    with_default_device,
+)
 from vescale.errors import BoundaryError
 from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
@@ -79,7 +87,7 @@ class LocalRegion:
 
             args, kwargs = map_tensors(entered_input, [args, kwargs])
             before = [versions(x) for x in inputs]
-            with local_state(self.module, lambda _, x: entered(x)):
+            with local_state(self.module, lambda _, x: entered(x)), with_default_device():
                 result = self._forward(*args, **kwargs)
             for (x, placed), local, version in zip(given, inputs, before, strict=True):
                 if versions(local) != version:

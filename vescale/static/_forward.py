@@ -489,7 +489,7 @@ class StaticForward:
         if hidden is not None:
             return f"an input is {kind_of(hidden)}, which may hold tensors"
         if num_function_modes() > (activation.contexts is not None):
-            return "a TorchFunctionMode is on, which gets the DTensors (torch.set_default_device, torch.device)"
+            return "a TorchFunctionMode is on, which gets the DTensors"
         if has_dispatch_modes():
             return "a TorchDispatchMode is on, which gets the DTensors"
         if has_saved_tensors_hooks():

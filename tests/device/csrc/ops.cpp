@@ -2,15 +2,26 @@
 
 #include "sim.h"
 
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/_coalesced_native.h>
+#include <ATen/ops/_indices_native.h>
+#include <ATen/ops/_nnz_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
+#include <ATen/ops/_values_native.h>
+#include <ATen/ops/clone_native.h>
+#include <ATen/ops/copy_native.h>
+#include <ATen/ops/copy_sparse_to_sparse_native.h>
+#include <ATen/ops/dense_dim_native.h>
+#include <ATen/ops/empty_native.h>
+#include <ATen/ops/is_coalesced_native.h>
+#include <ATen/ops/sparse_dim_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
@@ -405,8 +416,9 @@ at::Tensor as_strided(
     view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset.value_or(self.storage_offset()));
     const Range range = bytes_of(view);
     TORCH_CHECK(
-        range.high <= self.storage().nbytes(), "setStorage: sizes ", sizes, ", strides ", strides, " and offset ",
-        view.storage_offset(), " need ", range.high, " bytes of a storage that has ", self.storage().nbytes());
+        range.high <= self.storage().nbytes(), "setStorage: sizes ", sizes, ", strides ", strides, ", storage offset ",
+        view.storage_offset(), ", and itemsize ", view.itemsize(), " requiring a storage size of ", range.high,
+        " are out of bounds for storage of size ", self.storage().nbytes());
     return view;
 }
 
@@ -443,6 +455,11 @@ at::Tensor& set_storage(
     }
     grow(self.storage(), bytes_of(self).high);
     return self;
+}
+
+at::Tensor& set_whole_storage(at::Tensor& self, c10::Storage storage) {
+    const auto numel = static_cast<std::int64_t>(storage.nbytes() / self.itemsize());
+    return set_storage(self, std::move(storage), 0, {numel}, {});
 }
 
 at::Tensor& set_empty(at::Tensor& self) {
@@ -516,6 +533,110 @@ at::Tensor to_copy(
 
 void record_tensor_stream(at::Tensor& self, c10::Stream stream) { record_stream(self.storage().data_ptr(), stream.id()); }
 
+// The cells of recurrent networks, which devices have as one kernel: gates are (input, forget, cell, output).
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(
+    const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& cx,
+    const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+    at::Tensor gates = input_gates + hidden_gates;
+    for (const auto& bias : {input_bias, hidden_bias}) {
+        if (bias.has_value() && bias->defined()) {
+            gates = gates + *bias;
+        }
+    }
+    const auto parts = gates.chunk(4, 1);
+    const at::Tensor in = parts[0].sigmoid(), forget = parts[1].sigmoid(), cell = parts[2].tanh(), out = parts[3].sigmoid();
+    const at::Tensor cy = forget * cx + in * cell;
+    return {out * cy.tanh(), cy, at::cat({in, forget, cell, out}, 1)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(
+    const std::optional<at::Tensor>& grad_hy, const std::optional<at::Tensor>& grad_cy, const at::Tensor& cx,
+    const at::Tensor& cy, const at::Tensor& workspace, bool has_bias) {
+    const auto parts = workspace.chunk(4, 1);
+    const at::Tensor &in = parts[0], &forget = parts[1], &cell = parts[2], &out = parts[3];
+    const at::Tensor squashed = cy.tanh();
+    const auto given = [&](const std::optional<at::Tensor>& one) {
+        return one.has_value() && one->defined() ? *one : at::zeros_like(cy);
+    };
+    const at::Tensor hidden = given(grad_hy), through = given(grad_cy) + hidden * out * (1 - squashed * squashed);
+    const at::Tensor gates = at::cat(
+        {through * cell * in * (1 - in), through * cx * forget * (1 - forget), through * in * (1 - cell * cell),
+         hidden * squashed * out * (1 - out)},
+        1);
+    return {gates, through * forget, has_bias ? gates.sum(0) : at::Tensor()};
+}
+
+// Gates are (reset, update, new).
+std::tuple<at::Tensor, at::Tensor> gru_cell(
+    const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& hx,
+    const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+    const auto parts_of = [](const at::Tensor& gates, const std::optional<at::Tensor>& bias) {
+        return (bias.has_value() && bias->defined() ? gates + *bias : gates).chunk(3, 1);
+    };
+    const auto in = parts_of(input_gates, input_bias), hidden = parts_of(hidden_gates, hidden_bias);
+    const at::Tensor reset = (in[0] + hidden[0]).sigmoid(), update = (in[1] + hidden[1]).sigmoid();
+    const at::Tensor fresh = (in[2] + reset * hidden[2]).tanh();
+    return {fresh + update * (hx - fresh), at::cat({reset, update, fresh, hx, hidden[2]}, 1)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_backward(
+    const at::Tensor& gradient, const at::Tensor& workspace, bool has_bias) {
+    const auto parts = workspace.chunk(5, 1);
+    const at::Tensor &reset = parts[0], &update = parts[1], &fresh = parts[2], &hx = parts[3], &hidden = parts[4];
+    const at::Tensor of_fresh = gradient * (1 - update) * (1 - fresh * fresh);
+    const at::Tensor of_update = gradient * (hx - fresh) * update * (1 - update);
+    const at::Tensor of_reset = of_fresh * hidden * reset * (1 - reset);
+    const at::Tensor input_gates = at::cat({of_reset, of_update, of_fresh}, 1);
+    const at::Tensor hidden_gates = at::cat({of_reset, of_update, of_fresh * reset}, 1);
+    const auto bias = [&](const at::Tensor& gates) { return has_bias ? gates.sum(0) : at::Tensor(); };
+    return {input_gates, hidden_gates, gradient * update, bias(input_gates), bias(hidden_gates)};
+}
+
+// Convolutions, which have a kernel of their own for each library: that of the CPU.
+at::Tensor to_device(const at::Tensor& host) {
+    if (!host.defined()) {
+        return host;
+    }
+    at::Tensor made = at::empty(host.sizes(), host.options().device(the_device()));
+    on_host(made).copy_(host);
+    return made;
+}
+
+at::Tensor convolution(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, std::int64_t groups) {
+    Launch launch("aten::convolution");
+    std::optional<at::Tensor> added;
+    for (const at::Tensor& one : {input, weight}) {
+        use(launch, one, false);
+    }
+    if (bias.has_value() && bias->defined()) {
+        use(launch, *bias, false);
+        added = on_host(*bias);
+    }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const at::DisableRecordFunctionGuard unseen;
+    return to_device(at::convolution(
+        on_host(input), on_host(weight), added, stride, padding, dilation, transposed, output_padding, groups));
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, std::int64_t groups,
+    std::array<bool, 3> mask) {
+    Launch launch("aten::convolution_backward");
+    for (const at::Tensor& one : {gradient, input, weight}) {
+        use(launch, one, false);
+    }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const at::DisableRecordFunctionGuard unseen;
+    const std::int64_t channels = transposed ? weight.size(1) * groups : weight.size(0);
+    const auto [of_input, of_weight, of_bias] = at::convolution_backward(
+        on_host(gradient), on_host(input), on_host(weight), at::IntArrayRef{channels}, stride, padding, dilation, transposed,
+        output_padding, groups, mask);
+    return {to_device(of_input), to_device(of_weight), to_device(of_bias)};
+}
+
 }  // namespace
 
 at::Tensor kernel_view_of(const at::Tensor& tensor) { return on_host(tensor); }
@@ -529,11 +650,34 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
     m.impl("resize_", TORCH_FN(resize_));
     m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
+    m.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
     m.impl("set_", TORCH_FN(set_empty));
+    m.impl("convolution_overrideable", TORCH_FN(convolution));
+    m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
+    m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+    m.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
+    m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+    m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
     m.impl("_copy_from", TORCH_FN(copy_from));
     m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
     m.impl("_to_copy", TORCH_FN(to_copy));
     m.impl("record_stream", TORCH_FN(record_tensor_stream));
+}
+
+// Sparse tensors, as gradients of embeddings, are made, taken apart and read by code that has no device.
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+    m.impl("empty.memory_format", TORCH_FN(at::native::empty_sparse_symint));
+    m.impl("clone", TORCH_FN(at::native::clone_sparse));
+    m.impl("copy_", TORCH_FN(at::native::copy_sparse_wrapper_));
+    m.impl("copy_sparse_to_sparse_", TORCH_FN(at::native::copy_sparse_));
+    m.impl("_sparse_coo_tensor_with_dims_and_tensors", TORCH_FN(at::native::new_with_dims_and_tensor_sparse_symint));
+    m.impl("_indices", TORCH_FN(at::native::_indices_sparse));
+    m.impl("_values", TORCH_FN(at::native::_values_sparse));
+    m.impl("sparse_dim", TORCH_FN(at::native::sparse_dim_sparse));
+    m.impl("dense_dim", TORCH_FN(at::native::dense_dim_sparse));
+    m.impl("_nnz", TORCH_FN(at::native::_nnz_sparse));
+    m.impl("is_coalesced", TORCH_FN(at::native::is_coalesced_sparse));
+    m.impl("_coalesced_", TORCH_FN(at::native::_coalesced_sparse_));
 }
 
 // Ops with a kernel of the CPU take it directly; otherwise structured ones would be taken apart first.

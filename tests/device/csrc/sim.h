@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <ATen/record_function.h>
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
@@ -160,10 +161,11 @@ Block* pinned_block_of(const void* address);        // null where the memory is 
 c10::DataPtr owned(Block* block, bool for_kernels);  // frees the block at its end
 void record_stream(const c10::DataPtr& pointer, StreamNo stream);
 void protect_again();                                // pinned memory, after our own copies or after a synchronization
-struct KernelScope {                                 // what CPU kernels allocate in it is device memory
+struct KernelScope {  // what CPU kernels allocate in it is device memory; profilers see the op alone, not what it calls
     explicit KernelScope(const Launch& launch);
     ~KernelScope();
     const Launch* outer;
+    at::DisableRecordFunctionGuard unseen;
 };
 struct Unprotected {  // our own copies read and write a pinned block
     explicit Unprotected(Block* block);
