@@ -100,9 +100,9 @@ def pad_other_dims(changes: Changes, _: Any) -> None:
 def copy_pending_gradients(changes: Changes, _: Any) -> None:
     """What autograd copies a gradient to, ``new_empty_strided``, is pending where the gradient is."""
     op = torch.ops.aten.new_empty_strided.default
-    original = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs[op]
+    original: Any = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs[op]
 
-    def new_empty_strided(schema: Any) -> OpStrategy:
+    def new_empty_strided(schema: Any) -> Any:
         given = schema.args_schema[0]
         if tuple(given.shape) != tuple(schema.args_schema[1]):
             return original(schema)
@@ -119,10 +119,10 @@ def keep_order_of_strides(changes: Changes, _: Any) -> None:
 
     @changes.method(ShardingPropagator, "_adjust_shape_and_stride_args")
     def adjust_shape_and_stride_args(self: Any, meta: Any, schema: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, meta, schema, *args, **kwargs)
+        found: Any = original(self, meta, schema, *args, **kwargs)
         if isinstance(self.op_to_shape_and_stride_idx[schema.op], tuple):
             given, shape, *rest = found.args_schema
-            strides = [1] * len(shape)
+            strides: Any = [1] * len(shape)
             order = sorted(range(len(shape)), key=lambda dim: meta.stride[dim], reverse=True)
             for inner, outer in itertools.pairwise(reversed(order)):
                 strides[outer] = strides[inner] * shape[inner]
