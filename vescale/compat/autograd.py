@@ -36,6 +36,7 @@ __all__ = [
     "current_backward",
     "eagerly",
     "has_dispatch_modes",
+    "is_in_dispatch_mode",
     "has_function_modes",
     "has_hooks",
     "has_saved_tensors_hooks",
@@ -191,6 +192,11 @@ def has_dispatch_modes() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 and not all(
         getattr(mode, "stands_in_for_dispatcher", False) for mode in _get_current_dispatch_mode_stack()
     )
+
+
+def is_in_dispatch_mode(*kinds: type) -> bool:
+    """Whether a TorchDispatchMode of one of these classes sees this thread's ops."""
+    return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
 
 
 def has_function_modes() -> bool:

@@ -610,14 +610,15 @@ class ForwardState:
             if place.has_tensors:
                 self._note_tensors(_items(content), place.name)
         self._frozen: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._parameters: list[tuple[nn.Parameter, str, bool, int]] = []
+        # Looked up again: those of a unit are others after a change of requires_grad.
+        self._parameters: list[tuple[dict[str, Any], str, str, bool, int]] = []
         for name, part in parts:
             for key, parameter in part._parameters.items():
                 if parameter is not None:
                     self._note_parameter(parameter, part._parameters, key, f"{name}.{key}" if name else key)
 
     def _note_parameter(self, parameter: nn.Parameter, holder: dict[str, Any], key: str, name: str) -> None:
-        self._parameters.append((parameter, name, parameter.requires_grad, _version(parameter)))
+        self._parameters.append((holder, key, name, parameter.requires_grad, _version(parameter)))
         if not parameter.requires_grad:
             self._note_tensors([(name, parameter)], "")
             self._frozen.append((holder, key, parameter))
@@ -636,8 +637,8 @@ class ForwardState:
         """The forward has ended. Raises RecomputationError if it has written where nobody knows what was there."""
         self._written = self._known.written.setdefault(self._modes, self._written)
         copies = dict(self._copies())
-        for parameter, name, requires_grad, version in self._parameters:
-            if requires_grad and _version(parameter) != version:
+        for holder, key, name, requires_grad, version in self._parameters:
+            if requires_grad and _version(holder[key]) != version:
                 raise self._error(f"writes to the parameter {name!r} in place")
         for holder, key, parameter in self._frozen:
             if id(parameter) in copies:
@@ -685,7 +686,8 @@ class ForwardState:
         """Inside, everything is as it was when the forward began."""
         now = [(place, before, place.kind.read(place.item)) for place, before in self._held]
         changed = [one for one in now if not is_same(*one[1:])]
-        flags = [(p, p.requires_grad) for p, _, before, _ in self._parameters if p.requires_grad != before]
+        given = [(holder.get(key), before) for holder, key, _, before, _ in self._parameters]
+        flags = [(p, p.requires_grad) for p, before in given if p is not None and p.requires_grad != before]
         find = functools.partial(_again, {})
         try:
             for place, before, _ in changed:
