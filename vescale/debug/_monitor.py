@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from vescale.compat.consoles import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+from vescale.compat.consoles import Console
+from vescale.compat.consoles import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.agreement import Round

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+from vescale.compat.consoles import Console
+from vescale.compat.consoles import Table
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
