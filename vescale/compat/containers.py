@@ -72,40 +72,43 @@ class Exchanged:
     given: what the call adds to them, or takes out, is there afterwards."""
 
     def __init__(self) -> None:
-        self._held: list[Any] = []
+        self._given: list[Any] = []
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def exchange(self, change: Callable[[torch.Tensor], Any], value: Any) -> Any:
         """``value`` with every tensor that :func:`map_tensors` would replace."""
-        if isinstance(value, torch.Tensor):
-            new = change(value)
-            if new is not value:
-                self._before[id(new)] = new, self._before.get(id(value), (value, value))[1]
+
+        def note(tensor: torch.Tensor) -> Any:
+            new = change(tensor)
+            if new is not tensor:
+                self._before[id(new)] = new, self._before.get(id(tensor), (tensor, tensor))[1]
             return new
-        if isinstance(value, tuple):
-            items = [self.exchange(change, item) for item in value]
-            return _as_before(value, items)
-        if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-            return map_tensors(change, value)
-        for key, item in list(_entries(value)):
-            new = self.exchange(change, item)
-            if new is not item:
-                _put(value, key, new)
-                self._held.append(value)
-        return value
+
+        self._given.append(value)
+        return _replaced(note, value)
 
     def put_back(self) -> None:
-        for value in self._held:
-            for key, item in list(_entries(value)):
-                new = self._returned(item)
-                if new is not item:
-                    _put(value, key, new)
+        def before(tensor: torch.Tensor) -> torch.Tensor:
+            return self._before.get(id(tensor), (tensor, tensor))[1]
 
-    def _returned(self, item: Any) -> Any:
-        if isinstance(item, tuple):
-            return _as_before(item, list(map(self._returned, item)))
-        new, before = self._before.get(id(item), (None, None))
-        return before if new is item and new is not None else item
+        if self._before:
+            for value in self._given:
+                _replaced(before, value)
+
+
+def _replaced(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """As :func:`map_tensors`, but containers that can be written to stay the same objects."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return _as_before(value, [_replaced(change, item) for item in value])
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return map_tensors(change, value)
+    for key, item in list(_entries(value)):
+        new = _replaced(change, item)
+        if new is not item:
+            _put(value, key, new)
+    return value
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]]:

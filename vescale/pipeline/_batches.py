@@ -108,7 +108,12 @@ class Signature:
                 (self.whole.reads.branches.get(place), value) for place, value in other.whole.reads.branches.items()
             ]
             different = [type(a) is bool for a, b in pairs if a != b]
-            if different and not any(different) and self.whole.looks_like(other.whole) and self.part.looks_like(other.part):
+            if (
+                different
+                and not any(different)
+                and self.whole.looks_like(other.whole)
+                and self.part.looks_like(other.part)
+            ):
                 self._ignores_values = True
 
     def answers(self, batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[Place, Any]:
