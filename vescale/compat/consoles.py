@@ -1,5 +1,5 @@
-"""``Console`` and ``Table`` of rich. Importing them draws a number from Python's generator, which is put back: a program draws
-what it would draw on one device."""
+"""``Console`` and ``Table`` of rich. Importing them draws a number from Python's generator, which is put back: a program
+draws what it would draw on one device."""
 
 import random
 

@@ -382,7 +382,7 @@ class _Places:
                     places._enter_module(part, name)
             else:
                 above.append((module, name))
-            for other, name in above if not places._beside else ():
+            for other, _ in above if not places._beside else ():
                 for held in (vars(other), other._buffers, other._modules):
                     places._hold_named(frozenset(places._names - OF_MODULES), held, named_items)
                 places._walk()
