@@ -485,6 +485,18 @@ def test_import_changes_nothing_in_torch() -> None:
     assert float(done.stdout) < 0.5
 
 
+def test_imports_draw_nothing() -> None:
+    """What a program draws after ``parallelize``, which loads most of the package, is what it draws without."""
+    done = run_fresh(
+        "import random, torch, numpy; random.seed(0); torch.manual_seed(0); numpy.random.seed(0)\n"
+        "states = lambda: (random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist())\n"
+        "before = states()\n"
+        "import vescale.pipeline, vescale.debug, vescale.optim, vescale.static, vescale.checkpoint, vescale.estimation\n"
+        "assert states() == before"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "statement, left_out",
     [

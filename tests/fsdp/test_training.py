@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from itertools import pairwise
@@ -506,3 +507,64 @@ def bits_of_fsdp2(keeps_vectors: bool) -> None:
 def test_default_dtype_of_reductions_is_that_of_the_installed_pytorch(ranks: RankPools) -> None:
     for keeps_vectors in (False, *([True] if OVERRIDES else [])):
         ranks.run(bits_of_fsdp2, keeps_vectors, world_size=2)
+
+
+@dataclasses.dataclass
+class State:
+    h: torch.Tensor
+    num_calls: int = 0
+    seen: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+class WritesToContainers(nn.Module):
+    """What it is given belongs to its caller, who reads it afterwards."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, state: State, cache: dict[str, Any], queue: tuple[list[Any]]) -> State:
+        h = torch.tanh(self.linear(state.h)) * queue[0].pop(0)
+        state.seen.append(state.h)
+        state.h, state.num_calls = state.h + h, state.num_calls + 1
+        cache["last"] = cache["last"] * 0.5 + h
+        cache.setdefault("all", []).append(h.mean())
+        return state
+
+
+class Caller(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WritesToContainers(4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state, given = State(x), x * 2
+        cache: dict[str, Any] = {"last": given, "first": given}
+        queue = [x.mean(), 0.5, x.sum()]
+        for block in self.blocks:
+            assert block(state, cache=cache, queue=(queue,)) is state
+        assert cache["first"] is given and state.seen[0] is x and len(queue) == 1
+        return state.h.sum() * state.num_calls + sum(cache["all"]) + cache["last"].mean() * queue[0]
+
+
+def containers() -> float:
+    largest = 0.0
+    torch.manual_seed(0)
+    models = [Caller().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for block in models[1].blocks:
+        our_fully_shard(block, mesh=mesh_of((2,)))
+    our_fully_shard(models[1], mesh=mesh_of((2,)))
+    for step in range(2):
+        x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        losses = [model(x * 1) for model in models]
+        for loss in losses:
+            loss.backward()
+        pairs = zip(models[0].parameters(), models[1].parameters())
+        found = [(p.grad, q.grad.full_tensor()) for p, q in pairs]  # type: ignore[union-attr]
+        largest = max([largest, *(float((a - b).detach().abs().max()) for a, b in [*found, losses])])  # type: ignore
+    return largest
+
+
+def test_containers_of_the_caller(ranks: RankPools) -> None:
+    assert max(ranks.run(containers, world_size=2)) < 1e-12

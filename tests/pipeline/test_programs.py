@@ -61,6 +61,44 @@ class Words(nn.Module):
         return {"loss": self._loss(x, labels) + 0.3 * early}
 
 
+class Chosen(Words):
+    """How many tokens or rows the batch's masks choose becomes a number of what is computed around modules."""
+
+    def _loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits, chosen = self.head(self.norm(x)), labels != -100
+        if self.kind == "chosen rows":
+            rows = chosen.sum(1) > 2
+            return F.cross_entropy(logits[rows].flatten(0, 1), labels[rows].flatten())
+        each = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+        if self.kind == "chosen tokens":
+            return (each * (chosen.to(x.dtype) / labels[chosen].numel())).sum()
+        return (each * (chosen.to(x.dtype) / len(chosen.nonzero()))).sum()
+
+
+def chosen(kind: str) -> dict[str, float]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Chosen(kind, nn.LayerNorm(WIDTH)).double()
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        found = token_batch(step)
+        number = torch.randint(0, 5, (8,), generator=torch.Generator().manual_seed(step))
+        number[::2] = 0  # each micro-batch has some
+        found["labels"] = found["input_ids"].masked_fill(torch.arange(6) < number[:, None], -100)
+        return found
+
+    def plan() -> Plan:
+        return Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, mesh="pp", loss="out.loss")
+
+    return same_steps(make, plan, [batch(step) for step in (0, 1, 2, 0)])
+
+
+def test_sizes_that_masks_choose(ranks: RankPools) -> None:
+    """They are those of each batch, and not of the first one."""
+    for kind in ("chosen rows", "chosen tokens", "positions"):
+        assert_exact(ranks.run(chosen, kind, world_size=2))
+
+
 KINDS = ["list index", "autocast off", "norm first", "detach", "early exit"]
 EARLY_EXIT = [["embed", r"blocks\.[01]", "norm", "head"], [r"blocks\.[23]", "norm", "head"]]
 

@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from tests.examples import NIGHTLY
 from tests.ranks import RankPools
 from tests.runtime import counting
 from tests.runtime.zero import mesh_of
-from vescale import Plan, parallelize
+from vescale import INIT, RUN, Plan, RaggedShard, parallelize
 from vescale.errors import RecomputationError
 
 WIDTH = 8
@@ -349,6 +350,121 @@ def last() -> list[Any]:
 
 def test_writes_after_the_last_saved_tensor(ranks: RankPools) -> None:
     assert ranks.run(last, world_size=2) == [[], []]
+
+
+class Beside(nn.Module):
+    """State of modules that a block reaches, and does not contain, and of what it makes in its first forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.calls = kind, nn.Linear(WIDTH, WIDTH), 0
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.blocks = nn.ModuleList(_InBeside(kind) for _ in range(2))
+        for block in self.blocks:
+            if kind == "hook":
+                block.linear.register_forward_hook(self._count)  # type: ignore[union-attr]
+            block.others = [self if kind == "parent" else self.norm]  # type: ignore[assignment]
+
+    def _count(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.calls += 1
+        return output * self.calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * (1 + self.calls)
+
+
+class _InBeside(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(WIDTH, WIDTH)
+        self.others: list[Any] = []
+        self.taken = (torch.full((1,), 1.0 / (i + 1), dtype=torch.float64) for i in range(99))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.linear(x))
+        (other,) = self.others
+        if self.kind == "module":
+            h = other(h.flatten(0, 1)).view(h.shape)
+        elif self.kind == "parent":
+            other.calls += 1
+            with torch.no_grad():
+                other.mean += h.mean((0, 1))
+            h = torch.tanh(h - other.mean.clone()) / other.calls
+        elif self.kind == "made":
+            if not hasattr(self, "scale"):
+                self.register_buffer("scale", torch.ones(WIDTH, dtype=x.dtype))
+            self.scale.mul_(0.9)
+            h = h * self.scale.clone()
+        elif self.kind == "generator":
+            h = h * next(self.taken)
+        elif self.kind == "own checkpoint":
+            h = checkpoint(lambda y: torch.tanh(self.linear(y)) * y, h, use_reentrant=False)
+        return x + h
+
+
+def beside() -> list[Any]:
+    wrong: list[Any] = []
+    kinds = ("module", "parent", "hook", "made", "own checkpoint", "generator")
+    for kind, policy in itertools.product(kinds, ("full", {"save": ["aten.addmm"]})):
+        expected: list[Any] = []
+        for entry in (False, True):
+            torch.manual_seed(0)
+            plan = Plan(mesh_of({"dp": 1, "tp": 2}))
+            plan.shard(r".*linear\.weight", Shard(0), mesh="tp")
+            net = Beside(kind).double()
+            model = parallelize(net, plan.checkpoint(r"blocks\.\d+", policy) if entry else plan)
+            found = []
+            try:
+                for step in range(2):
+                    x = torch.randn(3, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+                    model(x).square().mean().backward()
+                    found += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+                    found += [b.to_local() if isinstance(b, DTensor) else b.clone() for b in model.buffers()]
+            except RecomputationError as error:
+                if kind != "generator" or "a generator (a function with yield)" not in str(error):
+                    raise
+                continue
+            if not entry:
+                expected = found
+            elif kind == "generator" or len(found) != len(expected) or not all(map(torch.equal, found, expected)):
+                wrong.append((kind, policy))
+    return wrong
+
+
+def test_state_beside_the_module(ranks: RankPools) -> None:
+    assert ranks.run(beside, world_size=2) == [[], []]
+
+
+def toggled() -> list[Any]:
+    """Parameters of a unit are frozen around a forward, or after it."""
+    wrong = []
+    for first, policy in itertools.product((True, False), ("full", "selective")):
+        expected: list[Any] = []
+        for entry in (False, True):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(random.Random(3)), nn.Linear(WIDTH, WIDTH)).double()
+            plan = Plan(mesh_of({"dp": 2})).shard("<in>", Shard(0))
+            plan.shard(r".*\.(weight|bias)", RaggedShard(), phase=INIT)
+            plan.shard(r".*\.(weight|bias)", Replicate(), phase=RUN).unit("1")
+            model = parallelize(net, plan.checkpoint("1", policy) if entry else plan)
+            model[1].linear.requires_grad_(not first)
+            loss = model(torch.randn(4, 3, WIDTH, dtype=torch.float64)).square().mean()
+            model[1].linear.requires_grad_(first)
+            loss.backward()
+            found = [p.grad.to_local() if p.grad is not None else torch.zeros(()) for p in model.parameters()]
+            if not entry:
+                expected = found
+            elif not all(map(torch.equal, found, expected)):
+                wrong.append((first, policy))
+    return wrong
+
+
+def test_parameters_of_units_that_are_frozen(ranks: RankPools) -> None:
+    assert ranks.run(toggled, world_size=2) == [[], []]
 
 
 KINDS = [Ema, Frozen, Codebook, Norms, Counters, Shared, Draws, Given, WrittenLater, WrittenLater]

@@ -49,6 +49,7 @@ __all__ = [
     "in_transform",
     "is_captured",
     "is_computed",
+    "is_in_dispatch_mode",
     "is_tracing",
     "node_sequence",
     "num_function_modes",
@@ -216,6 +217,11 @@ class ThreadValue:
             yield
         finally:
             torch._C._stash_obj_in_tls(self._key, before)
+
+
+def is_in_dispatch_mode(*kinds: type) -> bool:
+    """Whether a TorchDispatchMode of one of these classes sees this thread's ops."""
+    return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
 
 
 def has_function_modes() -> bool:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "AVERAGED_MODULES",
     "WRAPPER_MODULES",
+    "Exchanged",
     "bytes_of",
     "hides_tensors",
     "living_items",
@@ -40,10 +41,7 @@ def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        items = [map_tensors(change, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return _as_before(value, [map_tensors(change, item) for item in value])
     held = dict(value) if isinstance(value, Mapping) else _fields(value)
     changed = {key: map_tensors(change, item) for key, item in held.items()}
     changed = {key: item for key, item in changed.items() if item is not held[key]}
@@ -60,6 +58,70 @@ def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     for name, item in changed.items():
         object.__setattr__(rebuilt, name, item)  # also a frozen one
     return rebuilt
+
+
+def _as_before(value: Any, items: list[Any]) -> Any:
+    """The list or tuple with these items; itself if they are its own."""
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+class Exchanged:
+    """Tensors in the arguments of a call that are exchanged for others while it runs, in the containers that the caller has
+    given: what the call adds to them, or takes out, is there afterwards."""
+
+    def __init__(self) -> None:
+        self._given: list[Any] = []
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def exchange(self, change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+        """``value`` with every tensor that :func:`map_tensors` would replace."""
+
+        def note(tensor: torch.Tensor) -> Any:
+            new = change(tensor)
+            if new is not tensor:
+                self._before[id(new)] = new, self._before.get(id(tensor), (tensor, tensor))[1]
+            return new
+
+        self._given.append(value)
+        return _replaced(note, value)
+
+    def put_back(self) -> None:
+        def before(tensor: torch.Tensor) -> torch.Tensor:
+            return self._before.get(id(tensor), (tensor, tensor))[1]
+
+        if self._before:
+            for value in self._given:
+                _replaced(before, value)
+
+
+def _replaced(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """As :func:`map_tensors`, but containers that can be written to stay the same objects."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return _as_before(value, [_replaced(change, item) for item in value])
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return map_tensors(change, value)
+    for key, item in list(_entries(value)):
+        new = _replaced(change, item)
+        if new is not item:
+            _put(value, key, new)
+    return value
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, list):
+        return enumerate(value)
+    return (value if isinstance(value, Mapping) else _fields(value)).items()
+
+
+def _put(value: Any, key: Any, item: Any) -> None:
+    if isinstance(value, list | MutableMapping):
+        value[key] = item
+    else:
+        object.__setattr__(value, key, item)  # also of a frozen one
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

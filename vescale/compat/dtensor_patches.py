@@ -155,7 +155,7 @@ class _Seen(TorchFunctionMode):
 
 def pass_methods(changes: Changes, _: Any) -> None:
     """Put descriptors in DTensor in front of the methods and attributes of PyTorch's C++ class. Without the C++ dispatcher,
-    the mode is called for all of them."""
+    the mode is called for all of them. What a program puts into ``torch.Tensor`` runs instead."""
     passes = native_passes()
     if passes is None:
         return
@@ -163,7 +163,7 @@ def pass_methods(changes: Changes, _: Any) -> None:
     for name in sorted({*vars(_BASE), *vars(torch.Tensor)} - {*vars(DTensor), *_OTHERS}):
         found = inspect.getattr_static(torch.Tensor, name)
         if isinstance(found, types.GetSetDescriptorType) and not name.startswith("_"):
-            changes.attribute(DTensor, name, pass_attribute(found, found.__get__))
+            changes.attribute(DTensor, name, pass_attribute(torch.Tensor, found, found.__get__))
         elif isinstance(found, types.MethodDescriptorType) or name == "__getitem__":
             function = _operator(name, found) if name.startswith("_") else found
             if function is not None:

@@ -113,6 +113,9 @@ class DispatchListener:
         """Before the parts of ``tensor`` meet: the value is for Python (``item()``, ``full_tensor()``), or for an op of ours
         that reduces over ranks (a loss)."""
 
+    def swaps(self) -> None:
+        """Before two tensors get each other's contents (``torch.utils.swap_tensors``), of which nothing else may know."""
+
     def exports(self, tool: str, model: Any) -> None:
         """Before ``tool`` (``torch.export``, ``torch.jit.trace``) traces ``model``, a module or a function."""
 

@@ -115,7 +115,7 @@ def observe_backwards(changes: Changes, hooks: ModelHooks) -> None:
     changes.attribute(torch.autograd, "_engine_run_backward", functools.wraps(original)(backward_by_rows(run)))
 
 
-def refuse_swaps(changes: Changes, _: Any) -> None:
+def refuse_swaps(changes: Changes, hooks: ModelHooks) -> None:
     """The reducer of gradients holds the parameters, so that PyTorch cannot put others in their place."""
     original = torch.utils.swap_tensors
 
@@ -127,6 +127,7 @@ def refuse_swaps(changes: Changes, _: Any) -> None:
                 "but the gradient hooks of parallelize hold it. Add and remove parametrizations (orthogonal, "
                 "spectral_norm), and move or convert the model, before parallelize"
             )
+        hooks.listener.swaps()
         original(t1, t2)
 
 

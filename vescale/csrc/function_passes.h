@@ -52,12 +52,23 @@ inline bool is_passed(PyObject* function, PyObject* const* args, Py_ssize_t num_
     return when < 0 || !is_for(static_cast<When>(when), operands, num_args < 2 ? nullptr : args[1]);
 }
 
+// What a program has put into the class torch.Tensor in place of `own`, borrowed; null: nothing.
+inline PyObject* replacement_of(PyObject* tensor, PyObject* name, PyObject* own) {
+    PyObject* found = PyDict_GetItemWithError(reinterpret_cast<PyTypeObject*>(tensor)->tp_dict, name);
+    if (found == nullptr) {
+        PyErr_Clear();
+    }
+    return found == own ? nullptr : found;
+}
+
 // In place of a method of PyTorch's C++ class. Read from the class, or from an object without a call, it is that method.
 struct PassedMethod {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject* method;
     PyObject* function;  // what a mode gets to see
+    PyObject* tensor;  // the class torch.Tensor
+    PyObject* name;
     binaryfunc subscript;  // of `__getitem__`; null: another method
 };
 
@@ -71,6 +82,12 @@ inline PyObject* call_method(PyObject* object, PyObject* const* args, std::size_
                                                                               : PyObject_Vectorcall(passed.method, args, num_given, names);
     };
     HANDLE_TH_ERRORS
+    if (PyObject* other = replacement_of(passed.tensor, passed.name, passed.method); other != nullptr && num_args > 0) {
+        const auto held = py::reinterpret_borrow<py::object>(other);
+        const auto get = Py_TYPE(other)->tp_descr_get;
+        const auto bound = get == nullptr ? held : owned(get(other, args[0], reinterpret_cast<PyObject*>(Py_TYPE(args[0]))));
+        return PyObject_Vectorcall(bound.ptr(), args + (num_args > 0), num_args - 1, names);
+    }
     if (num_args > 0 && is_passed(passed.function, args, num_args + num_named)) {
         const NoTorchFunction guard;
         return call();
@@ -80,7 +97,12 @@ inline PyObject* call_method(PyObject* object, PyObject* const* args, std::size_
 }
 
 inline PyObject* get_method(PyObject* object, PyObject* owner, PyObject* type) {
-    PyObject* method = reinterpret_cast<PassedMethod*>(object)->method;
+    const auto& passed = *reinterpret_cast<PassedMethod*>(object);
+    PyObject* other = replacement_of(passed.tensor, passed.name, passed.method);
+    PyObject* method = other == nullptr ? passed.method : other;
+    if (Py_TYPE(method)->tp_descr_get == nullptr) {
+        return Py_NewRef(method);
+    }
     return owner == nullptr ? Py_NewRef(method) : Py_TYPE(method)->tp_descr_get(method, owner, type);
 }
 
@@ -89,6 +111,8 @@ struct PassedAttribute {
     PyObject_HEAD
     PyObject* attribute;
     PyObject* function;
+    PyObject* tensor;
+    PyObject* name;
 };
 
 inline PyObject* get_attribute(PyObject* object, PyObject* owner, PyObject* type) {
@@ -98,6 +122,11 @@ inline PyObject* get_attribute(PyObject* object, PyObject* owner, PyObject* type
         return Py_NewRef(passed.attribute);
     }
     HANDLE_TH_ERRORS
+    if (PyObject* other = replacement_of(passed.tensor, passed.name, passed.attribute); other != nullptr) {
+        const auto held = py::reinterpret_borrow<py::object>(other);
+        const auto read = Py_TYPE(other)->tp_descr_get;
+        return read == nullptr ? Py_NewRef(other) : read(other, owner, type);
+    }
     if (is_passed(passed.function, &owner, 1)) {
         const NoTorchFunction guard;
         return get(passed.attribute, owner, type);
@@ -107,7 +136,9 @@ inline PyObject* get_attribute(PyObject* object, PyObject* owner, PyObject* type
 }
 
 inline int set_attribute(PyObject* object, PyObject* owner, PyObject* value) {
-    PyObject* attribute = reinterpret_cast<PassedAttribute*>(object)->attribute;
+    const auto& passed = *reinterpret_cast<PassedAttribute*>(object);
+    PyObject* other = replacement_of(passed.tensor, passed.name, passed.attribute);
+    PyObject* attribute = other == nullptr || Py_TYPE(other)->tp_descr_set == nullptr ? passed.attribute : other;
     return Py_TYPE(attribute)->tp_descr_set(attribute, owner, value);
 }
 
@@ -120,6 +151,8 @@ void free_passed(PyObject* object) {
         Py_CLEAR(reinterpret_cast<PassedAttribute*>(object)->attribute);
     }
     Py_CLEAR(reinterpret_cast<Passed*>(object)->function);
+    Py_CLEAR(reinterpret_cast<Passed*>(object)->tensor);
+    Py_CLEAR(reinterpret_cast<Passed*>(object)->name);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -161,19 +194,23 @@ inline py::object pass_method(const py::object& tensor, const py::object& method
     passed.call = call_method;
     passed.method = method.inc_ref().ptr();
     passed.function = function.inc_ref().ptr();
+    passed.tensor = tensor.inc_ref().ptr();
+    passed.name = py::object(method.attr("__name__")).release().ptr();
     const auto* mapping = reinterpret_cast<PyTypeObject*>(tensor.ptr())->tp_as_mapping;
     const bool is_subscript = owned(PyObject_GetAttrString(tensor.ptr(), "__getitem__")).is(method);
     passed.subscript = is_subscript && mapping != nullptr ? mapping->mp_subscript : nullptr;
     return made;
 }
 
-inline py::object pass_attribute(const py::object& attribute, const py::object& function) {
+inline py::object pass_attribute(const py::object& tensor, const py::object& attribute, const py::object& function) {
     TORCH_CHECK_TYPE(Py_TYPE(attribute.ptr())->tp_descr_get != nullptr && Py_TYPE(attribute.ptr())->tp_descr_set != nullptr, "expected the descriptor of an attribute");
     auto* type = passed_attribute_type();
     auto made = owned(type->tp_alloc(type, 0));
     auto& passed = *reinterpret_cast<PassedAttribute*>(made.ptr());
     passed.attribute = attribute.inc_ref().ptr();
     passed.function = function.inc_ref().ptr();
+    passed.tensor = tensor.inc_ref().ptr();
+    passed.name = py::object(attribute.attr("__name__")).release().ptr();
     return made;
 }
 

@@ -20,11 +20,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.comm import HostCopy, Observer, Operation, bytes_text, observe
+from vescale.compat.consoles import Console
 from vescale.debug._model_flops import flops_per_token as count_flops
 from vescale.debug._model_flops import measured_flops, peak_flops
 from vescale.errors import DebugOptionError, MissingPackageError

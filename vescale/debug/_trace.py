@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.agreement import Round
 from vescale.comm import Observer, Operation, axes_of, current_requester, name_group, observe
 from vescale.compat import is_alone
+from vescale.compat.consoles import Console, Table
 from vescale.debug._locations import running_place
 from vescale.errors import Coded
 

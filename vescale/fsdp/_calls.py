@@ -11,9 +11,9 @@ import torch
 from torch.autograd.graph import Node
 
 from vescale.compat import (
+    Exchanged,
     current_backward,
     held_tensors,
-    map_tensors,
     node_sequence,
     storage_of,
     tensors_in,
@@ -82,7 +82,9 @@ class Calls:
     def __init__(self) -> None:
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
-    def watch_inputs(self, args: Any, kwargs: Any, when_ended: Callable[[], None]) -> tuple[Any, Any, Call | None]:
+    def watch_inputs(
+        self, args: Any, kwargs: Any, exchanged: Exchanged, when_ended: Callable[[], None]
+    ) -> tuple[Any, Any, Call | None]:
         """The inputs of a call as views of themselves, so that what other modules do with the same tensors does not count;
         a view may be written to like the tensor itself. ``when_ended`` runs in each backward that reaches some of them, when
         their gradients are there; not once the call is gone."""
@@ -94,7 +96,7 @@ class Calls:
             watched.append(tensor.view_as(tensor))
             return watched[-1]
 
-        args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs)
+        args, kwargs = exchanged.exchange(watch, args), exchanged.exchange(watch, kwargs)
         if not watched:
             return args, kwargs, None
         call = Call(watched)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale.compat import FSDP2State, eagerly, guard_call, hides_tensors, in_backward, map_tensors
+from vescale.compat import Exchanged, FSDP2State, eagerly, guard_call, hides_tensors, in_backward, map_tensors
 from vescale.errors import FullyShardStateError, NotPicklableError
 from vescale.fsdp._calls import Call, Calls, watch_outputs
 from vescale.fsdp._context import CommContext
@@ -114,6 +114,7 @@ class ModuleState(FSDP2State):
         self._still_to_run: set[nn.Module] = set()
         self._calls = Calls()
         self._call: Call | None = None  # that is running forward
+        self._exchanged: list[Exchanged] = []  # inputs of the calls that run
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._running_part: nn.Module | None = None
         self._depth = 0  # of forwards of a module inside of its own
@@ -223,6 +224,7 @@ class ModuleState(FSDP2State):
     @eagerly
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._has_ended = False
+        self._exchanged.append(Exchanged())
         if self.iteration.is_broken_off:
             self.iteration.states[0].abandon_iteration()
         begins = self.stage is not Stage.FORWARD
@@ -244,7 +246,9 @@ class ModuleState(FSDP2State):
             if (
                 self.groups and torch.is_grad_enabled() and self._running_part is None
             ):  # the rest needs the parameters, too
-                args, kwargs, self._call = self._calls.watch_inputs(args, kwargs, self._after_backward)
+                args, kwargs, self._call = self._calls.watch_inputs(
+                    args, kwargs, self._exchanged[-1], self._after_backward
+                )
             for other in self.forward_prefetch:
                 for group in other.groups:
                     group.unshard()
@@ -256,7 +260,13 @@ class ModuleState(FSDP2State):
         self._has_ended = True
         return output
 
+    def _put_back(self, num_calls: int) -> None:
+        """So many calls have ended."""
+        for _ in range(min(num_calls, len(self._exchanged))):
+            self._exchanged.pop().put_back()
+
     def _after_forward(self, output: Any) -> Any:
+        self._put_back(1)
         if self.stage is Stage.BACKWARD:
             self._move(Move.END_FORWARD)
             return self._cast_outputs(output)
@@ -271,6 +281,7 @@ class ModuleState(FSDP2State):
 
     def _end_forward(self, output: Any) -> Any:
         """Returns the output, which aliases no gathered parameter."""
+        self._put_back(len(self._exchanged))
         if self.groups:
             output = map_tensors(self._own, output)
         is_watched = self._watch_outputs(output)
@@ -299,7 +310,8 @@ class ModuleState(FSDP2State):
         self.iteration.order_gathers()
         if self.device.type != "cpu":
             args, kwargs = (
-                map_tensors(lambda t: t.to(self.device, non_blocking=True), given) for given in (args, kwargs)
+                self._exchanged[-1].exchange(lambda t: t.to(self.device, non_blocking=True), given)
+                for given in (args, kwargs)
             )
         return args, kwargs
 
@@ -312,6 +324,8 @@ class ModuleState(FSDP2State):
     def after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
         """Parameters are at rest, and the next forward begins anew. Also called when there was no exception: then the
         forward has ended already."""
+        if not self._has_ended:
+            self._put_back(1)
         if self._has_ended or self.stage is Stage.BACKWARD:  # what that leaves is abandoned by the next forward
             self._has_ended = False
             return
@@ -324,6 +338,7 @@ class ModuleState(FSDP2State):
 
     def abandon_forward(self) -> None:
         """An exception has ended it."""
+        self._put_back(len(self._exchanged))
         for group in self.groups:
             group.abandon_forward()
         self._still_to_run.clear()
@@ -342,7 +357,8 @@ class ModuleState(FSDP2State):
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> Any:
         dtype = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
-        return _cast(dtype, args), _cast(dtype, kwargs)
+        exchange = self._exchanged[-1].exchange
+        return _cast(dtype, args, exchange), _cast(dtype, kwargs, exchange)
 
     def _cast_outputs(self, output: Any) -> Any:
         return _cast(self.mp_policy.output_dtype, output)
@@ -528,10 +544,10 @@ class ModuleState(FSDP2State):
         self._move(Move.ABANDON)
 
 
-def _cast(dtype: torch.dtype | None, values: Any) -> Any:
+def _cast(dtype: torch.dtype | None, values: Any, replace: Callable[..., Any] = map_tensors) -> Any:
     if dtype is None:
         return values
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+    return replace(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
 
 
 def _parts(module: nn.Module, owners: set[nn.Module]) -> Iterator[nn.Module]:

@@ -8,6 +8,8 @@ the module and those in it                     attributes and ``training``; buff
 objects and containers that attributes, other  their attributes and items
 arguments than tensors, forward hooks, and
 globals of ``forward`` hold
+modules among these that are not in it         as those in it; of one that contains it, the attributes that these
+                                               functions name
 classes, and functions and methods that are    attributes of classes, globals, and closures, as far as the code of these
 called from there                              functions names them; not those of installed packages
 generators among these, and those of           their states, if the forward draws
@@ -287,9 +289,9 @@ def _is_installed(module: str | None) -> bool:
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_DICT = Kind(dict, dict.update)
+_BUFFERS = Kind(dict, _put_dict)  # also those that a forward registers
 _ITERATORS: frozenset[type] = frozenset(
-    (itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))))
+    (itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))), types.GeneratorType)
 )
 
 
@@ -359,6 +361,8 @@ class _Places:
         self.found: list[_Place] = []
         self._seen = {id(part) for _, part in parts}
         self._left: list[tuple[Any, str]] = []
+        self._beside: list[tuple[nn.Module, str]] = []  # modules that are none of the parts
+        self._names: set[str] = set()  # what functions name
         self._entered: set[tuple[int, Any]] = set()  # functions with their owners, and holders with names
         self._parts, self._num_hooks = parts, _num_hooks(parts)
 
@@ -367,14 +371,29 @@ class _Places:
         """``parts``: the module and those in it, with their names."""
         places = cls(parts)
         for path, part in parts:
-            name = f"{path}." if path else ""
-            places._hold(part, name, ATTRIBUTES)
-            if part._buffers:
-                places._hold(part._buffers, name, _DICT)
-            places._left += [(hook, f"a hook of {name}") for each in _HOOKS for hook in part.__dict__[each].values()]
-            places._enter_function(type(part).forward, name, type(part))
-            places._walk()
+            places._enter_module(part, f"{path}." if path else "")
+        own = {id(part) for _, part in parts}
+        above = []  # modules that contain one of the parts
+        while places._beside:
+            module, name = places._beside.pop()
+            inner = list(module.modules())
+            if own.isdisjoint(map(id, inner)):
+                for part in inner:
+                    places._enter_module(part, name)
+            else:
+                above.append((module, name))
+            for other, _ in above if not places._beside else ():
+                for held in (vars(other), other._buffers, other._modules):
+                    places._hold_named(frozenset(places._names - OF_MODULES), held, named_items)
+                places._walk()
         return places
+
+    def _enter_module(self, part: nn.Module, name: str) -> None:
+        self._hold(part, name, ATTRIBUTES)
+        self._hold(part._buffers, name, _BUFFERS)
+        self._left += [(hook, f"a hook of {name}") for each in _HOOKS for hook in part.__dict__[each].values()]
+        self._enter_function(type(part).forward, name, type(part))
+        self._walk()
 
     @classmethod
     def of_arguments(cls, given: Any) -> _Places:
@@ -420,7 +439,9 @@ class _Places:
             if kind in _UNCHANGING or id(item) in self._seen or len(self._seen) > _MANY:
                 continue
             self._seen.add(id(item))
-            if isinstance(item, nn.Module | type | enum.Enum | torch.Tensor):  # a module of another part of the model
+            if isinstance(item, nn.Module):
+                self._beside.append((item, name))
+            if isinstance(item, nn.Module | type | enum.Enum | torch.Tensor):
                 continue
             if kind is tuple:
                 self._left += [(value, f"{name}{key}.") for key, value in enumerate(item)]
@@ -456,6 +477,7 @@ class _Places:
                 if not isinstance(cell.cell_contents, _STATELESS):
                     self._hold(cell, name, CELL)
         names, scope = names_in(function.__code__), function.__globals__
+        self._names |= names
         values += self._hold_named(names, scope, named_items)
         if _is_installed(function.__module__):
             return
@@ -588,14 +610,15 @@ class ForwardState:
             if place.has_tensors:
                 self._note_tensors(_items(content), place.name)
         self._frozen: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._parameters: list[tuple[nn.Parameter, str, bool, int]] = []
+        # Looked up again: those of a unit are others after a change of requires_grad.
+        self._parameters: list[tuple[dict[str, Any], str, str, bool, int]] = []
         for name, part in parts:
             for key, parameter in part._parameters.items():
                 if parameter is not None:
                     self._note_parameter(parameter, part._parameters, key, f"{name}.{key}" if name else key)
 
     def _note_parameter(self, parameter: nn.Parameter, holder: dict[str, Any], key: str, name: str) -> None:
-        self._parameters.append((parameter, name, parameter.requires_grad, _version(parameter)))
+        self._parameters.append((holder, key, name, parameter.requires_grad, _version(parameter)))
         if not parameter.requires_grad:
             self._note_tensors([(name, parameter)], "")
             self._frozen.append((holder, key, parameter))
@@ -614,8 +637,8 @@ class ForwardState:
         """The forward has ended. Raises RecomputationError if it has written where nobody knows what was there."""
         self._written = self._known.written.setdefault(self._modes, self._written)
         copies = dict(self._copies())
-        for parameter, name, requires_grad, version in self._parameters:
-            if requires_grad and _version(parameter) != version:
+        for holder, key, name, requires_grad, version in self._parameters:
+            if requires_grad and _version(holder[key]) != version:
                 raise self._error(f"writes to the parameter {name!r} in place")
         for holder, key, parameter in self._frozen:
             if id(parameter) in copies:
@@ -663,7 +686,8 @@ class ForwardState:
         """Inside, everything is as it was when the forward began."""
         now = [(place, before, place.kind.read(place.item)) for place, before in self._held]
         changed = [one for one in now if not is_same(*one[1:])]
-        flags = [(p, p.requires_grad) for p, _, before, _ in self._parameters if p.requires_grad != before]
+        given = [(holder.get(key), before) for holder, key, _, before, _ in self._parameters]
+        flags = [(p, p.requires_grad) for p, before in given if p is not None and p.requires_grad != before]
         find = functools.partial(_again, {})
         try:
             for place, before, _ in changed:
@@ -685,8 +709,21 @@ class _Copy:
         self.tensor = tensor
 
 
+class _Passed(Iterator[Any]):
+    """Stands for a generator (a function with ``yield``), which cannot go back to where it was."""
+
+    def __next__(self) -> Any:
+        raise RecomputationError(
+            "a checkpointed module takes values from a generator (a function with yield), which cannot be taken again "
+            "when the module is recomputed: take them outside, and pass them to the module, or exclude the module from "
+            "the plan's checkpoint entries"
+        )
+
+
 def _copied(value: Any) -> Any:
     """Of an iterator, what stays where it is."""
+    if type(value) is types.GeneratorType:
+        return _Passed()
     return copy.copy(value) if type(value) in _ITERATORS else value
 
 

@@ -12,14 +12,13 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale.agreement import Round, compare_descriptions
 from vescale.checks import known_names
 from vescale.compat import local_of, own_part
+from vescale.compat.consoles import Console, Table
 from vescale.errors import OptimizerError, OptimizerReportError
 
 # What messages, reports and plans of owners call the parameters of an optimizer.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -84,11 +84,15 @@ class BatchReads:
         counts: how many there are, inside of which call.
         values: of the traced batch, those that depend on it alone.
         compute: the same of another batch of the same shapes.
+        sizes: how much masks and the like have chosen, which calls may have taken as numbers; ``choose``: the same of
+            another batch, None if that cannot be computed with these sizes.
     """
 
     counts: Mapping[int, int]
     values: Mapping[Place, Any]
     compute: Callable[[Mapping[str, Any]], dict[Place, Any]]
+    sizes: Sequence[Any] = ()
+    choose: Callable[[Mapping[str, Any]], Sequence[Any] | None] = lambda _: ()
 
     @property
     def branches(self) -> dict[Place, Any]:

@@ -47,6 +47,7 @@ class Signature:
         self.whole = whole.without_values()
         self.part = replace(part.without_values(), boundaries=_reached(part, entry))
         self._ignores_values, self.num_microbatches = False, entry.microbatches
+        self.ignores_sizes = False
         self._origins: dict[int, tuple[Mapping[Origin, int], Mapping[Origin, int]]] = {}
         self.drawn: set[int] = set()  # the stages whose random numbers have been compared with those of the trace
 
@@ -66,6 +67,11 @@ class Signature:
             found = self._origins[stage] = entering, _by_origin(leaves, len(leaves.leaves))
         return found
 
+    def chooses(self, batch: Mapping[str, Any]) -> bool:
+        """Whether masks and the like choose as much of this batch as of the traced one, where numbers come of that."""
+        reads = self.whole.reads
+        return self.ignores_sizes or not reads.sizes or reads.choose(batch) == reads.sizes
+
     def fits(self, batch: Mapping[str, Any]) -> bool:
         """Whether the forward of this batch reads what that of the traced one has read."""
         reads = self.whole.reads
@@ -78,15 +84,19 @@ class Signature:
         """Whether both are the same for a batch: what the forward takes from it, and how its losses add up."""
         if not (self.whole.looks_like(other.whole) and self.part.looks_like(other.part)):
             return False
-        both: list[list[Any]] = [
-            [
-                (known.loss.weight, known.loss.of_labels, known.loss.rows, len(known.loss.substitutes)),
-                [s.value(batch) for s in known.loss.substitutes],
-                [term.count(batch) for term in known.whole.losses if term.is_known],
-                known.whole.reads.compute(batch) if known.whole.reads.values else {},
+        both: list[list[Any]]
+        try:
+            both = [
+                [
+                    (known.loss.weight, known.loss.of_labels, known.loss.rows, len(known.loss.substitutes)),
+                    [s.value(batch) for s in known.loss.substitutes],
+                    [term.count(batch) for term in known.whole.losses if term.is_known],
+                    known.whole.reads.compute(batch) if known.whole.reads.values else {},
+                ]
+                for known in (self, other)
             ]
-            for known in (self, other)
-        ]
+        except (RuntimeError, IndexError):  # of numbers that were sizes of the other batch
+            return False
         values, others = (known.pop(1) for known in both)
         return both[0] == both[1] and all(map(torch.equal, values, others))
 
@@ -98,7 +108,12 @@ class Signature:
                 (self.whole.reads.branches.get(place), value) for place, value in other.whole.reads.branches.items()
             ]
             different = [type(a) is bool for a, b in pairs if a != b]
-            if not any(different) and self.whole.looks_like(other.whole) and self.part.looks_like(other.part):
+            if (
+                different
+                and not any(different)
+                and self.whole.looks_like(other.whole)
+                and self.part.looks_like(other.part)
+            ):
                 self._ignores_values = True
 
     def answers(self, batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[Place, Any]:

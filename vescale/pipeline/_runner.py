@@ -377,7 +377,7 @@ class Runner:
         numbers = self._settings.numbers()
         alike = [known for known in found if known.fits(whole)]
         for known in alike:
-            if known.settings == numbers:
+            if known.settings == numbers and known.chooses(whole):
                 return known
         self._settings.before_trace()
         pair = traced_pair(self.skeleton, self.cut, self.entry, batch, parts[0])
@@ -400,6 +400,7 @@ class Runner:
             if known.computes_as(other, batch):
                 self._settings.ignore(other.settings, numbers)
                 other.settings = known.settings = self._settings.numbers()
+                other.ignores_sizes |= not other.chooses(whole)
                 return other
         if self.entry.microbatches > 1 and known.of_rows:
             warn_of_rows(known.of_rows, self.entry)

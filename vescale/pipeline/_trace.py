@@ -300,6 +300,10 @@ def _refuse_host_draws(before: Any, source: Any) -> None:
         )
 
 
+def _size(chosen: torch.Tensor) -> Any:
+    return int(chosen.count_nonzero()) if chosen.dtype is torch.bool else tuple(chosen.shape)
+
+
 def _with_positions(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
     """The leaves of an indexing's arguments, with the positions of what masks choose in place of masks whose values are
     known."""
@@ -375,6 +379,7 @@ class _Recorder(TorchDispatchMode):
         self._reads: dict[
             Place, tuple[Any, Any, Any, Any]
         ] = {}  # function, arguments and value, of reads from the batch
+        self._choosing: list[torch.Tensor] = []  # masks, and what is as large as their values say
 
     # Calls of modules
 
@@ -502,6 +507,9 @@ class _Recorder(TorchDispatchMode):
         else:
             for target in writes:
                 self.recipes.lose(target)
+        if func in _WITH_MASKS or sizes_depend_on_values(func):
+            choosing = (*(t for t in tensors if t.dtype is torch.bool), *(outs if not depends else ()))
+            self._choosing += [t for t in choosing if t in self.recipes]
         for result in outs:
             if depends:
                 self.values.add(id(result))
@@ -653,10 +661,20 @@ class _Recorder(TorchDispatchMode):
                 found[place] = func(*args, **kwargs)
             return found
 
+        choosing = self.recipes.of(self._choosing)
+
+        def choose(batch: Mapping[str, Any]) -> list[Any] | None:
+            try:
+                return [_size(tensor) for tensor in choosing(batch)]
+            except (RuntimeError, IndexError):
+                return None
+
         return BatchReads(
             dict(self.read_calls.counts),
             {place: value for place, (*_, value) in calls.items()},
             compute if calls else lambda _: {},
+            list(map(_size, self._choosing)),
+            choose,
         )
 
     def replay_of(self, tensor: torch.Tensor) -> Callable[[Mapping[str, Any]], torch.Tensor] | None:

@@ -34,14 +34,23 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from vescale.comm import KeptResults, all_reduce, axis_group
-from vescale.compat import TorchDispatchMode, held_tensors, map_tensors, no_torch_function, storage_of, tensors_in
+from vescale.compat import (
+    TorchDispatchMode,
+    held_tensors,
+    is_in_dispatch_mode,
+    map_tensors,
+    no_torch_function,
+    storage_of,
+    tensors_in,
+)
+from vescale.compat.model_hooks import CHECKPOINTED_APART
 from vescale.errors import RecomputationError
 from vescale.ir import Checkpoint, ForwardState, Instruction, KnownState
 from vescale.ops import following_writes
 from vescale.plans import CheckpointPolicy, checkpoint_policy
 from vescale.runtime._activation import current_activation
 from vescale.runtime._offloaded_tensors import OffloadedForward
-from vescale.runtime._op_saving import PRODUCTS, GeneratorStates, is_heavy, op_name, saving_contexts
+from vescale.runtime._op_saving import PRODUCTS, Counting, GeneratorStates, is_heavy, op_name, saving_contexts
 from vescale.runtime._runtime import Runtime
 
 # A memory budget that picks what each checkpointed module saves: measured in the first step, decided before the second.
@@ -238,6 +247,15 @@ class Work(TorchDispatchMode):
             self.selected += work
             self.selected_bytes += sum(s.nbytes() for x in tensors if (s := storage_of(x)) is not None)
         return result
+
+
+def _as_a_part(options: Mapping[str, Any]) -> AbstractContextManager[None] | None:
+    """A function that the model checkpoints itself inside of a forward that a mode sees runs as it is, also when that is
+    recomputed: in a recomputation of its own, which no mode would see, ops may save other tensors."""
+    return contextlib.nullcontext() if is_in_dispatch_mode(Counting, Work) else None
+
+
+CHECKPOINTED_APART.append(_as_a_part)
 
 
 class CheckpointedForward:

@@ -365,6 +365,11 @@ class _Listener(DispatchListener):
         if for_python or running_module() is None:  # inside of a forward, the model's own ops run on all ranks
             check_read(tensor, how)
 
+    def swaps(self) -> None:
+        activation = current_activation()
+        if activation is not None and activation.recorder is not None:
+            activation.recorder.give_up("it swaps tensors, as .to() of a module that it makes does")
+
     def exports(self, tool: str, model: Any) -> None:
         refuse_export(tool, model)
 

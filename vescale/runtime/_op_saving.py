@@ -165,7 +165,7 @@ def _alias(x: Any) -> Any:
     return detached_below_autograd(x) if isinstance(x, torch.Tensor) else x
 
 
-class _Counting(TorchDispatchMode, ABC):
+class Counting(TorchDispatchMode, ABC):
     """A dispatch mode that numbers the calls of each op of the model."""
 
     def __init__(self, kept: KeptResults, results: dict[tuple[Any, int], _Saved]) -> None:
@@ -199,7 +199,7 @@ class _Counting(TorchDispatchMode, ABC):
 _UNCOUNTED = frozenset((torch.ops.aten.detach.default,))
 
 
-class _Saving(_Counting):
+class _Saving(Counting):
     def __init__(
         self,
         rule: SavingRule,
@@ -224,7 +224,7 @@ class _Saving(_Counting):
         return result
 
 
-class _Restoring(_Counting):
+class _Restoring(Counting):
     def run(self, key: tuple[Any, int], args: Any, kwargs: Any) -> Any:
         saved = self._results.get(key)
         if saved is None or not saved.tensors.is_unwritten:

@@ -588,6 +588,11 @@ class Recorder(TorchFunctionMode):
             call.outputs = [self._record(x) for x in made]
         return result, made
 
+    def give_up(self, why: str) -> None:
+        """No static forward comes of this step; nothing is known of its tensors from here on."""
+        self.problems.setdefault("", why)
+        self._alive = native_tape().Run(native_tape().Tape(), None)
+
     def take_over(self, what: str) -> None:
         """The runtime runs something in place of the current call."""
         self._taken_over = what
