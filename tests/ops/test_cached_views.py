@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.device import device_type
@@ -80,6 +82,25 @@ def test_views_of_our_placements(rank: int, placement: Any, monkeypatch: pytest.
         x.view(8, 3, 4).zero_()
         assert not x._local_tensor.any()
     assert asked == []
+
+
+SHAPES = [((0, 6, 7), (0, 7)), ((0, 6), (0,)), ((0,), (0, 6)), ((2, 0, 3), (0, 3)), ((6, 0), (2, 3, 0)), ((3, 0), (0, 5)),
+          ((0, 7), (0, 1, 7)), ((0, 4, 6), (0, 4, 2, 3)), ((0, 8), (-1, 8)), ((1, 0), (0,))]  # fmt: skip
+
+
+def test_views_without_elements(rank: int) -> None:
+    """What a mask that chooses nothing leaves. PyTorch looks for its dims without end, or names others."""
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize(nn.Linear(1, 1), Plan(mesh))
+    for before, after in SHAPES:
+        kinds = [Replicate(), *map(Shard, range(len(before)))]
+        for placements in itertools.product(kinds, kinds):
+            x = distribute_tensor(torch.zeros(before), mesh, placements, src_data_rank=None).requires_grad_()
+            for y in (x.view(after), x.reshape(after), x.detach().reshape(after)):
+                assert y.shape == torch.zeros(before).view(after).shape and not y.to_local().numel()
+                assert (y * 2 + 1).sum().full_tensor() == 0
+            x.view(after).sum().backward()
+            assert x.grad is not None and x.grad.shape == before
 
 
 def test_expand_of_a_sharded_dim_of_size_1(rank: int) -> None:

@@ -84,13 +84,15 @@ def chosen(kind: str) -> dict[str, float]:
         found = token_batch(step)
         number = torch.randint(0, 5, (8,), generator=torch.Generator().manual_seed(step))
         number[::2] = 0  # each micro-batch has some
+        if step == 3:
+            number[:2] = 5  # but for the first one, of which no row is chosen
         found["labels"] = found["input_ids"].masked_fill(torch.arange(6) < number[:, None], -100)
         return found
 
     def plan() -> Plan:
         return Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, mesh="pp", loss="out.loss")
 
-    return same_steps(make, plan, [batch(step) for step in (0, 1, 2, 0)])
+    return same_steps(make, plan, [batch(step) for step in (0, 1, 3, 2, 0)])
 
 
 def test_sizes_that_masks_choose(ranks: RankPools) -> None:

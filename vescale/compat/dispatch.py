@@ -411,6 +411,9 @@ def _decide(op: Any, schema: Any, propagate: Callable[[], Any]) -> Any:
         keeps = ask.interleaved if has_strided or any(map(has_empty_shards, specs)) else _nothing
         if has_strided and specs[0].mesh.ndim >= _LONG_SEARCH and (kept := keeps(schema)) is not None:
             return kept
+        # PyTorch's search for the dims of a view does not end for some sizes without elements.
+        if any(0 in spec.shape for spec in specs) and (kept := ask.view_of_parts(schema)) is not None:
+            return kept
         try:
             sharding = propagate()
         except RuntimeError as error:

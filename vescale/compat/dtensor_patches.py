@@ -16,9 +16,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _decompositions
 from torch.distributed.tensor import _redistribute as tensor_redistribute
-from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops, single_dim_strategy
-from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import clip_grad
@@ -85,6 +84,7 @@ def reduce_all_where_none_is_named(changes: Changes, _: Any) -> None:
 
 def pad_other_dims(changes: Changes, _: Any) -> None:
     """``F.pad`` keeps what shards the dims that it does not pad; decisions are cached by the sizes, too."""
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
     def pad(schema: Any) -> OpStrategy:
         mesh, ndim, sizes = schema.get_mesh_from_args(validate=False), schema.args_schema[0].ndim, schema.args_schema[1]
@@ -99,6 +99,8 @@ def pad_other_dims(changes: Changes, _: Any) -> None:
 
 def copy_pending_gradients(changes: Changes, _: Any) -> None:
     """What autograd copies a gradient to, ``new_empty_strided``, is pending where the gradient is."""
+    from torch.distributed.tensor._op_schema import OpSpec
+
     op = torch.ops.aten.new_empty_strided.default
     original: Any = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs[op]
 

@@ -90,7 +90,9 @@ def follow_stages(model: nn.Module, place: Any, headers: Headers) -> None:
     for stage in runner.stages:
         agree_on_sizes(stage)
     runner.header, runner.header_of_arrived = headers.__getitem__, lambda stage, _: headers[stage]
-    runner.tell_header = lambda stage, found: headers.setdefault(stage, tuple(found))
+    runner.tell_header = lambda stage, found, **_: headers.setdefault(stage, tuple(found))
+    runner.flags_of = lambda _: []
+    runner.returned = lambda stage: [header.requires_grad for header in headers[stage]]
 
 
 def step_of_stages(schedule: Schedule, seconds: Callable[[int, str], float], message: float = 0.0) -> float:

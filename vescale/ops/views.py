@@ -58,7 +58,7 @@ def view_rule(call: OpCall) -> Decision | None:
         outputs = _ragged_view(spec, shape)
         flat_size = (-1,) if call.name in _SIZED else None
         return None if outputs is None else Decision((spec.placements,), (outputs,), _flat, local_sizes=flat_size)
-    viewed = regrouped(spec, shape) if is_cut_unevenly(spec) else None
+    viewed = regrouped(spec, shape) if math.prod(shape) and is_cut_unevenly(spec) else None
     if viewed is None:
         viewed = next((p for p in _viewed(spec, shape) if holds_the_same(spec, shape, p)), None)
     if viewed is None:
@@ -100,6 +100,10 @@ def _ragged_view(spec: DTensorSpec, shape: tuple[int, ...]) -> Placements | None
 
 def _viewed(spec: DTensorSpec, shape: tuple[int, ...]) -> Iterator[Placements]:
     """Placements that may describe the same elements in the new shape, likely and simple ones first."""
+    if not math.prod(shape):  # nothing: all do
+        kept = {d for d, size in enumerate(shape[: len(spec.shape)]) if size == spec.shape[d]} | {None}
+        yield tuple(p if shard_dim(p) in kept else Replicate() for p in spec.placements)
+        return
     choices: list[list[Placement]] = []
     for axis, placement in enumerate(spec.placements):
         dim, pieces = shard_dim(placement), split_factor(placement)
@@ -138,6 +142,8 @@ def holds_the_same(
     """Whether every rank holds the same elements in the same order; ``if_too_large`` where that would take too long. Dims
     at either end that neither side shards and that the view leaves alone are shrunk to size 1, which changes nothing but
     the cost."""
+    if not math.prod(shape):
+        return True
     old, new = _shrunk(tuple(spec.shape), spec.placements, shape, placements)
     last = max(dim for p in spec.placements if (dim := shard_dim(p)) is not None)
     pieces = max(split_factor(p) for p in (*spec.placements, *placements))

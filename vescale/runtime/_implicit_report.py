@@ -132,10 +132,14 @@ def _name_operand(
         key = _cut_by(running, axis) or f"<{'out' if operand.startswith('grad') else 'in'}>"
         key = f"{prefix}{key}"
     frame = running.frame
-    if local is not None and not local.is_meta and local.numel() and frame is not None:  # empty ones are all at 0
-        pointer = local.data_ptr()
+    if local is not None and not local.is_meta and frame is not None:
+        pointer = local.data_ptr()  # 0 without elements: what has the same placements then
         for parameter, value in frame.module.named_parameters(recurse=False):
-            if isinstance(value, DTensor) and local_of(value).data_ptr() == pointer:
+            if (
+                isinstance(value, DTensor)
+                and local_of(value).data_ptr() == pointer
+                and (pointer or value.placements == source)
+            ):
                 name, key, named = f"the parameter '{parameter}'", f"{prefix}{parameter}", local_of(value)
                 outside = _called_outside_of_its_unit() if any(isinstance(p, RaggedShard) for p in source) else None
                 if outside is not None:
@@ -145,11 +149,11 @@ def _name_operand(
                     )
                     return name, source, target, edit
         for child, result in frame.results:
-            if result == pointer:
+            if result == pointer != 0:
                 name, key, named = f"the output of '{child}'", f"{running.runtime.pattern(child)}.<out>", None
         for index, value in enumerate((*frame.args, *frame.kwargs.values())):
             for t in tensors_in(value):
-                if isinstance(t, DTensor) and local_of(t).data_ptr() == pointer:
+                if isinstance(t, DTensor) and local_of(t).data_ptr() == pointer != 0:
                     name, key, named = f"its input {index}", f"{prefix}<in:{index}>", local_of(t)
     if key is None:
         edit = (
