@@ -25,6 +25,7 @@ from tests.fsdp.compare import by_block, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
 from tests.pipeline import test_own_checkpoints
 from tests.ranks import RankPools
+from tests.runtime import test_generate
 from vescale.comm import SideStream
 from vescale.fsdp import fully_shard
 from vescale.optim import clip_grad_norm_
@@ -85,6 +86,11 @@ def test_a_recomputation_draws_as_its_forward(ranks: RankPools) -> None:
         everywhere, test_own_checkpoints.case, "block", False, "1F1B", world_size=2, device="sim"
     ):
         assert max(found.values()) <= 1e-12, found
+
+
+def test_prompts_of_a_rank_are_told(ranks: RankPools) -> None:
+    """Also in later calls of ``generate``, when the tokens are in a device's memory."""
+    ranks.run(everywhere, test_generate.local_inputs, ("greedy",), world_size=2, device="sim")
 
 
 def test_offloaded_parameters_without_synchronization(ranks: RankPools) -> None:
