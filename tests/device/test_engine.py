@@ -23,6 +23,7 @@ from tests.fsdp import (
 )
 from tests.fsdp.compare import by_block, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
+from tests.optim import test_group_edits
 from tests.pipeline import test_own_checkpoints
 from tests.ranks import RankPools
 from tests.runtime import test_generate
@@ -91,6 +92,11 @@ def test_a_recomputation_draws_as_its_forward(ranks: RankPools) -> None:
 def test_prompts_of_a_rank_are_told(ranks: RankPools) -> None:
     """Also in later calls of ``generate``, when the tokens are in a device's memory."""
     ranks.run(everywhere, test_generate.local_inputs, ("greedy",), world_size=2, device="sim")
+
+
+def test_parameters_frozen_on_a_rank(ranks: RankPools) -> None:
+    """All ranks raise before they exchange gradients; else they would meet in different collectives."""
+    ranks.run(everywhere, test_group_edits.frozen_on_a_rank, (0, True), (1, True), world_size=2, device="sim")
 
 
 def test_offloaded_parameters_without_synchronization(ranks: RankPools) -> None:
