@@ -25,6 +25,7 @@ from tests.fsdp.compare import by_block, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
 from tests.optim import test_group_edits
 from tests.pipeline import test_own_checkpoints
+from tests.placements import test_checkpoint_state_dict
 from tests.ranks import RankPools
 from tests.runtime import test_generate
 from vescale.comm import SideStream
@@ -97,6 +98,11 @@ def test_prompts_of_a_rank_are_told(ranks: RankPools) -> None:
 def test_parameters_frozen_on_a_rank(ranks: RankPools) -> None:
     """All ranks raise before they exchange gradients; else they would meet in different collectives."""
     ranks.run(everywhere, test_group_edits.frozen_on_a_rank, (0, True), (1, True), world_size=2, device="sim")
+
+
+def test_meta_models_are_filled_on_the_device(ranks: RankPools) -> None:
+    """PyTorch gives full values on the CPU where no tensor of the model is anywhere and the job has gloo, too."""
+    ranks.run(everywhere, test_checkpoint_state_dict.meta_model, test_checkpoint_state_dict.FULL, device="sim")
 
 
 def test_offloaded_parameters_without_synchronization(ranks: RankPools) -> None:
