@@ -264,8 +264,8 @@ def check_generate(runtime: Runtime, model: torch.nn.Module, args: tuple[Any, ..
     """
     checks = runtime.checks
     if checks.compares_data:
-        given = {**{f"argument {index}": value for index, value in enumerate(args)}, **_in_order(kwargs)}
-        rows = [row for name, value in given.items() for row in describe(name, value, fully=True)]
+        given = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
+        rows = sorted(row for name, value in given.items() for row in describe(name, value, fully=True))
         checks.agree(f"{type(model).__name__}{GENERATING}", rows if not has_dispatch_modes() else [("", UNKNOWN)])
 
 
