@@ -166,7 +166,16 @@ def is_about_as_fast_as_the_cpu() -> None:
     assert min(ratios) < 3, ratios
 
 
+def conjugated_and_negated_views_are_copied() -> None:
+    whole = torch.arange(6.0, device="cpu")
+    for view in (lambda x: x.conj(), lambda x: x.conj().imag):
+        expected, found = (view(torch.complex(x, -x)) for x in (whole, whole.to(SIM)))
+        assert torch.equal(found.cpu(), expected.cpu().resolve_conj().resolve_neg())
+        assert torch.equal(found.clone()[2:5].cpu(), expected[2:5])
+
+
 LOCAL = [
+    conjugated_and_negated_views_are_copied,
     doors,
     memory_is_poisoned_and_counted,
     another_stream_gets_other_memory,

@@ -23,8 +23,11 @@ from tests.fsdp import (
 )
 from tests.fsdp.compare import by_block, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
+from tests.optim import test_group_edits
 from tests.pipeline import test_own_checkpoints
+from tests.placements import test_checkpoint_state_dict
 from tests.ranks import RankPools
+from tests.runtime import test_generate
 from vescale.comm import SideStream
 from vescale.fsdp import fully_shard
 from vescale.optim import clip_grad_norm_
@@ -37,8 +40,9 @@ NAMES = [one.name for one in test_training.CASES]
 @pytest.mark.parametrize("share", [pytest.param(0, id="daily"), pytest.param(1, id="nightly", marks=pytest.mark.slow)])
 def test_trains_like_one_device_and_fsdp2(share: int, ranks: RankPools) -> None:
     names = NAMES[::6] if share == 0 else [name for number, name in enumerate(NAMES) if number % 6]
-    found = ranks.run(everywhere, test_training.run_all, names, world_size=2, device="sim", timeout=900)
-    assert found == [len(names)] * 2
+    size = 2 if share == 0 else 4  # some cases are of four
+    found = ranks.run(everywhere, test_training.run_all, names, world_size=size, device="sim", timeout=900)
+    assert found == [len(names)] * size
 
 
 def test_parameters_are_right_after_a_backward_that_failed_in_place(ranks: RankPools) -> None:
@@ -85,6 +89,21 @@ def test_a_recomputation_draws_as_its_forward(ranks: RankPools) -> None:
         everywhere, test_own_checkpoints.case, "block", False, "1F1B", world_size=2, device="sim"
     ):
         assert max(found.values()) <= 1e-12, found
+
+
+def test_prompts_of_a_rank_are_told(ranks: RankPools) -> None:
+    """Also in later calls of ``generate``, when the tokens are in a device's memory."""
+    ranks.run(everywhere, test_generate.local_inputs, ("greedy",), world_size=2, device="sim")
+
+
+def test_parameters_frozen_on_a_rank(ranks: RankPools) -> None:
+    """All ranks raise before they exchange gradients; else they would meet in different collectives."""
+    ranks.run(everywhere, test_group_edits.frozen_on_a_rank, (0, True), (1, True), world_size=2, device="sim")
+
+
+def test_meta_models_are_filled_on_the_device(ranks: RankPools) -> None:
+    """PyTorch gives full values on the CPU where no tensor of the model is anywhere and the job has gloo, too."""
+    ranks.run(everywhere, test_checkpoint_state_dict.meta_model, test_checkpoint_state_dict.FULL, device="sim")
 
 
 def test_offloaded_parameters_without_synchronization(ranks: RankPools) -> None:

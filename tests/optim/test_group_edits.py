@@ -156,10 +156,11 @@ def test_lists_of_parameters(ranks: RankPools, tmp_path: Any, seed: int) -> None
     ranks.run(edits, seed, str(tmp_path), world_size=2)
 
 
-def frozen_on_a_rank() -> None:
+def frozen_on_a_rank(*cases: tuple[int, bool]) -> None:
+    """Which rank, and whether from the first step on."""
     mesh, rank = init_device_mesh(device_type(), (2,)), dist.get_rank()
     for kind, make in KINDS.items():
-        for bad, first in ((0, True), (1, False)):
+        for bad, first in cases:
             placed = distribute_tensor(torch.randn(2, 16, 8), mesh, [Shard(1)], src_data_rank=None)
             made = [nn.Parameter(each) for each in (placed[0], placed[1])]
             for parameter in made:
@@ -177,8 +178,9 @@ def frozen_on_a_rank() -> None:
 
 
 def test_frozen_on_a_rank(ranks: RankPools) -> None:
-    # On a device a rank that lacks nothing does not wait for the one that raises, and is ended with the job.
-    ranks.run(frozen_on_a_rank, world_size=2, device="cpu")
+    ranks.run(frozen_on_a_rank, (0, True), (1, True), world_size=2)
+    # Later on a device only the rank that has changed waits, and raises; the other one is ended with the job.
+    ranks.run(frozen_on_a_rank, (1, False), world_size=2, device="cpu")
 
 
 @pytest.mark.parametrize(

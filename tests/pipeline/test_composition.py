@@ -99,8 +99,8 @@ def test_parts_of_the_batch(ranks: RankPools, rows: int, schedule: str, microbat
 
 
 def is_reduction(record: CommRecord) -> bool:
-    """Of gradients: not of losses, nor what the engine asks other ranks."""
-    asks = ("which", "nll_loss")
+    """Of gradients: not of losses, nor what ranks compare or ask each other."""
+    asks = ("which", "nll_loss", "comparison of steps")
     return record.op in ("reduce_scatter_v", "all_reduce") and not any(word in record.requester for word in asks)
 
 

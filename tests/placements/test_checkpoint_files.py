@@ -63,7 +63,7 @@ def dtensors_in_files(folder: Path) -> None:
             assert other.placements == spec_of(dtensor).placements and spec_of(other) == spec_of(dtensor)
             assert torch.equal(local_of(other), local_of(dtensor))
             assert local_of(other).data_ptr() != local_of(dtensor).data_ptr() or not local_of(dtensor).numel()
-            assert torch.equal(other.full_tensor(), VALUE)
+            assert torch.equal(other.full_tensor(), VALUE.to(device_type()))
         assert loaded["param"].requires_grad and isinstance(loaded["param"], nn.Parameter)
 
 
@@ -99,7 +99,7 @@ def save_alone(file: Path) -> None:
 
 def test_a_fresh_process_that_only_imports_placements_loads_dtensors(ranks: RankPools, tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
-    ranks.run(save_alone, file, world_size=1)
+    ranks.run(save_alone, file, world_size=1, device="cpu")  # which a process of its own has
     done = run_fresh(_FRESH, str(file))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(PLACEMENTS)

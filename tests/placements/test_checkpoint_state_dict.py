@@ -97,7 +97,7 @@ def make_model(layout: str, change: float = 0.0) -> Net:
         if name in placements:
             owner.register_parameter(leaf, nn.Parameter(place(value + change, mesh, placements[name])))
         else:
-            owner.register_buffer(leaf, value + change)
+            owner.register_buffer(leaf, (value + change).to(device_type()))
     return model
 
 
@@ -112,11 +112,11 @@ def assert_holds(found: Any, expected: torch.Tensor, name: str) -> None:
     if isinstance(found, DTensor):
         expected = local_of(place(expected, found.device_mesh, found.placements))
         found = local_of(found)
-    assert torch.equal(found, expected), (name, dist.get_rank(), found, expected)
+    assert torch.equal(found, expected.to(device_type())), (name, dist.get_rank(), found, expected)
 
 
 def full_values(change: float = 0.0) -> dict[str, torch.Tensor]:
-    return {name: value + change for name, value in VALUES.items()}
+    return {name: (value + change).to(device_type()) for name, value in VALUES.items()}
 
 
 # ---------------------------------------------------------------- models
@@ -129,7 +129,7 @@ def model_state_dicts(layout: str) -> None:
     for name, param in model.named_parameters():
         assert isinstance(sharded[name], DTensor) and local_of(sharded[name]).data_ptr() == local_of(param).data_ptr()
     full = get_model_state_dict(model, options=FULL)
-    for name, value in VALUES.items():
+    for name, value in full_values().items():
         assert type(full[name]) is torch.Tensor and torch.equal(full[name], value), name
     offloaded = get_model_state_dict(model, options=OFFLOADED)
     assert offloaded.keys() == (VALUES.keys() if dist.get_rank() == 0 else set())
@@ -167,7 +167,7 @@ def meta_model(options: StateDictOptions) -> None:
     set_model_state_dict(model, full, options=options)
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor) and param.placements == LAYOUTS["flat"][1][name], name
-        assert param.device.type == "cpu" and param.requires_grad
+        assert param.device.type == device_type() and param.requires_grad
     assert_model_holds(model, 5)
 
 
@@ -222,7 +222,7 @@ def optimizer_state_dicts(layout: str) -> None:
     assert sharded["state"]["weight"]["exp_avg"].placements == LAYOUTS[layout][1]["weight"]
     full = get_optimizer_state_dict(model, adamw(model, 1), options=FULL)
     for name in LAYOUTS[layout][1]:
-        assert torch.equal(full["state"][name]["exp_avg"], VALUES[name] * 10 + 1), name
+        assert torch.equal(full["state"][name]["exp_avg"], full_values()[name] * 10 + 1), name
         assert float(full["state"][name]["step"]) == 4.0
     offloaded = get_optimizer_state_dict(model, adamw(model, 1), options=OFFLOADED)
     assert bool(offloaded) == (dist.get_rank() == 0)

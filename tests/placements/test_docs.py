@@ -19,5 +19,5 @@ def run_page(blocks: list[str]) -> int:
 
 def test_the_page_runs(ranks: RankPools) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) >= 8
-    assert ranks.run(run_page, blocks, world_size=4) == [len(blocks)] * 4
+    assert len(blocks) >= 8  # which have their values on the CPU
+    assert ranks.run(run_page, blocks, world_size=4, device="cpu") == [len(blocks)] * 4

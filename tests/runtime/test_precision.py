@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.runtime.hf import quiet
 from tests.runtime.llama import make_llama, make_mesh, tensor_parallel
@@ -55,7 +56,9 @@ class Net(nn.Module):
 
 def net(is_tied: bool = True) -> Net:
     torch.manual_seed(0)
-    return Net(is_tied)
+    with torch.device("cpu"):  # with its random numbers: how much bfloat16 loses depends on them
+        made = Net(is_tied)
+    return made.to(device_type())
 
 
 def batches(steps: int) -> Any:

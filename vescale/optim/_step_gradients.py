@@ -150,6 +150,12 @@ class StepBeats:
     def __init__(self, requester: str) -> None:
         self._requester = requester
         self._by_ranks: dict[Ranks, Heartbeat] = {}
+        self._trained: dict[Ranks, list[tuple[int, bool]]] = {}
+
+    def has_changed(self, ranks: Ranks, trained: list[tuple[int, bool]]) -> bool:
+        """Whether other parameters of ``ranks`` are trained than in the last step: by number, whether each is."""
+        before, self._trained[ranks] = self._trained.get(ranks), trained
+        return trained != before
 
     def send(
         self,
@@ -337,8 +343,8 @@ def agreed_gradients(
     it is part of a set in ``compare``, which its ranks know alike. With ``linked`` for all sets, and one of a byte where
     parameters are on no set of just these ranks, or gradients are placed otherwise. Gradients with other placements than
     their parameter are brought to them. Of a gradient that some ranks lack, replicas that have it give it to those that
-    lack it. On a device a rank that lacks nothing does not wait for the others, unless parameters have replicas, or
-    ``linked`` is given.
+    lack it. On a device a rank that lacks nothing does not wait for the others, unless parameters have replicas,
+    ``linked`` is given, or it trains other parameters than in its last step.
 
     Raises:
         RuntimeError: a parameter that is frozen on some ranks only; a gradient that is sparse, complex, of another shape, or
@@ -460,6 +466,8 @@ def _compared(
             device = members[0].local.device
             is_asked = linked is not None or device.type == "cpu" or not {*highest} <= {0, _LIKE_PARAMETER + 1}
             is_asked = is_asked or any(_has_replicas(parameter) for parameter in members)
+            numbers = [parameter.number for parameter in members]
+            is_asked = beats.has_changed(ranks, [*zip(numbers, trained)]) or is_asked  # maybe on this rank only
             message = bytearray([*highest, *lacking, int(not finite)])
             check = functools.partial(_check_answer, members) if not is_asked else _accept
             beat = beats.send(ranks, message, device, check)

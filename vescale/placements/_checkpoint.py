@@ -116,15 +116,15 @@ def check_full(fqn: str, dtensor: DTensor, full: Any) -> None:
 def fill(fqn: str, dtensor: DTensor, full: torch.Tensor) -> DTensor:
     """The DTensor with this rank's part of ``full``, which this rank holds whole; no communication.
 
-    Filled in place and returned; a DTensor on the meta device is replaced by a new one on ``full``'s device, of its
-    dtype. Raises ValueError for another global shape.
+    Filled in place and returned; a DTensor on the meta device is replaced by a new one on its mesh's device, of the dtype
+    of ``full``. Raises ValueError for another global shape.
     """
     check_full(fqn, dtensor, full)
     spec = spec_of(dtensor)
     region = own_region(dtensor.shape, spec.placements, spec.mesh)
     filled = dtensor
     if dtensor.is_meta:
-        local = full.new_empty(region.local_shape if region is not None else 0)
+        local = full.new_empty(region.local_shape if region is not None else 0, device=spec.mesh.device_type)
         new_spec = make_spec(spec.mesh, spec.placements, dtensor.shape, dtensor.stride(), full.dtype)
         filled = make_dtensor(local, new_spec)
     if region is not None:

@@ -22,6 +22,7 @@ from vescale.compat import filter_functions, map_tensors, note, tensors_in
 from vescale.ops import convert, enter_local, wrap_global
 from vescale.placements import shard_dim
 from vescale.runtime._activation import THREAD, current_activation
+from vescale.runtime._input_checks import check_generate
 from vescale.runtime._runtime import BoundMethod, Runtime
 
 
@@ -54,6 +55,7 @@ def _generate(runtime: Runtime, module: Any, *args: Any, **kwargs: Any) -> Any:
     method = type(module).generate
     if is_generating(runtime):
         return method(module, *args, **kwargs)
+    check_generate(runtime, module, args, kwargs)
     with _generating(runtime):
         return method(module, *args, **kwargs)
 

@@ -256,6 +256,19 @@ def _compare_forward(
             }
 
 
+def check_generate(runtime: Runtime, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before ``generate``, which looks at each token anyway: ranks wait for each other, and compare all values that it is
+    given, wherever they are.
+
+    Raises InputMismatchError, on every rank.
+    """
+    checks = runtime.checks
+    if checks.compares_data:
+        given = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
+        rows = sorted(row for name, value in given.items() for row in describe(name, value, fully=True))
+        checks.agree(f"{type(model).__name__}{GENERATING}", rows if not has_dispatch_modes() else [("", UNKNOWN)])
+
+
 def _in_order(value: Any) -> Any:
     """A dict with its names in one order. transformers makes masks by kind of layer from a set, whose order differs between
     processes. (What a script passes may be computed with in its order.)"""

@@ -700,3 +700,12 @@ void register_ops() {
 }
 
 }  // namespace sim
+
+// A copy of a conjugated or negated tensor reads its bits as they are: to resolve them is to copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+    m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+    m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
