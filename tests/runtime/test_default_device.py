@@ -45,7 +45,7 @@ def in_static_mode() -> None:
     assert report(model).static_steps == 2, report(model)
 
 
-@pytest.mark.parametrize("case", [in_a_region, in_static_mode])
+@pytest.mark.parametrize("case", [in_a_region, pytest.param(in_static_mode, marks=pytest.mark.helper("dispatch"))])
 def test_a_default_device(ranks: RankPools, case: Callable[[], None]) -> None:
     """Tensors are made there in local regions, too, and steps are static."""
     ranks.run(case, world_size=2)
