@@ -13,7 +13,7 @@ import torch.distributed.fsdp
 from torch.distributed.tensor import Partial, Replicate
 
 from tests.fresh import run_fresh
-from vescale.compat import DataParallelMeshDims, meshes
+from vescale.compat import DataParallelMeshDims, ThreadValue, meshes
 from vescale.placements import _local_conversion
 
 
@@ -55,6 +55,18 @@ def test_from_local_gets_no_gradient_placements_that_nobody_gave(monkeypatch: py
     assert ["grad_placements" in options for options in given] == [False, True]
 
 
+def test_a_value_of_a_thread_is_released_as_often_as_it_is_taken() -> None:
+    """PyTorch releases it once more before 2.12, and others find it freed."""
+    value, other = ThreadValue("first"), object()
+    before = sys.getrefcount(other)
+    with value.within(other):
+        assert value.get() is other
+        with value.within(None):
+            assert value.get() is None
+        assert value.get() is other
+    assert sys.getrefcount(other) == before and value.get() is None
+
+
 RULES = """
 import torch
 import torch.distributed as dist
@@ -80,10 +92,19 @@ gradient = DTensor.from_local(part, mesh, [Partial("avg"), Shard(2)], shape=(5, 
 copy = gradient.new_empty_strided((5, 3, 3), (9, 3, 1)).copy_(gradient)  # as autograd copies a gradient
 assert copy.placements == (Partial("avg"), Shard(2)), copy.placements
 assert torch.equal(copy._local_tensor, part)
+
+scores = DTensor.from_local(torch.arange(24.0).view(3, 8), mesh, [Shard(0), Shard(0)])
+best, chosen = scores.topk(2, dim=-1)  # whose backward scatters
+for y in (scores.scatter(1, chosen, best), scores.scatter(1, chosen, 0.0), scores.clone().scatter_(-1, chosen, best)):
+    assert y.placements == (Shard(0), Shard(0)), y.placements
+    assert torch.equal(y.to_local()[:, :-2], scores.to_local()[:, :-2])
+assert torch.equal(y.to_local(), scores.to_local())
+rows = scores.scatter(0, chosen, best)
+assert rows.placements == (Replicate(), Replicate()), rows.placements
 """
 
 
 def test_rules_that_older_versions_lack() -> None:
-    """``F.pad``, views of two sharded dims, and copies of gradients move nothing."""
+    """``F.pad``, views of two sharded dims, ``scatter``, and copies of gradients move nothing."""
     done = run_fresh(RULES)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
 import time
@@ -15,6 +16,7 @@ from torch.autograd import Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.torch_version import TorchVersion
 from torch.utils import checkpoint as checkpointing
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -212,11 +214,20 @@ class ThreadValue:
     @contextlib.contextmanager
     def within(self, value: Any) -> Iterator[None]:
         before = self.get()
-        torch._C._stash_obj_in_tls(self._key, value)
+        self._set(value)
         try:
             yield
         finally:
-            torch._C._stash_obj_in_tls(self._key, before)
+            self._set(before)
+
+    def _set(self, value: Any) -> None:
+        if _IS_STOLEN:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+        torch._C._stash_obj_in_tls(self._key, value)
+
+
+# Before 2.12, PyTorch releases what it stashes without having taken a reference: strings that others use are freed.
+_IS_STOLEN = TorchVersion(torch.__version__) < "2.12"
 
 
 def is_in_dispatch_mode(*kinds: type) -> bool:

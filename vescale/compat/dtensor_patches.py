@@ -79,7 +79,7 @@ def reduce_all_where_none_is_named(changes: Changes, _: Any) -> None:
         return list(range(ndim)) if is_empty else original(dims, ndim)
 
 
-# Two rules of older versions.
+# Three rules of older versions.
 
 
 def pad_other_dims(changes: Changes, _: Any) -> None:
@@ -95,6 +95,23 @@ def pad_other_dims(changes: Changes, _: Any) -> None:
     op = torch.ops.aten.constant_pad_nd.default
     _enter(changes, "op_strategy_funcs", op, pad)
     _enter(changes, "op_to_schema_info", op, RuntimeSchemaInfo(1))
+
+
+def scatter_along_whole_dims(changes: Changes, _: Any) -> None:
+    """``scatter`` keeps what shards the other dims, where they have one size in all operands."""
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+
+    def scatter(schema: Any) -> OpStrategy:
+        mesh, operands = schema.get_mesh_from_args(validate=False), schema.args_strategy
+        ndim, rules = operands[0].ndim, [[Replicate()] * (len(operands) + 1)]
+        for dim in set(range(ndim)) - {schema.args_schema[1] % max(ndim, 1)}:
+            if all(x.ndim == ndim and x.shape[dim] == operands[0].shape[dim] for x in operands):
+                rules.append([Shard(dim)] * (len(operands) + 1))
+        return expand_to_full_mesh_op_strategy(mesh, schema, rules, inplace_op=schema.is_inplace_op())
+
+    aten = torch.ops.aten
+    for op in (aten.scatter.src, aten.scatter.value, aten.scatter_.src, aten.scatter_.value):
+        _enter(changes, "op_strategy_funcs", op, scatter)
 
 
 def copy_pending_gradients(changes: Changes, _: Any) -> None:
