@@ -94,6 +94,22 @@ def attributed() -> None:
             assert {s for s in sites(model) if s[1] == "backward"} == expected
 
 
+def outside_of_models() -> None:
+    """What a script computes with a model's output has numbers of another model's forward on another thread."""
+    mesh = make_mesh(tp=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strict = built(mesh)
+        x = torch.randn(4, 6, dtype=torch.float64)
+        on_thread(lambda: [strict(x) for _ in range(10)])
+        before = dict(implicit_communication(strict))
+        plan = Plan(mesh).shard("weight", Shard(1)).shard("<in:0>", Shard(1))
+        model = parallelize(nn.Linear(6, 6, bias=False).double(), plan)
+        loss = on_thread(lambda: model(x).pow(2).sum())  # of a pending sum
+        loss.backward()
+    assert implicit_communication(strict) == before and not {s for s in sites(model) if s[1] == "backward"}
+
+
 def refused_in_strict_mode() -> None:
     mesh = make_mesh(tp=2)
     model = built(mesh)
@@ -128,6 +144,10 @@ def after_many_modules() -> None:
 
 def test_the_module_of_communication_in_backward(ranks: RankPools) -> None:
     ranks.run(attributed, world_size=2)
+
+
+def test_what_is_outside_of_models_belongs_to_none(ranks: RankPools) -> None:
+    ranks.run(outside_of_models, world_size=2)
 
 
 def test_strict_mode_sees_forwards_of_other_threads(ranks: RankPools) -> None:

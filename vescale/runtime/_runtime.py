@@ -56,8 +56,8 @@ class ModuleTimeline:
     thread is in one module at a time. Forwards of a model usually are alike, and then share what is kept of them.
 
     ``csrc/timeline.h`` is the same in C++, and knows the thread of each node. Python does not: where several threads have
-    used a number in forwards, the module is of the model to whose parameters the node's gradients go. Where that does not
-    tell, the thread that asks comes first, then the one that ran a forward last.
+    used a number in forwards, the module is of the model to whose parameters the node's gradients go. Where they go to
+    none, the thread that asks comes first, then the one that ran a forward last.
     """
 
     def __init__(self, max_length: int = MAX_LENGTH) -> None:
@@ -93,9 +93,9 @@ class ModuleTimeline:
         number, own = node_sequence(node), self._thread()
         with self._lock:
             others = [thread for thread in reversed(self._order) if thread is not own]
-        threads = dict.fromkeys((own, *others, *self._threads))
-        found = [where for thread in threads if (where := _find(thread, number)) is not None]
-        return _of_model(node, found) if len(found) > 1 else next(iter(found), None)
+        mine, threads = _find(own, number), dict.fromkeys((*others, *self._threads))
+        found = [where for each in threads if each is not own and (where := _find(each, number)) is not None]
+        return _of_model(node, mine, found) if found else mine
 
     def _thread(self) -> _Thread:
         found: _Thread | None = getattr(self._local, "thread", None)
@@ -146,19 +146,20 @@ def _find(thread: _Thread, number: int) -> Any:
     return wheres[bisect.bisect_right(numbers, number - start) - 1]
 
 
-def _of_model(node: Any, wheres: list[Any]) -> Any:
-    """The first of them whose model has one of the nearest parameters that the node's gradients go to; else the first."""
-    models = [(where, where.runtime.root) for where in wheres if isinstance(where, Where) and where.runtime is not None]
-    owned = [(where, {id(x) for x in root.parameters()}) for where, root in models if root is not None]
+def _of_model(node: Any, mine: Any, others: list[Any]) -> Any:
+    """The one whose model has the nearest parameter of a model that the node's gradients go to. None of them has it: ``mine``,
+    for then the node may be of no module. It leads to none: the first."""
+    owned = [(root, {id(x) for x in root.parameters()}) for root, _ in living_items(_MODELS)]
     seen = level = {node}
-    while level and len(owned) > 1:
-        leaves = [id(getattr(each, "variable", None)) for each in level]
-        for where, parameters in owned:
-            if not parameters.isdisjoint(leaves):
-                return where
+    while level:
+        leaves = {id(getattr(each, "variable", None)) for each in level}
+        roots = {root for root, parameters in owned if not parameters.isdisjoint(leaves)}
+        if roots:
+            known = ((where, getattr(where, "runtime", None)) for where in (mine, *others))
+            return next((where for where, runtime in known if runtime is not None and runtime.root in roots), mine)
         level = {n for each in level for n, _ in each.next_functions if n is not None} - seen
         seen = seen | level
-    return owned[0][0] if owned else wheres[0]
+    return others[0] if mine is None else mine
 
 
 class Where:
