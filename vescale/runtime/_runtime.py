@@ -147,8 +147,8 @@ def _find(thread: _Thread, number: int) -> Any:
 
 
 def _of_model(node: Any, mine: Any, others: list[Any]) -> Any:
-    """The one whose model has the nearest parameter of a model that the node's gradients go to. None of them has it: ``mine``,
-    for then the node may be of no module. It leads to none: the first."""
+    """The one whose model has the nearest parameter of a model that the node's gradients go to. None has it: ``mine``, for
+    then the node may be of no module. They go to no parameter: the first."""
     owned = [(root, {id(x) for x in root.parameters()}) for root, _ in living_items(_MODELS)]
     seen = level = {node}
     while level:
