@@ -103,7 +103,8 @@ def scatter_along_whole_dims(changes: Changes, _: Any) -> None:
 
     def scatter(schema: Any) -> OpStrategy:
         mesh, operands = schema.get_mesh_from_args(validate=False), schema.args_strategy
-        ndim, rules = operands[0].ndim, [[Replicate()] * (len(operands) + 1)]
+        ndim = operands[0].ndim
+        rules: list[list[Placement | None]] = [[Replicate()] * (len(operands) + 1)]
         for dim in set(range(ndim)) - {schema.args_schema[1] % max(ndim, 1)}:
             if all(x.ndim == ndim and x.shape[dim] == operands[0].shape[dim] for x in operands):
                 rules.append([Shard(dim)] * (len(operands) + 1))
