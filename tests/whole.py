@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from tests.device import device_type
+
 __all__ = ["whole", "whole_tensors"]
 
 Name = TypeVar("Name")
@@ -43,7 +45,7 @@ def whole_tensors(tensors: Mapping[Name, torch.Tensor | None]) -> dict[Name, tor
     keys = {name: (tensor.device_mesh, tensor.placements, tensor.shape) for name, tensor in packed.items()}
     positions = _positions(keys.values())
     with torch.no_grad():
-        bits = [tensor.to_local().contiguous().flatten().view(torch.uint8) for tensor in packed.values()]
+        bits = [x.to_local().contiguous().flatten().view(torch.uint8).to(device_type()) for x in packed.values()]
     sizes = [
         sum(len(positions[key][rank]) * packed[name].dtype.itemsize for name, key in keys.items())
         for rank in range(dist.get_world_size())

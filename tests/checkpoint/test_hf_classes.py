@@ -60,7 +60,7 @@ def test_every_class(tmp_path: Path) -> None:
         source.save_pretrained(tmp_path / "a")
         kind = planned_config(name)
         for how in ("plain", "deferred", "meta"):
-            with deferred_init() if how == "deferred" else torch.device("meta" if how == "meta" else "cpu"):
+            with deferred_init() if how == "deferred" else torch.device("meta" if how == "meta" else device_type()):
                 model = tiny_model(kind, meta=how == "meta")
             load_hf(model, tmp_path / "a")
             wrong += [f"{name}, {how}: {each}" for each in different(source, model)]

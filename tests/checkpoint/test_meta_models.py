@@ -46,7 +46,7 @@ def cut(model: nn.Module, way: str) -> nn.Module:
 
 def hf_recipe(folder: str, name: str, way: str, how: str) -> None:
     """``load_hf`` of a folder, with memory that it gives itself or that ``to_empty`` has given."""
-    expected = reference(name, Path(folder))
+    expected = reference(name, Path(folder)).to(device_type())  # diffusers loads to the CPU
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -54,7 +54,7 @@ def hf_recipe(folder: str, name: str, way: str, how: str) -> None:
             model = MODELS[name].build()
         model = cut(model, way)
         if how == "to_empty":
-            model.to_empty(device="cpu")
+            model.to_empty(device=device_type())
         if (name, how) == ("dit", "deferred") or name != "dit":
             assert not load_hf(model, folder)
         else:  # a table of positions that only the constructor can compute
@@ -112,7 +112,7 @@ def own_recipe(folder: str, way: str) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model = cut(model, way)
-            model.to_empty(device="cpu")
+            model.to_empty(device=device_type())
             state = {
                 key: distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
                 if hasattr(own := model.state_dict()[key], "placements")

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
@@ -99,6 +101,27 @@ def generators_draw_by_seed_and_offset() -> None:
         torch.randn(3, device=SIM, generator=torch.Generator())
 
 
+def autocast_and_forward_mode() -> None:
+    x, linear = torch.randn(4, 3), nn.Linear(3, 2)
+    found = []
+    for device in ("cpu", SIM):
+        y, layer = x.to(device), linear.to(device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            low = layer(y)
+            assert low.dtype == torch.bfloat16 and F.layer_norm(y, (3,)).dtype == torch.float32
+        with forward_ad.dual_level():  # tangents of the parameters are zeros without memory
+            tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(y, y.cos())).relu()).tangent
+        found.append((low.cpu(), tangent.cpu()))
+    torch.testing.assert_close(*found)
+
+
+def set_shares_memory() -> None:
+    x, y = torch.ones(3, device=SIM), torch.ones(6, device=SIM)[3:]
+    x.set_(y)
+    y.mul_(2)
+    assert x.tolist() == [2, 2, 2]
+
+
 def waits_of_the_host_are_counted_with_their_places() -> None:
     sim = torch.sim
     x = torch.ones(4, device=SIM)
@@ -175,6 +198,8 @@ def conjugated_and_negated_views_are_copied() -> None:
 
 
 LOCAL = [
+    autocast_and_forward_mode,
+    set_shares_memory,
     conjugated_and_negated_views_are_copied,
     doors,
     memory_is_poisoned_and_counted,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.checkpoint import hf_models, test_data_order
 from tests.compiler import needs_compiler
 from tests.device import everywhere
 from tests.fsdp import (
@@ -23,11 +26,15 @@ from tests.fsdp import (
 )
 from tests.fsdp.compare import by_block, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
+from tests.ops import test_rules
+from tests.ops.attend import Attend, attend_like_one_device
 from tests.optim import test_group_edits
 from tests.pipeline import test_own_checkpoints
 from tests.placements import test_checkpoint_state_dict
 from tests.ranks import RankPools
 from tests.runtime import test_generate
+from vescale import Plan, parallelize
+from vescale.checkpoint import load_hf
 from vescale.comm import SideStream
 from vescale.fsdp import fully_shard
 from vescale.optim import clip_grad_norm_
@@ -104,6 +111,53 @@ def test_parameters_frozen_on_a_rank(ranks: RankPools) -> None:
 def test_meta_models_are_filled_on_the_device(ranks: RankPools) -> None:
     """PyTorch gives full values on the CPU where no tensor of the model is anywhere and the job has gloo, too."""
     ranks.run(everywhere, test_checkpoint_state_dict.meta_model, test_checkpoint_state_dict.FULL, device="sim")
+
+
+def loaded(folder: str) -> None:
+    with torch.device("meta"):
+        model = hf_models.MODELS["llama"].build()
+    mesh = init_device_mesh("sim", (2,))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+    load_hf(model, folder)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"sim"}
+    expected = hf_models.reference("llama", Path(folder))
+    ids = torch.arange(8).view(1, 8)
+    torch.testing.assert_close(model(ids.to("sim")).logits.cpu(), expected(ids).logits, rtol=1e-2, atol=1e-3)
+
+
+def test_loaded_models_are_on_their_mesh(ranks: RankPools, tmp_path: Path) -> None:
+    """Also buffers, which no mesh has, and where the default device is the CPU."""
+    pytest.importorskip("transformers")
+    hf_models.saved("llama", tmp_path)
+    ranks.run(loaded, str(tmp_path), world_size=2, device="sim")
+
+
+def test_samplers_draw_on_the_default_device(ranks: RankPools, tmp_path: Path) -> None:
+    """A resumed run has the batches and numbers of one that was not interrupted."""
+    expected = ranks.run(everywhere, test_data_order.uninterrupted, 4, 0, False, world_size=2, device="sim")
+    ranks.run(everywhere, test_data_order.interrupted, str(tmp_path), 4, 0, False, world_size=2, device="sim")
+    found = ranks.run(everywhere, test_data_order.resumed, str(tmp_path), 0, False, world_size=2, device="sim")
+    assert found[0] == expected[0][4:]
+
+
+def test_numbers_are_assigned(ranks: RankPools) -> None:
+    """PyTorch makes tensors of them on the device, which were plain tensors among DTensors."""
+    ranks.run(everywhere, test_rules.on_rank_assignments, 1, world_size=1, device="sim")
+
+
+def causal_with_a_mask() -> None:
+    options = {"is_causal": True}
+    plan = Plan(mesh_of()).shard("<in:(q|k|v)>", Shard(2), mesh="dp").attention("", "all_gather", mesh="dp")
+    model: Any = parallelize(Attend(options), plan)
+    given = [torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in "qkv"]
+    given.append(torch.zeros(8, 8, dtype=torch.float64))
+    assert attend_like_one_device(model, options, given, given) is None
+
+
+def test_attention_is_refused_where_the_device_refuses_it(ranks: RankPools) -> None:
+    """A CPU takes a mask beside ``is_causal`` until torch 2.14."""
+    ranks.run(everywhere, causal_with_a_mask, world_size=2, device="sim")
 
 
 def test_offloaded_parameters_without_synchronization(ranks: RankPools) -> None:

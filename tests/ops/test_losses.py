@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import vescale.placements
+from tests.device import runs_everywhere
 from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import counted, make_mesh
 from vescale import parallelize
@@ -203,6 +204,7 @@ def bad_labels() -> str:
     return str(caught.value)
 
 
+@pytest.mark.skipif(runs_everywhere(), reason="a device's kernel asserts by itself, and nobody waits for the number")
 def test_labels_out_of_bounds(ranks: RankPools) -> None:
     """Every rank raises, also those that do not hold the label."""
     messages = ranks.run(bad_labels)

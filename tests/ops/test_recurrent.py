@@ -39,7 +39,7 @@ def output(inner: Any, x: Any, *more: Any) -> Any:
 
 
 def packed(inner: Any, x: Any) -> Any:
-    rows = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 2, 1]), batch_first=True)
+    rows = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 2, 1], device="cpu"), batch_first=True)
     return nn.utils.rnn.pad_packed_sequence(inner(rows)[0], batch_first=True)[0].square().sum()
 
 

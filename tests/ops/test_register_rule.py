@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.device import device_type
 from tests.fresh import run_fresh
 from tests.ops.layouts import assert_same, data, place
 from tests.ranks import RankPools
@@ -28,6 +29,7 @@ RAGGED = ((2,), (RaggedShard((0,), (5, 3)),))
 
 
 def run_example(block: str) -> None:
+    block = block.replace('"cpu"', f'"{device_type()}"')
     exec(compile(block, str(PAGE), "exec"), {})
 
 

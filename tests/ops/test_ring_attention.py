@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device import device_type
 from tests.ops.attend import Attend
 from tests.ranks import RankPools
 from tests.runtime.llama import batch, make_llama, make_mesh, tensor_parallel
@@ -305,7 +306,7 @@ def with_autocast() -> tuple[torch.dtype, float]:
         plan.shard(f"<in:{name}>", Shard(2), mesh="cp")
     parallelize(model, plan.attention("", "ring", mesh="cp"), strict=True)
     given = [torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device_type(), dtype=torch.bfloat16):
         found = model(*given).full_tensor()
         expected = F.scaled_dot_product_attention(*given, is_causal=True)
     found.float().sum().backward()

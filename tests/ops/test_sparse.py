@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.device import runs_everywhere
 from tests.ranks import RankPools, error_of, run_cases
 from tests.runtime.compare import assert_same_step, pair
 from tests.runtime.zero import sharded_at_rest
@@ -24,6 +26,9 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "operator": lambda adjacency, x: adjacency @ x,
     "method": lambda adjacency, x: adjacency.matmul(x),
 }
+
+
+NO_SPARSE = pytest.mark.skipif(runs_everywhere(), reason="the simulated device has no ops of sparse matrices")
 
 
 class Graph(nn.Module):
@@ -64,6 +69,7 @@ def same_step(product: str, entries: Callable[[Plan], None], layout: torch.layou
     assert_same_step(reference, model, x, adjacency, max_implicit=100)
 
 
+@NO_SPARSE
 def test_products_with_a_sparse_matrix(ranks: RankPools) -> None:
     layouts = torch.sparse_coo, torch.sparse_csr
     cases: list[Any] = list(itertools.product(PRODUCTS, (whole, rows, columns, zero), layouts))
@@ -117,6 +123,7 @@ def refusals() -> list[str]:
     return [error_of(cut_sparse), error_of(cut_buffer), error_of(add_sparse), error_of(make_sparse)]
 
 
+@NO_SPARSE
 def test_what_is_refused(ranks: RankPools) -> None:
     for cut, buffer, added, made in ranks.run(refusals, world_size=2):
         assert all("sparse tensors must be the same on every rank. Remove the entry" in text for text in (cut, buffer))

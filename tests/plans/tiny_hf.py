@@ -13,6 +13,8 @@ import regex
 import torch
 from torch import nn
 
+from tests.device import device_type
+
 __all__ = ["planned_config", "planned_configs", "tiny_config", "tiny_inputs", "tiny_model"]
 
 # The first expression that matches an attribute's whole name gives its value; None, 0, 1 and False stay as they are.
@@ -234,7 +236,7 @@ def tiny_model(kind: type, *, meta: bool = False, **settings: Any) -> nn.Module:
     made = model_class(kind)
     config = tiny_config(kind if issubclass(kind, made.config_class) else made.config_class, **settings)
     torch.manual_seed(0)
-    with torch.device("meta" if meta else "cpu"):
+    with torch.device("meta" if meta else device_type()):
         # float64 matrices have no grouped kernel
         return made._from_config(config, experts_implementation="eager")
 

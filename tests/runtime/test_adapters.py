@@ -27,6 +27,12 @@ peft = pytest.importorskip("peft")
 _TARGETS = {"llama": ["q_proj", "o_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}
 
 
+def with_adapters(model: Any, config: Any) -> Any:
+    """Without a default device: some methods of PEFT draw by a generator of the CPU into tensors of that device."""
+    with torch.device("cpu"):
+        return peft.get_peft_model(model, config)
+
+
 def adapted(kind: str, plan: Any, when: str, *, strict: bool = True, **options: Any) -> tuple[Any, Any]:
     """The model with adapters, and what was given to parallelize; without a plan, on one device."""
     model = build(kind).train()
@@ -190,7 +196,7 @@ def shared_matrices() -> None:
     states = []
     for each in models:
         torch.manual_seed(5)
-        found = peft.get_peft_model(each, config)
+        found = with_adapters(each, config)
         found(input_ids=ids, labels=ids).loss.backward()
         states.append({name: p.grad for name, p in found.named_parameters() if p.requires_grad})
     gradients: Any = whole_tensors(states[1])
@@ -238,7 +244,7 @@ def method_follows(method: str, plan: str, folder: str) -> None:
         torch.manual_seed(3)
         base = build("llama").float().train()
         torch.manual_seed(5)
-        model: Any = peft.get_peft_model(base, getattr(peft, method.split(",")[0])(**METHODS[method]))
+        model = with_adapters(base, getattr(peft, method.split(",")[0])(**METHODS[method]))
         if is_parallel:
             parallelize(model, plan_named(plan))
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)

@@ -88,7 +88,7 @@ class Recomputed(nn.Module):
         return checkpoint(self._attend, self.linear(x), use_reentrant=self.reentrant)
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x + torch.arange(24, dtype=x.dtype)).unflatten(-1, (3, 2, 4)).unbind(2)
+        q, k, v = (x + torch.arange(24, dtype=x.dtype, device=x.device)).unflatten(-1, (3, 2, 4)).unbind(2)
         return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
 
 

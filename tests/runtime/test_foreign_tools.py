@@ -18,6 +18,7 @@ from torch.distributed.fsdp import DataParallelMeshDims, FullyShardedDataParalle
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.device import device_type
 from tests.ranks import RankPools
 from tests.runtime.llama import make_mesh
 from vescale import parallelize
@@ -79,12 +80,15 @@ def tools() -> None:
                 with pytest.raises(PlanError, match=message):
                     use(tried, x)
             torch.testing.assert_close(tried(x).full_tensor(), expected, msg=name)
-    for use in (lambda m: m.share_memory(), lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu"))):
+    for use in (
+        lambda m: m.share_memory(),
+        lambda m: FullyShardedDataParallel(m, device_id=torch.device(device_type())),
+    ):
         with pytest.raises(
             DTensorStorageError, match=r"to_local\(\)\.share_memory_\(\).*remove FullyShardedDataParallel"
         ):
             use(parallelize(plain(), plan_of(mesh)))
-    assert not model[0].weight.is_shared()
+    assert model[0].weight.is_shared() == (device_type() != "cpu")  # as PyTorch says of all memory of a device
     with pytest.raises(TypeError, match=r"cannot be pickled.*save model\.state_dict"):
         torch.save(model, io.BytesIO())
     buffer = io.BytesIO()
@@ -92,7 +96,7 @@ def tools() -> None:
     buffer.seek(0)
     state = torch.load(buffer, weights_only=False)
     assert all(isinstance(value, DTensor) for value in state.values())
-    assert model.to("cpu") is model and model.float() is model  # nothing to do
+    assert model.to(device_type()) is model and model.float() is model  # nothing to do
     again = parallelize(
         nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).requires_grad_(True), plan_of(mesh)
     )
@@ -187,7 +191,7 @@ def attributes_without_values() -> None:
         warnings.simplefilter("ignore")
         parallelize(model, Plan(make_mesh(tp=2)))
     reference = Holding()
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     model.load_state_dict(reference.state_dict())
     with pytest.raises(PlanError, match=r"1 of 3 .*: scale;.*do not reach scale.*register_buffer"):
         model(torch.ones(2, 8))
@@ -206,11 +210,18 @@ def whole_values() -> None:
     y, expected = model(x).detach(), plain()(x).detach()
     assert y.placements == (Shard(1),)
     torch.testing.assert_close(torch.tensor(y.tolist()), expected)
-    torch.testing.assert_close(torch.from_numpy(y.numpy()), expected)
-    torch.testing.assert_close(torch.from_numpy(np.asarray(y)), expected)
+    with torch.device(device_type()):  # a function mode, which is none of a model's
+        torch.testing.assert_close(torch.tensor(y.tolist()), expected)
+    for array in (lambda y: y.numpy(), np.asarray):
+        if y.device.type == "cpu":
+            torch.testing.assert_close(torch.from_numpy(array(y)), expected)
+        else:
+            with pytest.raises(TypeError, match="to host memory first"):
+                array(y)
     torch.testing.assert_close(y[expected > 0].full_tensor(), expected[expected > 0])  # an op without a rule
     assert torch.allclose(y, expected, atol=1e-6)
-    with pytest.raises(RuntimeError, match="requires grad"):
+    refused = (RuntimeError, "requires grad") if y.device.type == "cpu" else (TypeError, "to host memory first")
+    with pytest.raises(refused[0], match=refused[1]):
         model(x).numpy()
 
 
@@ -234,7 +245,7 @@ def without_values() -> None:
         parallelize(model, plan_of(mesh))
     with pytest.raises(PlanError, match=where):
         model(x)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     model.load_state_dict(reference.state_dict())
     output = model(x)
     torch.testing.assert_close(output.full_tensor(), reference(x))
@@ -298,7 +309,11 @@ class WithLoss(nn.Module):
 
 
 def trained(folder: str) -> None:
-    from transformers import Trainer, TrainingArguments
+    import transformers
+
+    class Trainer(transformers.Trainer):
+        def _move_model_to_device(self, model: Any, device: Any) -> None:
+            """The model is where it is to be; Trainer would move it to the CPU from a device that it does not know."""
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
@@ -311,7 +326,7 @@ def trained(folder: str) -> None:
         "disable_tqdm": True,
     }
     data: Any = [{"x": torch.ones(8), "labels": torch.ones(4)}] * 4
-    trainer = Trainer(model=model, args=TrainingArguments(output_dir=folder, **given), train_dataset=data)
+    trainer = Trainer(model=model, args=transformers.TrainingArguments(output_dir=folder, **given), train_dataset=data)
     with pytest.raises(PlanError, match=r"leave the model out of prepare\(\).*Trainer wraps it, and is not supported"):
         trainer.train()
 

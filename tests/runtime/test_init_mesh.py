@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import vescale
+from tests.device import device_type
 from tests.ranks import RankPools
 from vescale.errors import PlanValueError
 from vescale.plans import PlanMismatchError, axis_sizes
@@ -55,7 +56,7 @@ def test_axes_that_are_a_number() -> None:
 def on_ranks() -> None:
     group = dist.group.WORLD
     mesh = vescale.init_mesh({"dp": -1, "tp": 2})
-    assert mesh.shape == (1, 2) and mesh.mesh_dim_names == ("dp", "tp") and mesh.device_type == "cpu"
+    assert mesh.shape == (1, 2) and mesh.mesh_dim_names == ("dp", "tp") and mesh.device_type == device_type()
     assert dist.group.WORLD is group  # the one that was there
     with pytest.raises(ValueError, match="this job has 2"):
         vescale.init_mesh("dp=3")

@@ -328,7 +328,7 @@ def deferred() -> None:
         on_meta = stack()
     parallelize(on_meta, stack_plan({"fsdp": 2, "ep": 2}), strict=True)
     assert on_meta.first.weight.is_meta and on_meta.first.weight.placements == model.first.weight.placements  # type: ignore[attr-defined]
-    on_meta.to_empty(device="cpu")
+    on_meta.to_empty(device=device_type())
     on_meta.load_state_dict(model.state_dict())
     plain = copy.deepcopy(model)
     plain.load_state_dict({name: value + 1 for name, value in reference.state_dict().items()})  # of one device

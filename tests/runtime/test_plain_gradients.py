@@ -89,7 +89,7 @@ class TwoHeads(nn.Module):
 
 def weighted() -> None:
     """A backward of a plain tensor is given an output as its gradient."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     one = TwoHeads().double()
     for path in ("<in>", "up.weight"):
         model, found = copy.deepcopy(one), []

@@ -222,7 +222,7 @@ def autocast(kind: str) -> None:
     parallelize(model, plan)
     losses = []
     for each in (reference, model):
-        with torch.autocast("cpu", dtype=BF16):
+        with torch.autocast(device_type(), dtype=BF16):
             output = each(**inputs)
             logits = output if kind == "convnet" else output.logits
             assert logits.dtype == BF16

@@ -22,9 +22,11 @@ from vescale.placements import RaggedShard
 from vescale.plans import Plan
 
 
-def saved(kind: str, sizes: dict[str, int], folder: str, shard: str) -> None:
+def saved(kind: str, sizes: dict[str, int], folder: str, stock: str, shard: str) -> None:
     quiet()
     reference, model = build(kind), build(kind)
+    if dist.get_rank() == 0:
+        reference.save_pretrained(stock, max_shard_size=shard)
     mesh = make_mesh(**sizes)
     plan = plan_zoo.load(kind, mesh) if "tp" in sizes else zero(mesh)
     parallelize(model, plan)
@@ -60,8 +62,7 @@ def test_folder_of_one_device(ranks: RankPools, tmp_path: Path, kind: str, sizes
     size = 1
     for number in sizes.values():
         size *= number
-    ranks.run(saved, kind, sizes, str(ours), shard, world_size=size)
-    build(kind).save_pretrained(stock, max_shard_size=shard)
+    ranks.run(saved, kind, sizes, str(ours), str(stock), shard, world_size=size)
     assert sorted(os.listdir(ours)) == sorted(os.listdir(stock))
     for name in os.listdir(stock):
         if name.endswith(".json"):

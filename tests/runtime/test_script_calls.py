@@ -27,7 +27,10 @@ from vescale.plans import Plan
 from vescale.runtime import init_mesh
 
 Tensor = torch.Tensor
-WEIGHTS = torch.linspace(1, 2, 6, dtype=torch.float64)
+
+
+def weights() -> Tensor:
+    return torch.linspace(1, 2, 6, dtype=torch.float64)
 
 
 class Net(nn.Module):
@@ -53,7 +56,7 @@ def adapted(model: nn.Module, steps: int, first_order: bool) -> list[Any]:
     for task in (1, 2):
         fast = dict(model.named_parameters())
         for step in range(steps):
-            loss = (functional_call(model, fast, (inputs() + step,)) * WEIGHTS).square().mean()
+            loss = (functional_call(model, fast, (inputs() + step,)) * weights()).square().mean()
             found = torch.autograd.grad(loss, list(fast.values()), create_graph=not first_order)
             fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), found)}
         functional_call(model, fast, (inputs() * task,)).square().mean().backward()
@@ -74,13 +77,13 @@ def of_leaves(model: nn.Module) -> list[Any]:
 
 
 def one_by_one(model: nn.Module) -> list[Any]:
-    y, parameters = (model(inputs()) * WEIGHTS).sum(0), list(model.parameters())
+    y, parameters = (model(inputs()) * weights()).sum(0), list(model.parameters())
     return [g for row in torch.eye(6).double() for g in torch.autograd.grad(y, parameters, row, retain_graph=True)]
 
 
 def in_a_batch(model: nn.Module) -> list[Any]:
     x = inputs().requires_grad_()
-    y, asked = (model(x) * WEIGHTS).sum(0), [x, *model.parameters()]
+    y, asked = (model(x) * weights()).sum(0), [x, *model.parameters()]
     return list(torch.autograd.grad(y, asked, torch.eye(6).double(), is_grads_batched=True))
 
 
@@ -90,7 +93,7 @@ def jacobians(model: nn.Module) -> list[Any]:
 
 
 def given(model: nn.Module) -> list[Any]:
-    model(inputs()).backward(torch.outer(WEIGHTS, WEIGHTS))
+    model(inputs()).backward(torch.outer(weights(), weights()))
     return gradients(model)
 
 

@@ -136,6 +136,7 @@ class LastToken(nn.Module):
 
 
 def _last_token(model: nn.Module, ids: torch.Tensor, by_list: bool) -> None:
+    model, ids = model.to(device_type()), ids.to(device_type())
     with torch.no_grad():
         expected = model(ids, by_list)
         mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
@@ -152,6 +153,7 @@ def test_indices(batch: int, by_list: bool, ranks: RankPools) -> None:
 
 
 def _refused(model: nn.Module, ids: torch.Tensor) -> str:
+    model, ids = model.to(device_type()), ids.to(device_type())
     mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
     with pytest.raises(ImplicitCommunicationError) as raised, torch.no_grad():
         parallelize(model, Plan(mesh).shard("<in:ids>", S0, mesh="dp"), strict=True)(ids, False)
@@ -165,6 +167,8 @@ def test_an_operand_without_elements_is_not_taken_for_another(ranks: RankPools) 
 
 
 def _rows_of_each_rank(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> None:
+    model, ids, labels = (x.to(device_type()) for x in (model, ids, labels))
+
     def objective(m: nn.Module) -> torch.Tensor:
         rows = slice(None)
         if isinstance(next(m.parameters()), DTensor):

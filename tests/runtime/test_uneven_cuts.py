@@ -76,6 +76,7 @@ def same_step(
     one = copy.deepcopy(model)
     parallelize(model, make_plan(init_device_mesh(device_type(), (size,), mesh_dim_names=("tp",))), strict=True)
     torch.manual_seed(5)
+    inputs = tuple(x.to(device_type()) for x in inputs)
     expected = one(*inputs)
     expected.backward()
     torch.manual_seed(5)
@@ -160,7 +161,7 @@ def with_units() -> None:
     for _ in range(3):
         for m, optimizer in zip((one, model), optimizers):
             optimizer.zero_grad()
-            m(IDS, LABELS).backward()
+            m(IDS.to(device_type()), LABELS.to(device_type())).backward()
             optimizer.step()
     found = whole_tensors(dict(model.named_parameters()))
     for name, parameter in one.named_parameters():

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.fsdp.compare import resting_memory
 from tests.ranks import RankPools, run_cases
@@ -707,7 +708,7 @@ def from_meta() -> None:
         model = Net().double()
     parallelize(model, zero_plan(over_all()))
     assert all(p.is_meta and isinstance(p.placements[0], RaggedShard) for p in model.parameters())
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     model.load_state_dict(reference.state_dict())
     exact(same_steps(reference, model, one_loss, num_steps=2))
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from tests.device import device_type
 from tests.examples import NIGHTLY
 from tests.ranks import RankPool, RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients
@@ -30,6 +31,11 @@ from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationWarning, implicit_communication
 
 ONES = torch.ones(4, 6, dtype=torch.float64)
+
+
+def ones() -> torch.Tensor:
+    """A plain tensor, also in a forward, which makes DTensors of what it creates."""
+    return ONES.to(device_type())
 
 
 def at(*index: Any) -> Any:
@@ -55,25 +61,25 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "mask = number": lambda y: y.__setitem__(y > 0, 0.5),
     "mask of rows = number": lambda y: y.__setitem__(y.sum(1) > 0, 0.5),
     "mask of rows, column = number": lambda y: y.__setitem__(at(y.sum(1) > 0, 2), 0.5),
-    "mask = values": lambda y: y.__setitem__(torch.arange(24).view(4, 6) % 5 == 0, ONES[0, :5]),
+    "mask = values": lambda y: y.__setitem__(torch.arange(24).view(4, 6) % 5 == 0, ones()[0, :5]),
     "positions = number": lambda y: y.__setitem__(torch.tensor([0, 2]), 1.0),
     "list = number": lambda y: y.__setitem__(at(ALL, [0, 2]), 1.0),
-    "two lists = values": lambda y: y.__setitem__(at([0, 3], [1, 2]), ONES[0, :2]),
+    "two lists = values": lambda y: y.__setitem__(at([0, 3], [1, 2]), ones()[0, :2]),
     "flat.mul_": lambda y: y.view(-1)[:7].mul_(2),
     "transposed.mul_": lambda y: y.t()[0].mul_(2),
     "diagonal.zero_": lambda y: y[:4, :4].diagonal().zero_(),
     "fill_diagonal_": lambda y: y.fill_diagonal_(1.0),
-    "columns.copy_": lambda y: y[:, :2].copy_(ONES[:, :2]),
-    "row.copy_": lambda y: y[0].copy_(ONES[0]),
+    "columns.copy_": lambda y: y[:, :2].copy_(ones()[:, :2]),
+    "row.copy_": lambda y: y[0].copy_(ones()[0]),
     "relu of rows": lambda y: F.relu(y[:2], inplace=True),
     "row.masked_fill_": lambda y: y[0].masked_fill_(y[0] > 0, 0.0),
     "clamp_": lambda y: y.clamp_(-0.1, 0.1),
     "index_fill_": lambda y: y.index_fill_(1, torch.tensor([0, 2]), 5.0),
-    "index_add_": lambda y: y.index_add_(0, torch.tensor([0, 2]), ONES[:2]),
-    "index_copy_": lambda y: y.index_copy_(1, torch.tensor([0, 2]), ONES[:, :2]),
+    "index_add_": lambda y: y.index_add_(0, torch.tensor([0, 2]), ones()[:2]),
+    "index_copy_": lambda y: y.index_copy_(1, torch.tensor([0, 2]), ones()[:, :2]),
     "scatter_": lambda y: y.scatter_(1, torch.tensor([[0], [1], [2], [3]]), 9.0),
-    "scatter_add_": lambda y: y.scatter_add_(0, torch.zeros(1, 6, dtype=torch.long), ONES[:1]),
-    "index_put_": lambda y: y.index_put_((torch.tensor([0, 2]), torch.tensor([1, 1])), ONES[0, 0]),
+    "scatter_add_": lambda y: y.scatter_add_(0, torch.zeros(1, 6, dtype=torch.long), ones()[:1]),
+    "index_put_": lambda y: y.index_put_((torch.tensor([0, 2]), torch.tensor([1, 1])), ones()[0, 0]),
     "row of detached.zero_": lambda y: y.detach()[0].zero_(),
     "out=": lambda y: torch.mul(y.detach()[0], 2, out=y.detach()[0]),
 }
@@ -168,9 +174,9 @@ def writes_outside_of_models(cut: str) -> None:
     """What any program may have done with DTensors before; some of it stock DTensor refuses, on every rank."""
     mesh = make_mesh(tp=2)
     placement, local = {
-        "rows": (Shard(0), ONES[:2]),
-        "columns": (Shard(1), ONES[:, :3]),
-        "pending": (Partial(), ONES),
+        "rows": (Shard(0), ones()[:2]),
+        "columns": (Shard(1), ones()[:, :3]),
+        "pending": (Partial(), ones()),
     }[cut]
     for change in WRITES.values():
         y = DTensor.from_local(local.clone(), mesh, [placement])
@@ -208,8 +214,8 @@ def draws_in_views(parallel_first: bool) -> None:
         y[2:].uniform_()
         return y
 
-    placed = DTensor.from_local(ONES.chunk(2)[0].clone(), mesh, [Shard(0)])
-    torch.testing.assert_close(whole(drawn(placed)), drawn(ONES.clone()), rtol=0, atol=0)
+    placed = DTensor.from_local(ones().chunk(2)[0].clone(), mesh, [Shard(0)])
+    torch.testing.assert_close(whole(drawn(placed)), drawn(ones().clone()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("parallel_first", [True, False])
@@ -300,7 +306,7 @@ def test_reading_an_old_view_is_reported(ranks: RankPools) -> None:
 
 def forgotten() -> None:
     """Writes are followed, which costs time, as long as a view of a copy exists, and no longer."""
-    x = distribute_tensor(ONES, make_mesh(tp=2), [Shard(0)], src_data_rank=None)
+    x = distribute_tensor(ones(), make_mesh(tp=2), [Shard(0)], src_data_rank=None)
     parallelize(nn.Linear(2, 2), Plan(x.device_mesh))  # teaches DTensor
     gc.collect()
     before = set(LIVE_COPIES)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,13 +85,15 @@ def give_memory(
 ) -> dict[int, torch.Tensor]:
     """Replace deferred and meta tensors of a model by empty ones, under all of their names; by id of what they replace.
 
-    Deferred tensors come to the device that the constructor chose, meta tensors to the current default device.
+    Deferred tensors come to the device that the constructor chose, meta tensors to that of the model's meshes, or, where it
+    has none, to the current default device.
     """
     made: dict[int, torch.Tensor] = {}
+    default = _device_of(tensors.values())
     for tensor in tensors.values():
         if isinstance(tensor, DTensor) or (not tensor.is_meta and not is_deferred(tensor)):
             continue
-        device = tensor.device if is_deferred(tensor) and tensor.device.type != "meta" else torch.get_default_device()
+        device = tensor.device if is_deferred(tensor) and tensor.device.type != "meta" else default
         kept = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
         values = torch.empty(tensor.shape, dtype=kept, device=device)
         if isinstance(tensor, nn.Parameter):
@@ -115,6 +117,11 @@ def give_parts_memory(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 
     model._apply(given)
     return True
+
+
+def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    meshes = (torch.device(tensor.device_mesh.device_type) for tensor in tensors if isinstance(tensor, DTensor))
+    return next(meshes, torch.get_default_device())
 
 
 def fill_the_rest(model: nn.Module, *, is_new: bool) -> None:
@@ -143,7 +150,7 @@ def fill_the_rest(model: nn.Module, *, is_new: bool) -> None:
             "their values are unknown; build the model under vescale.deferred_init(), which records what the "
             "constructor computes"
         )
-    device = torch.get_default_device()
+    device = _device_of(model.parameters())
     made: dict[int, torch.Tensor] = {}
     for tensor in rest.values():
         empty = torch.empty_like(tensor, device=device)

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as tensor_api
 
+from vescale.compat.autograd import num_function_modes
 from vescale.compat.checkpoint_plans import CheckpointHooks
 from vescale.compat.dtensor import keeps_memory
 from vescale.compat.model_hooks import tell_plain_value
@@ -300,7 +301,7 @@ def read_whole_values(changes: Changes, _: Any) -> None:
 
         @functools.wraps(original)
         def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch._C._len_torch_function_stack() or not isinstance(self, DTensor):
+            if num_function_modes() or not isinstance(self, DTensor):
                 return original(self, *args, **kwargs)  # a model's mode answers
             return read_only(self, original(self.full_tensor(), *args, **kwargs))
 

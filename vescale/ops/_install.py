@@ -434,6 +434,8 @@ def set_item(original: Callable[..., None], dtensor: DTensor, index: Any, value:
 
     Raises RuntimeError when the view would be a copy.
     """
+    if type(value) in (bool, int, float, complex):  # PyTorch makes a tensor of them on the device, and broadcasts it
+        value = torch.scalar_tensor(value, dtype=dtensor.dtype, device="cpu")
     with assigning():
         original(dtensor, index, value)
 

@@ -509,12 +509,11 @@ def _arguments(
     enable_gqa: bool = False,
 ) -> tuple[DTensor, DTensor, DTensor, DTensor | None, dict[str, Any]]:
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if (
-        attn_mask is not None and is_causal
-    ):  # one device raises, since torch 2.14; split over rows, the two become one mask
+    if attn_mask is not None and is_causal:
+        # One device raises, a CPU since torch 2.14; split over rows, the two become one mask.
         with no_torch_function():
-            x = torch.zeros(1, 1, 2, 8)
-            F.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(2, 2), is_causal=True)
+            x = torch.zeros(1, 1, 2, 8, dtype=query.dtype, device=query.device)
+            F.scaled_dot_product_attention(x, x, x, attn_mask=x[0, 0, :, :2], is_causal=True)
     return query, key, value, attn_mask, options
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
 
+from vescale.compat.devices import random_states, set_random_states
 from vescale.errors import GeneratorError
 from vescale.placements import local_region
 
@@ -83,7 +84,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
             )
         self._coordinate = tuple(coordinate)
         self._generator = generator
-        self._epoch_state: torch.Tensor | None = None
+        self._epoch_state: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
         self._drawn = 0
         self._taken: int | None = None
         self._resumed: dict[str, Any] | None = None
@@ -107,7 +108,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
             self._set_generator(resumed["epoch"])
-        self._epoch_state = self._get_generator()
+            set_random_states(resumed.get("epoch_devices", {}))
+        self._epoch_state = self._get_generator(), _device_states()
         skipped = self._drawn = resumed["batches"] if resumed is not None else 0
         for number, batch in enumerate(self._batches()):
             if number < skipped:
@@ -126,6 +128,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def _continue_generators(self, resumed: dict[str, Any]) -> None:
         torch.set_rng_state(resumed["default_generator"])
+        set_random_states(resumed.get("devices", {}))
         self._set_generator(resumed["generator"])
 
     def _batches(self) -> Iterator[list[int]]:
@@ -156,9 +159,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
         if self._resumed is not None:
             return dict(self._resumed)
         batches = self._drawn if self._taken is None else self._taken
-        epoch = self._epoch_state if self._epoch_state is not None else self._get_generator()
+        epoch, devices = self._epoch_state or (self._get_generator(), _device_states())
         state: dict[str, Any] = {"epoch": epoch.clone(), "generator": self._get_generator(), "batches": batches}
         state["default_generator"] = torch.get_rng_state()
+        state |= {"epoch_devices": devices, "devices": _device_states()}
         return state | {"batch_size": self.batch_size, "length": len(cast(Sized, self.sampler))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -189,6 +193,11 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def _own_rows(self, batch: list[int]) -> list[int]:
         region = local_region((len(batch),), self._placements, self._mesh_shape, self._coordinate)
         return [index for start, stop in region.intervals[0] for index in batch[start:stop]]
+
+
+def _device_states() -> dict[str, torch.Tensor]:
+    """Of the generator that samplers and loaders draw from where the default device is an accelerator."""
+    return random_states() if torch.get_default_device().type != "cpu" else {}
 
 
 class SampleSeeds(Dataset[Sample], Generic[Sample]):

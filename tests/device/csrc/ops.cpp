@@ -6,9 +6,11 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorUtils.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_coalesced_native.h>
 #include <ATen/ops/_indices_native.h>
 #include <ATen/ops/_nnz_native.h>
@@ -406,6 +408,15 @@ at::Tensor empty_strided(
         sizes, strides, device_allocator(), DispatchKeySet(DispatchKey::PrivateUse1), type_or_default(dtype)));
 }
 
+// The zeros of forward-mode differentiation, which have no memory.
+at::Tensor zeros_without_memory(
+    at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>,
+    std::optional<bool>) {
+    at::native::ZeroTensorAllocator allocator(the_device());
+    const DispatchKeySet keys({DispatchKey::PrivateUse1, DispatchKey::ZeroTensor});
+    return at::Tensor(at::detail::empty_generic(sizes, &allocator, keys, type_or_default(dtype), std::nullopt));
+}
+
 at::Tensor as_strided(
     const at::Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<std::int64_t> offset) {
     at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
@@ -460,6 +471,10 @@ at::Tensor& set_storage(
 at::Tensor& set_whole_storage(at::Tensor& self, c10::Storage storage) {
     const auto numel = static_cast<std::int64_t>(storage.nbytes() / self.itemsize());
     return set_storage(self, std::move(storage), 0, {numel}, {});
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+    return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
 at::Tensor& set_empty(at::Tensor& self) {
@@ -645,12 +660,14 @@ void use_tensor(Launch& launch, const at::Tensor& tensor, bool writes) { use(lau
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("empty.memory_format", TORCH_FN(empty));
     m.impl("empty_strided", TORCH_FN(empty_strided));
+    m.impl("_efficientzerotensor", TORCH_FN(zeros_without_memory));
     m.impl("as_strided", TORCH_FN(as_strided));
     m.impl("view", TORCH_FN(at::native::view));
     m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
     m.impl("resize_", TORCH_FN(resize_));
     m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
     m.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
+    m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
     m.impl("set_", TORCH_FN(set_empty));
     m.impl("convolution_overrideable", TORCH_FN(convolution));
     m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
@@ -662,6 +679,24 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
     m.impl("_to_copy", TORCH_FN(to_copy));
     m.impl("record_stream", TORCH_FN(record_tensor_stream));
+}
+
+// Autocast: the ops that CUDA runs in lower precision, in float32, or in the widest type of their operands.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+    m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+    using at::IntArrayRef, at::Scalar, at::ScalarType, at::Tensor;  // that PyTorch's lists name
+#define SIM_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define SIM_FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define SIM_FLOAT32_RESULT(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define SIM_WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+    AT_FORALL_LOWER_PRECISION_FP(SIM_LOWER)
+    AT_FORALL_FP32(SIM_FLOAT32)
+    AT_FORALL_FP32_SET_OPT_DTYPE(SIM_FLOAT32_RESULT)
+    AT_FORALL_PROMOTE(SIM_WIDEST)
+    AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
 }
 
 // Sparse tensors, as gradients of embeddings, are made, taken apart and read by code that has no device.
