@@ -4,10 +4,12 @@ entry, bit by bit, on two ranks. A seed decides everything."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import os
 import random
 import threading
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tests.examples import NIGHTLY
@@ -465,6 +468,66 @@ def toggled() -> list[Any]:
 
 def test_parameters_of_units_that_are_frozen(ranks: RankPools) -> None:
     assert ranks.run(toggled, world_size=2) == [[], []]
+
+
+@contextlib.contextmanager
+def set_around(kind: str) -> Iterator[None]:
+    default = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    with contextlib.ExitStack() as stack:
+        if kind == "dtype":
+            torch.set_default_dtype(torch.float64)
+        elif kind == "kernel":
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        elif kind == "precision":
+            torch.set_float32_matmul_precision("high")
+        elif kind == "deterministic":
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        else:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        yield
+    torch.set_default_dtype(default[0])
+    torch.set_float32_matmul_precision(default[1])
+    torch.use_deterministic_algorithms(False)
+
+
+class ReadsSettings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x).double() * torch.full((), 1 / 3) + torch.full((), 1 / 7))
+        if torch.get_float32_matmul_precision() == "high":
+            x = torch.tanh(3 * x)
+        if torch.is_deterministic_algorithms_warn_only_enabled():
+            x = torch.tanh(2 * x)
+        return x + F.scaled_dot_product_attention(x, x, x)
+
+
+def settings() -> list[tuple[str, Any]]:
+    """What is set around a forward holds in its recomputations, and not after them."""
+    wrong, x = [], torch.randn(3, 4, WIDTH, dtype=torch.float64)
+    for kind, policy in itertools.product(
+        ("dtype", "kernel", "precision", "deterministic", "autocast"), ("full", {"save": ["aten.addmm"]})
+    ):
+        found = []
+        for entry in (False, True):
+            torch.manual_seed(0)
+            net = nn.Sequential(ReadsSettings(), ReadsSettings()).double()
+            plan = Plan(mesh_of({"dp": 1, "tp": 2})).shard(r".*linear\.weight", Shard(0), mesh="tp")
+            model = parallelize(net, plan.checkpoint(r"\d", policy) if entry else plan)
+            with set_around(kind):
+                loss = model(x).square().mean()
+            loss.backward()
+            assert torch.get_default_dtype() == torch.float32 and torch.backends.cuda.flash_sdp_enabled()
+            found.append([p.grad.to_local() for p in model.parameters()])
+        if not all(map(torch.equal, *found)):
+            wrong.append((kind, policy))
+    return wrong
+
+
+def test_settings_around_the_forward(ranks: RankPools) -> None:
+    assert ranks.run(settings, world_size=2) == [[], []]
 
 
 KINDS = [Ema, Frozen, Codebook, Norms, Counters, Shared, Draws, Given, WrittenLater, WrittenLater]
