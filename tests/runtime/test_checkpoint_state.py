@@ -470,6 +470,60 @@ def test_parameters_of_units_that_are_frozen(ranks: RankPools) -> None:
     assert ranks.run(toggled, world_size=2) == [[], []]
 
 
+class WrittenAround(nn.Module):
+    """What the parent writes to what a block has been given, or has returned, without a version that tells."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.how = nn.Linear(WIDTH, WIDTH), how
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            early, y = x.data if self.how == "before" else x, block(x)
+            if self.how == "before":
+                early.mul_(0.9)
+            elif self.how == "data":
+                x.data.mul_(0.9)
+                y.data[..., 0] = 0.1
+            elif self.how == "numpy":
+                x.detach().numpy()[:] *= 0.9
+                y.detach().numpy()[:] *= 0.9
+            elif isinstance(y, DTensor):
+                y.view(-1, WIDTH).to_local().data.mul_(0.9)
+            else:
+                y.data.mul_(0.9)
+            x = y
+        return x
+
+
+def around() -> list[Any]:
+    wrong, x = [], torch.randn(3, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for how in ("before", "data", "numpy", "local"):
+        torch.manual_seed(0)
+        expected = WrittenAround(how).double()
+        expected(x).square().mean().backward()
+        for policy in ("full", "selective", {"save": ["aten.tanh"]}):
+            torch.manual_seed(0)
+            plan = Plan(mesh_of({"dp": 1, "tp": 2})).checkpoint(r"blocks\.\d", policy)
+            model = parallelize(WrittenAround(how).double(), plan)
+            loss = model(x).square().mean()
+            loss.backward(retain_graph=True)
+            for again in range(2):
+                for parameter, one in zip(model.parameters(), expected.parameters(), strict=True):
+                    if not torch.allclose(parameter.grad.to_local(), one.grad, rtol=1e-12, atol=1e-14):
+                        wrong.append((how, policy, again))
+                    parameter.grad = None
+                if not again:
+                    loss.backward()
+    return wrong
+
+
+def test_writes_around_the_module(ranks: RankPools) -> None:
+    assert ranks.run(around, world_size=2) == [[], []]
+
+
 @contextlib.contextmanager
 def set_around(kind: str) -> Iterator[None]:
     default = torch.get_default_dtype(), torch.get_float32_matmul_precision()

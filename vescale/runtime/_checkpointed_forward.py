@@ -54,6 +54,7 @@ from vescale.runtime._activation import current_activation
 from vescale.runtime._offloaded_tensors import OffloadedForward
 from vescale.runtime._op_saving import PRODUCTS, Counting, GeneratorStates, is_heavy, op_name, saving_contexts
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._shared_memory import SharedMemory
 
 # A memory budget that picks what each checkpointed module saves: measured in the first step, decided before the second.
 # The first forward runs with the entry's own policy, which saves least. When its backward computes a module again, it
@@ -348,6 +349,7 @@ class _Call:
             keeps=not policy.recompute_communication,
             on_kept=functools.partial(self._note, op="communication", path=owner.path),
         )
+        self.memory = SharedMemory(self.kept.note_handed_out)
         is_measured = owner.budget is not None and not owner.budget.is_decided
         self.work = Work() if is_measured else None
         self.number = owner.runtime.num_training_forwards
@@ -423,11 +425,16 @@ class _Call:
             self.settings = Settings()
         (args, kwargs), self._first = self._first, ((), {})
         with self.kept.keeping(), following_writes(), self.work if self.work is not None else contextlib.nullcontext():
+            with no_torch_function():
+                self.memory.watch(inputs, are_results=False)
             result = self.owner._forward(*args, **kwargs)
             with no_torch_function():
-                for tensor in tensors_in(result):
+                results = list(tensors_in(result))
+                for tensor in results:
                     self.kept.watch(tensor)
         with no_torch_function():
+            self.memory.watch(results, are_results=True)
+            self.memory.is_running = False
             if before.have_moved():
                 self.draws = before
         return result
@@ -457,11 +464,22 @@ class _Call:
         with draws, self.settings.again(), self.state.again(), self.kept.taking(), following_writes():
             if budget is None or self.work is None:
                 try:
-                    return self._forward(inputs)
+                    return self._shared(inputs)
                 except CheckpointError as error:  # more tensors are saved
                     raise self.recomputation_failed(error) from error
             num_bytes = sum(self.held.values())
-            return budget.measured(owner.path, self.number, owner.module, inputs, num_bytes, self.work, self._forward)
+            return budget.measured(owner.path, self.number, owner.module, inputs, num_bytes, self.work, self._shared)
+
+    def _shared(self, given: Sequence[torch.Tensor]) -> Any:
+        with no_torch_function():
+            inputs, self.memory.is_running = self.memory.inputs(given), True
+        try:
+            result = self._forward(inputs)
+        finally:
+            self.memory.is_running = False
+        with no_torch_function():
+            self.memory.put(given, inputs, list(tensors_in(result)))
+        return result
 
 
 def _note(
