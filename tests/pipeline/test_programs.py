@@ -101,6 +101,41 @@ def test_sizes_that_masks_choose(ranks: RankPools) -> None:
         assert_exact(ranks.run(chosen, kind, world_size=2))
 
 
+class Grouped(nn.Module):
+    """Its loss groups four rows, which two guessed rows do not fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Block("") for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        chosen = self.head(x).log_softmax(-1).gather(-1, input_ids[..., None]).mean((1, 2)).view(-1, 4)
+        of_groups = rewards.double().reshape(-1, 4, rewards[0].numel()).mean(-1)
+        return {"loss": -(chosen * (of_groups - of_groups.mean(1, keepdim=True))).mean()}
+
+
+def grouped() -> dict[str, float]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Grouped().double()
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": token_batch(step)["input_ids"], "rewards": torch.arange(8.0, dtype=torch.float64) ** 2}
+
+    def plan() -> Plan:
+        return Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=2, mesh="pp", loss="out.loss")
+
+    return same_steps(make, plan, [batch(0), batch(1)])
+
+
+def test_groups_of_more_rows_than_are_guessed(ranks: RankPools) -> None:
+    assert_exact(ranks.run(grouped, world_size=2))
+
+
 KINDS = ["list index", "autocast off", "norm first", "detach", "early exit"]
 EARLY_EXIT = [["embed", r"blocks\.[01]", "norm", "head"], [r"blocks\.[23]", "norm", "head"]]
 
