@@ -2,8 +2,8 @@
 
 Without checkpointing, a backward reads tensors as they are by then, also inputs and results that have been written to
 without a version that tells (``x.data``, ``x.numpy()``, ``x.to_local()``). So a recomputation begins with the inputs as they
-were, and gives inputs and results the values that those of the forward have by now. What memory the program has been given is
-known by an attribute of its storage. Nothing is copied before that.
+were, and gives inputs and results the values that those of the forward have by now. What memory the program has been given
+is known by an attribute of its storage. Nothing is copied before that.
 """
 
 from __future__ import annotations
