@@ -512,6 +512,12 @@ FORWARDS |= {
         net.classes(x), many, pos_weight=((1 - many).sum(0) + 1) / (many.sum(0) + 1)
     ),
     "multi_label": lambda net, x, many: F.binary_cross_entropy_with_logits(net.classes(x), many),
+    "easier_than_the_mean": lambda net, x, y: (
+        lambda each: (each * (each.detach() < each.detach().mean())).sum() / len(x)
+    )(each_class(net, x, y)),
+    "harder_than_the_mean": lambda net, x, y: (lambda each: torch.where(each > each.mean(), each, 0.1 * each).mean())(
+        each_class(net, x, y)
+    ),
     "focal": lambda net, x, y: (lambda c: ((1 - (-c).exp()) ** 2 * c).mean())(each_class(net, x, y)),
     "focal_normalized": lambda net, x, y, w: (
         lambda c: (w / w.sum() * (1 - (-c).exp()) ** 2 * c).sum()

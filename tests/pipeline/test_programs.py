@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,6 +100,92 @@ def test_sizes_that_masks_choose(ranks: RankPools) -> None:
     """They are those of each batch, and not of the first one."""
     for kind in ("chosen rows", "chosen tokens", "positions"):
         assert_exact(ranks.run(chosen, kind, world_size=2))
+
+
+class Grouped(nn.Module):
+    """Its loss groups four rows, which two guessed rows do not fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Block("") for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        chosen = self.head(x).log_softmax(-1).gather(-1, input_ids[..., None]).mean((1, 2)).view(-1, 4)
+        of_groups = rewards.double().reshape(-1, 4, rewards[0].numel()).mean(-1)
+        return {"loss": -(chosen * (of_groups - of_groups.mean(1, keepdim=True))).mean()}
+
+
+def grouped() -> dict[str, float]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Grouped().double()
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": token_batch(step)["input_ids"], "rewards": torch.arange(8.0, dtype=torch.float64) ** 2}
+
+    def plan() -> Plan:
+        return Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=2, mesh="pp", loss="out.loss")
+
+    return same_steps(make, plan, [batch(0), batch(1)])
+
+
+def test_groups_of_more_rows_than_are_guessed(ranks: RankPools) -> None:
+    assert_exact(ranks.run(grouped, world_size=2))
+
+
+class Taught(Words):
+    """Its teacher is a moving average of the head, of which the forward, or the script, is the owner."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind, nn.LayerNorm(WIDTH))
+        self.teacher = nn.Linear(WIDTH, WORDS).requires_grad_(False)
+
+    def follow(self) -> None:
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.head.parameters()):
+                if self.kind == "data":
+                    own.data = 0.9 * own.data + 0.1 * other.data
+                else:
+                    own.mul_(0.9).add_(0.1 * other)
+
+    def _loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.kind != "script":
+            self.follow()
+        return super()._loss(x, labels) + (self.head(x) - self.teacher(x)).square().mean()
+
+
+def taught(kind: str) -> str | float:
+    torch.manual_seed(0)
+    reference = Taught(kind).double()
+    plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, mesh="pp", loss="out.loss")
+    try:
+        model = parallelize(copy.deepcopy(reference), plan)
+    except PlanError as error:
+        return str(error)
+    losses: list[list[torch.Tensor]] = [[], []]
+    for step in range(3):
+        batch = token_batch(step)
+        loss = reference(**batch)["loss"]
+        loss.backward()
+        losses[0].append(loss.detach())
+        losses[1].append(model.step(**batch))
+        for one in (reference, model):
+            torch.optim.SGD(one.parameters(), 0.1).step()
+            if one is reference or list(model.head.parameters()):
+                one.follow()
+            one.zero_grad()
+    return float((torch.stack(losses[0]) - torch.stack(losses[1])).abs().max())
+
+
+def test_frozen_parameters_that_a_forward_writes_to(ranks: RankPools) -> None:
+    for kind in ("in place", "data"):
+        for found in ranks.run(taught, kind, world_size=2):
+            assert "the forward writes to the parameter 'teacher.weight'" in found and "between steps" in found
+    assert max(ranks.run(taught, "script", world_size=2)) < 1e-12
 
 
 KINDS = ["list index", "autocast off", "norm first", "detach", "early exit"]

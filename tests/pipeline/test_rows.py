@@ -152,6 +152,10 @@ def test_forwards(ranks: RankPools, pp: int, microbatches: int, rows: int, polic
     check_forwards(ranks, [(name, policy) for name in FORWARDS], pp, microbatches, rows)
 
 
+def test_rows_that_are_compared_with_a_mean(ranks: RankPools) -> None:
+    check_forwards(ranks, [("easier_than_the_mean", None), ("harder_than_the_mean", "full")], 2, 4, 16)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_drawn_forwards(ranks: RankPools, seed: int) -> None:
     draw = random.Random(seed)

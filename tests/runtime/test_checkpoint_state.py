@@ -4,10 +4,12 @@ entry, bit by bit, on two ranks. A seed decides everything."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import os
 import random
 import threading
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tests.examples import NIGHTLY
@@ -465,6 +468,120 @@ def toggled() -> list[Any]:
 
 def test_parameters_of_units_that_are_frozen(ranks: RankPools) -> None:
     assert ranks.run(toggled, world_size=2) == [[], []]
+
+
+class WrittenAround(nn.Module):
+    """What the parent writes to what a block has been given, or has returned, without a version that tells."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.how = nn.Linear(WIDTH, WIDTH), how
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            early, y = x.data if self.how == "before" else x, block(x)
+            if self.how == "before":
+                early.mul_(0.9)
+            elif self.how == "data":
+                x.data.mul_(0.9)
+                y.data[..., 0] = 0.1
+            elif self.how == "numpy":
+                x.detach().numpy()[:] *= 0.9
+                y.detach().numpy()[:] *= 0.9
+            elif isinstance(y, DTensor):
+                y.view(-1, WIDTH).to_local().data.mul_(0.9)
+            else:
+                y.data.mul_(0.9)
+            x = y
+        return x
+
+
+def around() -> list[Any]:
+    wrong, x = [], torch.randn(3, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for how in ("before", "data", "numpy", "local"):
+        torch.manual_seed(0)
+        expected = WrittenAround(how).double()
+        expected(x).square().mean().backward()
+        for policy in ("full", "selective", {"save": ["aten.tanh"]}):
+            torch.manual_seed(0)
+            plan = Plan(mesh_of({"dp": 1, "tp": 2})).checkpoint(r"blocks\.\d", policy)
+            model = parallelize(WrittenAround(how).double(), plan)
+            loss = model(x).square().mean()
+            loss.backward(retain_graph=True)
+            for again in range(2):
+                for parameter, one in zip(model.parameters(), expected.parameters(), strict=True):
+                    if not torch.allclose(parameter.grad.to_local(), one.grad, rtol=1e-12, atol=1e-14):
+                        wrong.append((how, policy, again))
+                    parameter.grad = None
+                if not again:
+                    loss.backward()
+    return wrong
+
+
+def test_writes_around_the_module(ranks: RankPools) -> None:
+    assert ranks.run(around, world_size=2) == [[], []]
+
+
+@contextlib.contextmanager
+def set_around(kind: str) -> Iterator[None]:
+    default = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    with contextlib.ExitStack() as stack:
+        if kind == "dtype":
+            torch.set_default_dtype(torch.float64)
+        elif kind == "kernel":
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        elif kind == "precision":
+            torch.set_float32_matmul_precision("high")
+        elif kind == "deterministic":
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        else:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        yield
+    torch.set_default_dtype(default[0])
+    torch.set_float32_matmul_precision(default[1])
+    torch.use_deterministic_algorithms(False)
+
+
+class ReadsSettings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x).double() * torch.full((), 1 / 3) + torch.full((), 1 / 7))
+        if torch.get_float32_matmul_precision() == "high":
+            x = torch.tanh(3 * x)
+        if torch.is_deterministic_algorithms_warn_only_enabled():
+            x = torch.tanh(2 * x)
+        return x + F.scaled_dot_product_attention(x, x, x)
+
+
+def settings() -> list[tuple[str, Any]]:
+    """What is set around a forward holds in its recomputations, and not after them."""
+    wrong, x = [], torch.randn(3, 4, WIDTH, dtype=torch.float64)
+    for kind, policy in itertools.product(
+        ("dtype", "kernel", "precision", "deterministic", "autocast"), ("full", {"save": ["aten.addmm"]})
+    ):
+        found = []
+        for entry in (False, True):
+            torch.manual_seed(0)
+            net = nn.Sequential(ReadsSettings(), ReadsSettings()).double()
+            plan = Plan(mesh_of({"dp": 1, "tp": 2})).shard(r".*linear\.weight", Shard(0), mesh="tp")
+            model = parallelize(net, plan.checkpoint(r"\d", policy) if entry else plan)
+            with set_around(kind):
+                loss = model(x).square().mean()
+            loss.backward()
+            assert torch.get_default_dtype() == torch.float32 and torch.backends.cuda.flash_sdp_enabled()
+            found.append([p.grad.to_local() for p in model.parameters()])
+        if not all(map(torch.equal, *found)):
+            wrong.append((kind, policy))
+    return wrong
+
+
+def test_settings_around_the_forward(ranks: RankPools) -> None:
+    assert ranks.run(settings, world_size=2) == [[], []]
 
 
 KINDS = [Ema, Frozen, Codebook, Norms, Counters, Shared, Draws, Given, WrittenLater, WrittenLater]

@@ -734,3 +734,70 @@ def loaded() -> None:
 @pytest.mark.parametrize("case", [copied, deferred, from_meta, loaded], ids=lambda f: f.__name__)
 def test_life(ranks: RankPools, case: Callable[[], None]) -> None:
     ranks.run(case, world_size=4 if case is copied else 2)
+
+
+class Beside(nn.Module):
+    """Results that a unit does not return, or not all of them, and a number of its class."""
+
+    calls = 0
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how, self.kept = nn.Linear(WIDTH, WIDTH), how, []
+        self.last: Any = None
+
+    def forward(self, x: Tensor, found: Any) -> Tensor | None:
+        type(self).calls += 1
+        y = torch.tanh(self.linear(x) * (1 + 0.1 * type(self).calls))
+        also = F.linear(y, self.linear.weight).square().mean()
+        if self.how == "attribute":
+            self.last = also
+        elif self.how == "attribute, list":
+            self.kept[:] = [also]
+        elif self.how == "list":
+            found["list"].append(also)
+        elif self.how == "detached":
+            found["list"].append(also + y.sum())
+            return y.detach()
+        else:
+            found["x"] = y + also
+            return None
+        return y
+
+
+class OfBeside(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Beside(how) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, found = self.first(x), {"list": []}
+        for block in self.blocks:
+            y = block(x, found)
+            x = found["x"] if y is None else y
+        kept: Any = [*found["list"], *(x for b in self.blocks for x in (b.last, *b.kept) if x is not None)]
+        return x.square().mean() + 3 * sum(kept)
+
+
+def beside_outputs() -> list[str]:
+    wrong = []
+    for how in ("attribute", "attribute, list", "list", "detached", "nothing"):
+        found = []
+        for is_sharded in (False, True):
+            torch.manual_seed(0)
+            Beside.calls, model = 0, OfBeside(how).double()
+            if is_sharded:
+                plan = zero_plan({"dp": 2}).unit(r"blocks\.\d")
+                model = parallelize(model, plan)
+            for step in range(3):
+                loss = model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).double())
+                loss.backward()
+            grads = [whole(p.grad) if p.grad is not None else torch.zeros(()) for p in model.parameters()]
+            found.append([torch.tensor(Beside.calls), whole(loss.detach()), *grads])
+        if not all(torch.allclose(*pair, rtol=1e-12, atol=1e-14) for pair in zip(*found, strict=True)):
+            wrong.append(how)
+    return wrong
+
+
+def test_results_that_a_unit_does_not_return(ranks: RankPools) -> None:
+    assert ranks.run(beside_outputs, world_size=2) == [[], []]

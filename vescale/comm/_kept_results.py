@@ -101,7 +101,6 @@ class KeptResults:
         self._next, self._num_writes, self._hands_out_locals = None, [0, 0], False
         with self._entered():
             yield
-        self._by_memory.clear()
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
@@ -191,6 +190,12 @@ class KeptResults:
     def note_locals(self) -> None:
         """Local tensors are handed out, which plain ops may write to."""
         self._hands_out_locals = True
+
+    def note_handed_out(self, tensor: torch.Tensor) -> None:
+        """The program may write to this memory unseen, until the forward runs again."""
+        self.note_locals()
+        for kept in self._by_memory.get(_memory(tensor) or 0, ()):
+            kept.note_write()
 
     def note_write(self, tensor: torch.Tensor) -> None:
         self._num_writes[self._next is not None] += 1

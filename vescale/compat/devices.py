@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,6 +65,68 @@ def default_generator_of(device: torch.device) -> torch.Generator | None:
     module.init()
     found: torch.Generator = module.default_generators[index]
     return found
+
+
+# Settings of the process, which kernels read
+
+
+def _precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # of some backends only
+        return None
+
+
+def _set_precision(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
+
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    (_deterministic, _set_deterministic),
+    (_precision, _set_precision),
+    _attribute(torch.backends.cuda.matmul, "fp32_precision"),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),  # on every device
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    _attribute(torch.backends.mkldnn, "enabled"),
+)
+
+
+class Settings:
+    """Those of the process as they are now, apart from autocast."""
+
+    def __init__(self) -> None:
+        self._values = [read() for read, _ in _SETTINGS]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, they are so again."""
+        pairs = zip(_SETTINGS, self._values, strict=True)
+        others = [(put, value, now) for (read, put), value in pairs if (now := read()) != value]
+        try:
+            for put, value, _ in others:
+                put(value)
+            yield
+        finally:
+            for put, _, now in others:
+                put(now)
 
 
 # Memory

@@ -21,7 +21,7 @@ from torch.distributed.tensor import _api as tensor_api
 from vescale.compat.autograd import num_function_modes
 from vescale.compat.checkpoint_plans import CheckpointHooks
 from vescale.compat.dtensor import keeps_memory
-from vescale.compat.model_hooks import tell_plain_value
+from vescale.compat.model_hooks import tell_handed_out, tell_plain_value
 from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import begin_world
 from vescale.errors import PlacementError, SetDataError
@@ -153,6 +153,7 @@ def wrap_data(changes: Changes, hooks: DTensorHooks) -> None:
 
 
 def _data(self: Any) -> Any:
+    tell_handed_out(self)
     found = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
     if keeps_memory(self):
         found.__dict__["_memory_of"] = weakref.ref(self), self.__dict__.get("_num_assigned", 0)
@@ -170,6 +171,7 @@ def _set_data(hooks: DTensorHooks, self: Any, value: Any) -> None:
     if not isinstance(value, torch.Tensor) or own.is_meta:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         return
+    tell_handed_out(self)
     is_part = keeps_memory(self)
     is_plain = not isinstance(value, DTensor)
     if (is_plain or is_part) and (value.shape != self.shape or (is_part and value.dtype != self.dtype)):

@@ -128,6 +128,9 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "runtime._module_tables:class": ("modules of a model that parallelize could not change", "they are as before", "never"),
     "runtime._runtime:instance": (
         "modules of a model; its methods (generate, _apply, ...)", "they know of their model and its mesh", _MODEL),
+    "runtime._shared_memory:instance": (
+        "storages of inputs and results of recomputed modules, and those that a program has been given", _OWN,
+        "with the storage"),
     "runtime._saving:instance": ("state_dict of a model in save_pretrained", "it gives whole values", _CALL),
     "simulation._rank:process": (
         "environment, arguments, signals, threads, in processes for ranks", "a script runs as one rank of many", _END),

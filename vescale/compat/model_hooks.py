@@ -77,6 +77,9 @@ class DispatchListener:
     def hands_out(self, tensor: DTensor) -> None:
         """Before ``to_local()`` returns."""
 
+    def hands_out_memory(self, tensor: DTensor) -> None:
+        """Before ``.data`` returns, or is set."""
+
     def hands_out_summand(self, tensor: DTensor) -> None:
         """Before ``to_local()`` of a pending sum returns."""
 
@@ -197,6 +200,11 @@ def _listener() -> DispatchListener:
 def tell_write(tensor: DTensor) -> None:
     """After a write to ``tensor``, which may be a view of a copy."""
     _listener().wrote(tensor)
+
+
+def tell_handed_out(tensor: DTensor) -> None:
+    """Before a program gets the memory of ``tensor``, in which its writes count in no version of that."""
+    _listener().hands_out_memory(tensor)
 
 
 def tell_read(tensor: DTensor, how: str, *, for_python: bool = False) -> None:

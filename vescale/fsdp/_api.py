@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
@@ -235,8 +236,21 @@ def _sharded_class(original: type, for_torch: bool) -> type:
         bases = (FSDPModule, FSDP2Module, original) if for_torch else (FSDPModule, original)
         members = {"__module__": original.__module__, "_original": original}
         name = f"FSDP{original.__name__}" if for_torch else original.__name__
-        made = _CLASSES[original, for_torch] = type(name, bases, members)
+        made = _CLASSES[original, for_torch] = _kind_of_class(type(original))(name, bases, members)
     return made
+
+
+@functools.cache
+def _kind_of_class(kind: type) -> type:
+    """Of classes whose attributes are the original's: ``type(self).count += 1`` counts for all instances."""
+
+    def put(cls: Any, name: str, value: Any) -> None:
+        setattr(cls._original, name, value)
+
+    def drop(cls: Any, name: str) -> None:
+        delattr(cls._original, name)
+
+    return type(kind.__name__, (kind,), {"__setattr__": put, "__delattr__": drop})
 
 
 def _roots(module: Any) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -120,8 +121,9 @@ class Calls:
         return any(call.ended_in != now and any(map(will_run, call.nodes)) for call in self._calls)
 
 
-def watch_outputs(output: Any, call: Call | None, begin: Callable[..., None]) -> bool:
-    """Call ``begin`` for each gradient of an output, from hooks that hold the call; whether there can be any."""
+def watch_outputs(output: Any, given: Any, call: Call | None, begin: Callable[..., None]) -> bool:
+    """Call ``begin`` for each gradient of an output, also of those that a call has put into containers that it was
+    ``given``, from hooks that hold the call; whether there can be any."""
 
     def hook(node: Node | None) -> Callable[..., None]:
         return functools.partial(begin, call) if call is not None and call.may_be_held_by(node) else begin
@@ -130,7 +132,8 @@ def watch_outputs(output: Any, call: Call | None, begin: Callable[..., None]) ->
         return call is not None and call.was_given(node)
 
     found = False
-    for tensor in tensors_in(output):
+    put = (x for x in tensors_in(given) if call is not None and call.may_be_held_by(x.grad_fn))
+    for tensor in itertools.chain(tensors_in(output), put):
         if not tensor.requires_grad or was_given(tensor.grad_fn):
             continue
         found = True

@@ -418,7 +418,9 @@ def _freed_text(path: str) -> str:
     return (
         f"this tensor shares memory with a parameter of {path or 'the root'} that was gathered for a forward or "
         "backward, and that memory has since been freed. Expected a copy, made where the tensor was obtained "
-        "(weight.detach().clone()), or the registered parameter, read where the value is needed"
+        "(weight.detach().clone()), or the registered parameter, read where the value is needed; where a backward reads "
+        "it that begins at a tensor which the forward has kept elsewhere (an auxiliary loss in a list of the program), "
+        "return that tensor from the module's forward, or set reshard_after_forward=False for its unit"
     )
 
 

@@ -11,7 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale.compat import Exchanged, FSDP2State, eagerly, guard_call, hides_tensors, in_backward, map_tensors
+from vescale.compat import (
+    Exchanged,
+    FSDP2State,
+    eagerly,
+    guard_call,
+    hides_tensors,
+    in_backward,
+    map_tensors,
+)
 from vescale.errors import FullyShardStateError, NotPicklableError
 from vescale.fsdp._calls import Call, Calls, watch_outputs
 from vescale.fsdp._context import CommContext
@@ -69,6 +77,14 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(_STATES)
 
 
+_OF_MODULES = vars(nn.Module()).keys()
+
+
+def _keeps_graph(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in items)
+
+
 class ModuleState(FSDP2State):
     """One call of ``fully_shard``: its modules and the groups of their parameters.
 
@@ -114,6 +130,8 @@ class ModuleState(FSDP2State):
         self._still_to_run: set[nn.Module] = set()
         self._calls = Calls()
         self._call: Call | None = None  # that is running forward
+        self._given: Any = None  # its arguments
+        self._keepers: list[tuple[dict[str, Any], str]] | None = None  # attributes of modules
         self._exchanged: list[Exchanged] = []  # inputs of the calls that run
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._running_part: nn.Module | None = None
@@ -249,6 +267,7 @@ class ModuleState(FSDP2State):
                 args, kwargs, self._call = self._calls.watch_inputs(
                     args, kwargs, self._exchanged[-1], self._after_backward
                 )
+                self._given = args, kwargs
             for other in self.forward_prefetch:
                 for group in other.groups:
                     group.unshard()
@@ -342,7 +361,7 @@ class ModuleState(FSDP2State):
         for group in self.groups:
             group.abandon_forward()
         self._still_to_run.clear()
-        self._call, self._depth, self._running_part = None, 0, None
+        self._call, self._given, self._depth, self._running_part = None, None, 0, None
         if self.stage is Stage.FORWARD:
             self._move(Move.ABANDON)
 
@@ -366,11 +385,23 @@ class ModuleState(FSDP2State):
     # Backward
 
     def _watch_outputs(self, output: Any) -> bool:
-        """Find out when a backward begins. False: it may begin unseen, from tensors inside of an object."""
+        """Find out when a backward begins. False: it may begin unseen, from tensors inside of an object, or elsewhere, if no
+        output requires gradients, and an input does."""
         call, self._call = self._call, None
         if not torch.is_grad_enabled():
             return True
-        return watch_outputs(output, call, self._before_backward) or not hides_tensors(output)
+        given, self._given = self._given, None
+        if watch_outputs(output, (given, *self._kept()) if call is not None else (), call, self._before_backward):
+            return True
+        return call is None and not hides_tensors(output)
+
+    def _kept(self) -> list[Any]:
+        """What the modules keep of a forward in attributes, such as an auxiliary loss; found in the first one."""
+        if self._keepers is None:
+            parts = [part for module in self.modules for part in module.modules()]
+            slots = [(vars(part), name) for part in parts for name in vars(part).keys() - _OF_MODULES]
+            self._keepers = [(held, name) for held, name in slots if _keeps_graph(held[name])]
+        return [held.get(name) for held, name in self._keepers]
 
     @eagerly
     def _before_backward(self, *_: Any) -> None:
@@ -538,7 +569,7 @@ class ModuleState(FSDP2State):
     def abandon(self) -> None:
         """An exception has ended a forward or backward: this state's part of :meth:`abandon_iteration`."""
         self._still_to_run.clear()
-        self._call, self._depth, self._running_part = None, 0, None
+        self._call, self._given, self._depth, self._running_part = None, None, 0, None
         for group in self.groups:
             group.abandon()
         self._move(Move.ABANDON)

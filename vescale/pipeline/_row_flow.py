@@ -554,7 +554,7 @@ class RowFlow:
             worst = next(operand.state for operand in call.operands if operand.kind == "mixed")
             return [worst.needing(call.needs) for _ in call.outs]
         is_known = "unknown" not in kinds
-        if "sum" in kinds and is_known:
+        if "sum" in kinds and (is_known or shapes_differ):  # what is not known has rows then
             return [self._of_sums(op, call, shapes_differ).needing(call.needs) for _ in call.outs]
         if not call.cut and is_known:
             if op.name in ("expand", "repeat"):  # each row is the same

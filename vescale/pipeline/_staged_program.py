@@ -89,7 +89,7 @@ def check_with_guesses(
             if callable(entry.loss):
                 return None
             try:
-                check_loss(part.output, entry)
+                check_loss(whole.output, entry)
             except PipelineLossError as problem:
                 return problem if _has_labels(model, batch) else None
             with contextlib.suppress(PipelineBatchError):  # of the sizes that were guessed

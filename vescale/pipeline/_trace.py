@@ -259,6 +259,9 @@ def trace(
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
+    for memory, name in _frozen(skeleton).items():
+        if memory not in recorder.frozen:
+            raise _writes_to(name, entry_source)
     assigned = [place for place, table, name, buffer in saved if table.get(name) is not buffer]
     for _, table, name, buffer in saved:
         table[name] = buffer
@@ -287,6 +290,21 @@ def trace(
     )
     recorder.read_calls.end()  # else in a cycle with the recorder
     return found
+
+
+def _writes_to(parameter: str, source: Any) -> PipelineTraceError:
+    return PipelineTraceError(
+        f"pipeline: the forward writes to the parameter {parameter!r}, which does not require gradients: each micro-batch "
+        "would do so, and on one device it is once for the batch. Write to it between steps (a moving average: after "
+        "optimizer.step())",
+        source,
+    )
+
+
+def _frozen(skeleton: nn.Module) -> dict[int, str]:
+    """The names of parameters without gradients, by their memory."""
+    named = skeleton.named_parameters()
+    return {p.untyped_storage()._cdata: name for name, p in named if not p.requires_grad}
 
 
 def _refuse_host_draws(before: Any, source: Any) -> None:
@@ -373,6 +391,7 @@ class _Recorder(TorchDispatchMode):
             for name, b in skeleton.named_buffers()
             if not name.endswith(counters) and b.numel()
         }
+        self.frozen = _frozen(skeleton)
         self._unknown_buffers: dict[int, tuple[str, int]] = {}  # of which only a stage has the values, by id
         self.losses: list[LossTerm] = []
         self.read_calls = ReadCalls(lambda: -1 if self.inside is None else len(self.calls), answers, self._note_read)
@@ -602,6 +621,9 @@ class _Recorder(TorchDispatchMode):
                 self.of_rows[f"{where} computes statistics over the rows of a batch (batch normalization)"] = None
             return
         for written in writes:
+            frozen = self.frozen.get(written.untyped_storage()._cdata)
+            if frozen is not None:
+                raise _writes_to(frozen, self.source)
             name, buffer = self._buffers.get(written.untyped_storage()._cdata, (None, 0))
             if name is not None:
                 self._refuse_state_of_several_stages()

@@ -10,6 +10,7 @@ collectives inside     their results are saved, unless ``recompute_communication
 its own boundaries,    outside of what runs again: inputs are saved as they have been placed, parameters are gathered for
 and gathers of units   backward as without checkpointing
 random numbers         where they begin in the generators' streams, if any are drawn
+settings of PyTorch    as they are when the forward begins: autocast, the default dtype, kernels of attention, ...
 =====================  ================================================================================================
 
 It is :func:`torch.utils.checkpoint.checkpoint` around the module's own forward, inside of its hooks.
@@ -43,6 +44,7 @@ from vescale.compat import (
     storage_of,
     tensors_in,
 )
+from vescale.compat.devices import Settings
 from vescale.compat.model_hooks import CHECKPOINTED_APART
 from vescale.errors import RecomputationError
 from vescale.ir import Checkpoint, ForwardState, Instruction, KnownState
@@ -52,6 +54,7 @@ from vescale.runtime._activation import current_activation
 from vescale.runtime._offloaded_tensors import OffloadedForward
 from vescale.runtime._op_saving import PRODUCTS, Counting, GeneratorStates, is_heavy, op_name, saving_contexts
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._shared_memory import SharedMemory
 
 # A memory budget that picks what each checkpointed module saves: measured in the first step, decided before the second.
 # The first forward runs with the entry's own policy, which saves least. When its backward computes a module again, it
@@ -346,6 +349,7 @@ class _Call:
             keeps=not policy.recompute_communication,
             on_kept=functools.partial(self._note, op="communication", path=owner.path),
         )
+        self.memory = SharedMemory(self.kept.note_handed_out)
         is_measured = owner.budget is not None and not owner.budget.is_decided
         self.work = Work() if is_measured else None
         self.number = owner.runtime.num_training_forwards
@@ -418,13 +422,19 @@ class _Call:
         self.has_run = True
         with no_torch_function():
             before = GeneratorStates(self.device_type)
+            self.settings = Settings()
         (args, kwargs), self._first = self._first, ((), {})
         with self.kept.keeping(), following_writes(), self.work if self.work is not None else contextlib.nullcontext():
+            with no_torch_function():
+                self.memory.watch(inputs, are_results=False)
             result = self.owner._forward(*args, **kwargs)
             with no_torch_function():
-                for tensor in tensors_in(result):
+                results = list(tensors_in(result))
+                for tensor in results:
                     self.kept.watch(tensor)
         with no_torch_function():
+            self.memory.watch(results, are_results=True)
+            self.memory.is_running = False
             if before.have_moved():
                 self.draws = before
         return result
@@ -451,14 +461,25 @@ class _Call:
         budget, owner = self.owner.budget, self.owner
         draws = self.draws.again() if self.draws is not None else contextlib.nullcontext()
         assert self.state is not None
-        with draws, self.state.again(), self.kept.taking(), following_writes():
+        with draws, self.settings.again(), self.state.again(), self.kept.taking(), following_writes():
             if budget is None or self.work is None:
                 try:
-                    return self._forward(inputs)
+                    return self._shared(inputs)
                 except CheckpointError as error:  # more tensors are saved
                     raise self.recomputation_failed(error) from error
             num_bytes = sum(self.held.values())
-            return budget.measured(owner.path, self.number, owner.module, inputs, num_bytes, self.work, self._forward)
+            return budget.measured(owner.path, self.number, owner.module, inputs, num_bytes, self.work, self._shared)
+
+    def _shared(self, given: Sequence[torch.Tensor]) -> Any:
+        with no_torch_function():
+            inputs, self.memory.is_running = self.memory.inputs(given), True
+        try:
+            result = self._forward(inputs)
+        finally:
+            self.memory.is_running = False
+        with no_torch_function():
+            self.memory.put(given, inputs, list(tensors_in(result)))
+        return result
 
 
 def _note(

@@ -63,6 +63,7 @@ from vescale.runtime._foreign_tools import refuse_export
 from vescale.runtime._gradient_hooks import refuse_derivatives
 from vescale.runtime._input_checks import check_move, check_read, note_draw, note_plain_value
 from vescale.runtime._module_calls import checkpointed, in_backward_of
+from vescale.runtime._shared_memory import hand_out
 
 # Plain tensors among DTensors outside of a parallelized model: metrics, losses and sums that a script makes of outputs.
 #
@@ -344,6 +345,10 @@ class _Listener(DispatchListener):
         if current_activation() is not None:
             note_local(tensor)
             note_locals()
+        hand_out(tensor, is_local=True)
+
+    def hands_out_memory(self, tensor: DTensor) -> None:
+        hand_out(tensor)
 
     def hands_out_summand(self, tensor: DTensor) -> None:
         """Tell scripts and libraries that read an output; code in a forward computes with summands on purpose."""
@@ -360,6 +365,8 @@ class _Listener(DispatchListener):
         write_through(tensor, sees_reads=current_activation() is not None)
 
     def reads(self, tensor: DTensor, how: str, for_python: bool) -> None:
+        if for_python:
+            hand_out(tensor)
         if step_checks(tensor.device_mesh) is None:
             return
         if for_python or running_module() is None:  # inside of a forward, the model's own ops run on all ranks
