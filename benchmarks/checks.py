@@ -1,9 +1,8 @@
 """What the checks of a script cost (:mod:`vescale.checks`): processor time of a launch-bound step with and without them.
 
 ``python benchmarks/checks.py``: a small tensor-parallel Llama-like model on a fake process group, where collectives are free
-and only the host's work shows. Pairs of steps, by turns; the median of the ratios. The checks describe inputs, post them and
-look for backwards, as on real ranks, which they do not wait for here. ``--hosts``: those of ranks on several hosts, which
-send a digest in each step.
+and only the host's work shows. Pairs of steps, by turns; the median of the ratios. The checks sample inputs, look for
+backwards and send a digest in each step, as on real ranks, which they do not wait for here.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import vescale
-from vescale.agreement import Board
 from vescale.runtime import Runtime
 
 HIDDEN, TOKENS, VOCABULARY = 64, 16, 128
@@ -77,11 +75,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=150)
-    parser.add_argument("--hosts", action="store_true", help="the checks of ranks on several hosts")
     options = parser.parse_args()
-    if options.hosts:  # as where ranks find that they are not all on one host
-        Board.open = classmethod(lambda cls, *args: None)  # type: ignore[method-assign,assignment]
-        os.environ["VESCALE_CHECK_EVERY"] = "0"  # descriptions go to a store, which is not there
+    os.environ["VESCALE_CHECK_EVERY"] = "0"  # descriptions go to a store, which is not there
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))

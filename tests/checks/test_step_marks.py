@@ -1,19 +1,16 @@
-"""The marks of steps: numbers of what a forward is given, lines of the program, rows of a board, hooks before a backward.
-In C++ and in Python."""
+"""The marks of steps: numbers of what a forward is given, lines of the program, hooks before a backward. In C++ and in
+Python."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.utils.flop_counter
 
 from vescale import csrc
-from vescale.agreement import Board, CrossWaitError, _board
 from vescale.checks import _descriptions
 from vescale.checks import _descriptions as _call_site
 from vescale.compat import before_backward
@@ -78,77 +75,23 @@ def test_the_line_of_the_program(helper: ModuleType | None) -> None:
     assert line().startswith("test_step_marks.py:") and line().endswith("(line)")
 
 
-def test_a_row_of_a_board(helper: ModuleType | None) -> None:
-    channels = [[(0, 1), (0, 1)]]
-    memory = bytearray(2048)
-    first, second = Board([0, 1], 0, memory, channels), Board([0, 1], 1, memory, channels)
-    assert not first.post(1, (5, 6, 7), "here é" * 60)
-    assert first.rows(1) is None and first.absent(1) == [1]
-    assert second.post(1, (5, 6, 7), "there")
-    assert first.rows(1) == [[1 << 48 | 5, 1 << 48 | 6, 1 << 48 | 7]] * 2
-    assert first.text(1) == "there" and first.text(0).startswith("here é")
-    assert not first.post(2, (5, 6, 1 << 47), "x") and not second.post(2, (5, 6, 8), "y")
-    assert second.rows(2) is not None and second.rows(1) is not None
-
-
-def test_a_rank_that_comes_late_learns_which_ranks_have_waited_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These have raised before."""
-    monkeypatch.setattr(_board, "_LIVENESS_SECONDS", 0.01)
-    channels: list[list[tuple[int, ...]]] = [[(0, 1, 2)] * 3, [(0, 1), (0, 1), (2,)]]
-    memory = bytearray(4096)
-    boards = [Board([0, 1, 2], rank, memory, channels) for rank in range(3)]
-
-    def raises(rank: int) -> tuple[int, ...]:
-        channel = int(rank == 1)
-        boards[rank].post(1, (1, 1, 1), "here", channel)
-        with pytest.raises(CrossWaitError) as caught:
-            boards[rank].wait(1, 20.0, "here", channel)
-        return caught.value.ranks
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(raises, (0, 1))) == [(0, 1)] * 2
-    assert raises(2) == (0, 1, 2)
-
-
-def test_a_rank_that_gives_up_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others would believe that it still waits for them there."""
-    monkeypatch.setattr(_board, "_LIVENESS_SECONDS", 0.01)
-    monkeypatch.setattr(_board, "_is_paused", lambda: False)
-    channels = [[(0, 1), (0, 1)]] * 2
-    memory = bytearray(4096)
-    boards = [Board([0, 1], rank, memory, channels) for rank in range(2)]
-    boards[0].post(1, (1, 1, 1), "here", 0)
-    with pytest.raises(TimeoutError):
-        boards[0].wait(1, 0.05, "here", 0)
-    boards[1].post(1, (1, 1, 1), "there", 1)
-    with pytest.raises(TimeoutError):
-        boards[1].wait(1, 0.1, "there", 1)
-
-
 @pytest.mark.helper("step_marks")
-def test_forwards_and_backwards_are_posted_in_cpp_as_in_python() -> None:
-    native = csrc.step_marks()
-    assert native is not None
-    memory, channels = bytearray(2048), [[(0, 1), (0, 1)]]
-    first, second = Board([0, 1], 0, memory, channels), Board([0, 1], 1, memory, channels)
-    steps = native.Steps(first.row, {}, lambda file: False)
-    args, kwargs, mode = (X, 1), {"scale": 2.0, "names": ["a"]}, "in training, with gradients"
-    site = steps.forward(1, 7, "Net", mode, 3, args, kwargs)
-    assert site == f"forward 7 of Net, {mode}" and first.text(0).startswith(f"{site} (test_step_marks.py:")
-    seen = _descriptions.sample(args, kwargs)
-    assert second.post(1, (_descriptions.digest_of((site, 3, (), seen)), 0, 0), "the same")
-    backward = _descriptions.digest_of(("the backward of forward 7 of Net", 3, (), None))
-    assert not second.post(2, (backward, 0, 0), "b")
-    assert steps.backward(2, 7, "Net", 3) == "" and first.text(0) == "the backward of forward 7 of Net"
-    assert steps.backward(3, 7, "Net", 4) != "" and first.rows(3) is None
+def test_samples_in_cpp_say_what_those_in_python_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants are kept, and of all else a number."""
+    args, kwargs = (X, 1, None), {"scale": 2.0, "names": ["a"], "kind": "row"}
+    found = _descriptions.sample(args, kwargs)
+    monkeypatch.setattr(csrc, "step_marks", lambda: None)
+    for given, named in (found, _descriptions.sample(args, kwargs)):
+        assert given[1:] == ((1,), (None,)) and type(given[0]) is int
+        assert named["scale"] == (2.0,) and named["kind"] == ("row",) and type(named["names"]) is int
 
-    # Left to Python, and nothing is posted.
-    with torch.autocast("cpu"):
-        assert steps.forward(4, 7, "Net", mode, 3, args, kwargs) is None
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
-        assert steps.forward(4, 7, "Net", mode, 3, args, kwargs) is None
-    assert steps.forward(4, 7, "Net", mode, 3, (X.to_sparse(),), {}) is None
-    assert first.text(0).startswith("the backward")
+
+def test_rows_of_samples_name_what_was_given() -> None:
+    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+        return [*zip(("x", "mask"), args), *kwargs.items()]
+
+    rows = dict(_descriptions.sampled_rows(_descriptions.sample((X, None), {"kind": "row"}), named))
+    assert rows["kind"] == "'row'" and rows["x"].startswith("values with digest ") and "mask" not in rows
 
 
 def test_before_a_backward(helper: ModuleType | None) -> None:

@@ -1,8 +1,8 @@
-"""Ranks on several hosts, or on NCCL, wait for each other in the first forwards, and compare later ones a step later."""
+"""Ranks wait for each other in the first forwards. Later they send a message in each step, which is looked at in the step in
+the memory of the host, and a step later on a device."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,23 +16,18 @@ from torch.distributed.tensor import Shard
 import vescale
 from tests.ranks import RankPools
 from vescale import InputMismatchError
-from vescale.agreement import Board
-from vescale.checks import StepChecks, StepMismatchError, _start
+from vescale.checks import StepChecks, StepMismatchError, _steps
 from vescale.runtime import Runtime
 
 
 @contextmanager
-def on_several_hosts() -> Iterator[None]:
-    """Boards find that not all ranks are on one host."""
-    found = Board.open
-    Board.open = classmethod(lambda cls, *args: None)  # type: ignore[method-assign,assignment]
-    os.environ["VESCALE_CHECK_EVERY"] = "4"
-    try:
+def compared(host_waits: bool) -> Iterator[None]:
+    """``host_waits``: for answers, as in the host's memory; else they are looked at later, as on a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_CHECK_EVERY", "4")
+        if not host_waits:
+            patch.setattr(_steps, "accelerator_module", lambda: object())
         yield
-    finally:
-        Board.open = found  # type: ignore[method-assign]
-        _start._BY_WORLD.clear()  # models of other tests, on equal meshes, are on one host
-        del os.environ["VESCALE_CHECK_EVERY"]
 
 
 def parallel(given: str = "global") -> tuple[nn.Module, StepChecks]:
@@ -58,7 +53,7 @@ def steps(model: nn.Module, differs_at: int, number: int = 11) -> int:
 
 
 def later() -> None:
-    with on_several_hosts():
+    with compared(host_waits=False):
         for differs_at in (1, 3, 4):
             model, _ = parallel()
             assert steps(model, differs_at) == differs_at
@@ -72,7 +67,7 @@ def later() -> None:
 
 def evaluations() -> None:
     """Without a backward, one message in many forwards."""
-    with on_several_hosts(), torch.no_grad():
+    with compared(host_waits=False), torch.no_grad():
         model, _ = parallel()
         with pytest.raises(InputMismatchError, match=r"forward 10 of Linear"):
             for step in range(80):
@@ -82,7 +77,7 @@ def evaluations() -> None:
 
 def skipped() -> None:
     """One rank runs no backward."""
-    with on_several_hosts():
+    with compared(host_waits=False):
         model, _ = parallel()
         with pytest.raises(
             StepMismatchError, match=r"rank 0 is before the backward of forward 6.*rank 1 is before forward 7"
@@ -96,7 +91,7 @@ def skipped() -> None:
 
 def written() -> None:
     """A parameter that is written to on one rank; all ranks hold the same part of it."""
-    with on_several_hosts():
+    with compared(host_waits=False):
         model, _ = parallel()
         with pytest.raises(InputMismatchError, match=r"'weight'.*on some ranks only"):
             for step in range(1, 12):
@@ -110,7 +105,7 @@ def written() -> None:
 
 def parts() -> None:
     """Parts of other sizes are gathered where they were so at first; else they are an error."""
-    with on_several_hosts():
+    with compared(host_waits=False):
         model, _ = parallel("local")
         for step in range(1, 12):
             rows = 2 + (step % 2 if dist.get_rank() == 0 else 0)
@@ -126,7 +121,7 @@ def parts() -> None:
 
 def other_parts() -> None:
     """Of a model whose parts have had different sizes, one rank's gets a dim more."""
-    with on_several_hosts():
+    with compared(host_waits=False):
         model, _ = parallel("local")
         with pytest.raises(InputMismatchError, match="not the shards of any tensor"):
             for step in range(1, 9):
@@ -135,9 +130,37 @@ def other_parts() -> None:
         assert step == 6
 
 
+def in_the_step() -> None:
+    with compared(host_waits=True):
+        for differs_at in (1, 3, 4, 5, 6, 8):
+            model, _ = parallel()
+            assert steps(model, differs_at) == differs_at
+
+
+def a_read_on_one_rank() -> None:
+    """The others are before a backward, and no message meets one of another size."""
+    with compared(host_waits=True):
+        model, _ = parallel()
+        with pytest.raises(StepMismatchError, match=r"rank 0 is before a read of item.*rank 1 is before the backward"):
+            for step in range(1, 12):
+                out = model(torch.ones(4, 4))
+                if step == 6 and dist.get_rank() == 0:
+                    (out * 2).sum().item()
+                out.sum().backward()
+        assert step == 6
+
+
+def parts_that_differ_late() -> None:
+    with compared(host_waits=True):
+        model, _ = parallel("local")
+        for step in range(1, 12):
+            rows = 2 + (1 if step == 9 and dist.get_rank() == 0 else 0)
+            assert model(torch.ones(rows, 4)).shape[0] == (5 if step == 9 else 4)
+
+
 def gathered() -> None:
     """What ranks send in a steady step."""
-    with on_several_hosts():
+    with compared(host_waits=False):
         model, _ = parallel()
         assert steps(model, 0, 5) == 0
         with vescale.comm.record_comms() as ledger:
@@ -146,8 +169,19 @@ def gathered() -> None:
         assert sent.op == "all_reduce" and sent.bytes <= 16
 
 
-@pytest.mark.parametrize(
-    "case", [later, evaluations, skipped, written, parts, other_parts, gathered], ids=lambda case: str(case.__name__)
-)
-def test_ranks_on_several_hosts(ranks: RankPools, case: Callable[[], None]) -> None:
+CASES = [
+    later,
+    evaluations,
+    skipped,
+    written,
+    parts,
+    other_parts,
+    in_the_step,
+    a_read_on_one_rank,
+    parts_that_differ_late,
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, gathered], ids=lambda case: str(case.__name__))
+def test_later_forwards(ranks: RankPools, case: Callable[[], None]) -> None:
     ranks.run(case, world_size=2)

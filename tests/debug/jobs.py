@@ -92,8 +92,6 @@ def _rank(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), VESCALE_REPORTS=folder, **env)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # where nobody knows the host's name, gloo would warn
-    if hosts := os.environ.get("NUM_HOSTS"):  # of names alone: ranks take turns
-        os.environ["VESCALE_HOST"] = f"host {rank % int(hosts)}"
     out = os.open(os.path.join(folder, f"out{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)

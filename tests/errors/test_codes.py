@@ -50,7 +50,6 @@ PLAIN = {
 }
 # Exceptions of vescale that are caught inside of it, and reach no user.
 INTERNAL = {
-    "CrossWaitError",
     "JobEnded",
     "KeyNeverComes",
     "NotAnIndexMapError",

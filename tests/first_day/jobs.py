@@ -68,9 +68,9 @@ class Script:
         return wrong
 
 
-def run(script: Script, folder: Path, hosts: int = 1, world_size: int = 2) -> JobResult:
+def run(script: Script, folder: Path, world_size: int = 2) -> JobResult:
     """Run a script on ranks that are forked with torch loaded, with a ``VESCALE_TIMEOUT`` of ten seconds."""
-    env = {"VESCALE_TIMEOUT": "10"} | ({"NUM_HOSTS": str(hosts)} if hosts > 1 else {})
+    env = {"VESCALE_TIMEOUT": "10"}
     return run_processes(_script, folder, str(script.path), world_size=world_size, limit=_LIMIT, env=env)
 
 

@@ -6,7 +6,6 @@ says so in its docstring (``open: why``), and its case must fail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -48,34 +47,19 @@ DAILY = [
 ]
 
 
-# On several hosts, what a connection tells of a rank that has ended is gloo's.
-ON_ONE_HOST = ["an_earlier_end"]
-DAILY_ON_TWO_HOSTS = [
-    "a_buffer_written_on_rank_0",
-    "a_loss_divided_by_local_tokens",
-    "a_part_of_the_model_on_rank_0",
-    "a_skipped_step",
-    "evaluation_on_rank_0",
-    "gradient_accumulation",
-    "local_batches_of_other_sizes",
-]
-
-
-def scripts(kind: str, daily: Sequence[str] = DAILY) -> list[object]:
+def scripts(kind: str) -> list[object]:
     found: list[object] = []
     for path in sorted((FOLDER / kind).glob("*.py")):
         is_open = Script.read(path).open
-        if daily is not DAILY and path.stem in ON_ONE_HOST:
-            continue
-        marks = [] if path.stem in daily else [pytest.mark.slow]
+        marks = [] if path.stem in DAILY else [pytest.mark.slow]
         marks += [pytest.mark.xfail(reason=is_open, strict=True)] if is_open else []
         found.append(pytest.param(path, id=path.stem, marks=marks))
     return found
 
 
-def judge(path: Path, folder: Path, hosts: int = 1) -> None:
+def judge(path: Path, folder: Path) -> None:
     script = Script.read(path)
-    result = run(script, folder, hosts)
+    result = run(script, folder)
     wrong = script.judge(result)
     assert not wrong, f"{script.title}\n" + "\n".join(wrong) + f"\n{result.text}"
 
@@ -89,11 +73,3 @@ def test_a_mistake_ends_in_an_error_that_names_the_edit(path: Path, tmp_path: Pa
 @pytest.mark.parametrize("path", scripts("correct"))
 def test_a_correct_script_runs_without_a_word(path: Path, tmp_path: Path) -> None:
     judge(path, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "path", [script for kind in ("mistakes", "correct") for script in scripts(kind, DAILY_ON_TWO_HOSTS)]
-)
-def test_on_two_hosts(path: Path, tmp_path: Path) -> None:
-    """Ranks with names of two hosts, which do not share memory."""
-    judge(path, tmp_path, hosts=2)

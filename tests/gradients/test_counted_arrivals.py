@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.device import device_type
+from tests.gradients.buckets import of_buckets
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
 from vescale import Plan, parallelize
@@ -85,7 +86,7 @@ class Pair:
         loss = self.loss(step, order)
         with record_comms() as ledger:
             loss.backward()
-        reduced = [r for r in ledger.records if r.requester.startswith("bucket")]
+        reduced = of_buckets(ledger)
         assert len(reduced) == self.reducer.num_buckets or order != FORWARD
         self.same()
 

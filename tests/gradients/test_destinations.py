@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.device import device_type
 from tests.examples import NIGHTLY
+from tests.gradients.buckets import of_buckets
 from tests.placements.on_ranks import Source, make_mesh
 from tests.ranks import RankPools
 from tests.simulate import simulate
@@ -95,7 +96,7 @@ def destinations(names: tuple[str, ...], mesh_ranks: Any, dtype: torch.dtype, hu
             torch.testing.assert_close(
                 parameter.grad.to_local(), expected, msg=lambda m, c=came, s=shape: f"{s} {c}: {m}"
             )
-        found = [record for record in ledger.records if record.requester.startswith("bucket")]
+        found = of_buckets(ledger)
         assert len(found) == sum(bucket.num_collectives for bucket in reducer.buckets)
         for bucket in reducer.buckets:
             moved = sum(r.bytes for r in found if r.requester.startswith(f"bucket {bucket.index}:"))
@@ -151,7 +152,7 @@ def several_meshes(flattenable: bool) -> None:
             assert torch.equal(module.plain.grad, torch.full((2,), float(plain)))
             expected = {tuple(s.axes.num_ranks for s in b.reduction.stages) for b in reducer.buckets}
             assert expected == ({(4,), (8,)} if flattenable else {(4,), (2, 4)})
-            assert len(ledger.records) == sum(b.num_collectives for b in reducer.buckets)
+            assert len(of_buckets(ledger)) == sum(b.num_collectives for b in reducer.buckets)
         assert ("then" in " ".join(reducer.describe())) is not flattenable
 
 

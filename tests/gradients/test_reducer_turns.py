@@ -99,8 +99,8 @@ def test_reducers_in_another_order(ranks: RankPools, widths: tuple[int, int], ap
     ranks.run(in_another_order, widths, apart, world_size=2)
 
 
-def on_several_hosts() -> None:
-    """Without memory in common: 16 bytes of an all-reduce, while there are several reducers."""
+def what_is_sent() -> None:
+    """16 bytes of an all-reduce, while there are several reducers."""
     pair = Pair((8, 8))
     pair.equal((0, 1), apart=True)
     with record_comms() as ledger:
@@ -117,8 +117,8 @@ def on_several_hosts() -> None:
     assert not any(record.requester == "which reducer reduces" for record in ledger.records)
 
 
-def test_reducers_on_several_hosts() -> None:
-    simulate(on_several_hosts, 2)
+def test_what_is_sent() -> None:
+    simulate(what_is_sent, 2)
 
 
 def roots() -> list[int]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.device import device_type
+from tests.gradients.buckets import of_buckets
 from tests.gradients.test_reducer import assert_equal_gradients
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
@@ -65,7 +66,7 @@ def train(op: str) -> None:
             model(own).square().sum().backward()
         (reference(whole).square().sum() / (2 if op == "avg" else 1)).backward()
         assert_equal_gradients(model, reference)
-        reduced = [record for record in ledger.records if record.requester.startswith("bucket")]
+        reduced = of_buckets(ledger)
         assert len(reduced) == reducer.num_buckets
         axes = {bucket.reduction.stages[0].axes.names for bucket in reducer.buckets}
         assert axes == {("dp",), ("dp", "tp")}

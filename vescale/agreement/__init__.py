@@ -1,6 +1,5 @@
 """What ranks agree on, and how they find out that they do not: through the job's store, which no other package touches."""
 
-from vescale.agreement._board import Board, CrossWaitError
 from vescale.agreement._heartbeat import FIRST_MESSAGES, Beat, Heartbeat, settle_heartbeats
 from vescale.agreement._round import (
     Description,

@@ -22,21 +22,23 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from vescale.agreement._round import Round
-from vescale.agreement._store import connection, peek
+from vescale.agreement._store import add_row, connection, peek, rows_of
 from vescale.comm import look, look_while_waiting, waiting_thread
 from vescale.compat import is_alone, note
 
-Entry = tuple[int, int, int]
-"""A kind of collective and its bytes, which are the same on all ranks if their collectives pair, and for whom it is."""
+Entry = tuple[int, int, Any]
+"""Of a collective, its kind and bytes, and for whom it is; of an event, numbers that tell what it is, and a text. The first
+two are the same on all ranks if they pair."""
 
 _KEPT = 64  # entries
 _STEADY_LOOKS, _EVERY = 8, 3  # after so many looks at one place, a rank posts in every third one
@@ -81,10 +83,19 @@ class Watch:
     Args:
         name: of rounds that only they have.
         error: what all of them raise.
+        ended: what is raised by a rank whose wait has failed, of how the programs of others have ended, by rank, as far as
+            they have told it; None: they do not tell it.
     """
 
-    def __init__(self, ranks: Sequence[int], name: str, error: Callable[[Apart], Exception]) -> None:
-        self.ranks, self._name, self._error = tuple(ranks), name, error
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        name: str,
+        error: Callable[[Apart], Exception],
+        ended: Callable[[Mapping[int, str]], Exception | None] | None = None,
+    ) -> None:
+        self.ranks, self._name, self._error, self._ended = tuple(ranks), name, error, ended
+        self.looks_last = ended is not None  # others may know more
         self._place = ""
         self._entries: deque[Entry] = deque(maxlen=_KEPT)
         self._number = self._turn = self._post = 0
@@ -100,11 +111,16 @@ class Watch:
         if not self._place and len(self.ranks) > 1 and not is_alone():
             self._place = Round(self.ranks, self._name).place
             look_while_waiting(self)
+            if self._ended is not None:
+                world = dist.group.WORLD
+                assert world is not None  # ranks agree
+                _OPEN[self] = weakref.ref(world)
+                _tell_of_ends()
             if len(self.ranks) > 2:  # gathers may be messages
                 _look_for_waiting_threads()
 
-    def begin(self, kind: int, num_bytes: int, unit: int) -> None:
-        """Before each collective. After an error that ends the process soon, it raises the same again: messages would meet
+    def begin(self, kind: int, num_bytes: int, unit: Any) -> None:
+        """Before each collective or event, with its entry. After an error that ends the process soon, it raises the same again: messages would meet
         those of other collectives."""
         if _APART:
             raise _APART[0]
@@ -123,6 +139,10 @@ class Watch:
         """See :class:`vescale.comm.Look`. Raises on every rank that waits, if the collectives that they have begun under one
         number do not pair; or if ranks wait in a collective that others have not begun, and these wait for them, while no
         rank does anything else."""
+        if in_vain and self._place and self._ended is not None:
+            ended = self._ended(self._ends())
+            if ended is not None:
+                raise ended
         if self._place and (found := self._apart(awaited, what, in_vain)) is not None:
             error = self._error(found)
             self._wait_until_all_have_found_it()
@@ -198,6 +218,11 @@ class Watch:
         """Of ranks that all wait."""
         ahead = [rank for rank, row in zip(self.ranks, rows) if row.number > least]
         behind = {rank: row for rank, row in zip(self.ranks, rows) if row.number == least}
+        if self._ended is not None:  # events, of which each rank comes to all
+            begun = {rank: row.entry(least + (rank in ahead)) for rank, row in zip(self.ranks, rows)}
+            texts = {rank: f"in {row.what}" for rank, row in behind.items()}
+            texts |= {rank: f"{text} after {last[2]}" for rank, text in texts.items() if (last := begun[rank])}
+            return Apart({rank: entry for rank in ahead if (entry := begun[rank])}, texts) if ahead else None
         for_those = all(row.awaited is not None and set(ahead) <= set(row.awaited) for row in behind.values())
         entries = {rank: row.entry(least + 1) for rank, row in zip(self.ranks, rows) if rank in ahead}
         in_collectives = all(row.awaited is None for row in rows if row.number > least)
@@ -206,6 +231,17 @@ class Watch:
         return Apart(
             {rank: entry for rank, entry in entries.items() if entry}, {r: row.what for r, row in behind.items()}
         )
+
+    def tell_end(self, how: str) -> None:
+        """This rank's program has ended."""
+        with suppress(RuntimeError), connection() as store:  # the rank that holds the store may have ended
+            add_row(store, f"{self._place} ended", self.ranks.index(dist.get_rank()), how)
+
+    def _ends(self) -> dict[int, str]:
+        with suppress(RuntimeError), connection() as store:  # the rank that holds the store may have ended
+            rows = rows_of(store, f"{self._place} ended", len(self.ranks)) or ()
+            return {self.ranks[index]: how for index, how in rows}
+        return {}
 
     def _wait_until_all_have_found_it(self) -> None:
         """A rank whose process ends would break the connections of the others. Not for long."""
@@ -218,6 +254,24 @@ class Watch:
                 time.sleep(0.1)
                 found = store.add(key, 0)
             time.sleep(0.5)  # the last one is printing it
+
+
+# Those whose ranks tell that their programs have ended, with their default group.
+_OPEN: weakref.WeakKeyDictionary[Watch, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _tell_of_ends() -> None:
+    note("agreement._watch:end", "atexit")
+
+    def tell() -> None:
+        error = getattr(sys, "last_value", None)
+        how = "normally" if error is None else f"with {type(error).__name__}: {error}".partition("\n")[0]
+        for watch, world in list(_OPEN.items()):
+            if dist.is_initialized() and world() is dist.group.WORLD:
+                watch.tell_end(how)
+
+    atexit.register(tell)
 
 
 def end_soon(error: Exception) -> None:

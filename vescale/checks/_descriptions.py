@@ -10,7 +10,7 @@ import random
 import sys
 import types
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale import csrc
-from vescale.agreement import Board
 from vescale.checks._mismatches import DRAWN, NUMBERS, SEED, USED
 from vescale.compat import no_torch_function, tensors_in
 
@@ -92,19 +91,32 @@ def _array_text(value: Any, *, fully: bool) -> str:
     return f"{text}, bits of some elements {array.ravel()[:: array.size // _SAMPLES or 1].tobytes()[:64].hex()}"
 
 
-def sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What tells what the texts of ``describe(name, value, fully=False)`` of all arguments would say, without making
-    them. In C++ a number."""
+    them: of each constant a tuple with it, of another value a number."""
     native = csrc.step_marks()
     found = None if native is None else native.sample(args, kwargs)
     if found is None:
-        found = []
-        for value in args:
-            _sample(value, found)
-        for name, value in kwargs.items():
-            found.append(name)
-            _sample(value, found)
+        found = tuple(map(_sampled, args)), {name: _sampled(value) for name, value in kwargs.items()}
     return found
+
+
+def _sampled(value: Any) -> Any:
+    if type(value) in _CONSTANTS or value is None:
+        return (value,)
+    seen: list[object] = []
+    _sample(value, seen)
+    return digest_of(seen)
+
+
+def sampled_rows(seen: tuple[tuple[Any, ...], dict[str, Any]], named: Callable[..., Any]) -> list[tuple[str, str]]:
+    """A description of what :func:`sample` has seen; ``named``: names and values of arguments."""
+    rows = [(name, found) for name, found, *_ in named(*seen)]
+    return [
+        (name, repr(found[0]) if type(found) is tuple else f"values with digest {found:x}")
+        for name, found in rows
+        if found != (None,)
+    ]
 
 
 def digest_of(value: object) -> int:
@@ -220,14 +232,6 @@ def call_site() -> str:
     else:
         return ""
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})"
-
-
-def native_steps(board: Board | None) -> Any:
-    """What posts forwards and backwards to a board in C++, with the line of the program; None: Python does it."""
-    native = csrc.step_marks()
-    if native is None or board is None or board.row is None:
-        return None
-    return native.Steps(board.row, _IS_OF_A_LIBRARY, _is_of_a_library)
 
 
 # ``RandomStates``: the generators that a program draws from without naming one, which of them a forward has used, and

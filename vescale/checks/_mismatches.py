@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
-from vescale.agreement import Board, CrossWaitError, first_difference
-from vescale.errors import Coded, RankGoneError
+from vescale.agreement import first_difference
+from vescale.errors import Coded
 
 
 class StepMismatchError(Coded, RuntimeError):
@@ -73,27 +71,6 @@ def places_text(
     return f"ranks run different steps: {texts}. {advice}", difference.ranks
 
 
-def absence(
-    board: Board, number: int, channel: int, site: str, problem: Exception, limit: float, advice: str
-) -> StepMismatchError:
-    """Of a rank that is before ``site``, where others do not come."""
-    if isinstance(problem, CrossWaitError):
-        return StepMismatchError(*places_text({r: board.text(board.ranks.index(r)) for r in problem.ranks}, advice))
-    if isinstance(problem, RankGoneError):
-        text = f"rank {dist.get_rank()} is before {site}, and {problem}: see its own error"
-        return StepMismatchError(text, [problem.rank])
-    positions = board.absent(number, channel)
-    absent = [board.ranks[index] for index in positions]
-    last = "; ".join(
-        f"rank {board.ranks[index]} last reached {board.text(index) or 'nothing'}" for index in positions[:8]
-    )
-    return StepMismatchError(
-        f"rank {dist.get_rank()} is before {site}, and ranks {absent} have not arrived for {limit:g} s: {last}. "
-        f"{advice}",
-        absent,
-    )
-
-
 def compare_data(
     found: Sequence[dict[str, Any]], ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]
 ) -> list[Mapping[int, Any]] | None:
@@ -142,7 +119,7 @@ def uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
     first = {rank: {part[0]: part[1] for part in each["parts"]} for rank, each in zip(ranks, found)}
     return (
         f'the parts of inputs that are passed with given="local" have different sizes in {found[0]["site"]}: '
-        f"{first}; ranks of several hosts take sizes for equal if they were so in the first forwards. Pass equal parts "
+        f"{first}; ranks on devices take sizes for equal if they were so in the first forwards. Pass equal parts "
         "(drop_last=True), pass the global batch, or set VESCALE_CHECK=steps"
     )
 

@@ -12,19 +12,20 @@ read        of a value that is cut over ranks (``item()``, ``full_tensor()``), o
 How they compare:
 
 =================================  ==================================================================================
-the ranks                          each event
+forwards                           each event
 =================================  ==================================================================================
-of one host, on gloo               all wait for each other, as the collectives that follow do, and compare digests in
-                                   shared memory (:class:`vescale.agreement.Board`): microseconds
-others, in the first forwards      all wait for each other in a round through the store, up to the fourth forward of a
-                                   model
-others, later                      nobody waits: a digest of all events of a step is sent before its backward
-                                   (:class:`vescale.agreement.Heartbeat`), 12 bytes, and looked at before the next one;
-                                   where no backward follows, once in 32 events. In every ``VESCALE_CHECK_EVERY``-th
-                                   forward descriptions go to the store, too, and a later forward reads those of all ranks
-others, with parts of a batch      once the parts of a model had different sizes in one of these first forwards: its forwards
-of different sizes                 gather their sizes, for which all wait
-others, with VESCALE_CHECK=steps   all wait for each other in a round through the store
+the first ones of a model          all wait for each other in a round through the store, up to the fourth forward
+later ones                         a digest of all events of a step is sent before its backward
+                                   (:class:`vescale.agreement.Heartbeat`), 12 bytes, and before a read by all ranks. In the
+                                   memory of the host, where ranks wait in each collective, they wait for it, and no
+                                   message meets one of another size; on a device it is looked at before the next one is
+                                   sent. Where neither follows, one is sent for 32 events. Ranks that wait for each other in
+                                   different events find out by :class:`vescale.agreement.Watch`. In every
+                                   ``VESCALE_CHECK_EVERY``-th forward descriptions go to the store, too, and a later
+                                   forward reads those of all ranks
+with parts of a batch              each forward gathers their sizes, for which all wait; on a device only once the parts of a
+                                   model have had different sizes in one of its first forwards
+with VESCALE_CHECK=steps           all wait for each other in a round through the store
 =================================  ==================================================================================
 
 Values are compared in the first 3 forwards and in every ``VESCALE_CHECK_EVERY``-th (100): sums of all bits. In the other
@@ -37,18 +38,19 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from vescale.agreement import Board, CrossWaitError, HandedIn, Heartbeat, Round, wait_limit
-from vescale.checks._descriptions import call_site, digest_of, hash_of, native_steps
+from vescale.agreement import Apart, HandedIn, Heartbeat, Round, Watch, first_difference
+from vescale.checks._descriptions import call_site, digest_of, hash_of, sampled_rows
 from vescale.checks._mismatches import (
     COMPUTED,
     SAME_STEPS,
@@ -56,15 +58,14 @@ from vescale.checks._mismatches import (
     UNKNOWN,
     InputMismatchError,
     StepMismatchError,
-    absence,
     compare_data,
     places_text,
     uneven_text,
 )
 from vescale.comm import all_gather_into, group_of_ranks
-from vescale.compat import default_timeout, is_alone, message_device, without_modes
-from vescale.compat.devices import is_capturing
-from vescale.errors import ArgumentError, ConsensusError, RankGoneError, RepeatedPartsWarning
+from vescale.compat import has_dispatch_modes, message_device, without_modes
+from vescale.compat.devices import accelerator_module, is_capturing
+from vescale.errors import ArgumentError, ConsensusError, RepeatedPartsWarning
 
 # What is checked while a script runs: ``VESCALE_CHECK``, ``VESCALE_CHECK_EVERY`` and :func:`unchecked`.
 
@@ -111,8 +112,8 @@ def is_unchecked() -> bool:
 
 
 class AxisMeetings:
-    """Channels of a :class:`vescale.agreement.Board`: number 0 of all ranks, and one for each part of the axes, on which
-    ranks meet that differ along these axes only.
+    """Channels: number 0 of all ranks, and one for each part of the axes, on which ranks meet that differ along these axes
+    only.
 
     Args:
         coordinates: of each rank.
@@ -211,6 +212,28 @@ class RepeatedParts:
                 )
 
 
+def _place(site: Site, where: str) -> str:
+    return f"{site.text} ({where})" if where else site.text
+
+
+class _Event(NamedTuple):
+    """``where``: the line of the program; ``inputs``: as they were described; ``sampled``: rows about what was sampled."""
+
+    site: Site
+    where: str
+    inputs: Rows
+    sampled: Callable[[], Rows]
+    parts: Sequence[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
+
+    def place(self) -> str:
+        return _place(self.site, self.where)
+
+    def description(self) -> dict[str, Any]:
+        inputs = [*self.inputs, *self.sampled()]
+        text, model = self.site
+        return {"site": text, "model": model, "where": self.where, "inputs": inputs, "parts": self.parts}
+
+
 class StepChecks:
     """The checks on one mesh, and all that are equal to it, or among some ranks; use
     :func:`vescale.checks.start_checks` or :func:`vescale.checks.start_checks_among`.
@@ -233,9 +256,7 @@ class StepChecks:
         self._meetings = AxisMeetings(coordinates)
         self._channels: list[tuple[int, ...]] = []  # the ranks that this one meets on each channel
         self._consensus: list[Round] = []
-        self._board: Board | None = None
         self._is_ready = False
-        self._numbers = [0] * self._meetings.count
         self._forwards = 0
         self._awaited: tuple[str, int, int] | None
         self.num_models = 0
@@ -244,8 +265,10 @@ class StepChecks:
         self._handed_in: deque[tuple[int, HandedIn]] = deque()  # by channel: descriptions that are to be compared
         self._differences: Round
         self._heartbeat: Heartbeat | None = None  # of ranks that do not wait for each other
-        self._untold: list[dict[str, Any]] = []  # events that no heartbeat has carried yet
+        self._watch: Watch
+        self._untold: list[_Event] = []  # that no heartbeat has carried yet
         self._digest = 0  # of these
+        self._last = ""  # where this rank was when one was sent
         self._uneven: set[int] = set()  # models whose ranks have given parts of different sizes
         self._lock = threading.Lock()  # one event at a time
         self._threads: set[int] = set()  # that have run forwards
@@ -255,6 +278,7 @@ class StepChecks:
         """A new model; settings are read anew."""
         self.num_models += 1
         self._mode, self._every = check_mode(), check_every()
+        self._host_waits = accelerator_module() is None  # in each collective
         self.is_on = self._has_others and self._mode != "off"
         self.is_due, self.samples = True, False
         self._forwards, self._noted, self._awaited = 0, [], None
@@ -273,10 +297,8 @@ class StepChecks:
             self.start()
         self._forwards = number
         self.is_due = number <= FIRST or (self._every > 0 and number % self._every == 0)
-        if self._heartbeat is not None:
-            self.waits = number <= FIRST + 1
-        is_described = self._mode == "steps" or (self._heartbeat is not None and self.waits)
-        self.samples = not self.is_due and not is_described
+        self.waits = self._mode == "steps" or number <= FIRST + 1
+        self.samples = not self.is_due and not self.waits
 
     def forward(
         self, model: str, mode: str, inputs: Rows, parts: Sequence[LocalPart], number: int = 0
@@ -289,29 +311,14 @@ class StepChecks:
         self._threads.add(threading.get_ident())
         return self._meet(f"forward {self._forwards} of {model}, {mode}", inputs, parts, model=number)
 
-    def posted_forward(
-        self, model: str, mode: str, args: Any, kwargs: Any, describe: Callable[[], Rows], number: int = 0
-    ) -> bool:
-        """:meth:`sampled_forward` by itself, in C++ but for waiting. False: it cannot, and nothing has happened."""
-        if self._native is None or is_unchecked():
-            return False
-        self._threads.add(threading.get_ident())
-        with self._lock:
-            if self._noted:
-                return False
-            site = self._native.forward(self._numbers[0] + 1, self._forwards, model, mode, number, args, kwargs)
-            if site is not None:
-                self._settle_posted(site, number, describe)
-            return site is not None
-
-    def sampled_forward(
-        self, model: str, mode: str, seen: object, describe: Callable[[], Rows], number: int = 0
-    ) -> None:
-        """The same for what ranks have seen of their inputs, which ``describe()`` describes; where :attr:`samples`."""
+    def sampled_forward(self, model: str, mode: str, seen: Any, named: Callable[..., Any], number: int = 0) -> None:
+        """The same where :attr:`samples`, for what ranks have seen of their inputs (:func:`vescale.checks.sample`; None:
+        nothing), of which ``named`` tells the names."""
         self._threads.add(threading.get_ident())
         with self._lock:
             site = Site(f"forward {self._forwards} of {model}, {mode}", number)
-            self._meet_alone(site, (), (), 0, seen, describe)
+            rows = list if seen is None else (lambda: sampled_rows(seen, named))
+            self._add(site, self._with_noted(()), rows, (), seen)
 
     def await_backward(self, model: str, number: int = 0) -> int:
         """After a forward with gradients, which number it has."""
@@ -323,16 +330,8 @@ class StepChecks:
         self._awaited = None
         if not self._is_ready:  # ranks have left where they met, since that forward
             return
-        if self._native is not None:
-            with self._lock:
-                if not self._noted:
-                    site = self._native.backward(self._numbers[0] + 1, step, model, number)
-                    self._settle_posted(site, number, None)
-                    return
         self._meet(f"the backward of forward {step} of {model}", (), (), model=number)
-        if not self.waits:
-            with self._lock:
-                self._send()
+        self.tell()
 
     def replicas(self, model: str, rows: Rows, axes: Sequence[int]) -> None:
         """In a forward: parameters of which ranks that differ along ``axes`` only have the same part.
@@ -356,10 +355,7 @@ class StepChecks:
         if self.is_on and not is_unchecked():
             if not self._is_ready:
                 self.start()
-            if self._board is not None:
-                self._meet(what, rows, ())
-            else:
-                self._compare(self._exchange(self._description(Site(what), rows, ())))
+            self._compare(self._exchange(self._description(Site(what), rows, ())))
 
     def step(self, what: str, axes: Sequence[int] | None = None, number: int = 0) -> None:
         """Before something that all ranks do, or those that differ from this one along ``axes`` only; with the model
@@ -370,6 +366,8 @@ class StepChecks:
     def read(self, what: str, axes: Sequence[int]) -> None:
         """Before a value is read whose parts are on the ranks along ``axes``."""
         self.step(f"a read of {what}", axes)
+        if self.is_on and self._is_ready and not self._meetings.channel(axes):
+            self.tell()
 
     def note(self, name: str, text: str) -> None:
         """Something that is the same on every rank was given outside of a forward: compared with the next event."""
@@ -389,7 +387,6 @@ class StepChecks:
             return
         with self._lock:
             self._is_ready = True
-            self._numbers = [0] * self._meetings.count
             self._noted = []
             channels, own = self._meetings.channels(), self.ranks.index(dist.get_rank())
             self._channels = [tuple(self.ranks[index] for index in peers[own]) for peers in channels]
@@ -397,18 +394,17 @@ class StepChecks:
                 Round(ranks, f"steps {number} of {self.ranks}" if number else "steps", warns=False)
                 for number, ranks in enumerate(self._channels)
             ]
-            self._board = None
-            if is_alone() or dist.get_backend() == "gloo":
-                self._board = Board.open(self.ranks, self._consensus[0].place, channels)
             # Not one of those above: ranks may have handed in other descriptions by then, or none.
             self._differences = Round(self.ranks, "steps that differ", warns=False)
             self._handed_in.clear()
             self._untold, self._digest = [], 0
-            if self._board is not None or self._mode == "steps":
-                self._heartbeat = None
-            elif self._heartbeat is None:
+            if self._heartbeat is None and self._mode != "steps":
                 group = group_of_ranks(tuple(sorted(self.ranks)), "steps")
                 self._heartbeat = Heartbeat(group, "comparison of steps", num_first=0)
+            self._device = message_device()
+            name = f"waits in steps of {self.ranks}"
+            self._watch = Watch(self.ranks, name, self._in_different_events, self._have_ended)
+            self._watch.open()
             self._settle()
 
     def _leave(self) -> None:
@@ -419,10 +415,7 @@ class StepChecks:
             self._heartbeat.begin_anew()
 
     def _settle(self) -> None:
-        is_first = self._heartbeat is not None and self._forwards <= FIRST
-        self.waits = self._board is not None or self._mode == "steps" or is_first
-        is_on_board = self._board is not None and self._mode != "steps"
-        self._native: Any = native_steps(self._board) if is_on_board else None
+        self.waits = self._mode == "steps" or self._forwards <= FIRST
 
     def _meet(
         self, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int = 0, model: int = 0
@@ -431,27 +424,21 @@ class StepChecks:
             return self._meet_alone(Site(site, model), inputs, parts, channel)
 
     def _meet_alone(
-        self,
-        site: Site,
-        inputs: Rows,
-        parts: Sequence[LocalPart],
-        channel: int,
-        seen: object = None,
-        describe: Callable[[], Rows] | None = None,
+        self, site: Site, inputs: Rows, parts: Sequence[LocalPart], channel: int
     ) -> list[Mapping[int, Any]] | None:
-        self._numbers[channel] += 1
         if not channel:  # of what all ranks are given
             inputs = self._with_noted(inputs)
         if not self.waits:
-            return self._meet_later(site, inputs, parts, channel, seen)
-        if self._board is not None and self._mode != "steps":
-            return self._meet_on_board(self._board, site, inputs, parts, channel, seen, describe)
-        found = self._exchange(self._description(site, inputs, parts), channel)
+            return self._meet_later(site, inputs, parts, channel)
+        where = _where(site)
+        if not channel:
+            self._watch.begin(digest_of(site), site.model, _place(site, where))
+        found = self._exchange(self._description(site, inputs, parts, where), channel)
         shapes = self._compare(found, channel)
         if parts and self.is_due:
             texts = [str(each["parts"]) for each in found]
             self._repeated.look([part.name for part in parts], part_keys(parts, self._coordinates), texts)
-        if self._heartbeat is not None and self._mode != "steps":
+        if self._mode != "steps":
             if shapes:
                 self._uneven.add(site.model)
             if self._forwards > FIRST and site.text.startswith("forward"):
@@ -463,69 +450,6 @@ class StepChecks:
             return inputs
         noted, self._noted = self._noted, []
         return (*noted, *inputs)
-
-    def _meet_on_board(
-        self,
-        board: Board,
-        site: Site,
-        inputs: Rows,
-        parts: Sequence[LocalPart],
-        channel: int,
-        seen: object,
-        describe: Callable[[], Rows] | None,
-    ) -> list[Mapping[int, Any]] | None:
-        where = _where(site)
-        first = digest_of((*site, inputs, seen))
-        second = digest_of([(part.name, part.shape) for part in parts]) if parts else 0
-        third = digest_of([(part.name, part.text) for part in parts]) if parts else 0
-        number, text = self._numbers[channel], f"{site.text} ({where})" if where else site.text
-        is_same = board.post(number, (first, second, third), text, channel)
-        if len(board.ranks) == 1 or (is_same and not parts):
-            return None
-        return self._wait_on_board(board, site, where, inputs, parts, channel, describe)
-
-    def _settle_posted(self, site: str, model: int, describe: Callable[[], Rows] | None) -> None:
-        """C++ has posted what all ranks post; ``site`` is empty if they have done so by now."""
-        self._numbers[0] += 1
-        if site:
-            assert self._board is not None
-            where = "" if describe is None else call_site()
-            self._wait_on_board(self._board, Site(site, model), where, (), (), 0, describe)
-
-    def _wait_on_board(
-        self,
-        board: Board,
-        site: Site,
-        where: str,
-        inputs: Rows,
-        parts: Sequence[LocalPart],
-        channel: int,
-        describe: Callable[[], Rows] | None,
-    ) -> list[Mapping[int, Any]] | None:
-        """After this rank has posted."""
-        number = self._numbers[channel]
-        try:
-            rows = board.wait(number, _limit(), site.text, channel)
-        except (TimeoutError, RankGoneError, CrossWaitError) as problem:
-            if isinstance(problem, CrossWaitError):
-                self._leave()
-            at = f"{site.text} ({where or call_site()})"
-            raise absence(board, number, channel, at, problem, _limit(), self._advice()) from None
-        own = rows[self._channels[channel].index(dist.get_rank())][:2]
-        for row in rows:
-            if row[:2] != own:
-                inputs = (*inputs, *describe()) if describe is not None else inputs
-                message = self._description(site, inputs, parts, where or call_site())
-                return self._compare(self._exchange(message, channel), channel)
-        if parts:
-            known: dict[tuple[int, ...], int] = {}
-            keys = part_keys(parts, self._coordinates)
-            if self.is_due:
-                self._repeated.look([part.name for part in parts], keys, [row[2] for row in rows])
-            for coordinate, row in zip(keys, rows):
-                if known.setdefault(coordinate, row[2]) != row[2]:
-                    return self._compare(self._exchange(self._description(site, inputs, parts, where)))
-        return None
 
     def _advice(self) -> str:
         return SAME_STEPS + (SEVERAL_THREADS if len(self._threads) > 1 else "")
@@ -546,43 +470,53 @@ class StepChecks:
         own = json.loads(message)
         consensus = self._consensus[channel]
         try:
-            messages = consensus.exchange(message, lambda: f"comparing {own['site']}")
+            messages = consensus.exchange(message, lambda: _place(Site(own["site"]), own["where"]))
         except ConsensusError as error:
             self._leave()
-            place = f"rank {dist.get_rank()} is before {own['site']} ({own['where']})"
-            raise StepMismatchError(f"{place}: {error}. {SAME_STEPS}", error.ranks) from None
+            places = f"rank {dist.get_rank()} is before {error}"
+            if error.elsewhere:
+                places = f"ranks run different steps: {error.elsewhere}"
+            raise StepMismatchError(f"{places}. {self._advice()}", error.ranks) from None
         return self._described(messages, channel)
 
-    # Events of ranks that do not wait for each other
+    # Later events
 
     def _meet_later(
-        self, site: Site, inputs: Rows, parts: Sequence[LocalPart], channel: int, seen: object
+        self, site: Site, inputs: Rows, parts: Sequence[LocalPart], channel: int
     ) -> list[Mapping[int, Any]] | None:
-        is_forward = site.text.startswith("forward")
         given = parts
-        if is_uneven := bool(parts) and site.model in self._uneven:  # their sizes are gathered below
+        gathers_sizes = bool(parts) and (site.model in self._uneven or self._host_waits)
+        if gathers_sizes:
             parts = [LocalPart(part.name, (), part.text, part.axes) for part in parts]
         if not channel:
-            if is_forward:
-                self._look_at_earlier()
-            event = {
-                "site": site.text,
-                "model": site.model,
-                "where": _where(site),
-                "inputs": inputs if seen is None else (*inputs, ("", f"values with digest {digest_of((seen,)):x}")),
-                "parts": [(part.name, part.shape, UNKNOWN, part.axes) for part in parts],
-            }
-            told = event["inputs"] if UNKNOWN not in (text for _, text in inputs) else ()
-            shapes = [(part.name, part.shape) for part in parts]
-            self._digest = digest_of((self._digest, *site, told, shapes))
-            self._untold.append(event)
-            if len(self._untold) >= _MOST_UNTOLD:
-                self._send()
-        if self.is_due and is_forward:
+            self._add(site, inputs, list, parts)
+        if self.is_due and site.text.startswith("forward"):
             message = self._description(site, inputs, parts)
             handed_in = self._consensus[channel].hand_in(message, lambda found: self._are_alike(found, channel))
             self._handed_in.append((channel, handed_in))
-        return self._gathered_shapes(site, inputs, given) if is_uneven else None
+        return self._gathered_shapes(site, inputs, given) if gathers_sizes else None
+
+    def _add(
+        self, site: Site, inputs: Rows, sampled: Callable[[], Rows], parts: Sequence[LocalPart], seen: object = None
+    ) -> None:
+        """An event of all ranks, to those that no heartbeat has carried yet."""
+        if site.text.startswith("forward"):
+            self._look_at_earlier()
+        event = _Event(site, _where(site), inputs, sampled, [(p.name, p.shape, UNKNOWN, p.axes) for p in parts])
+        told = () if any(text == UNKNOWN for _, text in inputs) else inputs
+        self._digest = digest_of((self._digest, *site, told, [(p.name, p.shape) for p in parts], seen))
+        self._untold.append(event)
+        self._watch.begin(digest_of(site), site.model, event.place())
+        if len(self._untold) >= _MOST_UNTOLD:
+            self._send()
+
+    def tell(self) -> None:
+        """Before a backward, and a read by all ranks: they communicate next."""
+        if not self.waits:
+            with self._lock:
+                self._send()
+                if self._heartbeat is not None and self._host_waits:
+                    self._heartbeat.settle()
 
     def _gathered_shapes(self, site: Site, inputs: Rows, parts: Sequence[LocalPart]) -> list[Mapping[int, Any]] | None:
         """The shape of each part by position of the rank; all ranks wait. Where they give other parts, or parts with other
@@ -608,25 +542,46 @@ class StepChecks:
         return [*shapes] if any(len(set(each.values())) > 1 for each in shapes) else None
 
     def _send(self) -> None:
-        """The digest of what has not been told, when that of earlier events has been looked at. Nobody waits."""
-        if self._heartbeat is None or not self._untold or is_capturing():
+        """The digest of what has not been told, when that of earlier events has been looked at."""
+        if self._heartbeat is None or not self._untold or (not self._host_waits and is_capturing()):
             return
         told, digest = self._untold, self._digest.to_bytes(_DIGEST_BYTES, "little")
+        self._last = told[-1].place()
         self._untold, self._digest = [], 0
         message = bytearray(digest) + bytearray(255 - byte for byte in digest)  # maxima fit if all ranks send the same
-        with without_modes():
-            self._heartbeat.send(message, message_device(), lambda maximum: self._look_at(maximum, told))
+        with without_modes() if has_dispatch_modes() else nullcontext():
+            self._heartbeat.send(message, self._device, lambda maximum: self._look_at(maximum, told))
 
-    def _look_at(self, maximum: Sequence[int], told: Sequence[Mapping[str, Any]]) -> None:
+    def _look_at(self, maximum: Sequence[int], told: Sequence[_Event]) -> None:
         """At what the ranks have sent together, ``told`` on this one."""
         if all(a + b == 255 for a, b in zip(maximum[:_DIGEST_BYTES], maximum[_DIGEST_BYTES:], strict=True)):
             return
-        message = json.dumps(told).encode()
+        message = json.dumps([event.description() for event in told]).encode()
         every = [json.loads(text) for text in self._differences.exchange(message, lambda: "comparing the last step")]
         nothing = {"site": "what comes later", "model": 0, "where": "", "inputs": [], "parts": []}
         by_rank = dict(zip(self._differences.ranks, every))
         for events in itertools.zip_longest(*(by_rank[rank] for rank in self.ranks), fillvalue=nothing):
             self._refuse_differences(events)
+
+    def _in_different_events(self, found: Apart) -> StepMismatchError:
+        """Of ranks that wait for each other."""
+        places = {rank: f"before {entry[2]}" for rank, entry in found.entries.items()} | found.texts
+        texts = "; ".join(f"rank {rank} is {place}" for rank, place in sorted(places.items())[:16])
+        difference = first_difference("", {rank: [("", place)] for rank, place in places.items()})
+        return StepMismatchError(f"ranks run different steps: {texts}. {self._advice()}", difference.ranks)
+
+    def _have_ended(self, ends: Mapping[int, str]) -> StepMismatchError | None:
+        """Of ranks whose programs have ended, and how, where a wait of this one has failed."""
+        own = self._untold[-1].place() if self._untold else self._last
+        if not own:
+            return None
+        texts = [f"rank {rank} has ended {how}" for rank, how in ends.items()]
+        if not texts:
+            why = str(sys.exc_info()[1]).partition("This is typically")[0].strip()
+            texts = [f"its wait for other ranks has failed, as where one of them has ended: {why}"]
+        return StepMismatchError(
+            f"rank {dist.get_rank()} is in {own}, and {'; '.join(texts)}. {self._advice()}", [*ends]
+        )
 
     def _look_at_earlier(self) -> None:
         """At the descriptions of earlier forwards, if all ranks have handed theirs in. Nobody waits."""
@@ -660,7 +615,7 @@ class StepChecks:
             for each in found:
                 each["site"] += f", model {each['model']} on these ranks"
         if len({each["site"] for each in found}) > 1:
-            places = {rank: f"{each['site']} ({each['where']})" for rank, each in zip(ranks, found)}
+            places = {rank: _place(Site(each["site"]), each["where"]) for rank, each in zip(ranks, found)}
             sites = {rank: each["site"] for rank, each in zip(ranks, found)}
             raise StepMismatchError(*places_text(places, self._advice(), sites))
         return compare_data(found, ranks, self._coordinates)
@@ -676,7 +631,3 @@ _SHAPE_NUMBERS = 64
 def _where(site: Site) -> str:
     """The line of the program; of a backward, autograd's call is none."""
     return "" if site.text.startswith("the backward") else call_site()
-
-
-def _limit() -> float:
-    return (wait_limit() or default_timeout()).total_seconds()

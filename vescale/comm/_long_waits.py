@@ -20,6 +20,9 @@ _SLICE = timedelta(seconds=LONG_WAIT_SECONDS)
 
 
 class Look(Protocol):
+    looks_last: bool
+    """After all others."""
+
     def look(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
         """Called every second of a wait at least, on the thread that waits: in a collective (``awaited`` is None), or for
         the ranks ``awaited``, at ``what``. Raises if ranks wait for each other in vain. ``in_vain``: the wait has failed,
@@ -38,7 +41,7 @@ def look_while_waiting(each: Look) -> None:
 
 def look(awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
     today = dist.group.WORLD
-    for each, world in living_items(_LOOKS):
+    for each, world in sorted(living_items(_LOOKS), key=lambda item: item[0].looks_last):
         if world is None or (today is not None and world() is today):
             each.look(awaited, what, in_vain)
 
@@ -87,10 +90,10 @@ def waits_for(ranks: Sequence[int], what: str) -> Iterator[None]:
 
 def wait_for_work(work: Any, out: torch.Tensor) -> None:
     """``work.wait()``, which waits for other ranks where ``out``, its result, is in the memory of the host."""
-    if not _LOOKS or not isinstance(work, dist.Work) or out.device.type != "cpu" or work.is_completed():
+    if not _LOOKS or not isinstance(work, dist.Work) or out.device.type != "cpu":
         work.wait()
         return
-    while not _has_ended(work):
+    while not work.is_completed() and not _has_ended(work):
         look(_WAITS.awaited, _WAITS.what)
     try:
         work.wait()

@@ -12,8 +12,10 @@
 #include <c10/util/accumulate.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -21,6 +23,21 @@
 namespace vescale {
 
 using Sizes = c10::SmallVector<std::int64_t, 5>;
+
+// Waits for a collective. Where the host waits for other ranks, what is to be done in a long wait is done in Python.
+inline void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const at::Tensor& out) {
+    if (!out.is_cpu()) {
+        work->wait();
+        return;
+    }
+    try {
+        work->wait(std::chrono::seconds(1));
+    } catch (const std::exception&) {  // not within this time, or an error, which is raised again
+        const Gil gil;
+        const auto wait = py::module_::import("vescale.comm._long_waits").attr("wait_for_work");
+        owned(PyObject_CallFunctionObjArgs(wait.ptr(), py::cast(work).ptr(), py::cast(out).ptr(), nullptr));
+    }
+}
 
 inline Sizes sizes_of(py::handle numbers) {
     Sizes sizes;
@@ -289,7 +306,7 @@ class Step {
         std::vector<at::Tensor> tensors{out};
         c10d::AllreduceOptions options;
         options.reduceOp = op_;
-        group_->allreduce(tensors, options)->wait();
+        wait_for(group_->allreduce(tensors, options), out);
         if (divisor_ > 1) {
             out.div_(divisor_);
         }
@@ -321,12 +338,12 @@ class Step {
             at::Tensor to = received.view({-1});
             c10d::ReduceScatterOptions options;
             options.reduceOp = op_;
-            reduce_scatter(*group_, to, from, options)->wait();
+            wait_for(reduce_scatter(*group_, to, from, options), to);
         } else {
             at::Tensor from = bytes_of(sent, begin, end);
             at::Tensor to = bytes_of(received, 0, received.numel());
             if (kind_ == Kind::kAllGather) {
-                all_gather(*group_, to, from)->wait();
+                wait_for(all_gather(*group_, to, from), to);
             } else {
                 const auto size = static_cast<std::int64_t>(local.element_size());
                 auto sends = sends_, receives = receives_;
@@ -335,7 +352,7 @@ class Step {
                         number *= size;
                     }
                 }
-                all_to_all(*group_, to, from, receives, sends)->wait();
+                wait_for(all_to_all(*group_, to, from, receives, sends), to);
             }
         }
         if (num_rows_ > 0) {

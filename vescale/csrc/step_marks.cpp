@@ -1,15 +1,12 @@
-// What the checks of a script do in every step of a model: a number for what a forward is given, the line of the program that
-// runs it, this rank's marks in shared memory, and a hook before the backward.
+// What the checks of a script do in every step of a model: numbers for what a forward is given, the line of the program that
+// runs it, and a hook before the backward.
 //
-// vescale/checks does the same in Python where this is not built. The numbers differ, so that all ranks of a host have the one
-// or the other; ranks that have both compare descriptions in every step. The interpreter's lock is held throughout.
+// vescale/checks does the same in Python where this is not built. The numbers differ, so that all ranks have the one or the
+// other; ranks that have both compare descriptions in every step. The interpreter's lock is held throughout.
 
-#include "board_row.h"
 #include "interpreter.h"
 #include "value_digest.h"
 
-#include <ATen/autocast_mode.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -21,21 +18,37 @@
 namespace vescale {
 namespace {
 
-// Of what a forward is given: strings in containers are names of what a rank was given, and do not count.
-py::object sample(const py::tuple& args, const py::dict& kwargs) {
+// Of an argument of a forward: of a constant a tuple with it, of others a number; strings in containers are names of what a
+// rank was given, and do not count. A null object: values of other kinds.
+py::object sampled(PyObject* value) {
+    if (value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
+        PyUnicode_CheckExact(value)) {
+        return py::make_tuple(py::reinterpret_borrow<py::object>(value));
+    }
     ValueDigest digest(false);
-    for (const auto value : args) {
-        if (!digest.add(value.ptr(), 0)) {
+    return digest.add(value, 0) ? py::object(py::int_(digest.value())) : py::object();
+}
+
+// None: Python has to do it.
+py::object sample(const py::tuple& args, const py::dict& kwargs) {
+    py::tuple found(args.size());
+    for (std::size_t i = 0; i < args.size(); ++i) {
+        auto seen = sampled(args[i].ptr());
+        if (!seen) {
             return py::none();
         }
+        found[i] = std::move(seen);
     }
+    py::dict named;
     PyObject *name, *value;
     for (Py_ssize_t at = 0; PyDict_Next(kwargs.ptr(), &at, &name, &value) != 0;) {
-        if (!digest.add(name, 0) || !digest.add(value, 0)) {
+        const auto seen = sampled(value);
+        if (!seen) {
             return py::none();
         }
+        named[py::reinterpret_borrow<py::object>(name)] = seen;
     }
-    return py::int_(digest.value());
+    return py::make_tuple(std::move(found), std::move(named));
 }
 
 py::object digest_of(const py::object& value) {
@@ -69,54 +82,6 @@ std::string call_site(const py::dict& known, const py::object& find) {
     }
     return "";
 }
-
-// Forwards of models and their backwards, posted to a board as vescale/checks/_steps.py does it: the same marks and texts.
-class Steps {
-  public:
-    // `known` and `find`: as of `call_site`.
-    Steps(py::object row, py::dict known, py::object find)
-        : row_(std::move(row)), board_(&row_.cast<BoardRow&>()), known_(std::move(known)), find_(std::move(find)) {}
-
-    // What it is, where other ranks have not posted the same yet, and "" where they have. None: Python has to do it (values
-    // of other kinds, modes that see ops, autocast, which is a part of the text), and nothing is posted.
-    py::object forward(std::uint64_t number, std::uint64_t count, const std::string& model, const std::string& mode,
-                       std::uint64_t model_number, const py::tuple& args, const py::dict& kwargs) {
-        if (c10::impl::TorchDispatchModeTLS::any_modes_set()) {
-            return py::none();
-        }
-        for (const auto device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
-            if (at::autocast::is_autocast_enabled(device)) {
-                return py::none();
-            }
-        }
-        const auto seen = sample(args, kwargs);
-        if (seen.is_none()) {
-            return py::none();
-        }
-        return post(number, "forward " + std::to_string(count) + " of " + model + ", " + mode, model_number, seen, true);
-    }
-
-    py::object backward(std::uint64_t number, std::uint64_t count, const std::string& model, std::uint64_t model_number) {
-        return post(number, "the backward of forward " + std::to_string(count) + " of " + model, model_number, py::none(),
-                    false);
-    }
-
-  private:
-    py::object post(std::uint64_t number, const std::string& site, std::uint64_t model_number, const py::object& seen,
-                    bool names_line) {
-        ValueDigest digest(true);
-        const auto all = py::make_tuple(site, model_number, py::tuple(), seen);
-        TORCH_INTERNAL_ASSERT(digest.add(all.ptr(), 0));
-        const std::string line = names_line ? call_site(known_, find_) : std::string();
-        const auto is_same = board_->post(number, 0, digest.value(), 0, 0, line.empty() ? site : site + " (" + line + ")");
-        return py::str(is_same ? std::string() : site);
-    }
-
-    py::object row_;
-    BoardRow* board_;  // of row_
-    py::dict known_;
-    py::object find_;
-};
 
 // Calls Python before a node of a graph runs, without making its gradients Python objects.
 class BeforeNode : public torch::autograd::FunctionPreHook {
@@ -156,18 +121,8 @@ bool before_backward(const py::object& tensor, py::object call) {
 }  // namespace vescale
 
 PYBIND11_MODULE(_step_marks, module) {
-    using vescale::BoardRow;
     module.def("sample", &vescale::sample);
     module.def("digest_of", &vescale::digest_of);
     module.def("call_site", &vescale::call_site);
     module.def("before_backward", &vescale::before_backward);
-    using vescale::made_by_calls;
-    made_by_calls(py::class_<BoardRow>(module, "BoardRow"))
-        .def(py::init<const py::buffer&, std::size_t, std::vector<std::vector<std::size_t>>, std::size_t, std::size_t,
-                      std::size_t>())
-        .def("post", vescale::method(&BoardRow::post));
-    made_by_calls(py::class_<vescale::Steps>(module, "Steps"))
-        .def(py::init<py::object, py::dict, py::object>())
-        .def("forward", vescale::method(&vescale::Steps::forward))
-        .def("backward", vescale::method(&vescale::Steps::backward));
 }

@@ -118,16 +118,6 @@ class LateRanksWarning(Coded, UserWarning):
     code = "VS0212"
 
 
-class RankGoneError(Coded, RuntimeError):
-    """The process of another rank has ended; ``rank``: which one."""
-
-    code = "VS0212"
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"the process of rank {rank} has ended")
-        self.rank = rank
-
-
 class OrderMismatchError(Coded, RuntimeError):
     """Ranks have gathered, or reduced, different units in one place of their order, so that the contents were mixed, or wait
     for each other in collectives that do not pair.

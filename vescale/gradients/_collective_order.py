@@ -231,6 +231,8 @@ class ReplicaErrors:
         has_raised: whether this rank has told of an error, and has not gone on since.
     """
 
+    looks_last = False
+
     def __init__(self, ranks: Sequence[int], shard_ranks: Sequence[int]) -> None:
         self._ranks, self._members = tuple(ranks), sorted(shard_ranks)
         self._group = self._members[0]

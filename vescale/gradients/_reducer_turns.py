@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from vescale.agreement import FIRST_MESSAGES, Board, CrossWaitError, Round, first_difference, wait_limit
+from vescale.agreement import FIRST_MESSAGES, Round, first_difference
 from vescale.comm import all_reduce_, group_of_ranks, waits_for
-from vescale.compat import default_timeout, is_alone
-from vescale.errors import ConsensusError, OrderMismatchError, RankGoneError
+from vescale.compat import is_alone
+from vescale.errors import ConsensusError, OrderMismatchError
 from vescale.gradients._one_backward import OneBackward
 
 
@@ -25,9 +25,8 @@ class ReducerTurn:
     Buckets of one reducer are launched in one order on every rank. Those of two would meet each other if ranks reduced in
     different orders: a sum of different parameters. While there is one reducer nothing is compared. With several,
 
-    - ranks compare who reduces, before the first bucket of each backward: on one host with gloo in shared memory
-      (:class:`vescale.agreement.Board`, microseconds), elsewhere on CPUs by an all-reduce of 16 bytes, and through the store
-      where the host would have to wait for a device;
+    - ranks compare who reduces, before the first bucket of each backward: on CPUs by an all-reduce of 16 bytes, and through
+      the store where the host would have to wait for a device;
     - of several in one backward, the one that was reached first reduces while backward goes on, the others at its end.
 
     Args:
@@ -155,7 +154,6 @@ class _Among:
         self.num_made = self.num_there = 0
         self.references: list[weakref.ref[ReducerTurn]] = []
         self._num_meetings = 0
-        self._board: Board | None = None
         self._consensus: Round | None = None
 
     @property
@@ -174,8 +172,6 @@ class _Among:
         if self.num_there < 2 or len(self.ranks) == 1 or is_alone():
             return
         self._consensus = Round(self.ranks, f"order of {self._what}s")
-        if self._what == "reducer" and dist.get_backend() == "gloo":
-            self._board = Board.open(self.ranks, self._consensus.place)
 
     def meet(self, turn: ReducerTurn | RootTurn) -> None:
         if self.num_there < 2 or self._consensus is None:
@@ -187,9 +183,7 @@ class _Among:
             ):
                 self._raise(turn)
             return
-        if self._board is not None:
-            is_alike = self._is_alike_on_board(self._board, turn)
-        elif turn.device.type != "cpu":  # which would have to be waited for
+        if turn.device.type != "cpu":  # which would have to be waited for
             is_alike = self._is_alike_in_store(turn)
         else:
             own = torch.tensor([turn.number, -turn.number])
@@ -207,25 +201,11 @@ class _Among:
         try:
             return len(set(self._consensus.exchange(str(turn.number).encode(), lambda: asked))) == 1
         except ConsensusError as error:
-            raise self._absence(turn, error.ranks, str(error)) from None
-
-    def _is_alike_on_board(self, board: Board, turn: ReducerTurn) -> bool:
-        what, number = f"the reduction of {turn.name}", self._num_meetings
-        limit = (wait_limit() or default_timeout()).total_seconds()
-        board.post(number, (turn.number, 0, 0), what)
-        try:
-            rows = board.wait(number, limit, what)
-        except (TimeoutError, RankGoneError, CrossWaitError) as error:
-            absent = [board.ranks[position] for position in board.absent(number)]
-            raise self._absence(turn, absent, str(error) or f"not within {limit:g} s") from None
-        return len({row[0] for row in rows}) == 1
-
-    def _absence(self, turn: ReducerTurn | RootTurn, absent: Sequence[int], why: str) -> OrderMismatchError:
-        return OrderMismatchError(
-            f"rank {dist.get_rank()} is before the reduction of {turn.name}, but ranks {list(absent)} have not "
-            f"arrived: {why}. Run the same backwards in the same order on every rank, or {self._remedy}",
-            absent,
-        )
+            raise OrderMismatchError(
+                f"rank {dist.get_rank()} is before the reduction of {turn.name}, but ranks {list(error.ranks)} have not "
+                f"arrived: {error}. Run the same backwards in the same order on every rank, or {self._remedy}",
+                error.ranks,
+            ) from None
 
     def _raise(self, turn: ReducerTurn | RootTurn) -> NoReturn:
         consensus = self._consensus

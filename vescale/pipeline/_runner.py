@@ -367,6 +367,7 @@ class Runner:
                 rows += describe(name, batch[name], fully=checks.is_due)
         what = "a step" if torch.is_grad_enabled() else "an evaluation"
         checks.forward(f"the stages of {type(self.model).__name__}", what, rows, ())
+        checks.tell()
 
     def _signature(self, batch: Mapping[str, Any], parts: list[dict[str, Any]]) -> Signature:
         """What is known of batches of this signature, whose forward reads the same values from them."""

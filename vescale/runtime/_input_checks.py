@@ -193,13 +193,6 @@ def _compare_forward(
     checks.begin_forward(runtime.num_forwards)
     module = runtime.root
     mode = _MODES[module is not None and module.training, torch.is_grad_enabled()]
-    if checks.samples and not takes_local_parts and not THREAD.generating:
-
-        def description() -> list[tuple[str, str]]:
-            return _descriptions(named(args, kwargs))
-
-        if checks.posted_forward(model, mode, args, kwargs, description, runtime.number):
-            return
     with no_torch_function():
         if torch.is_autocast_enabled(runtime.mesh.device_type):
             mode = f"{mode}, under autocast to {torch.get_autocast_dtype(runtime.mesh.device_type)}"
@@ -209,7 +202,7 @@ def _compare_forward(
             kwargs = {name: _in_order(value) for name, value in kwargs.items()}
         if checks.samples and (is_generating or not takes_local_parts):
             seen = None if is_unchecked() or has_dispatch_modes() else sample(args, kwargs)
-            checks.sampled_forward(model, mode, seen, lambda: _descriptions(named(args, kwargs)), runtime.number)
+            checks.sampled_forward(model, mode, seen, named, runtime.number)
             return
         inputs: list[tuple[str, str]] = []
         parts: list[LocalPart] = []
@@ -284,10 +277,6 @@ def _refuse_other_meshes(runtime: Runtime, named: Iterable[tuple[str, Any, Placi
                     "ops need tensors on the same mesh. Pass a plain tensor, which the plan shards, or create the "
                     "DTensor on the model's mesh (vescale.shard_batch(batch, model))"
                 )
-
-
-def _descriptions(named: Iterable[tuple[str, Any, Placing | None]]) -> list[tuple[str, str]]:
-    return [row for name, value, _ in named for row in describe(name, value, fully=False)]
 
 
 _MODES = {

@@ -1,7 +1,7 @@
 """One rank accumulates while the others reduce.
 
 error: StepMismatchError
-says: the backward of forward 1 | forward 2|ranks [0] have not arrived
+says: the backward of forward 1 | forward 2|rank 0 is in a collective after forward 1
 """
 
 import contextlib
