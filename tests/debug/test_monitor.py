@@ -82,7 +82,9 @@ def observed(folder: str) -> None:
         assert record.mfu == pytest.approx(6 / record.seconds * 6 * (8 * 16 + 16 * 4) / (1e6 * 2))
         assert record.memory_bytes > 10_000_000
         if record.comm is not None:
-            assert {axis: (t.count, t.bytes) for axis, t in record.comm.items()} == traced
+            found = {axis: (t.count, t.bytes) for axis, t in record.comm.items()}
+            found.pop("all ranks", None)  # a comparison of steps
+            assert found == traced
             assert all(t.seconds is not None and 0 < t.seconds <= record.seconds for t in record.comm.values())
             assert record.exposed_seconds is not None and 0 <= record.exposed_seconds <= record.seconds
     written = [json.loads(line) for line in path.with_suffix(f".{rank}.jsonl").read_text().splitlines()]
@@ -126,8 +128,8 @@ def uneven() -> tuple[int, int, list[str]]:
         _conversion._moved_in_python = in_python
     with comm_trace() as trace:
         step()
-    (metered,) = meter.axes.values()
-    assert metered.count == trace.count(axis="tp") == len(trace.operations) >= 4
+    metered = meter.axes["tp"]
+    assert metered.count == trace.count(axis="tp") >= 4
     return metered.bytes, trace.bytes(axis="tp"), sorted(o.op for o in trace.operations)
 
 

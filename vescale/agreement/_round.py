@@ -35,7 +35,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale.agreement._store import add_row, connection, delete_rows, peek, ranks_text, rows_of, wait_limit
-from vescale.comm import look
+from vescale.comm import LONG_WAIT_SECONDS, look, tell_wait
 from vescale.compat import default_timeout, is_alone
 from vescale.errors import ConsensusError, LateRanksWarning
 
@@ -61,7 +61,8 @@ class Round:
         ranks: global ranks, the same on each of them, including this one.
         name: of the rounds, unique to its caller.
         timeout: of a round; None: ``VESCALE_TIMEOUT`` seconds if that is set, else the timeout of the default group.
-        warns: whether after 3 seconds a warning names the ranks that have not come.
+        warns: whether after 3 seconds a warning names the ranks that have not come. Else a hang report is told of a wait,
+            and names them; where there is one, the round waits twice as long.
 
     Attributes:
         place: a prefix of keys in the store that nobody else uses, the same on every rank.
@@ -205,7 +206,7 @@ class _Meeting:
     def __init__(self, round_: Round, store: dist.Store, number: int, about: Callable[[], str]) -> None:
         self._ranks, self._index, self._limit = round_.ranks, round_.index, round_.timeout
         self._store, self._about, self._late_text = store, about, round_.late_text
-        self._warns = round_.warns
+        self._warns, self._number = round_.warns, number
         self._place = f"{round_.place} round {number}"
         self._roll, self._count, self._verdict = (f"{self._place} {key}" for key in ("roll", "count", "verdict"))
         is_main = threading.current_thread() is threading.main_thread()
@@ -385,8 +386,8 @@ class _Meeting:
     def _wait(self, key: str, *, is_first: bool) -> None:
         """Until the key is there, or the verdict, which this rank writes after the time limit."""
         begin = time.monotonic()
-        end, has_warned, is_noted = begin + self._limit.total_seconds(), False, False
-        length = _PATIENCE.total_seconds()
+        end, has_warned, is_noted, told = begin + self._limit.total_seconds(), False, False, None
+        length = _PATIENCE.total_seconds() if self._warns else LONG_WAIT_SECONDS
         try:
             while True:
                 seconds, since = max(min(length, end - time.monotonic()), 0.001), time.monotonic()
@@ -402,6 +403,9 @@ class _Meeting:
                         self._propose(self._place, "absent", late, "")
                     return
                 look((), self._about())
+                if told is None and not self._warns:
+                    told = tell_wait(self._about(), self._number, f"steps of {self._ranks}", self._ranks)
+                    end += self._limit.total_seconds() if told is not None else 0.0
                 if self._thread == _MAIN and not is_noted:
                     is_noted = True
                     notice = [self._place, self._about(), self._ranks]
@@ -415,6 +419,8 @@ class _Meeting:
                 else:
                     length = min(1.5 * length, _LONGEST_SLICE)
         finally:
+            if told is not None:
+                told.ended = time.time()
             if is_noted:  # the key stays: a rank that is about to read it would wait for it
                 self._store.set(_notice(self._ranks[self._index]), "")
 

@@ -120,8 +120,8 @@ class Watch:
                 _look_for_waiting_threads()
 
     def begin(self, kind: int, num_bytes: int, unit: Any) -> None:
-        """Before each collective or event, with its entry. After an error that ends the process soon, it raises the same again: messages would meet
-        those of other collectives."""
+        """Before each collective or event, with its entry. After an error that ends the process soon, it raises the same
+        again: messages would meet those of other collectives."""
         if _APART:
             raise _APART[0]
         self._number += 1
@@ -262,7 +262,7 @@ _OPEN: weakref.WeakKeyDictionary[Watch, weakref.ref[dist.ProcessGroup]] = weakre
 
 @functools.cache
 def _tell_of_ends() -> None:
-    note("agreement._watch:end", "atexit")
+    note("agreement._watch:process", "atexit")
 
     def tell() -> None:
         error = getattr(sys, "last_value", None)

@@ -291,6 +291,10 @@ class StepChecks:
         """Whether what is given in this forward is compared."""
         return self.is_on and not is_unchecked()
 
+    def is_comparing(self) -> bool:
+        """Whether ranks compare the backwards of models here."""
+        return self.is_on
+
     def begin_forward(self, number: int) -> None:
         """``number`` of the model's forward, from 1."""
         if not self._is_ready:

@@ -124,6 +124,9 @@ class Observer:
         """Called when this process has found that the operation has ended, on any thread; perhaps twice, and not for
         operations that fail."""
 
+    def waits(self, operation: Operation) -> None:
+        """Called when this rank has waited for others for a while, and not in a collective; see :func:`tell_wait`."""
+
 
 _SILENT = ("send", "recv")
 """Calls whose works have ended when they have been waited for, and tell nobody."""
@@ -140,6 +143,20 @@ _UNTOLD: list[Operation] = []
 """Operations made of silent works, or mute, that may be running."""
 # Group names are unique in a process and outlive their groups.
 _AXES: dict[str, str] = {}
+
+
+def tell_wait(op: str, number: int, group: str, ranks: Sequence[int]) -> Operation | None:
+    """Tell the observers with a time limit of a wait for other ranks that is no collective.
+
+    Returns what they were told of, whose ``ended`` the caller sets; None: nobody watches.
+    """
+    watching = [observer for observer in OBSERVERS if observer.timeout is not None]
+    if not watching:
+        return None
+    operation = Operation(op, number, group, tuple(ranks), "", 0)
+    for observer in watching:
+        observer.waits(operation)
+    return operation
 
 
 def observe(observer: Observer) -> Callable[[], None]:

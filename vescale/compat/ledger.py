@@ -93,9 +93,9 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "gradients._arrival_hooks:instance": ("parameters whose gradients are reduced", _OWN, "with the reducer"),
     "gradients._complete_gradient:instance": ("gradients that are complete", _OWN, "with the gradient"),
     "gradients._hooked_parameters:instance": ("parameters whose gradients are reduced", _OWN, "with the reducer"),
-    "agreement._watch:end": ("atexit", "ranks that wait for a program that has ended learn of it", _END),
     "agreement._watch:process": (
-        "atexit, faulthandler.dump_traceback_later(exit=True)", "a rank that would wait forever ends", _END),
+        "atexit, faulthandler.dump_traceback_later(exit=True)",
+        "a rank that would wait forever ends, and learns that others have ended", _END),
     "gradients._sharded_reduction:instance": (
         "gradients that are not reduced yet", _OWN, "when they are reduced, or cleared"),
     "gradients._pipeline_shares:instance": ("models in stages", _OWN, _MODEL),

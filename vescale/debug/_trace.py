@@ -97,7 +97,7 @@ class CommTrace(Observer):
         ]
         near = ""
         if axis is not None and not any(True for _ in self._chosen(None, axis)) and self.operations:
-            axes = sorted({operation.axes or "(unnamed)" for operation in self.operations})
+            axes = sorted({operation.axes for operation in self.operations if operation.axes}) or ["(unnamed)"]
             near = f"; the axes that were used are {axes}, and comm_trace(mesh) names those of a mesh"
         raise CommBudgetError(
             f"rank {dist.get_rank() if dist.is_initialized() else 0} ran {'; '.join(texts)}{near}. These ran:\n"

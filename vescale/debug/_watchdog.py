@@ -332,6 +332,9 @@ class HangWatch(Observer):
         if operation.op not in ("send", "recv"):  # of two ranks only; they have no number among the group's
             self._last[operation.group] = operation
 
+    def waits(self, operation: Operation) -> None:
+        self.started(operation)
+
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         self._print_exception(kind, error, trace)
         self._place = place_of_traceback(trace)

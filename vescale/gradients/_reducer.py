@@ -419,9 +419,10 @@ class GradientReducer:
         self._schedule = Schedule(self._parameters.turn)
         self._handle = module.register_forward_pre_hook(lambda *_: self.recover())
 
-    def share_backward(self, one_backward: OneBackward) -> None:
-        """Note the running backward of this model in ``one_backward``, which others use, too."""
-        self._parameters.turn.one_backward = one_backward
+    def share_backward(self, one_backward: OneBackward, is_compared: Callable[[], bool]) -> None:
+        """Note the running backward of this model in ``one_backward``, which others use, too. ``is_compared``: whether ranks
+        compare whose backward runs, before it does."""
+        self._parameters.turn.one_backward, self._parameters.turn.is_compared = one_backward, is_compared
 
     def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
         """Reduce the gradients of more ``parameters``, on the meshes of known ones; all ranks must make the same call.

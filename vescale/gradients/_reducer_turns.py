@@ -33,6 +33,9 @@ class ReducerTurn:
         ranks: whose collectives must match.
         name: of what is reduced.
         device: on which the ranks communicate.
+
+    Attributes:
+        is_compared: whether ranks have compared whose backward runs before it does; then they do not ask again.
     """
 
     def __init__(self, ranks: Sequence[int], name: Callable[[], str], device: torch.device) -> None:
@@ -45,6 +48,7 @@ class ReducerTurn:
         self._give_up: Callable[[], None] = lambda: None
         self._is_removed = False
         self.one_backward = OneBackward(device.type)
+        self.is_compared: Callable[[], bool] = lambda: False
         self._reference = weakref.ref(self)
         self._among.add()
 
@@ -81,7 +85,8 @@ class ReducerTurn:
         if self._is_taken:
             return
         try:
-            self._among.meet(self)
+            if not self.is_compared():
+                self._among.meet(self)
         except OrderMismatchError:
             for turn in self._among.open:
                 if turn is self or turn._current() is not None:

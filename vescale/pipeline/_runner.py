@@ -361,10 +361,8 @@ class Runner:
             return
         self._num_batches += 1
         checks.begin_forward(self._num_batches)
-        rows: list[tuple[str, str]] = []
-        if checks.compares_data:
-            for name in sorted(batch):
-                rows += describe(name, batch[name], fully=checks.is_due)
+        given = sorted(batch.items()) if checks.compares_data else ()
+        rows = [row for name, value in given for row in describe(name, value, fully=checks.is_due)]
         what = "a step" if torch.is_grad_enabled() else "an evaluation"
         checks.forward(f"the stages of {type(self.model).__name__}", what, rows, ())
         checks.tell()

@@ -35,7 +35,7 @@ class GradientHooks:
 
     Attributes:
         reducer: None on ranks outside the mesh, and before the first forward.
-        before_finish, one_backward: for the reducer.
+        before_finish, one_backward, is_compared: for the reducer.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class GradientHooks:
         """Whether a backward has run under ``no_sync``."""
         self.before_finish: Callable[[], None] = lambda: None
         self.one_backward = OneBackward(mesh.device_type)
+        self.is_compared: Callable[[], bool] = lambda: False
         self._instructions, self._mesh, self._reduce_dtypes = instructions, mesh, reduce_dtypes
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._managed: dict[tuple[int, str], ManagedParameter] = {}
@@ -95,7 +96,7 @@ class GradientHooks:
             # Weak: parameters own the reducer, and are not collected while local tensors of a static forward have them.
             self.reducer.around_no_sync = functools.partial(_accumulating, weakref.ref(self))
             self.reducer.before_finish = self.before_finish
-            self.reducer.share_backward(self.one_backward)
+            self.reducer.share_backward(self.one_backward, self.is_compared)
         self.reducer.recover()
         if new:
             self.reducer.add(new)

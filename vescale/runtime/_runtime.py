@@ -245,7 +245,7 @@ class Runtime:
         self.one_backward = gradients.one_backward
         if self._local_regions:
             self.checks.names_gradients = False
-        gradients.before_finish = self.checks.finish
+        gradients.before_finish, gradients.is_compared = self.checks.finish, self.checks.is_comparing
         self.num_forwards = 0
         self._root: weakref.ref[nn.Module] | None = None
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
