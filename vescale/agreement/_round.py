@@ -206,7 +206,7 @@ class _Meeting:
     def __init__(self, round_: Round, store: dist.Store, number: int, about: Callable[[], str]) -> None:
         self._ranks, self._index, self._limit = round_.ranks, round_.index, round_.timeout
         self._store, self._about, self._late_text = store, about, round_.late_text
-        self._warns, self._number = round_.warns, number
+        self._warns, self._number = round_.warns, number + 1
         self._place = f"{round_.place} round {number}"
         self._roll, self._count, self._verdict = (f"{self._place} {key}" for key in ("roll", "count", "verdict"))
         is_main = threading.current_thread() is threading.main_thread()
