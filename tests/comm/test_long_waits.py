@@ -15,6 +15,8 @@ from vescale.comm._long_waits import wait_for_work
 
 
 class Looks:
+    looks_last = False
+
     def __init__(self) -> None:
         self.in_vain: list[bool] = []
 

@@ -160,8 +160,9 @@ def posts_of_replicas() -> None:
     posted: dict[tuple[int, ...], list[int]] = {}
     begin = Watch.begin
 
-    def noted(watch: Watch, kind: int, num_bytes: int, unit: int) -> None:
-        posted.setdefault(watch.ranks, []).append(kind)
+    def noted(watch: Watch, kind: int, num_bytes: int, unit: Any) -> None:
+        if isinstance(unit, int):  # of a collective, and not of an event
+            posted.setdefault(watch.ranks, []).append(kind)
         begin(watch, kind, num_bytes, unit)
 
     model, _ = made(EQUAL, 2)

@@ -402,7 +402,8 @@ class _Meeting:
                     if late is not None:
                         self._propose(self._place, "absent", late, "")
                     return
-                look((), self._about())
+                awaited = () if self._warns else self._late(are_working_late=False)[0]
+                look(awaited or (), self._about())
                 if told is None and not self._warns:
                     told = tell_wait(self._about(), self._number, f"steps of {self._ranks}", self._ranks)
                     end += self._limit.total_seconds() if told is not None else 0.0

@@ -46,6 +46,7 @@ _GRACE_SECONDS = 2.0  # that the next post of a rank that still waits may be lat
 # How long ranks have been seen apart: if all of them wait where they look, and if some do not, or only sizes of gathers
 # differ. They may be about to tell the others that they do.
 _SEEN_SECONDS, _DOUBT_SECONDS, _ALL_FOUND_SECONDS, _SECONDS_TO_END = 1.5, 10.0, 8.0, 10
+_SEEN_IN_EVENTS = 4.0  # collectives say more, and come first
 _APART: list[Exception] = []  # that end this process
 
 
@@ -194,7 +195,7 @@ class Watch:
     def _found(self, rows: dict[int, tuple[_Row, float]]) -> Apart | None:
         """Of the rows of all ranks, by position, and when they were seen. They have to be seen apart for a while, because
         they may be about to raise by themselves."""
-        found, now, are_gathers = None, time.monotonic(), False
+        found, now, are_gathers, seconds = None, time.monotonic(), False, _SEEN_SECONDS
         if len(rows) == len(self.ranks):
             every = [rows[index][0] for index in range(len(self.ranks))]
             least = min(row.number for row in every)
@@ -208,11 +209,12 @@ class Watch:
             wait = all(now - since < row.pause + _GRACE_SECONDS for row, since in rows.values())
             if found is None and wait:
                 found = self._stuck(every, least)
+                seconds = _SEEN_SECONDS if self._ended is None else _SEEN_IN_EVENTS
         if found is None or found != self._seen[0]:
             self._seen = found, now
         since = self._seen[1]
         is_certain = not are_gathers and all(at >= since for _, at in rows.values())
-        return found if now - since >= (_SEEN_SECONDS if is_certain else _DOUBT_SECONDS) else None
+        return found if now - since >= (seconds if is_certain else _DOUBT_SECONDS) else None
 
     def _stuck(self, rows: Sequence[_Row], least: int) -> Apart | None:
         """Of ranks that all wait."""

@@ -63,7 +63,7 @@ from vescale.checks._mismatches import (
     uneven_text,
 )
 from vescale.comm import all_gather_into, group_of_ranks
-from vescale.compat import has_dispatch_modes, message_device, without_modes
+from vescale.compat import has_dispatch_modes, is_alone, message_device, without_modes
 from vescale.compat.devices import accelerator_module, is_capturing
 from vescale.errors import ArgumentError, ConsensusError, RepeatedPartsWarning
 
@@ -304,6 +304,10 @@ class StepChecks:
         self.waits = self._mode == "steps" or number <= FIRST + 1
         self.samples = not self.is_due and not self.waits
 
+    def begin_backward(self, number: int) -> None:
+        """``number`` of a backward by all ranks, which may have run different numbers of forwards."""
+        self.waits = self._mode == "steps" or number <= FIRST + 1
+
     def forward(
         self, model: str, mode: str, inputs: Rows, parts: Sequence[LocalPart], number: int = 0
     ) -> list[Mapping[int, Any]] | None:
@@ -402,14 +406,18 @@ class StepChecks:
             self._differences = Round(self.ranks, "steps that differ", warns=False)
             self._handed_in.clear()
             self._untold, self._digest = [], 0
-            if self._heartbeat is None and self._mode != "steps":
-                group = group_of_ranks(tuple(sorted(self.ranks)), "steps")
-                self._heartbeat = Heartbeat(group, "comparison of steps", num_first=0)
+            if not is_alone():  # else maybe inside of a world that has this group
+                self._open_heartbeat()
             self._device = message_device()
             name = f"waits in steps of {self.ranks}"
             self._watch = Watch(self.ranks, name, self._in_different_events, self._have_ended)
             self._watch.open()
             self._settle()
+
+    def _open_heartbeat(self) -> None:
+        if self._heartbeat is None and self._mode != "steps":
+            group = group_of_ranks(tuple(sorted(self.ranks)), "steps")
+            self._heartbeat = Heartbeat(group, "comparison of steps", num_first=0)
 
     def _leave(self) -> None:
         """Ranks are in events that do not pair, and their numbers differ from now on. All of them learn it, those that come
@@ -494,7 +502,7 @@ class StepChecks:
             parts = [LocalPart(part.name, (), part.text, part.axes) for part in parts]
         if not channel:
             self._add(site, inputs, list, parts)
-        if self.is_due and site.text.startswith("forward"):
+        if self.is_due and site.text.startswith("forward") and not self._consensus[channel].is_alone:
             message = self._description(site, inputs, parts)
             handed_in = self._consensus[channel].hand_in(message, lambda found: self._are_alike(found, channel))
             self._handed_in.append((channel, handed_in))
@@ -547,8 +555,10 @@ class StepChecks:
 
     def _send(self) -> None:
         """The digest of what has not been told, when that of earlier events has been looked at."""
-        if self._heartbeat is None or not self._untold or (not self._host_waits and is_capturing()):
+        if not self._untold or self._mode == "steps" or (not self._host_waits and is_capturing()):
             return
+        self._open_heartbeat()
+        assert self._heartbeat is not None
         told, digest = self._untold, self._digest.to_bytes(_DIGEST_BYTES, "little")
         self._last = told[-1].place()
         self._untold, self._digest = [], 0

@@ -264,7 +264,6 @@ NATIVE_NAMES = """
 at: _unsafe_view
 at::_ops: broadcast_tensors::redispatch, cross_entropy_loss::redispatch, layer_norm::redispatch, linear::redispatch,
     matmul::redispatch, nll_loss_nd::redispatch, rms_norm::redispatch
-at::autocast: _AUTOCAST_SUPPORTED_DEVICES
 at::detail: computeStorageNbytes, createCPUGenerator, getDefaultCPUGenerator, make_tensor
 at::impl: MaybeSetTLSOnEntryGuard, PythonTorchFunctionTLS, PythonTorchFunctionTLS::get_disabled_state,
     PythonTorchFunctionTLS::set_disabled_state, TorchFunctionDisabledState, TorchFunctionDisabledState::ALL_DISABLED

@@ -125,6 +125,7 @@ class StepComparison:
         if checks is None or not checks.is_on or not any(group.reduce_gradients for group in groups):
             return
         self._num_backwards += 1
+        checks.begin_backward(self._num_backwards)
         self._note_draws(checks)
         across_replicas = any(group.options.all_reduce for group in groups)
         axes = self._everywhere if across_replicas else self._along_shard
