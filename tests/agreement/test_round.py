@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.ranks import RankPools
 from tests.simulate import simulate
-from vescale.agreement import Round
+from vescale.agreement import PAUSED, Round
 from vescale.agreement._round import _Meeting
 from vescale.compat import default_store
 from vescale.errors import ConsensusError
@@ -47,6 +47,24 @@ def num_keys() -> int:
 def test_rounds_leave_nothing_in_the_store(ranks: RankPools) -> None:
     assert ranks.run(rounds) == [0] * 4
     assert simulate(rounds, 6) == [0] * 6
+
+
+def paused() -> None:
+    """The time for which ranks are stopped at a breakpoint does not count."""
+    consensus = Round(range(dist.get_world_size()), "paused", timedelta(seconds=1), warns=False)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        default_store().add(PAUSED, 1)
+        time.sleep(4.0)
+    try:
+        assert len(consensus.exchange(b"here", lambda: "test")) == dist.get_world_size()
+    finally:
+        if dist.get_rank() == 0:
+            default_store().add(PAUSED, -1)
+
+
+def test_time_at_a_breakpoint_does_not_count(ranks: RankPools) -> None:
+    ranks.run(paused, world_size=2)
 
 
 def absence(late: int) -> None:

@@ -5,7 +5,7 @@
 
 from tests.device._build import build
 from tests.device._module import BACKEND, DEVICE, register
-from tests.device.current import default_device, device_type, everywhere, runs_everywhere, set_device_type
+from tests.device.current import default_device, device_type, everywhere, on_cpu, runs_everywhere, set_device_type
 
 __all__ = [
     "BACKEND",
@@ -14,6 +14,7 @@ __all__ = [
     "default_device",
     "device_type",
     "everywhere",
+    "on_cpu",
     "register",
     "runs_everywhere",
     "set_device_type",

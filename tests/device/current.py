@@ -12,7 +12,7 @@ import torch
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._pytree import tree_map
 
-__all__ = ["default_device", "device_type", "everywhere", "runs_everywhere", "set_device_type"]
+__all__ = ["default_device", "device_type", "everywhere", "on_cpu", "runs_everywhere", "set_device_type"]
 
 _NAME = "VESCALE_TEST_DEVICE"
 
@@ -32,6 +32,18 @@ def set_device_type(name: str) -> None:
 def runs_everywhere() -> bool:
     """Whether ``pytest --device=sim`` was asked for."""
     return os.environ.get(_NAME, "cpu") != "cpu"
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """A part of a case that is about the CPU, also where the rest of the tests run on the simulated device."""
+    before = os.environ.get(_NAME, "cpu")
+    set_device_type("cpu")
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        set_device_type(before)
 
 
 @contextlib.contextmanager

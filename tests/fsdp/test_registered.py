@@ -466,7 +466,10 @@ def aliases() -> int:
 @pytest.mark.helper("grads")
 # The error is set on a storage while its memory is freed, and cleared when the memory is back. PyTorch 2.11 has no call that
 # clears it (StorageImpl::clear_data_ptr_access_error_msg_), so none is set there, as docs/compatibility.md says.
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="this PyTorch cannot clear the error of a storage")
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.12",
+    reason="PyTorch 2.11 has no call that ends such an error, so vescale sets none: docs/compatibility.md",
+)
 def test_aliases_of_freed_memory(ranks: RankPools) -> None:
     ranks.run(aliases, world_size=2)
 

@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.device import runs_everywhere
+from tests.device import on_cpu
 from tests.ranks import RankPools, error_of, run_cases
 from tests.runtime.compare import assert_same_step, pair
 from tests.runtime.zero import sharded_at_rest
@@ -26,9 +25,6 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "operator": lambda adjacency, x: adjacency @ x,
     "method": lambda adjacency, x: adjacency.matmul(x),
 }
-
-
-NO_SPARSE = pytest.mark.skipif(runs_everywhere(), reason="the simulated device has no ops of sparse matrices")
 
 
 class Graph(nn.Module):
@@ -60,6 +56,7 @@ def zero(plan: Plan) -> None:
     sharded_at_rest(plan, axis="axis")
 
 
+@on_cpu()  # the simulated device has no sparse matrices
 def same_step(product: str, entries: Callable[[Plan], None], layout: torch.layout, is_held: bool = False) -> None:
     adjacency = (torch.eye(6).double() + torch.diag(torch.linspace(1, 2, 5).double(), 1)).to_sparse(layout=layout)
     held = adjacency if is_held else None
@@ -69,7 +66,6 @@ def same_step(product: str, entries: Callable[[Plan], None], layout: torch.layou
     assert_same_step(reference, model, x, adjacency, max_implicit=100)
 
 
-@NO_SPARSE
 def test_products_with_a_sparse_matrix(ranks: RankPools) -> None:
     layouts = torch.sparse_coo, torch.sparse_csr
     cases: list[Any] = list(itertools.product(PRODUCTS, (whole, rows, columns, zero), layouts))
@@ -118,12 +114,12 @@ def make_dense() -> None:
     assert_same_step(reference, model, torch.arange(12.0).view(4, 3).double())
 
 
+@on_cpu()
 def refusals() -> list[str]:
     make_dense()
     return [error_of(cut_sparse), error_of(cut_buffer), error_of(add_sparse), error_of(make_sparse)]
 
 
-@NO_SPARSE
 def test_what_is_refused(ranks: RankPools) -> None:
     for cut, buffer, added, made in ranks.run(refusals, world_size=2):
         assert all("sparse tensors must be the same on every rank. Remove the entry" in text for text in (cut, buffer))

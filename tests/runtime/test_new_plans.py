@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.device import on_cpu
 from tests.ranks import RankPools
 from tests.runtime.classes_without_plans import CLASSES, example
 from tests.runtime.hf import quiet
@@ -27,7 +28,7 @@ IMPLICIT = {"ConvBertForMaskedLM": 4}
 
 def on_rank(job: Job) -> tuple[str, list[str]]:
     """(the first difference to one device, or ""; implicit communication)."""
-    with torch.device("cpu"):  # where verify compares
+    with on_cpu():  # where verify compares
         return compared(job)
 
 

@@ -11,6 +11,7 @@ from vescale.agreement._round import (
     listen_to_descriptions,
 )
 from vescale.agreement._store import (
+    PAUSED,
     add_post,
     added_posts,
     await_posts,

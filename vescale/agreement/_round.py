@@ -34,7 +34,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale.agreement._store import add_row, connection, delete_rows, peek, ranks_text, rows_of, wait_limit
+from vescale.agreement._store import PAUSED, add_row, connection, delete_rows, peek, ranks_text, rows_of, wait_limit
 from vescale.comm import LONG_WAIT_SECONDS, look, tell_wait
 from vescale.compat import default_timeout, is_alone
 from vescale.errors import ConsensusError, LateRanksWarning
@@ -384,7 +384,8 @@ class _Meeting:
     # Waits
 
     def _wait(self, key: str, *, is_first: bool) -> None:
-        """Until the key is there, or the verdict, which this rank writes after the time limit."""
+        """Until the key is there, or the verdict, which this rank writes after the time limit; that begins anew when ranks
+        are stopped at a breakpoint."""
         begin = time.monotonic()
         end, has_warned, is_noted, told = begin + self._limit.total_seconds(), False, False, None
         length = _PATIENCE.total_seconds() if self._warns else LONG_WAIT_SECONDS
@@ -397,6 +398,8 @@ class _Meeting:
                 except RuntimeError:  # store types have no common error class
                     if time.monotonic() - since < 0.9 * seconds:  # the store is lost
                         raise
+                if time.monotonic() >= end and self._store.add(PAUSED, 0):
+                    end = time.monotonic() + self._limit.total_seconds()
                 if time.monotonic() >= end:
                     late, _ = self._late()
                     if late is not None:

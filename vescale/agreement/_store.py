@@ -15,6 +15,8 @@ import torch.distributed as dist
 from vescale.compat import default_store, default_timeout, own_connection
 from vescale.errors import ArgumentError, ConsensusError
 
+PAUSED = "vescale paused"
+"""The key with how many ranks are stopped at a breakpoint: time limits do not count meanwhile."""
 _NOTHING = "?"  # no row, and no value, is this
 
 # By default group: connections to the store that no thread uses at the moment. A new one looks the host's name up, which may

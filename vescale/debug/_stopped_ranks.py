@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vescale.agreement import PAUSED
 from vescale.compat import own_connection
 from vescale.debug._job_processes import ProcessIdentity
 
@@ -78,7 +79,7 @@ class Session:
 
     def stop(self, place: str, terminal: str | None) -> None:
         if not self._is_paused:
-            self._store.add("vescale paused", 1)
+            self._store.add(PAUSED, 1)
             self._is_paused = True
         process = ProcessIdentity.own().to_json()
         self._stops += 1
@@ -89,7 +90,7 @@ class Session:
         status = self._get(f"status {self.rank}") or {}
         self._set(f"status {self.rank}", {**status, "stopped": False})
         if self._is_paused:
-            self._store.add("vescale paused", -1)
+            self._store.add(PAUSED, -1)
             self._is_paused = False
 
     def take_turn(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale.agreement import wait_limit
+from vescale.agreement import PAUSED, wait_limit
 from vescale.comm import Observer, Operation, observe
 from vescale.compat import note, own_connection
 from vescale.debug._job_processes import ProcessIdentity
@@ -500,7 +500,7 @@ class _Channel:
         return bool(found >= self.size)
 
     def is_paused(self) -> bool:
-        return self._store.add("vescale paused", 0) > 0
+        return self._store.add(PAUSED, 0) > 0
 
     def raise_alarm(self) -> None:
         self._store.compare_set("vescale watch alarm", "", str(self.rank))
