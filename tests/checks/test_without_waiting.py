@@ -169,6 +169,22 @@ def gathered() -> None:
         assert sent.op == "all_reduce" and sent.bytes <= 16
 
 
+def two_models() -> None:
+    """Of one mesh: which of them reduces is compared with the other events, and nothing else is sent."""
+    with compared(host_waits=True):
+        models = [parallel()[0] for _ in range(2)]
+        for step in range(1, 8):
+            with vescale.comm.record_comms() as ledger:
+                for model in models if step % 2 else models[::-1]:
+                    model(torch.ones(4, 4)).sum().backward()
+            found = [record.requester for record in ledger.records if "reduces" in record.requester]
+            assert not found
+        losses = [model(torch.ones(4, 4)).sum() for model in models]
+        with pytest.raises(StepMismatchError, match="the backward of forward 8 of Linear"):
+            for loss in losses if dist.get_rank() else losses[::-1]:
+                loss.backward()
+
+
 CASES = [
     later,
     evaluations,
@@ -179,6 +195,7 @@ CASES = [
     in_the_step,
     a_read_on_one_rank,
     parts_that_differ_late,
+    two_models,
 ]
 
 
