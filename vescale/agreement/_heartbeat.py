@@ -6,7 +6,7 @@ the ranks disagree in       they are told
 the first three messages    at once: the ranks wait for the message
 a later one                 when the next one is sent, on a device the one after that, which the host then need not wait
                             for; on all ranks. Or before a save, or when the program ends, whichever comes first
-                            (:func:`settle_heartbeats`)
+                            (:func:`settle_heartbeats`). At once where the sender calls :meth:`Heartbeat.settle`
 ==========================  ===========================================================================================
 
 A rank that has to know the answer at once (because it lacks gradients that others may have) waits for it; the others do not.

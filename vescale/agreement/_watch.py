@@ -1,5 +1,5 @@
-"""``Watch``: ranks that wait for each other in collectives that do not pair learn it while they wait, where the host waits;
-on any number of hosts.
+"""``Watch``: ranks that wait for each other in collectives that do not pair, or before different events of a step, learn it
+while they wait, where the host waits; on any number of hosts.
 
 Each rank notes what it begins, which asks and tells nobody. One that has waited for a second posts what it has begun last,
 and where it waits, in the job's store, and again with each look: every second at first, every three seconds later. The first
@@ -85,7 +85,7 @@ class Watch:
         name: of rounds that only they have.
         error: what all of them raise.
         ended: what is raised by a rank whose wait has failed, of how the programs of others have ended, by rank, as far as
-            they have told it; None: they do not tell it.
+            they have told it. It is given for events, to all of which every rank comes; None: for collectives.
     """
 
     def __init__(

@@ -23,7 +23,8 @@ class ReducerTurn:
     """The part of one reducer among those of the same ranks.
 
     Buckets of one reducer are launched in one order on every rank. Those of two would meet each other if ranks reduced in
-    different orders: a sum of different parameters. While there is one reducer nothing is compared. With several,
+    different orders: a sum of different parameters. While there is one reducer, or where backwards are compared before they
+    run (:attr:`is_compared`), nothing is compared here. With several,
 
     - ranks compare who reduces, before the first bucket of each backward: on CPUs by an all-reduce of 16 bytes, and through
       the store where the host would have to wait for a device;
