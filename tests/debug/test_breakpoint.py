@@ -301,7 +301,7 @@ def test_an_exception_stops_the_job_where_it_was_raised(start: Callable[..., Job
 
 def test_stages_stop_one_after_the_other(start: Callable[..., Job]) -> None:
     """Each stage's ranks stop together, in each micro-batch, with one prompt at a time."""
-    job = start("in_stages", env={"VESCALE_TIMEOUT": "4"})
+    job = start("in_stages")
     met = []
     for _ in range(4):
         begin = job.expect(r"\(rank \d\) ")
