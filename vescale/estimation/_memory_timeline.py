@@ -155,7 +155,8 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
         )
         category = "gradients" if waits and log.instants[block.begin].phase in _BACKWARD else category
         is_message = category == "communication" and log.instants[block.begin].phase == "backward"
-        stays = category in _AT_REST[:3] or (_is_there_at_any(block, ends) and not is_message)
+        awaits = category == "temporary" and _awaits_reduction(block, log.instants)
+        stays = category in _AT_REST[:3] or awaits or (_is_there_at_any(block, ends) and not is_message)
         # A gradient that is sent to the stage before is of the first module alone, whatever forwards run until it has left;
         # units use the memory of gradients that are not reduced yet one after another, unless later backwards add to them.
         if category == "gradients" and block.storage not in rehearsal.holders and not waits:
@@ -176,7 +177,7 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
             changes[name][end] -= size
         for n, held_bytes in runs:
             if held_bytes:
-                ranges = _ranges_of_others(block, end, kind, inside[n], log.instants)
+                ranges = _ranges_of_others(block, end, "gradients" if awaits else kind, inside[n], log.instants)
                 for name, size in ((category, held_bytes), ("rounding", padding), (_WAITING, waiting)):
                     for first, last in ranges:
                         changes[name][first] += size * (repeats[n].count - 1)
@@ -234,6 +235,14 @@ def _outlives_module(block: Block, instants: Sequence[Instant]) -> bool:
     if block.end is None:
         return True
     return instants[block.end].phase != "recompute"
+
+
+def _awaits_reduction(block: Block, instants: Sequence[Instant]) -> bool:
+    """Whether the block is a gradient that is there until buckets are reduced, which is outside of all modules."""
+    if block.end is None or instants[block.begin].phase not in _BACKWARD:
+        return False
+    end = instants[block.end]
+    return end.phase in _BACKWARD and end.module is None and end.run == instants[block.begin].run
 
 
 def _outlives_run(block: Block, instants: Sequence[Instant]) -> bool:
