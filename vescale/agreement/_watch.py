@@ -1,10 +1,14 @@
 """``Watch``: ranks that wait for each other in collectives that do not pair, or before different events of a step, learn it
-while they wait, where the host waits; on any number of hosts.
+while they wait; on any number of hosts.
 
 Each rank notes what it begins, which asks and tells nobody. One that has waited for a second posts what it has begun last,
 and where it waits, in the job's store, and again with each look: every second at first, every three seconds later. The first
 of them reads what all have posted, and writes what it has found, which the others read. So a wait costs each rank two or
 three small requests a second, and one of them one for each other; without long waits nothing is asked.
+
+On a device the host does not wait in a collective, but later, in any call. So another thread looks when the main thread has
+been in one call for a second, and the device has not ended what it was given. It may compute, so that its rank counts as one
+that waits only where it has begun another collective than the others.
 
 What has begun cannot be taken back. So all raise, and their processes end: when they exit, or 10 s later, whatever they wait
 for.
@@ -33,7 +37,7 @@ import torch.distributed as dist
 
 from vescale.agreement._round import Round
 from vescale.agreement._store import add_row, connection, peek, rows_of
-from vescale.comm import look, look_while_waiting, waiting_thread
+from vescale.comm import DEVICE, DeviceWait, look, look_while_waiting, waiting_thread
 from vescale.compat import is_alone, note
 
 Entry = tuple[int, int, Any]
@@ -117,8 +121,7 @@ class Watch:
                 assert world is not None  # ranks agree
                 _OPEN[self] = weakref.ref(world)
                 _tell_of_ends()
-            if len(self.ranks) > 2:  # gathers may be messages
-                _look_for_waiting_threads()
+            _look_for_waiting_threads()
 
     def begin(self, kind: int, num_bytes: int, unit: Any) -> None:
         """Before each collective or event, with its entry. After an error that ends the process soon, it raises the same
@@ -146,6 +149,8 @@ class Watch:
                 raise ended
         if self._place and (found := self._apart(awaited, what, in_vain)) is not None:
             error = self._error(found)
+            # First: the thread that waits may fail meanwhile, because another rank has ended.
+            _note_end(error, tells=threading.current_thread() in _LOOKING)
             self._wait_until_all_have_found_it()
             end_soon(error)
             raise error
@@ -217,7 +222,9 @@ class Watch:
         return found if now - since >= (seconds if is_certain else _DOUBT_SECONDS) else None
 
     def _stuck(self, rows: Sequence[_Row], least: int) -> Apart | None:
-        """Of ranks that all wait."""
+        """Of ranks that all wait. One that waits for its device may begin what the others have begun."""
+        if any(row.what == DEVICE for row in rows):
+            return None
         ahead = [rank for rank, row in zip(self.ranks, rows) if row.number > least]
         behind = {rank: row for rank, row in zip(self.ranks, rows) if row.number == least}
         if self._ended is not None:  # events, of which each rank comes to all
@@ -278,39 +285,57 @@ def _tell_of_ends() -> None:
 
 def end_soon(error: Exception) -> None:
     """This process, which raises an error, waits in a collective that never ends."""
-    _prepare()
-    _APART.append(error)
+    _note_end(error, tells=False)
     with suppress(OSError, AttributeError, ValueError):  # no stderr of a process
         faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True)
+
+
+def _note_end(error: Exception, *, tells: bool) -> None:
+    _prepare()
+    if error not in _APART:
+        _APART.append(error)
+        if tells:
+            _tell(f"{type(error).__name__}: {error}\n")
 
 
 def end_for(error: Exception, thread: int) -> None:
     """End this process in the place of a thread that waits and cannot raise ``error``: it is printed with the thread's
     stack."""
-    frame = sys._current_frames().get(thread)
-    with suppress(OSError, ValueError):
-        sys.stderr.write("".join(traceback.format_stack(frame)) + f"{type(error).__name__}: {error}\n")
-    _APART.append(error)
+    _note_end(error, tells=True)
+    _tell("".join(traceback.format_stack(sys._current_frames().get(thread))))
     _end_if_apart()
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError, ValueError):
+        sys.stderr.write(text)
+
+
+_LOOKING: list[threading.Thread] = []
 
 
 @functools.cache
 def _look_for_waiting_threads() -> None:
-    """In the place of threads that wait for messages, which cannot look, nor raise: the process ends."""
+    """In the place of threads that wait for messages, and of this one while it waits for its device, which cannot look, nor
+    raise: the process ends."""
+    device = DeviceWait()
 
     def run() -> None:
         while True:
             time.sleep(0.5)
-            thread = waiting_thread()
+            thread, what = waiting_thread(), "a collective"
+            if thread is None and device.is_long():
+                thread, what = device.thread, DEVICE
             if thread is None:
                 continue
             try:
                 with contextlib.suppress(dist.DistError):  # the store is gone
-                    look(None, "a collective")
+                    look(None, what)
             except Exception as error:
                 end_for(error, thread)
 
-    threading.Thread(target=run, daemon=True, name="vescale watch").start()
+    _LOOKING.append(threading.Thread(target=run, daemon=True, name="vescale watch"))
+    _LOOKING[-1].start()
 
 
 @functools.cache

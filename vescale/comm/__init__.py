@@ -41,7 +41,14 @@ from vescale.comm._kept_results import (
 from vescale.comm._last_collectives import release_at_end
 from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requester, record, record_comms, requested_by
 from vescale.comm._local_ranks import messages
-from vescale.comm._long_waits import LONG_WAIT_SECONDS, look, look_while_waiting, waiting_thread, waits_for
+from vescale.comm._long_waits import (
+    DEVICE,
+    LONG_WAIT_SECONDS,
+    look,
+    look_while_waiting,
+    waiting_thread,
+    waits_for,
+)
 from vescale.comm._observation import (
     Observer,
     Operation,
@@ -53,6 +60,6 @@ from vescale.comm._observation import (
     tell_wait,
 )
 from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
-from vescale.comm._streams import HostCopy, SideStream, to_device
+from vescale.comm._streams import DeviceWait, HostCopy, SideStream, to_device
 
 __all__ = ["CommRecord", "Ledger", "join_axes", "record_comms"]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from vescale.compat import living_items
 
 LONG_WAIT_SECONDS = 1.0
+DEVICE = "its device"
 _SLICE = timedelta(seconds=LONG_WAIT_SECONDS)
 
 
@@ -24,9 +25,10 @@ class Look(Protocol):
     """After all others."""
 
     def look(self, awaited: Sequence[int] | None, what: str, in_vain: bool = False) -> None:
-        """Called every second of a wait at least, on the thread that waits: in a collective (``awaited`` is None), or for
-        the ranks ``awaited``, at ``what``. Raises if ranks wait for each other in vain. ``in_vain``: the wait has failed,
-        because the process of another rank has ended; raises if it is known why."""
+        """Called every second of a wait at least, on the thread that waits or for it: in a collective (``awaited`` is
+        None), or for the ranks ``awaited``, at ``what``; :data:`DEVICE`: for its device, which may compute. Raises if ranks
+        wait for each other in vain. ``in_vain``: the wait has failed, because the process of another rank has ended; raises
+        if it is known why."""
 
 
 # With the default group that each belongs to; None: it belongs to none.

@@ -1,13 +1,19 @@
 """``SideStream``: a stream beside the computation's, and nothing at all on the CPU. ``HostCopy``: what the host reads of a
-device without holding it up."""
+device without holding it up. ``DeviceWait``: whether a thread waits for the device."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import threading
+import time
 from typing import Any
 
 import torch
+
+from vescale.comm._long_waits import LONG_WAIT_SECONDS
+from vescale.compat.devices import running_accelerator
 
 
 class SideStream:
@@ -27,7 +33,7 @@ class SideStream:
         if self._module:
             index = device.index if device.index is not None else self._module.current_device()
             self.stream = _stream(device.type, index, name, -1 if urgent else 0)
-            _SIDE.add((device.type, index, self.stream.stream_id))
+            _SIDE[device.type, index, self.stream.stream_id] = self.stream
         self.is_real = self._module is not None
         """Whether there is a stream."""
 
@@ -97,12 +103,44 @@ class HostCopy:
         return self._values
 
 
+class DeviceWait:
+    """Whether the thread that makes it, which has chosen a device of the accelerator, waits for that device: another thread
+    asks, from time to time.
+
+    The device is asked only while the thread stays in one call: a graph that the thread captures must not be disturbed.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self._module = running_accelerator()
+        self._index = torch.accelerator.current_device_index() if self._module is not None else 0
+        self._at: tuple[int, int] | None = None
+        self._since = 0.0
+        self._events: list[Any] = []
+
+    def is_long(self) -> bool:
+        """Whether it has been in one call for long, while the device has not ended what it was given before."""
+        frame = sys._current_frames().get(self.thread)
+        at, now = None if frame is None else (id(frame), frame.f_lasti), time.monotonic()
+        if at != self._at:
+            self._at, self._since, self._events = at, now, []
+        if self._module is None or at is None or now - self._since < LONG_WAIT_SECONDS:
+            return False
+        if not self._events:
+            streams = [self._module.current_stream(self._index), *_SIDE.values()]
+            self._events = [stream.record_event() for stream in streams]
+            return False
+        with contextlib.suppress(RuntimeError):  # the device has failed: the thread's own call says so
+            return not all(event.query() for event in self._events)
+        return False
+
+
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of values of the host; the host does not wait for the device."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
-_SIDE: set[tuple[str, int, int]] = set()
+_SIDE: dict[tuple[str, int, int], Any] = {}
 
 
 @functools.cache

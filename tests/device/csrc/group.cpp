@@ -141,6 +141,11 @@ class Collective final : public Pending {
         }
     }
 
+    bool has_ended() override {
+        const std::lock_guard<std::mutex> lock(lock_);
+        return is_done_;
+    }
+
     void forget(Block& block) override {
         const std::lock_guard<std::mutex> lock(lock_);
         for (Target& target : targets_) {

@@ -502,6 +502,11 @@ bool answer_query(int& queries, const Clock& clock) {
     if (queries++ == 0) {
         return false;
     }
+    for (const auto& pending : pending_before(clock)) {
+        if (!pending->has_ended()) {
+            return false;
+        }
+    }
     host_learns(clock);
     return true;
 }
@@ -867,19 +872,22 @@ bool host_knows(const Clock& clock) {
     return world().host.covers(clock);
 }
 
-void host_learns(const Clock& clock) {
+std::vector<std::shared_ptr<Pending>> pending_before(const Clock& clock) {
     World& w = world();
-    std::vector<std::shared_ptr<Pending>> due;
-    {
-        const Lock lock(w.lock);
-        for (const auto& pending : w.pending) {
-            if (clock.at(pending->stream) >= pending->time) {
-                due.push_back(pending);
-            }
+    std::vector<std::shared_ptr<Pending>> found;
+    const Lock lock(w.lock);
+    for (const auto& pending : w.pending) {
+        if (clock.at(pending->stream) >= pending->time) {
+            found.push_back(pending);
         }
     }
+    return found;
+}
+
+void host_learns(const Clock& clock) {
+    World& w = world();
     std::exception_ptr error;
-    for (const auto& pending : due) {
+    for (const auto& pending : pending_before(clock)) {
         try {
             pending->finish();
         } catch (...) {

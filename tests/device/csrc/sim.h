@@ -111,6 +111,7 @@ struct Pending {
     // Block the calling thread until the other ranks have answered, and write the results. Called without locks; throws
     // what went wrong.
     virtual void finish() = 0;
+    virtual bool has_ended() = 0;           // so that finish() returns at once
     virtual void forget(Block& block) = 0;  // freed before the results came
     StreamNo stream = 0;
     Time time = 0;
@@ -142,6 +143,7 @@ Clock clock_of(StreamNo stream);                         // everything that is o
 void stream_waits(StreamNo stream, const Clock& clock);  // no host wait
 void host_waits(const Clock& clock, std::string_view what);  // a host synchronization, which is counted
 bool host_knows(const Clock& clock);
+std::vector<std::shared_ptr<Pending>> pending_before(const Clock& clock);
 void host_learns(const Clock& clock);  // by a query, which is no synchronization
 void note_host_sync(std::string_view what);
 
