@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +40,7 @@ from vescale import Plan, parallelize
 from vescale.checkpoint import load_hf
 from vescale.comm import SideStream
 from vescale.fsdp import fully_shard
+from vescale.gradients import BackwardTracker
 from vescale.optim import clip_grad_norm_
 
 pytestmark = needs_compiler
@@ -73,11 +77,18 @@ def test_a_step_after_a_backward_that_is_held(ranks: RankPools) -> None:
     ranks.run(everywhere, after_a_backward_that_is_held, world_size=2, device="sim")
 
 
+def slow_to_break_off(case: Callable[[str], None], kind: str) -> None:
+    """What follows from the end of a backward takes a while, in which other threads run."""
+    is_over = BackwardTracker._is_over
+    with mock.patch.object(BackwardTracker, "_is_over", lambda *args: (time.sleep(0.1), is_over(*args))):
+        case(kind)
+
+
 @pytest.mark.parametrize("kind", ["fsdp", "zero", "plan"])
 def test_what_an_exception_leaves_is_there_when_its_caller_has_it(ranks: RankPools, kind: str) -> None:
     """Gradients that come back later would survive zero_grad()."""
     for case in (test_registered.cleared_after_an_exception, test_registered.derivatives_of_reduced_gradients):
-        ranks.run(everywhere, case, kind, world_size=2, device="sim")
+        ranks.run(everywhere, slow_to_break_off, case, kind, world_size=2, device="sim")
 
 
 def test_what_a_failed_gather_has_read_is_waited_for(ranks: RankPools) -> None:

@@ -102,8 +102,34 @@ def permit_writes(view: torch.Tensor, source: torch.Tensor) -> None:
     autograd._set_creation_meta(view, meta)
 
 
-_QUEUED: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
-"""What the engine calls at the end of a backward; it alone holds that, and drops it with the backward."""
+_QUEUED: set[int] = set()
+"""Those that are there of :class:`_AtEnd`."""
+
+
+class _AtEnd:
+    """What the engine calls at the end of the outermost backward; it alone holds it, and drops it with the backward."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Callable[[], None] | None = callback
+        _QUEUED.add(id(self))
+
+    def __call__(self) -> None:
+        outer, callback = torch._C._current_autograd_node(), self._callback
+        assert callback is not None
+        if outer is None:
+            callback()
+            return
+        handle: list[Any] = []
+
+        def hand_on(*_: Any) -> None:
+            handle[0].remove()
+            at_end_of_backward(callback)
+
+        handle.append(outer.register_hook(hand_on))
+
+    def __del__(self) -> None:
+        self._callback = None  # first: what follows from the end of a backward happens here
+        _QUEUED.discard(id(self))
 
 
 def await_broken_off_backward() -> None:
@@ -120,22 +146,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     A backward may run inside another (reentrant activation checkpointing), and the engine ends each with its callbacks.
     An inner one's is handed on to the node of the outer one that started it. RuntimeError outside of any backward.
     """
-
-    def ended() -> None:
-        outer = torch._C._current_autograd_node()
-        if outer is None:
-            callback()
-            return
-        handle: list[Any] = []
-
-        def hand_on(*_: Any) -> None:
-            handle[0].remove()
-            at_end_of_backward(callback)
-
-        handle.append(outer.register_hook(hand_on))
-
-    _QUEUED.add(ended)
-    Variable._execution_engine.queue_callback(ended)
+    Variable._execution_engine.queue_callback(_AtEnd(callback))
 
 
 def num_storage_users(tensor: torch.Tensor) -> int:
