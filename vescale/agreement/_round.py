@@ -42,6 +42,7 @@ from vescale.errors import ConsensusError, LateRanksWarning
 # After this time, ranks that have not come are named in a warning.
 _PATIENCE = timedelta(seconds=3)
 _LONGEST_SLICE = 10.0
+_NUM_CHECKS = 8  # in a slice but the first
 _INLINE_BYTES = 128  # longer messages are sent only where they differ
 _NOT_EQUAL = 1 << 32  # is added to the number of ranks where the verdict is more than that all are equal
 _MOST_FOLLOWED = 16  # ranks that a look for ranks that wait for each other asks about
@@ -389,15 +390,10 @@ class _Meeting:
         begin = time.monotonic()
         end, has_warned, is_noted, told = begin + self._limit.total_seconds(), False, False, None
         length = _PATIENCE.total_seconds() if self._warns else LONG_WAIT_SECONDS
+        is_there = self._comes
         try:
-            while True:
-                seconds, since = max(min(length, end - time.monotonic()), 0.001), time.monotonic()
-                try:
-                    self._store.wait([key], timedelta(seconds=seconds))
-                    return
-                except RuntimeError:  # store types have no common error class
-                    if time.monotonic() - since < 0.9 * seconds:  # the store is lost
-                        raise
+            while not is_there(key, max(min(length, end - time.monotonic()), 0.001)):
+                is_there = self._is_there
                 if time.monotonic() >= end and self._store.add(PAUSED, 0):
                     end = time.monotonic() + self._limit.total_seconds()
                 if time.monotonic() >= end:
@@ -427,6 +423,26 @@ class _Meeting:
                 told.ended = time.time()
             if is_noted:  # the key stays: a rank that is about to read it would wait for it
                 self._store.set(_notice(self._ranks[self._index]), "")
+
+    def _comes(self, key: str, seconds: float) -> bool:
+        """Whether the key is there before a time is over. One request; the store prints two lines if it is not."""
+        since = time.monotonic()
+        try:
+            self._store.wait([key], timedelta(seconds=seconds))
+        except RuntimeError:  # store types have no common error class
+            if time.monotonic() - since < 0.9 * seconds:  # the store is lost
+                raise
+            return False
+        return True
+
+    def _is_there(self, key: str, seconds: float) -> bool:
+        """The same with several requests, of which nothing is printed: for those who have waited for long."""
+        end = time.monotonic() + seconds
+        while not self._store.check([key]):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(seconds / _NUM_CHECKS)
+        return True
 
     def _late(self, *, are_working_late: bool = True) -> tuple[list[int] | None, list[int]]:
         """Ranks that have not come, or that work, and ranks that wait here on their main threads. None: there is a
