@@ -274,18 +274,8 @@ def show(ranks: int, found: dict[str, Any]) -> None:
 ROWS = GranularityTable([(r"experts\..*", Rows(16))])
 
 
-def simulate() -> None:
-    """One rank of a large job, on a fake process group: nothing moves, all else is done."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def with_ranks(count: int) -> Any:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
-        return init_device_mesh("cpu", (count,))
-
-    print("\nhost time of a step, 16 groups of 8 parameters, fake process group of 64 ranks")
-    mesh = with_ranks(64)
+def host_seconds(mesh: Any) -> list[float]:
+    """What the engine and FSDP2 add to a step, for each group."""
     module = nn.Sequential(*[nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]) for _ in range(16)])
     kinds = {}
     for name, shard in ((OURS, fully_shard), (STOCK, stock_fully_shard)):
@@ -303,9 +293,25 @@ def simulate() -> None:
             times[name].append(time.process_time() - start)
             twin.zero_grad()
     medians = {name: statistics.median(one[5:]) for name, one in times.items()}
-    for name in kinds:
-        print(f"  {name:<8} {(medians[name] - medians['plain']) / 17 * 1e6:8.0f} us a group and step")
-    print(f"  ratio {(medians[OURS] - medians['plain']) / (medians[STOCK] - medians['plain']):.2f}")
+    return [(medians[name] - medians["plain"]) / 17 for name in kinds]
+
+
+def simulate() -> None:
+    """One rank of a large job, on a fake process group: nothing moves, all else is done."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def with_ranks(count: int) -> Any:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+        return init_device_mesh("cpu", (count,))
+
+    print("\nhost time of a step, 16 groups of 8 parameters, fake process groups, per group and step")
+    for ranks in (8, 64, 1024, 8192):
+        ours, theirs = host_seconds(with_ranks(ranks))
+        print(
+            f"  {ranks:>5} ranks: {ours * 1e6:8.0f} us, FSDP2 {theirs * 1e6:8.0f} us, ratio {ours / theirs:.2f} (asked 0.65)"
+        )
 
     print(
         "\npeak of what one rank's forward and backward allocate, no transport: with sharded gradients (and its ratio; the "

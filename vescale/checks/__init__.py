@@ -46,3 +46,4 @@ from vescale.checks._start import (
     watch_optimizers,
 )
 from vescale.checks._steps import LocalPart, StepChecks, check_every, check_mode, is_unchecked, unchecked
+from vescale.checks._trained import TrainedParameters

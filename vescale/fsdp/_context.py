@@ -38,6 +38,11 @@ class RootOrders:
         for order in self._orders.values():
             order.end_turn()
 
+    def note_trained(self, text: str) -> None:
+        """Which parameters are trained has changed; the ranks compare it with their reductions."""
+        for order in self._orders.values():
+            order.trained = text
+
     def compare_gathers(self, *, will_reduce: bool) -> None:
         """See :meth:`CollectiveOrder.compare_gathers`; raises when all groups have compared."""
         error: OrderMismatchError | None = None

@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
+from vescale.checks import TrainedParameters
 from vescale.compat import in_backward, profiled
 from vescale.fsdp._calls import held_by_graphs
 from vescale.fsdp._context import CommContext, RootOrders
@@ -56,6 +57,7 @@ class Iteration(Generic[MemberT]):
         self._backward = BackwardTracker(self.conclude, self._break_off_backward)
         self._one_backward, self._name = OneBackward(comm.device.type), ""
         self._steps: StepComparison | None = None
+        self._trained, self._enrolled = TrainedParameters(), ""
 
     def _move(self, event: Move) -> None:
         found = ROOT.get((self.stage, event))
@@ -74,6 +76,8 @@ class Iteration(Generic[MemberT]):
         self._name = name = type(root).__name__.removeprefix("FSDP")
         self.orders.begin(name)
         self._steps = StepComparison(name, groups if compares_steps else ())
+        if compares_steps:
+            self._enrolled = self._trained.see((p.name, p.sharded) for group in groups for p in group.parameters)
 
     def order_gathers(self, *, is_used: bool = True) -> None:
         """Before a program's own gathers, or a forward: gathers wait for the optimizer, which may still write parameters.
@@ -92,6 +96,9 @@ class Iteration(Generic[MemberT]):
         Raises StepMismatchError, on every rank that comes, where ranks are about to do different things.
         """
         self.orders.end_turns()  # an exception may have ended the last backward
+        trained = self._trained.changed()
+        if trained is not None:
+            self.orders.note_trained("" if trained == self._enrolled else trained)
         if self._steps is not None:
             self._steps.forward(module, groups)
 

@@ -306,6 +306,7 @@ class ReplicaErrors:
 FLAGS_REQUESTER = "which parameters got a gradient"
 """Of the collective with a byte for each parameter of the units along an axis."""
 
+_TRAINED = "requires_grad"
 _DIGEST_BYTES = 8
 _SLOT_BYTES = 2 * _DIGEST_BYTES  # a digest and its complement: their maxima over the ranks fit if all are equal
 
@@ -490,12 +491,13 @@ class CollectiveOrder:
 
     Attributes:
         number: of the first unit, which is that of no other order; model: the name of its class.
+        trained: which parameters are trained, if that has changed since the units were enrolled.
     """
 
     def __init__(self, axes: DataParallelAxes) -> None:
         self._axes = axes
         self._num_flags = self.number = 0
-        self.model = ""
+        self.model = self.trained = ""
         self.gathered = _Log()
         self._turns: tuple[RootTurn, ...] = ()
         self.history = _history(axes)
@@ -550,7 +552,8 @@ class CollectiveOrder:
         replica, and a byte for each parameter of all units. As long as that of any other model along these axes, whose
         message it would meet. ``flags``: those that are not 0, by their first place."""
         found = bytearray(self.history.message_bytes)
-        found[:_SLOT_BYTES] = _slot(_digest(self.history.reduced.digest(), [self.number]))
+        trained = self.trained.encode()
+        found[:_SLOT_BYTES] = _slot(_digest(self.history.reduced.digest() + trained, [self.number]))
         own = _SLOT_BYTES * (1 + self._replica)
         found[own : own + _SLOT_BYTES] = _slot(self.gathered.digest())
         for first, codes in flags.items():
@@ -619,6 +622,7 @@ class CollectiveOrder:
         entries = [] if replica < 0 else logs[0].entries("gather")
         entries += [*logs[1].entries("reduction"), ("the model that runs", self.number)]
         own = [(place, *self.history.name_of(number)) for place, number in entries]
+        own.append((_TRAINED, self.trained or "as before", ""))
         found: dict[int, list[tuple[str, str, str]]] = {}
         for rank, message in zip(
             consensus.ranks,
@@ -651,6 +655,12 @@ def _error(log_of: Mapping[int, Entries]) -> OrderMismatchError:
             "end the program on every rank"
         )
     difference = first_difference("units since the last comparison", log_of)
+    if difference.name == _TRAINED:
+        return OrderMismatchError(
+            f"ranks have frozen different parameters: {difference.text().partition(' is ')[2]}; a gradient would be the sum "
+            "of those of some ranks. Set requires_grad in the same way on every rank",
+            difference.ranks,
+        )
     return different_modules(difference.text(), difference.ranks)
 
 

@@ -61,6 +61,7 @@ from vescale.runtime._runtime import Runtime
 # What ranks hold in common of a model's parameters and buffers, described before a forward, for them to compare.
 
 _MAX_NAMES = 120
+_REQUIRES_GRAD = f"{STATE}requires_grad"
 
 
 def long_axes(runtime: Runtime) -> tuple[int, ...]:
@@ -73,25 +74,19 @@ def find_replicas(runtime: Runtime, *, looks: bool) -> dict[tuple[int, ...], lis
     would see the ops."""
     module, long = runtime.root, long_axes(runtime)
     found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-    frozen: list[str] = []
     if module is None:
         return found
-    for name, tensor in module.named_parameters():
-        if isinstance(tensor, DTensor) and tensor.device_mesh == runtime.mesh:
-            if not tensor.requires_grad:
-                frozen.append(name)
-            add_replica(runtime, found, f"parameter {name!r}", tensor, looks=looks)
+    own = [(n, p) for n, p in module.named_parameters() if isinstance(p, DTensor) and p.device_mesh == runtime.mesh]
+    for name, tensor in own:
+        add_replica(runtime, found, f"parameter {name!r}", tensor, looks=looks)
     for name, buffer in module.named_buffers():
         # In a region, they may count what the rank has seen.
         if not runtime.is_in_local_region(name) and id(buffer) not in runtime.differ_on_purpose:
             add_replica(runtime, found, f"buffer {name!r}", buffer, looks=looks)
-    if frozen:
-        names = ", ".join(frozen)
-        text = names if len(names) < _MAX_NAMES else f"{names[:_MAX_NAMES]}... ({len(frozen)}, {hash_of(names)})"
     rows = found.setdefault(long, [])
     if not runtime.has_local_regions:
         rows += _gradients_and_writes(runtime, module)
-    rows.append((f"{STATE}requires_grad", f"False of {text}" if frozen else "True of all"))
+    rows.append((_REQUIRES_GRAD, runtime.trained.see(own)))
     for path, part in module.named_modules():
         if part.training != module.training:
             rows.append((f"{STATE}training of module {path!r}", str(part.training)))
@@ -200,6 +195,8 @@ def _compare_forward(
         if is_generating:
             mode = f"{mode}{GENERATING}"
             kwargs = {name: _in_order(value) for name, value in kwargs.items()}
+        if checks.compares_data and not checks.is_due and (trained := runtime.trained.changed()) is not None:
+            checks.note(_REQUIRES_GRAD, trained)
         if checks.samples and (is_generating or not takes_local_parts):
             seen = None if is_unchecked() or has_dispatch_modes() else sample(args, kwargs)
             checks.sampled_forward(model, mode, seen, named, runtime.number)

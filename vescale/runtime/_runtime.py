@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.checks import RandomStates, StepChecks, start_checks
+from vescale.checks import RandomStates, StepChecks, TrainedParameters, start_checks
 from vescale.compat import current_autograd_node, living_items, node_sequence, note, sequence_number
 from vescale.errors import NotPicklableError
 from vescale.ir import Attention, Factory, Local, Program
@@ -192,7 +192,7 @@ class Runtime:
         timeline: attributes autograd nodes to modules; all models of a process share it.
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
         checks: what its ranks compare before they communicate; num_forwards: how many of the model have begun;
-            number: of the model among those that were compared there.
+            number: of the model among those that were compared there; trained: of its parameters on the mesh.
         compares_made: whether ranks compare the tensors that the running forward makes; runs_alike: False: some ranks may
             run a part on local tensors that others do not, and see none of those it makes.
         switches_on_later: whether the forward of the model itself switches the function mode on, where it needs it.
@@ -242,6 +242,7 @@ class Runtime:
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self.checks: StepChecks = start_checks(mesh)
         self.number = self.checks.num_models
+        self.trained = TrainedParameters()
         self.one_backward = gradients.one_backward
         if self._local_regions:
             self.checks.names_gradients = False
